@@ -1,0 +1,71 @@
+# The set-up, the tests and the fork, by name. Everything that is made here lies in .venv, or in the cache that
+# scripts/fork.py describes; re-running a target does only what has changed.
+
+PYTHON ?= python3
+VENV   := .venv
+PY     := $(VENV)/bin/python
+FORK    = $(PYTHON) scripts/fork.py
+
+# `make run PROMPT="..." ARGS="--memory 200M"`
+PROMPT ?=
+ARGS   ?=
+# `make test TESTS=tests/test_fork.py`
+TESTS  ?=
+
+.DEFAULT_GOAL := help
+.PHONY: help env run test check-all archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
+
+$(VENV)/pip-ready:
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --upgrade pip
+	@touch $@
+
+# fork.py answers from its cache in well under a second, so it is asked every time; the two stamps hold what is installed.
+# The wheel goes in by its path, and first: pip then finds llama-cpp-python satisfied and never looks for the release.
+env: $(VENV)/pip-ready ## .venv with the fork, moeoff (editable) and what the tests need
+	@set -e; wheel="$$($(FORK) build | tail -n 1)"; test -f "$$wheel"; \
+	if [ "$$wheel" != "$$(cat $(VENV)/fork-wheel 2>/dev/null)" ]; then \
+		rm -f $(VENV)/fork-wheel; \
+		echo "installing $$(basename "$$wheel")" >&2; \
+		$(PY) -m pip install --quiet --force-reinstall --no-deps "$$wheel"; \
+		echo "$$wheel" > $(VENV)/fork-wheel; \
+	fi; \
+	if ! cmp -s pyproject.toml $(VENV)/pyproject-installed; then \
+		echo "installing moeoff and its requirements" >&2; \
+		$(PY) -m pip install --quiet "$$wheel" -e '.[test]'; \
+		cp pyproject.toml $(VENV)/pyproject-installed; \
+	fi
+
+run: env ## moeoff run on the demo model; PROMPT="...", ARGS="..."
+	@exec $(VENV)/bin/moeoff run $(ARGS) $${PROMPT:+-p "$$PROMPT"}
+run: export PROMPT := $(PROMPT)
+
+test: env ## the quick tests
+	$(PY) -m pytest -m "not slow" $(TESTS)
+
+check-all: env patches-check ## every test, slow ones included, and both sanitizers
+	$(PY) -m pytest $(TESTS)
+	$(MAKE) native-stress-tsan native-stress-asan
+
+archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path
+	@$(FORK) archs
+
+patches-check: ## do the patches apply cleanly, and once only, to the pinned release?
+	@$(FORK) check
+
+patches-refresh: ## patch files anew from the commits in DIR (made by: scripts/fork.py tree DIR)
+	@test -n "$(DIR)" || { echo "say where: make patches-refresh DIR=..." >&2; exit 2; }
+	@$(FORK) refresh "$(DIR)"
+
+native-stress-tsan: ## the native store under the thread sanitizer
+	bash scripts/native_stress.sh thread 60
+
+native-stress-asan: ## the native store under the address sanitizer
+	bash scripts/native_stress.sh address 60
+
+clean: ## removes .venv and what the tests leave; the cache of builds stays
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache
+	find moeoff scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

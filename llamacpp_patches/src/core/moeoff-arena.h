@@ -1,0 +1,56 @@
+#pragma once
+
+// Slots for slices: page aligned, one size class for each slice size, a bound in bytes over all classes together.
+// Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
+// bound can move at any time and classes can lend bytes to each other. Not thread safe: the store's lock guards it.
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace moeoff {
+
+class arena {
+  public:
+    ~arena();
+
+    static uint64_t slot_bytes(uint64_t slice_bytes); // a slice may begin anywhere inside its first page
+
+    // slots of this size, room for n of them; returns the class. Before reserve()
+    int  add_class(uint64_t slice_bytes, uint32_t n);
+    // false: no address space
+    bool reserve(uint64_t limit_bytes);
+
+    void     set_limit(uint64_t bytes) { limit = bytes; }
+    uint64_t limit_bytes()     const { return limit; }
+    uint64_t committed_bytes() const { return committed; }
+    uint64_t peak_bytes()      const { return peak; }
+    uint64_t full_bytes()      const; // all slots of all classes
+    uint64_t slot_size(int cls) const { return classes[cls].stride; }
+
+    // a slot of the class within the limit, taking free slots of other classes if need be; -1: something must be evicted
+    int32_t take(int cls);
+    // the slot's bytes stay committed for the next take() of its class
+    void    give(int cls, int32_t slot);
+    // gives free slots back to the system until committed + extra fits the limit; true if it does
+    bool    trim(uint64_t extra = 0);
+
+    uint8_t * data(int cls, int32_t slot) const { return classes[cls].base + (uint64_t) slot * classes[cls].stride; }
+
+  private:
+    struct size_class {
+        uint64_t             stride = 0;
+        uint32_t             n      = 0;
+        uint8_t *            base   = nullptr;
+        std::vector<int32_t> committed_free; // memory behind it, holds nothing
+        std::vector<int32_t> uncommitted;    // address space only
+    };
+    std::vector<size_class> classes;
+    uint8_t * region       = nullptr;
+    uint64_t  region_bytes = 0;
+    uint64_t  limit        = 0;
+    uint64_t  committed    = 0;
+    uint64_t  peak         = 0;
+};
+
+} // namespace moeoff

@@ -1,0 +1,147 @@
+#include "moeoff-events.h"
+
+#include <cstring>
+#include <ctime>
+
+namespace moeoff {
+
+static int64_t clock_ns(clockid_t id) {
+    timespec ts;
+    clock_gettime(id, &ts);
+    return (int64_t) ts.tv_sec * 1000000000 + ts.tv_nsec;
+}
+
+int64_t now_ns()        { return clock_ns(CLOCK_MONOTONIC); }
+int64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
+
+// a record in the ring: this header, then ids, weights, gate input
+struct record {
+    uint64_t          nbytes; // of the whole record; 0: the rest of the ring is skipped
+    moeoff_gate_event event;
+};
+
+static size_t align_up(size_t n) { return (n + 63) & ~(size_t) 63; }
+
+void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t ring_bytes) {
+    stop();
+    callback = cb;
+    user     = cb_user;
+    ring.assign(align_up(ring_bytes), 0);
+    head = tail = used = 0;
+    stopping = false;
+    thread = std::thread([this] { run(); });
+}
+
+void event_driver::stop() {
+    if (!thread.joinable()) {
+        return;
+    }
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        stopping = true;
+    }
+    cv_work.notify_all();
+    thread.join();
+    std::vector<uint8_t>().swap(ring);
+}
+
+void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride) {
+    const size_t n_pairs = (size_t) event.n_tokens * event.n_used;
+    const size_t n_input = (size_t) event.n_tokens * event.n_embd;
+    const size_t nbytes  = align_up(sizeof(record) + n_pairs * (sizeof(int32_t) + sizeof(float)) + n_input * sizeof(float));
+
+    std::lock_guard<std::mutex> lock(mutex);
+    if (stopping || ring.empty()) {
+        return;
+    }
+    // a record never wraps: what does not fit before the end starts over at 0
+    size_t skip = head + nbytes > ring.size() ? ring.size() - head : 0;
+    if (used + skip + nbytes > ring.size()) {
+        dropped++;
+        return;
+    }
+    if (skip) {
+        if (skip >= sizeof(uint64_t)) {
+            memset(ring.data() + head, 0, sizeof(uint64_t));
+        }
+        head  = 0;
+        used += skip;
+    }
+    uint8_t * p  = ring.data() + head;
+    record    r  = { nbytes, event };
+    int32_t * ids     = (int32_t *) (p + sizeof(record));
+    float   * weights = (float *) (ids + n_pairs);
+    float   * input   = weights + n_pairs;
+    for (int32_t t = 0; t < event.n_tokens; t++) {
+        memcpy(ids + (size_t) t * event.n_used, (const char *) event.ids + t * ids_stride, event.n_used * sizeof(int32_t));
+        for (int32_t k = 0; k < event.n_used; k++) {
+            weights[(size_t) t * event.n_used + k] = *(const float *) ((const char *) event.weights + t * weights_stride + k * weights_step);
+        }
+        if (n_input) {
+            memcpy(input + (size_t) t * event.n_embd, (const char *) event.gate_input + t * input_stride, event.n_embd * sizeof(float));
+        }
+    }
+    r.event.ids        = ids;
+    r.event.weights    = weights;
+    r.event.gate_input = n_input ? input : nullptr;
+    memcpy(p, &r, sizeof(r));
+    head  = (head + nbytes) % ring.size();
+    used += nbytes;
+    cv_work.notify_one();
+}
+
+void event_driver::run() {
+    std::unique_lock<std::mutex> lock(mutex);
+    while (true) {
+        cv_work.wait(lock, [&] { return stopping || used > 0; });
+        if (stopping) {
+            break;
+        }
+        record r;
+        const size_t rest = ring.size() - tail;
+        if (rest >= sizeof(uint64_t)) {
+            memcpy(&r.nbytes, ring.data() + tail, sizeof(uint64_t));
+        }
+        if (rest < sizeof(uint64_t) || r.nbytes == 0) {
+            used -= rest;
+            tail  = 0;
+            continue;
+        }
+        memcpy(&r, ring.data() + tail, sizeof(r));
+        busy = true;
+        lock.unlock(); // the record stays put: its bytes are not free until tail moves on
+
+        const int64_t t0 = thread_cpu_ns();
+        callback(&r.event, user);
+        const int64_t t1 = thread_cpu_ns();
+
+        lock.lock();
+        busy    = false;
+        cpu_ns += (uint64_t) (t1 - t0);
+        tail    = (tail + r.nbytes) % ring.size();
+        used   -= r.nbytes;
+        if (used == 0) {
+            cv_idle.notify_all();
+        }
+    }
+    cv_idle.notify_all();
+}
+
+void event_driver::drain() {
+    std::unique_lock<std::mutex> lock(mutex);
+    cv_idle.wait(lock, [&] { return stopping || ring.empty() || (used == 0 && !busy); });
+}
+
+void event_driver::add_stats(moeoff_stats & stats) const {
+    std::lock_guard<std::mutex> lock(mutex);
+    stats.events_dropped = dropped;
+    stats.driver_ns      = cpu_ns;
+}
+
+void event_driver::reset_stats() {
+    std::lock_guard<std::mutex> lock(mutex);
+    dropped = 0;
+    cpu_ns  = 0;
+}
+
+} // namespace moeoff

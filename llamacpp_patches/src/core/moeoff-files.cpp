@@ -1,0 +1,105 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // O_DIRECT
+#endif
+
+#include "moeoff-files.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+namespace moeoff {
+
+files::~files() {
+    for (auto & e : entries) {
+        if (e->fd_buffered >= 0) {
+            close(e->fd_buffered);
+        }
+        if (e->fd_direct_owned >= 0) {
+            close(e->fd_direct_owned);
+        }
+    }
+}
+
+int files::add(const std::string & path, bool direct, std::string & error) {
+    auto e = std::make_unique<entry>();
+    e->path        = path;
+    e->fd_buffered = open(path.c_str(), O_RDONLY | O_CLOEXEC);
+    if (e->fd_buffered < 0) {
+        error = path + ": cannot open: " + strerror(errno);
+        return -1;
+    }
+    struct stat st;
+    if (fstat(e->fd_buffered, &st) != 0) {
+        error = path + ": cannot stat: " + strerror(errno);
+        close(e->fd_buffered);
+        return -1;
+    }
+    e->size = (uint64_t) st.st_size;
+#ifdef O_DIRECT
+    if (direct) {
+        e->fd_direct_owned = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+        e->fd_direct       = e->fd_direct_owned;
+    }
+#endif
+#ifdef POSIX_FADV_RANDOM
+    // read-ahead would fetch neighbours that nobody asked for
+    posix_fadvise(e->fd_buffered, 0, 0, POSIX_FADV_RANDOM);
+#endif
+    entries.push_back(std::move(e));
+    return (int) entries.size() - 1;
+}
+
+bool files::any_buffered() const {
+    return std::any_of(entries.begin(), entries.end(), [](const auto & e) { return e->fd_direct < 0; });
+}
+
+int files::read(int file, uint64_t offset, uint64_t nbytes, uint8_t * dst, uint64_t chunk,
+                const std::atomic<bool> * cancel, bool & was_direct, std::string & error) {
+    entry & e = *entries[file];
+
+    const uint64_t begin = page_floor(offset);
+    const uint64_t need  = offset + nbytes; // one past the last byte that matters
+    const uint64_t end   = page_ceil(need); // direct reads take whole pages; at the end of the file they come back short
+
+    was_direct = e.fd_direct >= 0;
+    uint64_t at = begin;
+    while (at < need) {
+        if (cancel && cancel->load(std::memory_order_relaxed)) {
+            return ECANCELED;
+        }
+        const int      fd   = was_direct ? e.fd_direct.load() : e.fd_buffered;
+        const uint64_t want = std::min(chunk, end - at);
+        const ssize_t  got  = pread(fd, dst + (at - begin), want, (off_t) at);
+        if (got < 0) {
+            if (errno == EINTR) {
+                continue;
+            }
+            if (was_direct && errno == EINVAL) {
+                e.fd_direct = -1; // some file systems accept the flag and refuse the read
+                was_direct  = false;
+                continue;
+            }
+            const int err = errno;
+            error = e.path + ": read of " + std::to_string(nbytes) + " bytes at offset " + std::to_string(offset) +
+                    " failed: " + strerror(err);
+            return err;
+        }
+        if (got == 0) {
+            error = e.path + ": read of " + std::to_string(nbytes) + " bytes at offset " + std::to_string(offset) +
+                    " failed: the file ends at " + std::to_string(at) + " (was it truncated or replaced?)";
+            return EIO;
+        }
+        at += (uint64_t) got;
+        if (was_direct && at < need && at % page_size != 0) {
+            was_direct = false; // a short direct read left an unaligned rest
+        }
+    }
+    return 0;
+}
+
+} // namespace moeoff

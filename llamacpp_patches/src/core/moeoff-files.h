@@ -1,0 +1,47 @@
+#pragma once
+
+// Positional reads from the files of a model, direct where the file system allows it. Knows nothing of experts.
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moeoff {
+
+constexpr size_t page_size = 4096; // O_DIRECT alignment of offset, length and address
+
+inline uint64_t page_floor(uint64_t n) { return n & ~(uint64_t) (page_size - 1); }
+inline uint64_t page_ceil (uint64_t n) { return page_floor(n + page_size - 1); }
+
+class files {
+  public:
+    ~files();
+
+    // index of the file, or -1 with error set
+    int add(const std::string & path, bool direct, std::string & error);
+
+    // Reads [offset, offset + nbytes) so that the byte at offset lands at dst + offset % page_size. dst is page aligned
+    // and has room for whole pages. Gives up between two chunks once cancel is true. Returns 0, ECANCELED, or an errno
+    // with error set (EIO stands for an end of file inside the range).
+    int read(int file, uint64_t offset, uint64_t nbytes, uint8_t * dst, uint64_t chunk,
+             const std::atomic<bool> * cancel, bool & was_direct, std::string & error);
+
+    bool any_buffered() const;
+    uint64_t size(int file) const { return entries[file]->size; }
+    int count() const { return (int) entries.size(); }
+
+  private:
+    struct entry {
+        std::string       path;
+        int               fd_buffered = -1;
+        std::atomic<int>  fd_direct   {-1}; // -1 once the file system has refused a direct read
+        int               fd_direct_owned = -1;
+        uint64_t          size = 0;
+    };
+    std::vector<std::unique_ptr<entry>> entries;
+};
+
+} // namespace moeoff

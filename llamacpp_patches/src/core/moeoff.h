@@ -1,0 +1,181 @@
+#pragma once
+
+// moeoff: the C interface between the expert buffer and whoever drives it (Python, through ctypes).
+//
+// An expert buffer holds the routed experts of one model. It knows where every slice (one matrix of one expert) lies
+// in which file, keeps some of them in an arena of bounded size, and reads the others when a layer asks for them.
+// Every function may be called from any thread unless its comment says otherwise. Functions returning int give 0 on
+// success and -1 on failure with the reason in moeoff_last_error() of the calling thread.
+
+#include <stddef.h>
+#include <stdbool.h>
+#include <stdint.h>
+
+#if defined(__GNUC__)
+#    define MOEOFF_API __attribute__((visibility("default")))
+#else
+#    define MOEOFF_API
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// raised whenever a struct or a function below changes its meaning
+#define MOEOFF_ABI_VERSION 1
+
+typedef struct moeoff_expert_buffer moeoff_expert_buffer;
+
+enum moeoff_flag {
+    MOEOFF_FLAG_KEEP       = 1, // slices stay resident after use (a cache); without it each use reads them again
+    MOEOFF_FLAG_EAGER      = 2, // the gate event queues the slices of all matrices; without it each matrix op queues its own
+    MOEOFF_FLAG_DIRECT_IO  = 4, // try O_DIRECT; files that refuse it are read through the page cache
+    MOEOFF_FLAG_GATE_INPUT = 8, // the gate node also takes the router's input (costs a copy on GPU backends)
+};
+
+enum moeoff_matrix {
+    MOEOFF_MATRIX_GATE_UP = 0, // fused, in the order the graph computes them
+    MOEOFF_MATRIX_UP      = 1,
+    MOEOFF_MATRIX_GATE    = 2,
+    MOEOFF_MATRIX_DOWN    = 3,
+    MOEOFF_N_MATRIX       = 4,
+};
+
+struct moeoff_params {
+    uint32_t flags;        // moeoff_flag
+    int32_t  n_lanes;      // I/O threads
+    uint64_t arena_bytes;  // upper bound of the resident slices, slot padding included
+    uint64_t read_chunk;   // a read is split into pieces of this size, a prefetch can be given up between two
+};
+
+// one slice in a file; type is a ggml_type, or -1 for "none": the expert's output rows are zero
+struct moeoff_source {
+    int32_t  file;
+    int32_t  type;
+    uint64_t offset;
+    uint64_t nbytes;
+};
+
+// a reserved tensor, in the order of the model's loader
+struct moeoff_tensor_info {
+    char     name[96];
+    int32_t  gate;     // row of the priority table
+    int32_t  layer;
+    int32_t  matrix;   // moeoff_matrix
+    int32_t  type;     // ggml_type
+    int64_t  ne[3];    // row length, rows, experts
+    uint64_t nbytes;   // of one slice
+};
+
+// what a gate said; the pointers are valid during the callback only
+struct moeoff_gate_event {
+    uint64_t        seq;         // counts all events of this buffer, from 1
+    int64_t         t_ns;        // CLOCK_MONOTONIC
+    int32_t         gate;
+    int32_t         layer;
+    int32_t         n_tokens;
+    int32_t         n_used;      // experts for each token
+    int32_t         n_embd;      // 0: no gate input
+    int32_t         n_hit;       // slices resident when the gate spoke
+    int32_t         n_miss;
+    int32_t         reserved;
+    const int32_t * ids;         // [n_tokens, n_used]
+    const float   * weights;     // [n_tokens, n_used]
+    const float   * gate_input;  // [n_tokens, n_embd] or NULL
+};
+
+struct moeoff_stats {
+    uint64_t demand_hits;       // slices resident when first asked for
+    uint64_t demand_misses;
+    uint64_t evictions;
+    uint64_t reads;
+    uint64_t bytes_read;
+    uint64_t read_errors;
+    uint64_t prefetch_issued;
+    uint64_t prefetch_useful;   // prefetched slices that a gate then chose
+    uint64_t prefetch_dropped;  // given up before or while reading
+    uint64_t gate_events;
+    uint64_t events_dropped;    // the driver was too late and the ring was full
+    uint64_t stall_ns;          // compute waited for bytes, mean over the compute threads
+    uint64_t queue_wait_ns;     // from asking to the start of the read, summed over reads
+    uint64_t lane_busy_ns;      // summed over lanes
+    uint64_t driver_ns;         // CPU time inside the gate callback
+    uint64_t arena_bytes;       // allowed now
+    uint64_t arena_committed;   // in use now, slot padding included
+    uint64_t arena_peak;
+    uint64_t resident_slices;
+    uint64_t direct_reads;      // of reads, those with O_DIRECT
+};
+
+typedef void (*moeoff_gate_callback)(const struct moeoff_gate_event * event, void * user);
+
+// --- the handshake: a binding compares these with its own idea before it uses anything else ---
+
+MOEOFF_API int32_t      moeoff_abi_version(void);
+// "struct:size field:offset ...;" for every struct above
+MOEOFF_API const char * moeoff_abi_layout(void);
+MOEOFF_API const char * moeoff_last_error(void);
+
+// --- life: init, then load a model on the same thread between begin and end, then sources, then start ---
+
+MOEOFF_API moeoff_expert_buffer * moeoff_expert_buffer_init(struct moeoff_params params);
+// stops lanes and driver and gives the arena back; memory the model still refers to lives until the model is freed
+MOEOFF_API void moeoff_expert_buffer_free(moeoff_expert_buffer * eb);
+// ggml_backend_buffer_type_t for llama_model_tensor_buft_override
+MOEOFF_API void * moeoff_buffer_type(void);
+// models loaded by this thread between the two calls reserve their experts in eb
+MOEOFF_API int  moeoff_load_begin(moeoff_expert_buffer * eb);
+MOEOFF_API void moeoff_load_end(moeoff_expert_buffer * eb);
+
+MOEOFF_API int32_t moeoff_n_tensors(const moeoff_expert_buffer * eb);
+MOEOFF_API int     moeoff_tensor(const moeoff_expert_buffer * eb, int32_t i, struct moeoff_tensor_info * info);
+// returns the file's index, or -1
+MOEOFF_API int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path);
+// one source for each expert of tensor i
+MOEOFF_API int     moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+// the smallest arena that can make progress; needs all sources
+MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb);
+// the arena that holds every slice
+MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb);
+MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
+// between decodes: shrinking evicts at once
+MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t bytes);
+MOEOFF_API int     moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
+// drops every resident slice that nothing uses
+MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
+
+// --- policy ---
+
+// [n_gates, n_experts] f32, written in place by the policy: the lowest goes first, ties go to the least recently used
+MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
+// after a change of priorities: makes the next eviction look at all of them
+MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
+// queues what is absent of these experts; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued
+MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
+MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
+// [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice is resident
+MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, uint8_t * out);
+
+// --- events ---
+
+// starts the driver thread, which calls back for every gate event; NULL stops it. ring_bytes bounds what may wait
+MOEOFF_API int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes);
+// returns when every event posted so far has been delivered
+MOEOFF_API void moeoff_drain(moeoff_expert_buffer * eb);
+
+// --- watching ---
+
+MOEOFF_API void moeoff_get_stats(const moeoff_expert_buffer * eb, struct moeoff_stats * stats);
+MOEOFF_API void moeoff_reset_stats(moeoff_expert_buffer * eb);
+// stall_ns for each gate
+MOEOFF_API int  moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates);
+// 1 and the message if a read has failed since the last call, else 0
+MOEOFF_API int  moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
+// a ggml_abort_callback with eb as its data: ends the graph after a failed read
+MOEOFF_API bool moeoff_should_abort(void * eb);
+// 0: every file takes O_DIRECT, 1: some are read through the page cache
+MOEOFF_API int  moeoff_is_buffered(const moeoff_expert_buffer * eb);
+
+#ifdef __cplusplus
+}
+#endif

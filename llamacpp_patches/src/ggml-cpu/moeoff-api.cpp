@@ -1,0 +1,163 @@
+// moeoff.h over the store: no logic of its own, no exception leaves it.
+
+#include "moeoff-buffer-type.h"
+
+#include <cstdio>
+#include <cstring>
+#include <exception>
+
+static thread_local std::string last_error;
+
+static int fail(const std::string & message) {
+    last_error = message;
+    return -1;
+}
+
+#define FIELD(type, field) "," #field ":" + std::to_string(offsetof(type, field))
+
+int32_t moeoff_abi_version(void) { return MOEOFF_ABI_VERSION; }
+
+const char * moeoff_abi_layout(void) {
+    static const std::string text =
+        "moeoff_params:" + std::to_string(sizeof(moeoff_params)) +
+            FIELD(moeoff_params, flags) + FIELD(moeoff_params, n_lanes) + FIELD(moeoff_params, arena_bytes) + FIELD(moeoff_params, read_chunk) +
+        ";moeoff_source:" + std::to_string(sizeof(moeoff_source)) +
+            FIELD(moeoff_source, file) + FIELD(moeoff_source, type) + FIELD(moeoff_source, offset) + FIELD(moeoff_source, nbytes) +
+        ";moeoff_tensor_info:" + std::to_string(sizeof(moeoff_tensor_info)) +
+            FIELD(moeoff_tensor_info, name) + FIELD(moeoff_tensor_info, gate) + FIELD(moeoff_tensor_info, layer) +
+            FIELD(moeoff_tensor_info, matrix) + FIELD(moeoff_tensor_info, type) + FIELD(moeoff_tensor_info, ne) + FIELD(moeoff_tensor_info, nbytes) +
+        ";moeoff_gate_event:" + std::to_string(sizeof(moeoff_gate_event)) +
+            FIELD(moeoff_gate_event, seq) + FIELD(moeoff_gate_event, t_ns) + FIELD(moeoff_gate_event, gate) + FIELD(moeoff_gate_event, layer) +
+            FIELD(moeoff_gate_event, n_tokens) + FIELD(moeoff_gate_event, n_used) + FIELD(moeoff_gate_event, n_embd) +
+            FIELD(moeoff_gate_event, n_hit) + FIELD(moeoff_gate_event, n_miss) + FIELD(moeoff_gate_event, reserved) +
+            FIELD(moeoff_gate_event, ids) + FIELD(moeoff_gate_event, weights) + FIELD(moeoff_gate_event, gate_input) +
+        ";moeoff_stats:" + std::to_string(sizeof(moeoff_stats)) +
+            FIELD(moeoff_stats, demand_hits) + FIELD(moeoff_stats, demand_misses) + FIELD(moeoff_stats, evictions) +
+            FIELD(moeoff_stats, reads) + FIELD(moeoff_stats, bytes_read) + FIELD(moeoff_stats, read_errors) +
+            FIELD(moeoff_stats, prefetch_issued) + FIELD(moeoff_stats, prefetch_useful) + FIELD(moeoff_stats, prefetch_dropped) +
+            FIELD(moeoff_stats, gate_events) + FIELD(moeoff_stats, events_dropped) + FIELD(moeoff_stats, stall_ns) +
+            FIELD(moeoff_stats, queue_wait_ns) + FIELD(moeoff_stats, lane_busy_ns) + FIELD(moeoff_stats, driver_ns) +
+            FIELD(moeoff_stats, arena_bytes) + FIELD(moeoff_stats, arena_committed) + FIELD(moeoff_stats, arena_peak) +
+            FIELD(moeoff_stats, resident_slices) + FIELD(moeoff_stats, direct_reads);
+    return text.c_str();
+}
+
+const char * moeoff_last_error(void) { return last_error.c_str(); }
+
+moeoff_expert_buffer * moeoff_expert_buffer_init(moeoff_params params) {
+    if (params.n_lanes < 1 || params.n_lanes > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
+        fail("n_lanes must be 1 to 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
+        return nullptr;
+    }
+    return new moeoff_expert_buffer { std::make_shared<moeoff::store>(params) };
+}
+
+void moeoff_expert_buffer_free(moeoff_expert_buffer * eb) {
+    if (eb) {
+        eb->store->stop();
+        delete eb;
+    }
+}
+
+int32_t moeoff_n_tensors(const moeoff_expert_buffer * eb) { return (int32_t) eb->store->tensors.size(); }
+
+int moeoff_tensor(const moeoff_expert_buffer * eb, int32_t i, moeoff_tensor_info * info) {
+    if (i < 0 || i >= moeoff_n_tensors(eb)) {
+        return fail("no tensor " + std::to_string(i));
+    }
+    *info = eb->store->tensors[i]->info;
+    return 0;
+}
+
+int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path) {
+    return eb->store->add_file(path, last_error);
+}
+
+int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
+    return eb->store->set_sources(i, sources, n_expert, last_error) ? 0 : -1;
+}
+
+uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb) { return eb->store->arena_floor(); }
+uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb) { return eb->store->arena_full(); }
+
+int moeoff_start(moeoff_expert_buffer * eb) {
+    try {
+        return eb->store->start(last_error) ? 0 : -1;
+    } catch (const std::exception & e) { // no memory, no threads
+        return fail(e.what());
+    }
+}
+
+int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t bytes) { return eb->store->set_limit(bytes, last_error) ? 0 : -1; }
+
+int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags) {
+    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT;
+    if ((flags & fixed) != (eb->store->flags.load() & fixed)) {
+        return fail("DIRECT_IO and GATE_INPUT are fixed at init");
+    }
+    eb->store->flags = flags;
+    return 0;
+}
+
+void moeoff_clear(moeoff_expert_buffer * eb) { eb->store->clear(); }
+
+float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts) {
+    *n_gates   = (int32_t) eb->store->gates.size();
+    *n_experts = eb->store->n_experts;
+    return eb->store->priorities.data();
+}
+
+void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }
+
+int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices) {
+    return eb->store->prefetch(gate, experts, n, matrices);
+}
+
+int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }
+
+int moeoff_residency(const moeoff_expert_buffer * eb, uint8_t * out) {
+    eb->store->residency(out);
+    return 0;
+}
+
+int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes) {
+    eb->store->driver.stop();
+    if (callback) {
+        try {
+            eb->store->driver.start(callback, user, ring_bytes);
+        } catch (const std::exception & e) {
+            return fail(e.what());
+        }
+    }
+    return 0;
+}
+
+void moeoff_drain(moeoff_expert_buffer * eb) { eb->store->driver.drain(); }
+
+void moeoff_get_stats(const moeoff_expert_buffer * eb, moeoff_stats * stats) { eb->store->get_stats(*stats); }
+void moeoff_reset_stats(moeoff_expert_buffer * eb) { eb->store->reset_stats(); }
+
+int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates) {
+    if (n_gates != (int32_t) eb->store->stall_ns.size()) {
+        return fail("the buffer has " + std::to_string(eb->store->stall_ns.size()) + " gates");
+    }
+    for (int32_t i = 0; i < n_gates; i++) {
+        stall_ns[i] = eb->store->stall_ns[i].load(std::memory_order_relaxed);
+    }
+    return 0;
+}
+
+int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size) {
+    std::string text;
+    if (!eb->store->take_error(text)) {
+        return 0;
+    }
+    snprintf(message, size, "%s", text.c_str());
+    return 1;
+}
+
+bool moeoff_should_abort(void * eb) {
+    return ((moeoff_expert_buffer *) eb)->store->failed.load(std::memory_order_acquire);
+}
+
+int moeoff_is_buffered(const moeoff_expert_buffer * eb) { return eb->store->sources.any_buffered(); }

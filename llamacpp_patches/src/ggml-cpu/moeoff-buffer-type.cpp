@@ -1,0 +1,187 @@
+#include "moeoff-buffer-type.h"
+
+#include "ggml-backend-impl.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "traits.h"
+
+#include <cstdio>
+#include <cstring>
+
+#include <sys/mman.h>
+
+#ifndef MAP_NORESERVE
+#define MAP_NORESERVE 0
+#endif
+
+namespace moeoff {
+
+// the expert buffer that models loaded by this thread belong to; see moeoff_load_begin
+thread_local std::shared_ptr<store> loading;
+
+// context of a ggml buffer
+struct reservation {
+    std::shared_ptr<store> owner;
+    void * base  = nullptr;
+    size_t bytes = 0;
+};
+
+const tensor * reserved_tensor(const ggml_tensor * t) {
+    if (!t || !t->buffer || t->buffer->buft != ggml_backend_cpu_moeoff_buffer_type() || t->buffer->size == 0) {
+        return nullptr; // size 0: the loader only asks which ops the type supports
+    }
+    return (const tensor *) t->extra;
+}
+
+// --- buffer ---
+
+static void buffer_free(ggml_backend_buffer_t buffer) {
+    auto * r = (reservation *) buffer->context;
+    munmap(r->base, r->bytes);
+    delete r;
+}
+
+static void * buffer_get_base(ggml_backend_buffer_t buffer) {
+    return ((reservation *) buffer->context)->base;
+}
+
+// "blk.<layer>.ffn_<matrix>_[ch]exps.weight"; false if the name is another one
+static bool parse_name(const char * name, moeoff_tensor_info & info, bool & second_block) {
+    int  layer  = 0;
+    char rest[64] = "";
+    if (sscanf(name, "blk.%d.ffn_%63s", &layer, rest) != 2) {
+        return false;
+    }
+    static const struct { const char * prefix; int32_t matrix; } matrices[] = {
+        { "gate_up_", MOEOFF_MATRIX_GATE_UP }, // before its prefix "gate_"
+        { "gate_",    MOEOFF_MATRIX_GATE    },
+        { "up_",      MOEOFF_MATRIX_UP      },
+        { "down_",    MOEOFF_MATRIX_DOWN    },
+    };
+    for (const auto & m : matrices) {
+        const size_t n = strlen(m.prefix);
+        if (strncmp(rest, m.prefix, n) == 0) {
+            second_block = strcmp(rest + n, "chexps.weight") == 0;
+            info.layer   = layer;
+            info.matrix  = m.matrix;
+            return second_block || strcmp(rest + n, "exps.weight") == 0;
+        }
+    }
+    return false;
+}
+
+static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor * t) {
+    if (t->view_src) {
+        return GGML_STATUS_SUCCESS;
+    }
+    moeoff_tensor_info info = {};
+    bool second_block = false;
+    if (!parse_name(t->name, info, second_block) || strlen(t->name) >= sizeof(info.name)) {
+        GGML_LOG_ERROR("%s: %s is not a tensor of routed experts\n", __func__, t->name);
+        return GGML_STATUS_FAILED;
+    }
+    strcpy(info.name, t->name);
+    info.type   = t->type;
+    info.ne[0]  = t->ne[0];
+    info.ne[1]  = t->ne[1];
+    info.ne[2]  = t->ne[2];
+    info.nbytes = t->nb[2];
+    t->extra    = ((reservation *) buffer->context)->owner->add_tensor(info, second_block);
+    return GGML_STATUS_SUCCESS;
+}
+
+// Nothing may touch the bytes: they are not there. The loader skips these tensors, the graph reads them by MUL_MAT_ID only.
+static void buffer_no_access(ggml_backend_buffer_t, const ggml_tensor * t, const char * what) {
+    GGML_ABORT("moeoff: %s of %s, whose experts are on disk\n", what, t->name);
+}
+
+static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const void *, size_t, size_t) { buffer_no_access(b, t, "write"); }
+static void buffer_get_tensor(ggml_backend_buffer_t b, const ggml_tensor * t, void *, size_t, size_t) { buffer_no_access(b, t, "read"); }
+static void buffer_clear(ggml_backend_buffer_t, uint8_t) {}
+
+static const ggml_backend_buffer_i buffer_iface = {
+    /* .free_buffer   = */ buffer_free,
+    /* .get_base      = */ buffer_get_base,
+    /* .init_tensor   = */ buffer_init_tensor,
+    /* .memset_tensor = */ nullptr,
+    /* .set_tensor    = */ buffer_set_tensor,
+    /* .get_tensor    = */ buffer_get_tensor,
+    /* .set_tensor_2d = */ nullptr,
+    /* .get_tensor_2d = */ nullptr,
+    /* .cpy_tensor    = */ nullptr,
+    /* .clear         = */ buffer_clear,
+    /* .reset         = */ nullptr,
+};
+
+// --- buffer type ---
+
+static const char * buft_get_name(ggml_backend_buffer_type_t) { return "CPU_MOEOFF"; }
+static size_t buft_get_alignment(ggml_backend_buffer_type_t) { return 64; }
+
+static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, size_t size) {
+    if (!loading) {
+        GGML_LOG_ERROR("%s: no expert buffer is being loaded on this thread\n", __func__);
+        return nullptr;
+    }
+    void * base = mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (base == MAP_FAILED) {
+        GGML_LOG_ERROR("%s: cannot reserve %zu bytes of address space\n", __func__, size);
+        return nullptr;
+    }
+    return ggml_backend_buffer_init(buft, buffer_iface, new reservation { loading, base, size }, size);
+}
+
+class traits : public ggml::cpu::tensor_traits {
+    bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
+        size = mul_mat_id_work_size(n_threads, op);
+        return true;
+    }
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        mul_mat_id(params, op);
+        return true;
+    }
+};
+
+class extra_buffer_type : public ggml::cpu::extra_buffer_type {
+    bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
+        return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]) && op->src[1]->type == GGML_TYPE_F32 &&
+               (!op->src[1]->buffer || ggml_backend_buft_is_host(op->src[1]->buffer->buft));
+    }
+    ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
+        static traits instance;
+        return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]) ? &instance : nullptr;
+    }
+};
+
+} // namespace moeoff
+
+ggml_backend_buffer_type_t ggml_backend_cpu_moeoff_buffer_type(void) {
+    static ggml_backend_buffer_type type = {
+        /* .iface = */ {
+            /* .get_name       = */ moeoff::buft_get_name,
+            /* .alloc_buffer   = */ moeoff::buft_alloc_buffer,
+            /* .get_alignment  = */ moeoff::buft_get_alignment,
+            /* .get_max_size   = */ nullptr,
+            /* .get_alloc_size = */ nullptr,
+            /* .is_host        = */ nullptr, // not host: op offload, mlock and LoRA leave it alone
+        },
+        /* .device  = */ ggml_backend_reg_dev_get(ggml_backend_cpu_reg(), 0),
+        /* .context = */ new moeoff::extra_buffer_type(),
+    };
+    return &type;
+}
+
+// --- moeoff.h: loading ---
+
+void * moeoff_buffer_type(void) {
+    return ggml_backend_cpu_moeoff_buffer_type();
+}
+
+int moeoff_load_begin(moeoff_expert_buffer * eb) {
+    moeoff::loading = eb->store;
+    return 0;
+}
+
+void moeoff_load_end(moeoff_expert_buffer *) {
+    moeoff::loading.reset();
+}

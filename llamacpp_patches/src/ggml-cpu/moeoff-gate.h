@@ -1,0 +1,21 @@
+#pragma once
+
+// What libllama needs to put gate nodes into its graphs.
+
+#include "moeoff.h"
+
+struct ggml_tensor;
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// the gate that a reserved tensor belongs to (stable while the model lives), or NULL for any other tensor
+MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
+MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);
+// a ggml_custom_op_t; sources: ids, weights, optionally the gate input; userdata: the gate
+MOEOFF_API void   moeoff_gate_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,333 @@
+// MUL_MAT_ID whose left matrices may still be on their way. Same grouping of rows and the same row kernels as ggml-cpu's
+// own, so the results are equal bit for bit; only the order of experts differs: whoever is resident is computed first,
+// and a thread sleeps only when nothing it still has to do is there.
+
+#include "moeoff-buffer-type.h"
+
+#include "ggml-cpu-impl.h"
+#include "ggml-cpu.h"
+#include "ggml-impl.h"
+#include "tiled/tiled.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+
+namespace moeoff {
+
+constexpr size_t cache_line = 64;
+
+// an output row: which of the token's experts, which token
+struct row_mapping {
+    int32_t i1;
+    int32_t i2;
+};
+
+// one expert with rows in this op
+struct work_item {
+    int32_t              expert;
+    int32_t              n_rows;
+    int32_t              first_row;      // into the row mappings
+    std::atomic<int32_t> next_chunk;
+    std::atomic<int32_t> n_threads_done;
+    char                 pad[cache_line - 3 * sizeof(int32_t) - 2 * sizeof(std::atomic<int32_t>)];
+};
+
+// the formats that rows of src1 are needed in; one unless the experts' types differ
+struct activation {
+    ggml_type type;
+    size_t    offset; // of the converted rows in wdata; src1 itself if the type is its own
+};
+
+struct layout {
+    activation activations[GGML_TYPE_COUNT];
+    int        n_activations = 0;
+    size_t     header, items, counts, rows, done, scratch, end;
+};
+
+static ggml_type activation_type(int32_t type) {
+    return ggml_get_type_traits_cpu((ggml_type) type)->vec_dot_type;
+}
+
+// the op as if all experts were of this type, its weights at data
+struct typed_op {
+    ggml_tensor src0;
+    ggml_tensor dst;
+
+    typed_op(const typed_op &) = delete; // dst points into the object
+    typed_op(const ggml_tensor * op, int32_t type, void * data) : src0(*op->src[0]), dst(*op) {
+        src0.type  = (ggml_type) type;
+        src0.nb[0] = ggml_type_size(src0.type);
+        src0.nb[1] = ggml_row_size(src0.type, src0.ne[0]);
+        src0.nb[2] = src0.nb[1] * src0.ne[1];
+        src0.nb[3] = src0.nb[2] * src0.ne[2];
+        src0.data  = data;
+        src0.extra = nullptr;
+        dst.src[0] = &src0;
+    }
+};
+
+struct op_header {
+    int32_t n_items;
+};
+
+static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads) {
+    const ggml_tensor * src1  = op->src[1];
+    const ggml_tensor * ids   = op->src[2];
+    const int64_t       n_as  = op->src[0]->ne[2];
+    const int64_t       n_row = ids->ne[0] * ids->ne[1];
+    const int64_t       n_act = std::min(n_as, n_row); // experts that can have rows
+
+    layout l;
+    size_t at = 0;
+    const auto area = [&at](size_t bytes) {
+        const size_t offset = at;
+        at = GGML_PAD(at + bytes, cache_line);
+        return offset;
+    };
+    size_t scratch = 0;
+    for (const int32_t type : t.types) {
+        const ggml_type vt = activation_type(type);
+        typed_op        top(op, type, nullptr);
+        scratch = std::max(scratch, ggml_tiled_wdata_size(n_threads, &top.dst));
+        if (std::any_of(l.activations, l.activations + l.n_activations, [vt](const activation & a) { return a.type == vt; })) {
+            continue;
+        }
+        const size_t bytes = vt == src1->type ? 0 : ggml_row_size(vt, ggml_nelements(src1));
+        l.activations[l.n_activations++] = { vt, area(bytes) };
+    }
+    l.header  = area(sizeof(op_header));
+    l.items   = area(n_act * sizeof(work_item));
+    l.counts  = area(n_as * 2 * sizeof(int32_t)); // rows of each expert, then its item
+    l.rows    = area(n_row * sizeof(row_mapping));
+    l.done    = area((size_t) n_threads * GGML_PAD(n_act, cache_line));
+    l.scratch = area(scratch);
+    l.end     = at;
+    return l;
+}
+
+size_t mul_mat_id_work_size(int n_threads, const ggml_tensor * op) {
+    return layout_of(*reserved_tensor(op->src[0]), op, n_threads).end + cache_line; // wdata itself may be unaligned
+}
+
+// every thread converts its share of each row
+static void convert_rows(const ggml_compute_params * params, const ggml_tensor * src1, ggml_type type, char * out) {
+    const ggml_from_float_t from_float = ggml_get_type_traits_cpu(type)->from_float;
+    const size_t  type_size = ggml_type_size(type);
+    const int64_t blck      = ggml_blck_size(type);
+    const size_t  row_bytes = ggml_row_size(type, src1->ne[0]);
+    const int64_t b0 = (params->ith * (src1->ne[0] / blck)) / params->nth;
+    const int64_t b1 = ((params->ith + 1) * (src1->ne[0] / blck)) / params->nth;
+    if (b0 == b1) {
+        return;
+    }
+    for (int64_t i2 = 0; i2 < src1->ne[2]; i2++) {
+        for (int64_t i1 = 0; i1 < src1->ne[1]; i1++) {
+            const char * row = (const char *) src1->data + i2 * src1->nb[2] + i1 * src1->nb[1];
+            from_float((const float *) (row + b0 * blck * sizeof(float)), out + (i2 * src1->ne[1] + i1) * row_bytes + b0 * type_size, (b1 - b0) * blck);
+        }
+    }
+}
+
+// groups the rows by expert and lists the experts that have any, resident ones first
+static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, const layout & l) {
+    const ggml_tensor * ids  = op->src[2];
+    const int64_t       n_as = op->src[0]->ne[2];
+
+    auto * header = (op_header *) (wdata + l.header);
+    auto * items  = (work_item *) (wdata + l.items);
+    auto * counts = (int32_t *) (wdata + l.counts);
+    auto * item_i = counts + n_as;
+    auto * rows   = (row_mapping *) (wdata + l.rows);
+
+    memset(counts, 0, n_as * sizeof(int32_t));
+    for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
+        for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
+            const int32_t e = *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
+            GGML_ASSERT(e >= 0 && e < n_as);
+            counts[e]++;
+        }
+    }
+    int32_t n_items = 0;
+    for (const bool ready : { true, false }) {
+        for (int32_t e = 0; e < n_as; e++) {
+            // a slice may become ready between the two passes: item_i tells that it is listed
+            if (ready) {
+                item_i[e] = -1;
+            }
+            if (counts[e] == 0 || item_i[e] >= 0 || (ready && !store::settled(t.owner->at(t, e)))) {
+                continue;
+            }
+            work_item * item = new (&items[n_items]) work_item;
+            item->expert         = e;
+            item->n_rows         = 0;
+            item->n_threads_done = 0;
+            item_i[e] = n_items++;
+        }
+    }
+    int32_t first = 0;
+    for (int32_t i = 0; i < n_items; i++) {
+        items[i].first_row = first;
+        first += counts[items[i].expert];
+    }
+    for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
+        for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
+            const int32_t e = *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
+            work_item & item = items[item_i[e]];
+            rows[item.first_row + item.n_rows++] = { (int32_t) i1, (int32_t) i2 };
+        }
+    }
+    header->n_items = n_items;
+
+    int32_t * experts = counts; // no longer needed as counts
+    for (int32_t i = 0; i < n_items; i++) {
+        experts[i] = items[i].expert;
+    }
+    t.owner->begin(t, experts, n_items);
+}
+
+struct op_args {
+    const ggml_compute_params * params;
+    const ggml_tensor *         op;
+    char *                      wdata; // aligned
+    const layout *              l;
+    const row_mapping *         rows;
+};
+
+static void zero_rows(const op_args & a, const work_item & item) {
+    for (int32_t r = a.params->ith; r < item.n_rows; r += a.params->nth) {
+        const row_mapping m = a.rows[item.first_row + r];
+        memset((char *) a.op->data + m.i1 * a.op->nb[1] + m.i2 * a.op->nb[2], 0, a.op->ne[0] * sizeof(float));
+    }
+}
+
+// rows [r0, r1) of the weights times columns [c0, c1) of the expert's group, in blocks of 16 as ggml-cpu does
+static void dot_chunk(const op_args & a, const work_item & item, const typed_op & top, const char * weights,
+                      const char * src1_rows, size_t src1_stride1, size_t src1_stride2, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
+    const ggml_vec_dot_t vec_dot = ggml_get_type_traits_cpu(top.src0.type)->vec_dot;
+    const ggml_tensor *  op      = a.op;
+    const int64_t        ne00    = top.src0.ne[0];
+    const int64_t        ne11    = op->src[1]->ne[1];
+    constexpr int64_t    block   = 16;
+    float tmp[block];
+
+    for (int64_t cb = c0; cb < c1; cb += block) {
+        for (int64_t rb = r0; rb < r1; rb += block) {
+            const int64_t r_end = std::min(rb + block, r1);
+            for (int64_t c = cb; c < std::min(cb + block, c1); c++) {
+                const row_mapping m   = a.rows[item.first_row + c];
+                const char *      col = src1_rows + (m.i1 % ne11) * src1_stride1 + m.i2 * src1_stride2;
+                for (int64_t r = rb; r < r_end; r++) {
+                    vec_dot((int) ne00, &tmp[r - rb], 0, weights + r * top.src0.nb[1], 0, col, 0, 1);
+                }
+                memcpy((char *) op->data + m.i1 * op->nb[1] + m.i2 * op->nb[2] + rb * sizeof(float), tmp, (r_end - rb) * sizeof(float));
+            }
+        }
+    }
+}
+
+// this thread's share of one expert
+static void compute_item(const op_args & a, work_item & item, const slice & s) {
+    if (!s.data) {
+        zero_rows(a, item); // "none", or a read that failed and ends this graph
+        return;
+    }
+    const ggml_tensor * src1 = a.op->src[1];
+    typed_op top(a.op, s.source.type, nullptr);
+    // the tiled kernel finds the expert by itself: let its index lead to the slice
+    top.src0.data = (void *) ((uintptr_t) s.data - (uintptr_t) item.expert * top.src0.nb[2]);
+
+    const activation * act = a.l->activations;
+    while (act->type != activation_type(s.source.type)) {
+        act++;
+    }
+    const bool own_type = act->type == src1->type;
+
+    ggml_compute_params params = *a.params;
+    params.wdata = a.wdata + act->offset; // where the tiled kernel looks for converted rows
+    if (ggml_compute_forward_mul_mat_id_tiled(&params, &top.dst, item.expert, item.n_rows, (const int32_t *) (a.rows + item.first_row), a.wdata + a.l->scratch)) {
+        return;
+    }
+
+    const char * src1_rows = own_type ? (const char *) src1->data : a.wdata + act->offset;
+    const size_t row_bytes = ggml_row_size(act->type, src1->ne[0]);
+    const size_t stride1   = own_type ? src1->nb[1] : row_bytes;
+    const size_t stride2   = own_type ? src1->nb[2] : row_bytes * src1->ne[1];
+
+    const int     nth = a.params->nth;
+    const int64_t nr0 = top.src0.ne[1];
+    const int64_t nr1 = item.n_rows;
+    const int64_t chunk_size = nr0 == 1 || nr1 == 1 ? 64 : 16;
+    int64_t n_chunk0 = (nr0 + chunk_size - 1) / chunk_size;
+    int64_t n_chunk1 = (nr1 + chunk_size - 1) / chunk_size;
+    if (n_chunk0 * n_chunk1 < nth * 4 || ggml_is_numa()) {
+        n_chunk0 = nr0 > nr1 ? nth : 1;
+        n_chunk1 = nr0 > nr1 ? 1 : nth;
+    }
+    const int64_t dr0 = (nr0 + n_chunk0 - 1) / n_chunk0;
+    const int64_t dr1 = (nr1 + n_chunk1 - 1) / n_chunk1;
+
+    int64_t chunk = item.next_chunk.fetch_add(1, std::memory_order_relaxed);
+    while (chunk < n_chunk0 * n_chunk1) {
+        const int64_t i0 = chunk % n_chunk0;
+        const int64_t i1 = chunk / n_chunk0;
+        dot_chunk(a, item, top, (const char *) s.data, src1_rows, stride1, stride2,
+                  dr0 * i0, std::min(dr0 * (i0 + 1), nr0), dr1 * i1, std::min(dr1 * (i1 + 1), nr1));
+        chunk = item.next_chunk.fetch_add(1, std::memory_order_relaxed);
+    }
+}
+
+void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
+    const tensor & t     = *reserved_tensor(op->src[0]);
+    store &        owner = *t.owner;
+    const layout   l     = layout_of(t, op, params->nth);
+    char *         wdata = (char *) GGML_PAD((uintptr_t) params->wdata, cache_line);
+
+    GGML_ASSERT(params->wsize >= (size_t) (wdata - (char *) params->wdata) + l.end);
+    GGML_ASSERT(op->src[1]->nb[0] == sizeof(float) && op->nb[0] == sizeof(float) && op->src[1]->ne[3] == 1);
+
+    for (int i = 0; i < l.n_activations; i++) {
+        if (l.activations[i].type != op->src[1]->type) {
+            convert_rows(params, op->src[1], l.activations[i].type, wdata + l.activations[i].offset);
+        }
+    }
+    if (params->ith == 0) {
+        build_items(t, op, wdata, l);
+        auto * items = (work_item *) (wdata + l.items);
+        for (int32_t i = 0; i < ((op_header *) (wdata + l.header))->n_items; i++) {
+            items[i].next_chunk = 0;
+        }
+    }
+    ggml_barrier(params->threadpool);
+
+    const op_args a = { params, op, wdata, &l, (const row_mapping *) (wdata + l.rows) };
+    const int32_t n_items = ((const op_header *) (wdata + l.header))->n_items;
+    auto *        items   = (work_item *) (wdata + l.items);
+    const size_t  n_act   = (l.scratch - l.done) / (size_t) params->nth;
+    char *        done    = wdata + l.done + (size_t) params->ith * n_act;
+    memset(done, 0, (size_t) n_items);
+
+    int32_t left = n_items;
+    while (left > 0) {
+        const uint64_t seen   = owner.generation(); // before looking: nothing that settles later is slept through
+        const int32_t  before = left;
+        for (int32_t i = 0; i < n_items; i++) {
+            work_item &   item = items[i];
+            const slice & s    = owner.at(t, item.expert);
+            if (done[i] || !store::settled(s)) {
+                continue;
+            }
+            compute_item(a, item, s);
+            done[i] = 1;
+            left--;
+            if (item.n_threads_done.fetch_add(1, std::memory_order_acq_rel) + 1 == params->nth) {
+                owner.finish(t, item.expert);
+            }
+        }
+        if (left == before) {
+            owner.wait(seen, t, params->nth);
+        }
+    }
+}
+
+} // namespace moeoff

@@ -1,0 +1,40 @@
+#include "moeoff-llama.h"
+
+#include "llama-ext.h"
+
+#include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
+
+#include "ggml-backend.h"
+
+bool moeoff_is_reserved(const ggml_tensor * tensor) {
+    return moeoff_gate_of(tensor) != nullptr;
+}
+
+void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
+                       std::initializer_list<const ggml_tensor *> experts) {
+    void * gate = nullptr;
+    for (const ggml_tensor * t : experts) {
+        if (!gate && t) {
+            gate = moeoff_gate_of(t);
+        }
+    }
+    if (!gate) {
+        return;
+    }
+    ggml_tensor * args[3] = { ids, weights, gate_input };
+    const int n_args = gate_input && moeoff_gate_wants_input(gate) ? 3 : 2;
+    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, n_args, moeoff_gate_node, 1, gate);
+    ggml_set_name(node, "moeoff_gate");
+    ggml_build_forward_expand(gf, node);
+}
+
+void moeoff_context_memory(const llama_context * ctx, uint64_t * bytes) {
+    bytes[0] = bytes[1] = bytes[2] = 0;
+    for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
+        if (ggml_backend_buft_is_host(buft)) {
+            bytes[0] += mb.model;
+            bytes[1] += mb.context;
+            bytes[2] += mb.compute;
+        }
+    }
+}

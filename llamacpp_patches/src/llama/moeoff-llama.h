@@ -1,0 +1,19 @@
+#pragma once
+
+// The two places where libllama meets the expert buffer. With ordinary tensors both do nothing.
+
+#include "ggml.h"
+#include "llama.h"
+
+#include <initializer_list>
+
+// Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. ids [n_used, n_tokens]
+// i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32 or nullptr where the router reads something else.
+void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
+                       std::initializer_list<const ggml_tensor *> experts);
+
+// true if the loader must not read this tensor
+bool moeoff_is_reserved(const ggml_tensor * tensor);
+
+// bytes in host memory: [0] weights, [1] KV and recurrent state, [2] compute buffers; reserved experts are not counted
+extern "C" LLAMA_API void moeoff_context_memory(const struct llama_context * ctx, uint64_t * bytes);

@@ -1,0 +1,256 @@
+"""The expert buffer of one model: reserves the experts while llama.cpp loads, then serves them from disk.
+
+Owns the native object and every ctypes callback it may call. Knows nothing of policies or of text.
+Order of life: construct, load a model inside `loading()`, `attach()` the layout, `start()`, decode, `close()`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import hooks
+from .errors import ModelError, MoeoffError, OptionError, ReadError
+from .layout import EXPERT_PATTERN, Layout
+
+READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
+RING_BYTES = 8 << 20  # gate events that may wait for the driver
+
+
+@dataclass(frozen=True)
+class GateEvent:
+    """What one gate said in one graph: a copy that outlives the callback.
+
+    Attributes:
+        seq: counts the events of this buffer from 1.
+        t_ns: CLOCK_MONOTONIC.
+        gate: row of the priority table.
+        layer: of the model.
+        ids: [n_tokens, n_used] int32, the experts of each token.
+        weights: [n_tokens, n_used] float32, as the graph multiplies them.
+        gate_input: [n_tokens, n_embd] float32, or None if not asked for or not the router's input.
+        n_hit, n_miss: slices resident, and not, when the gate spoke.
+    """
+
+    seq: int
+    t_ns: int
+    gate: int
+    layer: int
+    ids: np.ndarray
+    weights: np.ndarray
+    gate_input: np.ndarray | None
+    n_hit: int
+    n_miss: int
+
+    @classmethod
+    def copy(cls, event: hooks.GateEvent) -> GateEvent:
+        shape = (event.n_tokens, event.n_used)
+        return cls(
+            seq=event.seq,
+            t_ns=event.t_ns,
+            gate=event.gate,
+            layer=event.layer,
+            ids=np.ctypeslib.as_array(event.ids, shape).copy(),
+            weights=np.ctypeslib.as_array(event.weights, shape).copy(),
+            gate_input=np.ctypeslib.as_array(event.gate_input, (event.n_tokens, event.n_embd)).copy() if event.n_embd else None,
+            n_hit=event.n_hit,
+            n_miss=event.n_miss,
+        )
+
+
+class ExpertBuffer:
+    """Slices of routed experts in an arena of at most `arena_bytes`, read by `n_lanes` I/O threads.
+
+    Args:
+        n_lanes: I/O threads, 1 to 64.
+        keep: False drops every slice after its use.
+        eager: False lets each matrix op ask for its own slices instead of the gate for all of them.
+        direct_io: reads around the page cache where the file system can.
+        gate_input: gate events carry the router's input.
+
+    Raises:
+        OptionError: an argument out of range.
+    """
+
+    def __init__(self, *, n_lanes: int = 4, keep: bool = True, eager: bool = True, direct_io: bool = True, gate_input: bool = False):
+        flags = (
+            (hooks.FLAG_KEEP if keep else 0)
+            | (hooks.FLAG_EAGER if eager else 0)
+            | (hooks.FLAG_DIRECT_IO if direct_io else 0)
+            | (hooks.FLAG_GATE_INPUT if gate_input else 0)
+        )
+        params = hooks.Params(flags=flags, n_lanes=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
+        self._handle = hooks.expert_buffer_init(params)
+        if not self._handle:
+            raise OptionError(hooks.last_error().decode())
+        self._finalizer = weakref.finalize(self, hooks.expert_buffer_free, self._handle)
+        self._callback = hooks.GateCallback()  # kept for as long as native may call it
+        self._exception: BaseException | None = None
+        self.tensors: list[hooks.TensorInfo] = []
+        self.buffered = False
+
+    @property
+    def handle(self) -> int:
+        if not self._finalizer.alive:
+            raise MoeoffError("the expert buffer is closed")
+        return self._handle
+
+    def close(self) -> None:
+        """Stops the lanes and the driver. Call it when nothing decodes; the model must not be used afterwards."""
+        self._finalizer()
+
+    # --- set-up ---
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[hooks.BuftOverride]:
+        """While open, models loaded by this thread with the yielded override reserve their experts here."""
+        self._check(hooks.load_begin(self.handle))
+        overrides = (hooks.BuftOverride * 2)()
+        overrides[0] = hooks.BuftOverride(EXPERT_PATTERN.encode(), hooks.buffer_type())
+        try:
+            yield overrides
+        finally:
+            hooks.load_end(self.handle)
+
+    def attach(self, layout: Layout) -> None:
+        """Tells where the slices of the tensors that the model reserved are.
+
+        Raises:
+            ModelError: the file's tensors are not those that llama.cpp loaded.
+        """
+        for path in layout.files:
+            if hooks.add_file(self.handle, os.fsencode(path)) < 0:
+                raise ModelError(hooks.last_error().decode("utf-8", "replace"))
+        for index in range(hooks.n_tensors(self.handle)):
+            info = hooks.TensorInfo()
+            self._check(hooks.tensor(self.handle, index, info))
+            self.tensors.append(info)
+            name, n_expert = info.name.decode(), info.ne[2]
+            span = layout.experts.get(name)
+            if span is None or span.nbytes != n_expert * info.nbytes:
+                raise ModelError(f"{layout.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+            sources = [hooks.Source(span.file, span.type, span.offset + e * info.nbytes, info.nbytes) for e in range(n_expert)]
+            self.set_sources(index, sources)
+        self.buffered = bool(hooks.is_buffered(self.handle))
+
+    def set_sources(self, tensor: int, sources: Sequence[hooks.Source]) -> None:
+        """Where each expert of a tensor is; their types may differ. Before `start()`."""
+        self._check(hooks.set_sources(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
+
+    @property
+    def arena_floor(self) -> int:
+        """Bytes of the smallest arena that can make progress."""
+        return hooks.arena_floor(self.handle)
+
+    @property
+    def arena_full(self) -> int:
+        """Bytes of the arena that holds every slice."""
+        return hooks.arena_full(self.handle)
+
+    def start(self, arena_bytes: int) -> None:
+        self.set_arena_bytes(arena_bytes)
+        self._check(hooks.start(self.handle))
+
+    def set_arena_bytes(self, arena_bytes: int) -> None:
+        """Between decodes; a smaller arena evicts at once."""
+        self._check(hooks.set_arena_bytes(self.handle, arena_bytes))
+
+    def clear(self) -> None:
+        """Drops every resident slice."""
+        hooks.clear(self.handle)
+
+    # --- policy ---
+
+    @property
+    def priorities(self) -> np.ndarray:
+        """[n_gates, n_experts] float32, the native table itself: the lowest is evicted first. Call `publish()` after writing.
+
+        The array is a view of native memory: do not use it after `close()`.
+        """
+        n_gates, n_experts = ctypes.c_int32(), ctypes.c_int32()
+        table = hooks.priorities(self.handle, n_gates, n_experts)
+        return np.ctypeslib.as_array(table, (n_gates.value, n_experts.value))
+
+    def publish(self) -> None:
+        hooks.publish(self.handle)
+
+    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES) -> int:
+        """Queues what is absent of these experts behind all demand; returns the number of slices queued."""
+        array = (ctypes.c_int32 * len(experts))(*experts)
+        queued = hooks.prefetch(self.handle, gate, array, len(experts), matrices)
+        if queued < 0:
+            raise OptionError(f"gate {gate} has no such experts, or the buffer has not been started")
+        return queued
+
+    def prefetch_cancel(self, gate: int = -1) -> int:
+        """Gives up prefetches for a gate, or for all; returns how many were queued or in flight."""
+        return hooks.prefetch_cancel(self.handle, gate)
+
+    def residency(self) -> np.ndarray:
+        """[n_gates, n_experts] uint8; bit i is set where the slice of `hooks.MATRICES[i]` is resident."""
+        out = np.zeros(self.priorities.shape, np.uint8)
+        self._check(hooks.residency(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
+        return out
+
+    # --- events ---
+
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, ring_bytes: int = RING_BYTES) -> None:
+        """Calls back for every gate event on the native driver thread; compute never waits for it.
+
+        What the callback raises is kept, ends the callbacks, and is raised by `check()`.
+        """
+        if callback is None:
+            native = hooks.GateCallback()
+        else:
+
+            def deliver(event, _user):
+                if self._exception is None:
+                    try:
+                        callback(GateEvent.copy(event.contents))
+                    except BaseException as error:  # must not cross the C frame below
+                        self._exception = error
+
+            native = hooks.GateCallback(deliver)
+        self._check(hooks.set_gate_callback(self.handle, native, None, ring_bytes))  # the old one is no longer called
+        self._callback = native
+
+    def drain(self) -> None:
+        """Returns when every event posted so far has been delivered."""
+        hooks.drain(self.handle)
+
+    def check(self) -> None:
+        """Raises what a gate callback raised, or `ReadError` for a read that failed, since the last call."""
+        if self._exception is not None:
+            error, self._exception = self._exception, None
+            raise error
+        message = ctypes.create_string_buffer(1024)
+        if hooks.take_error(self.handle, message, len(message)):
+            raise ReadError(message.value.decode("utf-8", "replace"))
+
+    # --- watching ---
+
+    def stats(self) -> hooks.Stats:
+        stats = hooks.Stats()
+        hooks.get_stats(self.handle, stats)
+        return stats
+
+    def reset_stats(self) -> None:
+        hooks.reset_stats(self.handle)
+
+    def stall_ns(self) -> np.ndarray:
+        """[n_gates] uint64: how long compute waited for each gate's slices."""
+        n_gates = self.priorities.shape[0]
+        out = np.zeros(n_gates, np.uint64)
+        self._check(hooks.get_stall(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)), n_gates))
+        return out
+
+    def _check(self, result: int) -> None:
+        if result != 0:
+            raise MoeoffError(hooks.last_error().decode("utf-8", "replace"))
+

@@ -1,0 +1,25 @@
+"""What can go wrong, each with one sentence that names the file, the expectation, the finding and the way out."""
+
+
+class MoeoffError(Exception):
+    """Base of every error that moeoff raises on purpose."""
+
+
+class ForkError(MoeoffError, ImportError):
+    """The installed llama-cpp-python is not moeoff's build, or another version of it."""
+
+
+class ModelError(MoeoffError):
+    """A model file is missing, damaged, of the wrong kind, or does not fit what is asked of it."""
+
+
+class BudgetError(MoeoffError):
+    """The memory budget is below what the model needs to run at all."""
+
+
+class ReadError(MoeoffError):
+    """Experts could not be read while the model was computing. The model stays usable."""
+
+
+class OptionError(MoeoffError, ValueError):
+    """An option is unknown or its value makes no sense."""

@@ -1,0 +1,212 @@
+"""`Llama`: llama_cpp's class whose routed experts stay on disk and share a bounded arena in memory."""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import os
+import time
+from dataclasses import dataclass
+
+import llama_cpp
+from llama_cpp import llama_cpp as _binding
+
+from . import hooks
+from .buffer import ExpertBuffer
+from .errors import BudgetError, ModelError, MoeoffError, OptionError
+from .layout import Layout
+from .memory import DEFAULT_SHARE, Plan, available, format_size, parse_size, peak_rss, rss
+from .stats import Stats
+from .strategy import get_strategy
+
+_KEYWORDS = {
+    name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD
+} - {"self"}
+
+
+@dataclass
+class Timing:
+    """Tokens decoded and the time inside llama_decode: batches of several tokens are prompt, single tokens generation."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    gen_tokens: int = 0
+    gen_seconds: float = 0.0
+
+    def add(self, n_tokens: int, seconds: float) -> None:
+        if n_tokens > 1:
+            self.prompt_tokens += n_tokens
+            self.prompt_seconds += seconds
+        else:
+            self.gen_tokens += n_tokens
+            self.gen_seconds += seconds
+
+
+class Llama(llama_cpp.Llama):
+    """A Mixture-of-Experts model that needs less memory than its file.
+
+    Args:
+        model_path: a GGUF with routed experts; of a split model the first part.
+        memory: bound of this process's resident memory, "6G", "80%" or bytes. The default is 80 % of what is available.
+        expert_memory: bound of the experts' arena alone, instead of `memory`.
+        strategy: see `moeoff.strategy.STRATEGIES`.
+        n_lanes: I/O threads.
+        direct_io: False reads through the page cache.
+        gate_input: gate events carry the router's input (see `set_gate_callback`).
+        **llama_cpp_kwargs: those of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
+            `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
+
+    Raises:
+        ModelError: the file is missing, damaged, or has no routed experts.
+        BudgetError: the budget is below what the model needs; the message says what would do.
+        OptionError: an unknown keyword or strategy, or a value that makes no sense.
+    """
+
+    def __init__(
+        self,
+        model_path: str,
+        *,
+        memory: str | int | None = None,
+        expert_memory: str | int | None = None,
+        strategy: str = "lru",
+        n_lanes: int = 4,
+        direct_io: bool = True,
+        gate_input: bool = False,
+        **llama_cpp_kwargs,
+    ):
+        self._buffer: ExpertBuffer | None = None
+        model_path = os.fspath(model_path)
+        unknown = sorted(set(llama_cpp_kwargs) - _KEYWORDS)
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
+        if llama_cpp_kwargs.pop("use_mmap", False) or llama_cpp_kwargs.get("use_mlock", False):
+            raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
+        if memory is not None and expert_memory is not None:
+            raise OptionError("give memory or expert_memory, not both")
+        self.strategy = get_strategy(strategy)
+        budget = parse_size(memory) if memory is not None else None
+        arena = parse_size(expert_memory) if expert_memory is not None else None
+        if budget is None and arena is None:
+            budget = int(available() * DEFAULT_SHARE)
+
+        layout = Layout.read(model_path)
+        if not layout.experts:
+            raise ModelError(f"{model_path}: a {layout.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
+        if budget is not None and layout.dense_bytes >= budget:
+            raise BudgetError(
+                f"a budget of {format_size(budget)} is too small: the weights outside the experts alone take {format_size(layout.dense_bytes)}"
+            )
+
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        llama_cpp_kwargs["n_threads"] = llama_cpp_kwargs.get("n_threads") or n_cores
+        llama_cpp_kwargs["n_threads_batch"] = llama_cpp_kwargs.get("n_threads_batch") or llama_cpp_kwargs["n_threads"]
+        llama_cpp_kwargs.setdefault("verbose", False)
+
+        self._buffer = ExpertBuffer(
+            n_lanes=n_lanes, keep=self.strategy.keep, eager=self.strategy.eager, direct_io=direct_io, gate_input=gate_input
+        )
+        self.timing = Timing()
+        try:
+            with self._buffer.loading() as self._overrides:
+                try:
+                    super().__init__(model_path, use_mmap=False, **llama_cpp_kwargs)
+                except ValueError as error:  # llama_cpp's word for every failed load; llama.cpp's log has the reason
+                    raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
+            self._stack.callback(self._buffer.close)
+            self._buffer.attach(layout)
+            self.plan = self._divide(budget, arena)
+            self._buffer.start(self.plan.arena)
+            _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
+            self._guard_decode()
+        except BaseException:
+            self.close()
+            raise
+
+    # llama_cpp.Llama.__init__ assigns its parameters once, then loads: the place to put ours in
+    @property
+    def model_params(self):
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params) -> None:
+        params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+        params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
+        self._model_params = params
+
+    def _divide(self, budget: int | None, arena: int | None) -> Plan:
+        """Sizes the arena from what the loaded model and context take."""
+        floor, full = self._buffer.arena_floor, self._buffer.arena_full
+        if arena is not None:
+            if arena < floor:
+                raise BudgetError(f"{format_size(arena)} for experts is too small: this model needs at least {format_size(floor)}")
+            return Plan(0, rss(), 0, min(arena, full), floor)
+        _weights, _state, compute = self.context_memory()
+        outputs = 4 * self._n_vocab * (self.n_batch + self.scores.shape[0] if self._logits_all else 1)
+        return Plan.divide(budget, rss(), compute + outputs + self._work_bytes(), floor, full)
+
+    def _work_bytes(self) -> int:
+        """Upper bound of ggml's work area: the activations of the widest expert op in their kernel's format, tiles, row tables."""
+        n_ubatch = self.context_params.n_ubatch
+        n_used = max(self._metadata_int("expert_used_count", 8), 1)
+        widest = max(info.ne[0] for info in self._buffer.tensors)
+        tiles = (1 << 19) * max(self.n_threads, self.n_threads_batch)
+        return n_ubatch * n_used * (2 * widest + 64) + tiles + (1 << 20)
+
+    def _metadata_int(self, key: str, default: int) -> int:
+        architecture = self.metadata.get("general.architecture", "")
+        try:
+            return int(self.metadata.get(f"{architecture}.{key}", default))
+        except ValueError:
+            return default
+
+    def _guard_decode(self) -> None:
+        """After every decode, what went wrong in a callback or a lane comes first."""
+        buffer, ctx, timing = self._buffer, self._ctx, self.timing
+        decode = type(ctx).decode
+
+        def guarded(batch) -> None:
+            started = time.perf_counter()
+            try:
+                decode(ctx, batch)
+            except RuntimeError:
+                buffer.check()
+                raise
+            buffer.check()
+            timing.add(batch.batch.n_tokens, time.perf_counter() - started)
+
+        ctx.decode = guarded
+
+    def context_memory(self) -> tuple[int, int, int]:
+        """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers."""
+        out = (ctypes.c_uint64 * 3)()
+        hooks.context_memory(self._ctx.ctx, out)
+        return out[0], out[1], out[2]
+
+    @property
+    def expert_buffer(self) -> ExpertBuffer:
+        if self._buffer is None:
+            raise MoeoffError("the model is closed")
+        return self._buffer
+
+    def set_gate_callback(self, callback) -> None:
+        """See `ExpertBuffer.set_gate_callback`."""
+        self.expert_buffer.set_gate_callback(callback)
+
+    def stats(self) -> Stats:
+        """What happened since the model was opened, or since `reset_stats()`."""
+        return Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
+
+    def reset_stats(self) -> None:
+        self.expert_buffer.reset_stats()
+
+    def __enter__(self) -> Llama:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+    def close(self) -> None:
+        if getattr(self, "_stack", None) is not None:
+            super().close()
+        if self._buffer is not None:
+            self._buffer.close()

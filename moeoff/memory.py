@@ -1,0 +1,163 @@
+"""Memory: sizes as people write them, what this process may use, what it uses, and how a budget is divided."""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+
+from .errors import BudgetError, OptionError
+
+MIB = 1 << 20
+DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
+RESERVE = 24 * MIB  # for what cannot be measured before the first token: Python objects, sampler, allocator slack
+
+_SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of what is available). G and GiB both mean 2^30; GB means 10^9.
+
+    Raises:
+        OptionError: not a size, or zero.
+    """
+    if isinstance(text, int):
+        size = text
+    elif text.strip().endswith("%"):
+        try:
+            share = float(text.strip()[:-1])
+        except ValueError:
+            raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%") from None
+        if not 0 < share <= 100:
+            raise OptionError(f"a share of memory lies between 0% and 100%, not {text!r}")
+        size = int(available() * share / 100)
+    else:
+        match = _SIZE.match(text)
+        if not match:
+            raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%")
+        number, unit, suffix = match.groups()
+        base = 1000 if unit and suffix.lower() == "b" else 1024
+        size = int(float(number) * base ** _UNITS[unit.lower()])
+    if size <= 0:
+        raise OptionError(f"a memory size must be positive, not {text!r}")
+    return size
+
+
+def format_size(n: int) -> str:
+    """Bytes for people: "1.63 GiB", "700 MiB"."""
+    if n >= 1 << 30:
+        return f"{n / (1 << 30):.2f} GiB"
+    if n >= 10 * MIB:
+        return f"{n / MIB:.0f} MiB"
+    return f"{n / MIB:.2f} MiB"
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        with open(path) as file:
+            return int(file.read())
+    except (OSError, ValueError):  # absent, or "max"
+        return None
+
+
+def _cgroup_folders() -> list[tuple[str, str, str]]:
+    """(folder, limit file, usage file) of this process's memory cgroup and its parents, versions 1 and 2."""
+    folders = []
+    try:
+        with open("/proc/self/cgroup") as file:
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+        elif "memory" in controllers.split(","):
+            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        else:
+            continue
+        while True:
+            folders.append((root + path.rstrip("/"), *names))
+            if path in ("/", ""):
+                break
+            path = os.path.dirname(path)
+    return folders
+
+
+def cgroup_limit() -> int | None:
+    """The lowest memory limit of the cgroups this process is in, or None."""
+    limits = [_read_int(f"{folder}/{limit}") for folder, limit, _ in _cgroup_folders()]
+    limits = [limit for limit in limits if limit is not None and limit < 1 << 60]  # version 1 writes a huge number for "none"
+    return min(limits, default=None)
+
+
+def available() -> int:
+    """Bytes this process could use in all: its own, and what the system and its cgroups still have.
+
+    The page cache counts as free in a cgroup: the kernel takes it back before it kills.
+    """
+    free = [_meminfo("MemAvailable") + rss()]
+    limit = cgroup_limit()
+    if limit is not None:
+        free.append(limit)
+    return min(free)
+
+
+def _meminfo(key: str) -> int:
+    with open("/proc/meminfo") as file:
+        for line in file:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    raise OptionError("this system does not say how much memory is free: state a budget")
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:
+        for line in file:
+            if line.startswith(key + ":"):
+                return int(line.split()[1]) * 1024
+    return 0
+
+
+def rss() -> int:
+    """Resident bytes of this process."""
+    return _status("VmRSS")
+
+
+def peak_rss() -> int:
+    """The most that was ever resident (VmHWM)."""
+    return _status("VmHWM")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a budget is divided. All in bytes.
+
+    Attributes:
+        budget: the promise.
+        process: resident now: Python, libraries, dense weights, KV cache.
+        pending: allocated or sure to be, not resident yet: compute and work buffers, outputs.
+        arena: what is left for experts, at most what holds all of them.
+        arena_floor: what experts need at least.
+    """
+
+    budget: int
+    process: int
+    pending: int
+    arena: int
+    arena_floor: int
+
+    @classmethod
+    def divide(cls, budget: int, process: int, pending: int, arena_floor: int, arena_full: int) -> Plan:
+        """Raises `BudgetError` with the numbers if nothing is left for the experts' floor."""
+        arena = budget - process - pending - RESERVE
+        if arena < arena_floor:
+            needed = process + pending + RESERVE + arena_floor
+            raise BudgetError(
+                f"a budget of {format_size(budget)} is too small: this model needs at least {format_size(needed)} "
+                f"({format_size(process)} for weights outside the experts, KV cache and Python, {format_size(pending)} for compute buffers, "
+                f"{format_size(RESERVE)} in reserve, {format_size(arena_floor)} for experts); "
+                f"give --memory {-(-needed // MIB)}M or more, or a smaller context"
+            )
+        return cls(budget, process, pending, min(arena, arena_full), arena_floor)

@@ -1,0 +1,202 @@
+"""ggml's quantizer for numpy arrays.
+
+A thin layer over libggml: it knows types, rows and bytes, but neither model files nor tensors' names. A *type* is a ggml type number;
+members of `gguf.GGMLQuantizationType` are such numbers, and `type_from_name` also knows the types a given gguf-py does not.
+
+Invariants: every argument is checked here, because ggml answers a wrong one with abort() or silence; a row never depends on its
+neighbours, so any split into runs of rows gives the same bytes; all functions may be called from several threads (ctypes releases
+the GIL while ggml works). libggml is loaded at the first call, not at import.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
+
+import numpy as np
+
+from moeoff.errors import ModelError
+
+__all__ = ["dequantize", "fits", "needs_imatrix", "quantize", "quantize_chunks", "row_bytes", "type_from_name", "type_name"]
+
+# GGML_TYPE_COUNT of the pinned ggml.h; the accessors do not check their argument in release builds, so we must.
+_N_TYPES = 43
+_F32, _F16, _BF16 = 0, 1, 30
+# Types that ggml_quantize_chunk aborts on: Q8_1, Q8_K (activations only), I8, I16, I32, I64, F64.
+_NOT_WRITTEN = frozenset({9, 15, 24, 25, 26, 27, 28})
+
+
+# typedef void (*ggml_to_float_t)(const void * x, float * y, int64_t k);
+_to_float_t = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+
+
+# struct ggml_type_traits {
+#     const char * type_name; int64_t blck_size; int64_t blck_size_interleave; size_t type_size; bool is_quantized;
+#     ggml_to_float_t to_float; ggml_from_float_t from_float_ref;
+# };
+class _TypeTraits(ctypes.Structure):
+    _fields_ = [
+        ("type_name", ctypes.c_char_p),
+        ("blck_size", ctypes.c_int64),
+        ("blck_size_interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+        ("from_float_ref", ctypes.c_void_p),
+    ]
+
+
+class _Library:
+    """The bound functions of libggml."""
+
+    def __init__(self) -> None:
+        # Here, because importing llama_cpp loads every library. libllama's handle also resolves the symbols of the ggml it is linked
+        # with; llama_cpp._ggml would ignore LLAMA_CPP_LIB_PATH and could load a second ggml.
+        from llama_cpp.llama_cpp import _lib as lib
+
+        # const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
+        self.get_type_traits = lib.ggml_get_type_traits
+        self.get_type_traits.argtypes = [ctypes.c_int]
+        self.get_type_traits.restype = ctypes.POINTER(_TypeTraits)
+
+        # bool ggml_quantize_requires_imatrix(enum ggml_type type);
+        self.quantize_requires_imatrix = lib.ggml_quantize_requires_imatrix
+        self.quantize_requires_imatrix.argtypes = [ctypes.c_int]
+        self.quantize_requires_imatrix.restype = ctypes.c_bool
+
+        # size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst,
+        #                            int64_t start, int64_t nrows, int64_t n_per_row, const float * imatrix);
+        self.quantize_chunk = lib.ggml_quantize_chunk
+        self.quantize_chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+        self.quantize_chunk.restype = ctypes.c_size_t
+
+
+@functools.cache
+def _library() -> _Library:
+    return _Library()
+
+
+@functools.cache
+def _traits(type: int) -> _TypeTraits:
+    traits = _library().get_type_traits(int(type)).contents if 0 <= type < _N_TYPES else None
+    # numbers of removed types are holes in ggml's table: no name, or a name with an empty block
+    if traits is None or not traits.type_name or traits.type_size == 0 or traits.blck_size == 0:
+        raise ModelError(f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)")
+    return traits
+
+
+def type_name(type: int) -> str:
+    """ggml's name of a type as gguf-py writes it, e.g. "Q4_K". Raises ModelError for an unknown type."""
+    return _traits(type).type_name.decode().upper()
+
+
+@functools.cache
+def type_from_name(name: str) -> int:
+    """The type number of a name in any case ("q4_k", "Q4_K"). Raises ModelError if ggml has no such type."""
+    names = {}
+    for type in range(_N_TYPES):
+        try:
+            names[type_name(type)] = type
+        except ModelError:
+            continue
+    if name.upper() not in names:
+        raise ModelError(f"no ggml type is called {name!r}; there are {', '.join(sorted(names))}")
+    return names[name.upper()]
+
+
+def fits(type: int, n_cols: int) -> bool:
+    """Whether rows of n_cols values can be stored in this type, that is, hold whole blocks of it."""
+    return n_cols > 0 and n_cols % _traits(type).blck_size == 0
+
+
+def row_bytes(type: int, n_cols: int) -> int:
+    """Bytes of one row of n_cols values. Raises ModelError if the type's blocks do not divide n_cols."""
+    traits = _traits(type)
+    if not fits(type, n_cols):
+        raise ModelError(f"{type_name(type)} stores blocks of {traits.blck_size} values: a row of {n_cols} is not a multiple of it")
+    return n_cols // traits.blck_size * traits.type_size
+
+
+def needs_imatrix(type: int) -> bool:
+    """Whether `quantize` refuses this type without an importance matrix (the smallest IQ types)."""
+    _traits(type)
+    return bool(_library().quantize_requires_imatrix(int(type)))
+
+
+def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> np.ndarray:
+    """Quantize rows: f32 [n_rows, n_cols] -> uint8 [n_rows, row_bytes(type, n_cols)].
+
+    imatrix: f32 [n_cols], the importance of each column (any positive scale), or None.
+    Raises ModelError if the row length does not fit, the values are not finite, the type cannot be written by ggml (Q8_1, Q8_K,
+    integers), or it needs an imatrix and none is given. F32, F16 and BF16 are plain conversions and take any value.
+    """
+    rows = np.ascontiguousarray(rows, dtype=np.float32)
+    if rows.ndim != 2:
+        raise ModelError(f"expected rows of shape [n_rows, n_cols], found {rows.shape}")
+    if type in _NOT_WRITTEN:
+        raise ModelError(f"ggml does not quantize to {type_name(type)}")
+    n_rows, n_cols = rows.shape
+    out = np.empty((n_rows, row_bytes(type, n_cols)), dtype=np.uint8)
+    weights = None
+    if imatrix is not None:
+        weights = np.ascontiguousarray(imatrix, dtype=np.float32)
+        if weights.shape != (n_cols,) or not np.isfinite(weights).all():
+            raise ModelError(f"expected a finite imatrix of shape [{n_cols}], found {weights.shape}")
+    elif needs_imatrix(type):
+        raise ModelError(f"{type_name(type)} needs an importance matrix; give imatrix, f32 [{n_cols}]")
+    if type not in (_F32, _F16, _BF16) and not np.isfinite(rows).all():
+        raise ModelError(f"cannot quantize to {type_name(type)}: the values are not all finite")
+    if n_rows:
+        _library().quantize_chunk(
+            int(type), rows.ctypes.data, out.ctypes.data, 0, n_rows, n_cols, None if weights is None else weights.ctypes.data
+        )
+    return out
+
+
+def quantize_chunks(
+    chunks: Iterable[Callable[[], np.ndarray]], type: int, imatrix: np.ndarray | None = None, threads: int = 2
+) -> Iterator[np.ndarray]:
+    """Quantize runs of rows, each made by a call, on `threads` threads; yield the results of `quantize` in the order given.
+
+    The calls run on the worker threads too, so that reading or computing rows overlaps with quantizing. At most 2 * threads chunks
+    exist at any time: that bounds the memory. An exception of a call is raised here, at its turn.
+    """
+    pending: deque[Future[np.ndarray]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        try:
+            for make in chunks:
+                if len(pending) == 2 * threads:
+                    yield pending.popleft().result()
+                pending.append(pool.submit(lambda make=make: quantize(make(), type, imatrix)))
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for future in pending:
+                future.cancel()
+
+
+def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence[int]) -> np.ndarray:
+    """Dequantize a buffer of any type ggml can read: bytes -> f32 of `shape`, whose last number is the row length.
+
+    Raises ModelError if the buffer's size is not the shape's, or ggml has no conversion to floats for the type (Q8_1, integers).
+    """
+    shape = tuple(int(n) for n in shape)
+    if not shape:
+        raise ModelError("expected a shape with at least the row length, found ()")
+    source = np.ascontiguousarray(np.frombuffer(data, dtype=np.uint8) if not isinstance(data, np.ndarray) else data)
+    expected = prod(shape[:-1]) * row_bytes(type, shape[-1])
+    if source.nbytes != expected:
+        raise ModelError(f"{type_name(type)} of shape {shape} takes {expected} bytes, found {source.nbytes}")
+    out = np.empty(shape, dtype=np.float32)
+    if type == _F32:  # ggml has no function for what needs no conversion
+        out.reshape(-1).view(np.uint8)[:] = source.reshape(-1).view(np.uint8)
+        return out
+    to_float = _traits(type).to_float
+    if not to_float:
+        raise ModelError(f"ggml does not convert {type_name(type)} to floats")
+    _to_float_t(to_float)(source.ctypes.data, out.ctypes.data, out.size)
+    return out

@@ -1,0 +1,65 @@
+"""Statistics of a run: counters of the expert buffer in the units people ask for."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from .buffer import ExpertBuffer
+
+
+@dataclass(frozen=True)
+class Stats:
+    """The fields of --stats-json. Names stay stable; sizes in bytes, times in seconds, rates per second.
+
+    hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
+    stall_seconds is how long compute waited for bytes, averaged over its threads.
+    """
+
+    model: str
+    strategy: str
+    budget_bytes: int
+    peak_rss_bytes: int
+    arena_bytes: int
+    hit_rate: float
+    demand_hits: int
+    demand_misses: int
+    evictions: int
+    prefetch_issued: int
+    prefetch_useful: int
+    bytes_read: int
+    stall_seconds: float
+    lane_busy_seconds: float
+    driver_seconds: float
+    direct_io: bool
+    prompt_tokens: int = 0
+    prompt_tps: float = 0.0
+    gen_tokens: int = 0
+    gen_tps: float = 0.0
+    cpu_seconds: float = 0.0
+
+    @classmethod
+    def collect(cls, buffer: ExpertBuffer, *, model: str, strategy: str, budget: int, peak: int) -> Stats:
+        s = buffer.stats()
+        uses = s.demand_hits + s.demand_misses
+        return cls(
+            model=model,
+            strategy=strategy,
+            budget_bytes=budget,
+            peak_rss_bytes=peak,
+            arena_bytes=s.arena_bytes,
+            hit_rate=s.demand_hits / uses if uses else 0.0,
+            demand_hits=s.demand_hits,
+            demand_misses=s.demand_misses,
+            evictions=s.evictions,
+            prefetch_issued=s.prefetch_issued,
+            prefetch_useful=s.prefetch_useful,
+            bytes_read=s.bytes_read,
+            stall_seconds=s.stall_ns / 1e9,
+            lane_busy_seconds=s.lane_busy_ns / 1e9,
+            driver_seconds=s.driver_ns / 1e9,
+            direct_io=not buffer.buffered and s.direct_reads == s.reads,
+        )
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=2) + "\n"

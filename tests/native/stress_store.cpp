@@ -1,0 +1,315 @@
+// Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, lanes whose
+// reads fail or dawdle, all at once, over arenas from two slots to everything. Every byte that a computing thread sees
+// is checked. Built with ThreadSanitizer or AddressSanitizer by scripts/native_stress.sh.
+//
+// usage: stress_store SECONDS [SEED]
+
+#include "moeoff-store.h"
+
+#include <cerrno>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+
+#include <unistd.h>
+
+using namespace moeoff;
+
+static constexpr int n_layers   = 5;
+static constexpr int n_expert   = 12;
+static constexpr int n_contexts = 3;
+static constexpr int n_threads  = 2; // compute threads of one context
+
+static uint8_t byte_at(uint64_t offset) { return (uint8_t) ((offset * 2654435761u) >> 13); }
+
+#define REQUIRE(x)                                                         \
+    do {                                                                   \
+        if (!(x)) {                                                        \
+            fprintf(stderr, "%s:%d: %s does not hold\n", __FILE__, __LINE__, #x); \
+            abort();                                                       \
+        }                                                                  \
+    } while (0)
+
+// all threads of a context meet here
+class meeting {
+  public:
+    void wait() {
+        std::unique_lock<std::mutex> lock(mutex);
+        const uint64_t mine = round;
+        if (++arrived == n_threads) {
+            arrived = 0;
+            round++;
+            cv.notify_all();
+        } else {
+            cv.wait(lock, [&] { return round != mine; });
+        }
+    }
+  private:
+    std::mutex mutex;
+    std::condition_variable cv;
+    int arrived = 0;
+    uint64_t round = 0;
+};
+
+struct context {
+    store &              s;
+    std::atomic<bool> &  stop;
+    unsigned             seed;
+    meeting              meet;
+    std::vector<int32_t> experts;
+    const tensor *       op   = nullptr;
+    bool                 quit = false;
+    std::unique_ptr<std::atomic<int>[]> done { new std::atomic<int>[n_expert] };
+    std::atomic<uint64_t> computed {0}, failed {0};
+
+    // one thread's part of an op, as the MUL_MAT_ID kernel does it
+    void compute() {
+        std::vector<char> mine(experts.size(), 0);
+        size_t left = experts.size();
+        while (left > 0) {
+            const uint64_t seen   = s.generation();
+            const size_t   before = left;
+            for (size_t i = 0; i < experts.size(); i++) {
+                const slice & sl = s.at(*op, experts[i]);
+                if (mine[i] || !store::settled(sl)) {
+                    continue;
+                }
+                if (sl.data) {
+                    for (uint64_t b = 0; b < sl.source.nbytes; b += 97) {
+                        REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
+                    }
+                    computed++;
+                } else if (sl.source.type >= 0) {
+                    failed++;
+                }
+                mine[i] = 1;
+                left--;
+                if (done[i].fetch_add(1) + 1 == n_threads) {
+                    s.finish(*op, experts[i]);
+                }
+            }
+            if (left == before) {
+                s.wait(seen, *op, n_threads);
+            }
+        }
+    }
+
+    void helper() {
+        while (true) {
+            meet.wait();
+            if (quit) {
+                return;
+            }
+            compute();
+            meet.wait();
+        }
+    }
+
+    void run() {
+        std::mt19937 rng(seed);
+        std::thread second([this] { helper(); });
+        while (!stop) {
+            for (int layer = 0; layer < n_layers; layer++) {
+                const int n_tokens = rng() % 4 ? 1 : 5;
+                const int n_used   = 3;
+                std::vector<int32_t> ids((size_t) n_tokens * n_used);
+                std::vector<float>   weights(ids.size(), 0.5f);
+                std::vector<float>   input((size_t) n_tokens * 16, 1.0f);
+                std::vector<char>    is_in(n_expert, 0);
+                experts.clear();
+                for (auto & id : ids) {
+                    id = (int32_t) std::min(rng() % n_expert, rng() % n_expert);
+                    if (!is_in[id]) {
+                        is_in[id] = 1;
+                        experts.push_back(id);
+                    }
+                }
+                gate & g = *s.gates[layer];
+                if (rng() % 50 != 0) { // some graphs have no gate node
+                    moeoff_gate_event e = {};
+                    e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16;
+                    e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data();
+                    s.gate_event(g, e, n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float));
+                }
+                if (rng() % 100 == 0) {
+                    continue; // an aborted graph: its slices were asked for and are never used
+                }
+                for (const int32_t t : g.tensors) {
+                    if (t < 0) {
+                        continue;
+                    }
+                    op = s.tensors[t].get();
+                    for (size_t i = 0; i < experts.size(); i++) {
+                        done[i] = 0;
+                    }
+                    s.begin(*op, experts.data(), (int32_t) experts.size());
+                    meet.wait();
+                    compute();
+                    meet.wait();
+                }
+            }
+        }
+        quit = true;
+        meet.wait();
+        second.join();
+    }
+};
+
+static std::atomic<uint64_t> delivered {0};
+
+static void on_gate(const moeoff_gate_event * e, void *) {
+    REQUIRE(e->n_used == 3 && e->n_embd == 16 && e->gate_input[15] == 1.0f);
+    for (int i = 0; i < e->n_tokens * e->n_used; i++) {
+        REQUIRE(e->ids[i] >= 0 && e->ids[i] < n_expert && e->weights[i] == 0.5f);
+    }
+    delivered++;
+}
+
+static void round_of(const char * path, double seconds, unsigned seed) {
+    std::mt19937 rng(seed);
+    moeoff_params params = {};
+    params.flags       = MOEOFF_FLAG_DIRECT_IO | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
+    params.n_lanes     = 1 + (int32_t) (rng() % 4);
+    params.read_chunk  = page_size;
+    store s(params);
+    std::string error;
+    REQUIRE(s.add_file(path, error) == 0);
+
+    uint64_t offset = 32; // slices begin anywhere, as in an ordinary GGUF
+    for (int layer = 0; layer < n_layers; layer++) {
+        for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_GATE, MOEOFF_MATRIX_DOWN }) {
+            moeoff_tensor_info info = {};
+            snprintf(info.name, sizeof(info.name), "blk.%d.%d", layer, matrix);
+            info.layer  = layer;
+            info.matrix = matrix;
+            info.ne[2]  = n_expert;
+            const tensor * t = s.add_tensor(info, false);
+            std::vector<moeoff_source> sources;
+            for (int e = 0; e < n_expert; e++) {
+                const uint64_t nbytes = matrix == MOEOFF_MATRIX_DOWN ? 20000 : 9000 + (e % 3 == 0 ? 7000 : 0);
+                sources.push_back({ 0, e == 7 && layer == 2 ? -1 : 1, offset, nbytes });
+                offset += nbytes + 32;
+            }
+            REQUIRE(s.set_sources((int32_t) (s.tensors.size() - 1), sources.data(), n_expert, error));
+            (void) t;
+        }
+    }
+    const uint64_t floor = s.arena_floor();
+    const uint64_t full  = s.arena_full();
+    REQUIRE(s.set_limit(floor, error));
+    REQUIRE(!s.set_limit(floor - 1, error));
+
+    std::atomic<bool> stop {false};
+    std::atomic<unsigned> n_reads {seed};
+    const auto plain = s.reader;
+    s.reader = [&](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
+        const unsigned n = n_reads++;
+        if (n % 101 == 0) {
+            err = "injected";
+            return EIO;
+        }
+        if (n % 17 == 0) {
+            std::this_thread::sleep_for(std::chrono::microseconds(500));
+        }
+        return plain(src, dst, cancel, direct, err);
+    };
+    REQUIRE(s.start(error));
+    s.driver.start(on_gate, nullptr, 1 << 14);
+
+    std::vector<std::unique_ptr<context>> contexts;
+    std::vector<std::thread> threads;
+    for (int i = 0; i < n_contexts; i++) {
+        contexts.emplace_back(new context { s, stop, seed + (unsigned) i, {}, {} });
+        threads.emplace_back([c = contexts.back().get()] { c->run(); });
+    }
+    threads.emplace_back([&] { // the policy
+        std::mt19937 r(seed + 100);
+        while (!stop) {
+            const int32_t gate = (int32_t) (r() % n_layers);
+            const int32_t experts[2] = { (int32_t) (r() % n_expert), (int32_t) (r() % n_expert) };
+            switch (r() % 8) {
+                case 0: s.prefetch_cancel(r() % 2 ? -1 : gate); break;
+                case 1: {
+                    const float p = (float) (r() % 5);
+                    __atomic_store(&s.priorities[(size_t) gate * n_expert + experts[0]], &p, __ATOMIC_RELAXED);
+                    s.publish();
+                    break;
+                }
+                default: s.prefetch(gate, experts, 2, r() % 16); break;
+            }
+            std::this_thread::sleep_for(std::chrono::microseconds(r() % 200));
+        }
+    });
+    threads.emplace_back([&] { // the memory of the machine
+        std::mt19937 r(seed + 200);
+        std::vector<uint8_t> resident(s.gates.size() * s.n_experts);
+        while (!stop) {
+            std::string e;
+            REQUIRE(s.set_limit(floor + r() % (full - floor), e));
+            s.residency(resident.data());
+            if (r() % 10 == 0) {
+                s.clear();
+            }
+            moeoff_stats stats;
+            s.get_stats(stats);
+            s.take_error(e);
+            std::this_thread::sleep_for(std::chrono::milliseconds(r() % 5));
+        }
+    });
+    std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
+    stop = true;
+    for (auto & t : threads) {
+        t.join();
+    }
+    s.prefetch_cancel(-1);
+    s.driver.drain();
+    REQUIRE(s.set_limit(floor, error));
+    for (int i = 0; i < 200; i++) { // what is in flight lands
+        moeoff_stats stats;
+        s.get_stats(stats);
+        if (stats.arena_committed <= floor) {
+            break;
+        }
+        REQUIRE(i < 199);
+        std::this_thread::sleep_for(std::chrono::milliseconds(5));
+    }
+    moeoff_stats stats;
+    s.get_stats(stats);
+    uint64_t computed = 0, failed = 0;
+    for (auto & c : contexts) {
+        computed += c->computed;
+        failed   += c->failed;
+    }
+    REQUIRE(computed > 0);
+    printf("flags %u, %d lanes: %llu slices computed, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
+           "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_lanes,
+           (unsigned long long) computed, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,
+           (unsigned long long) stats.evictions, (unsigned long long) stats.prefetch_issued, (unsigned long long) stats.prefetch_useful,
+           (unsigned long long) stats.prefetch_dropped, (unsigned long long) stats.read_errors, (unsigned long long) stats.events_dropped);
+    fflush(stdout);
+}
+
+int main(int argc, char ** argv) {
+    const double   seconds = argc > 1 ? atof(argv[1]) : 5.0;
+    const unsigned seed    = argc > 2 ? (unsigned) atoi(argv[2]) : 1;
+    char path[] = "stress-XXXXXX";
+    const int fd = mkstemp(path);
+    REQUIRE(fd >= 0);
+    std::vector<uint8_t> bytes(4 << 20);
+    for (size_t i = 0; i < bytes.size(); i++) {
+        bytes[i] = byte_at(i);
+    }
+    REQUIRE(write(fd, bytes.data(), bytes.size()) == (ssize_t) bytes.size());
+    close(fd);
+
+    const int n_rounds = 6;
+    for (int i = 0; i < n_rounds; i++) {
+        round_of(path, seconds / n_rounds, seed + 1000u * (unsigned) i);
+    }
+    unlink(path);
+    REQUIRE(delivered > 0);
+    puts("clean");
+    return 0;
+}

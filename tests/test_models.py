@@ -1,0 +1,380 @@
+"""The model tools: quantizer, GGUF container, demo export, growing, requantizing. Everything starts from the shipped demo model."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType as T
+from gguf import GGUFReader
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeoff.errors import ModelError
+from moeoff.quantize import (
+    dequantize,
+    fits,
+    needs_imatrix,
+    quantize,
+    quantize_chunks,
+    row_bytes,
+    type_from_name,
+    type_name,
+)
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from export_demo import export_demo  # noqa: E402
+from grow_model import Growth, grow_model  # noqa: E402
+from modelfile import ModelFile, ModelWriter, Tensor, pack  # noqa: E402
+from requantize_experts import requantize_experts  # noqa: E402
+
+DEMO = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
+TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
+# The first six logits after TOKENS, of the trained arrays in F32 (PyTorch; llama.cpp gives the same to 4e-5 with an F32 cache).
+REFERENCE = np.array([2.792, -7.438, -7.4488, 3.7218, 1.7363, -2.4663])
+# Relative RMS error of quantizing normally distributed values, measured, rounded up.
+RMS_ERROR = {
+    "F32": 0, "F16": 3e-4, "BF16": 2e-3, "Q8_0": 0.006, "Q6_K": 0.02, "Q5_K": 0.04, "Q5_0": 0.046, "Q5_1": 0.042, "Q4_K": 0.077,
+    "Q4_0": 0.093, "Q4_1": 0.084, "IQ4_NL": 0.082, "IQ4_XS": 0.083, "NVFP4": 0.1, "MXFP4": 0.125, "Q3_K": 0.165, "IQ3_S": 0.18,
+    "IQ3_XXS": 0.23, "Q2_K": 0.32, "IQ2_S": 0.29, "IQ2_XS": 0.33, "IQ2_XXS": 0.37, "IQ1_S": 0.53, "IQ1_M": 0.63, "Q2_0": 0.78,
+}  # fmt: skip
+
+
+def normal(n_rows: int, n_cols: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal((n_rows, n_cols), dtype=np.float32)
+
+
+def flat_imatrix(type: int, n_cols: int) -> np.ndarray | None:
+    return np.ones(n_cols, np.float32) if needs_imatrix(type) else None
+
+
+def evaluate(path: Path, tokens: list[int] = TOKENS) -> tuple[np.ndarray, np.ndarray]:
+    """(logits f32 [n_tokens, n_vocab], sorted ids of the chosen experts [n_layer, n_tokens, 4]) with an F32 cache."""
+    import llama_cpp as llama
+    from llama_cpp.llama_cpp import _lib as lib
+
+    # const char * ggml_get_name(const struct ggml_tensor * tensor);
+    lib.ggml_get_name.argtypes, lib.ggml_get_name.restype = [ctypes.c_void_p], ctypes.c_char_p
+    # void ggml_backend_tensor_get(const struct ggml_tensor * tensor, void * data, size_t offset, size_t size);
+    lib.ggml_backend_tensor_get.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+    lib.ggml_backend_tensor_get.restype = None
+    chosen: list[np.ndarray] = []
+
+    @llama.ggml_backend_sched_eval_callback
+    def on_node(tensor: int, ask: bool, _: object) -> bool:
+        wanted = lib.ggml_get_name(tensor).startswith(b"ffn_moe_argsort")
+        if wanted and not ask:
+            order = np.empty((len(tokens), 32), np.int32)  # all tokens' logits are asked for, so no layer is trimmed
+            lib.ggml_backend_tensor_get(tensor, order.ctypes.data, 0, order.nbytes)
+            chosen.append(np.sort(order[:, :4]))
+        return wanted or not ask
+
+    llama.llama_backend_init()
+    log = llama.llama_log_callback(lambda level, text, data: None)
+    llama.llama_log_set(log, None)
+    model = llama.llama_model_load_from_file(str(path).encode(), llama.llama_model_default_params())
+    assert model, f"{path} does not load"
+    params = llama.llama_context_default_params()
+    params.n_ctx = params.n_batch = params.n_ubatch = 256
+    params.n_threads = params.n_threads_batch = 2
+    params.type_k = params.type_v = int(T.F32)
+    params.flash_attn_type = llama.LLAMA_FLASH_ATTN_TYPE_DISABLED  # exact to float error only without
+    params.cb_eval = on_node
+    context = llama.llama_init_from_model(model, params)
+    batch = llama.llama_batch_init(len(tokens), 0, 1)
+    try:
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, i, 1, 1
+            batch.seq_id[i][0] = 0
+        assert llama.llama_decode(context, batch) == 0
+        logits = np.ctypeslib.as_array(llama.llama_get_logits(context), (len(tokens), 4096)).copy()
+    finally:
+        llama.llama_batch_free(batch)
+        llama.llama_free(context)
+        llama.llama_model_free(model)
+        llama.llama_log_set(llama.llama_log_callback(0), None)
+    assert len(chosen) == 12
+    return logits, np.stack(chosen)
+
+
+def type_numbers() -> list[int]:
+    return [type_from_name(name) for name in RMS_ERROR]
+
+
+# the quantizer
+
+
+@pytest.mark.parametrize("name", RMS_ERROR)
+def test_round_trip_error(name):
+    type, rows = type_from_name(name.lower()), normal(64, 512)
+    data = quantize(rows, type, flat_imatrix(type, 512))
+    assert data.dtype == np.uint8 and data.shape == (64, row_bytes(type, 512))
+    error = dequantize(data, type, rows.shape) - rows
+    assert np.sqrt((error**2).mean()) <= RMS_ERROR[name] * np.sqrt((rows**2).mean())
+
+
+@given(st.sampled_from(["Q4_0", "Q4_K", "Q8_0", "IQ4_XS", "MXFP4", "IQ2_XXS"]), st.lists(st.integers(0, 5), min_size=1, max_size=6))
+def test_chunked_is_whole(name, sizes):
+    type, rows = type_from_name(name), normal(sum(sizes), 256)
+    imatrix = flat_imatrix(type, 256)
+    ends = np.cumsum(sizes)
+    chunks = [lambda a=end - size, b=end: rows[a:b] for size, end in zip(sizes, ends, strict=True)]
+    pieces = list(quantize_chunks(chunks, type, imatrix))
+    assert np.array_equal(np.concatenate(pieces), quantize(rows, type, imatrix))
+    whole = dequantize(np.concatenate(pieces), type, rows.shape)
+    assert all(np.array_equal(dequantize(p, type, (len(p), 256)), whole[e - len(p) : e]) for p, e in zip(pieces, ends, strict=True))
+
+
+def test_threads_do_not_disturb_each_other():
+    inputs = [(normal(40, 512, seed), type) for seed in range(3) for type in type_numbers()]
+    expected = [quantize(rows, type, flat_imatrix(type, 512)) for rows, type in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda x: quantize(x[0], x[1], flat_imatrix(x[1], 512)), inputs))
+    assert all(map(np.array_equal, found, expected))
+
+
+def test_gguf_names_are_ours():
+    for type in T:
+        assert type_from_name(type.name) == type and type_name(type) == type.name
+
+
+def test_chunk_errors_come_through():
+    def fail():
+        raise KeyError("mine")
+
+    chunks = quantize_chunks([lambda: normal(1, 32), fail, lambda: normal(1, 32)], T.Q8_0)
+    assert len(next(chunks)) == 1
+    with pytest.raises(KeyError, match="mine"):
+        next(chunks)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: quantize(normal(2, 100), T.Q4_K), "256"),
+        (lambda: quantize(normal(2, 256)[0], T.Q4_K), "n_rows"),
+        (lambda: quantize(normal(2, 256), T.IQ2_XXS), "imatrix"),
+        (lambda: quantize(normal(2, 256), T.Q8_0, np.ones(255)), "imatrix"),
+        (lambda: quantize(normal(2, 256) / np.float32(0), T.Q8_0), "finite"),
+        (lambda: quantize(normal(2, 256), T.Q8_K), "does not quantize"),
+        (lambda: quantize(normal(2, 256), 4), "unknown"),
+        (lambda: quantize(normal(2, 256), 99), "unknown"),
+        (lambda: row_bytes(-1, 256), "unknown"),
+        (lambda: dequantize(bytes(33), T.Q8_0, (1, 32)), "34"),
+        (lambda: dequantize(bytes(36), T.Q8_1, (1, 32)), "floats"),
+        (lambda: dequantize(b"", T.F32, ()), "row length"),
+        (lambda: type_from_name("Q9_9"), "Q4_K"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:divide by zero")
+def test_wrong_arguments(call, match):
+    with pytest.raises(ModelError, match=match):
+        call()
+
+
+# the container
+
+
+def test_copy_is_exact(tmp_path):
+    with ModelFile(DEMO) as model:
+        with ModelWriter(tmp_path / "copy.gguf", model.metadata, list(model.tensors.values()), model.alignment) as writer:
+            for name in model.tensors:
+                writer.write(model.data(name))
+        theirs = {tensor.name: tensor for tensor in GGUFReader(DEMO).tensors}
+        assert list(theirs) == list(model.tensors)
+        for name, tensor in model.tensors.items():
+            assert tensor.shape == tuple(reversed(theirs[name].shape)) and tensor.type == theirs[name].tensor_type
+    assert (tmp_path / "copy.gguf").read_bytes() == DEMO.read_bytes()
+
+
+def test_cut_short_is_an_error(tmp_path):
+    whole = DEMO.read_bytes()
+    for n in [0, 3, 24, 30, 1000, 60_000, 200_000, len(whole) - 1]:
+        (tmp_path / "cut.gguf").write_bytes(whole[:n])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            ModelFile(tmp_path / "cut.gguf")
+    with pytest.raises(ModelError, match="absent"):
+        ModelFile(tmp_path / "absent.gguf")
+
+
+def test_writer_leaves_nothing_on_errors(tmp_path):
+    tensors = [Tensor("a", (2, 8), T.F32), Tensor("b", (8,), T.F32)]
+    metadata = {"general.architecture": pack("none")}
+    with pytest.raises(ModelError, match="2 tensors"):
+        with ModelWriter(tmp_path / "x.gguf", metadata, tensors) as writer:
+            writer.write(np.zeros(40, np.uint8))
+    with pytest.raises(KeyboardInterrupt):
+        with ModelWriter(tmp_path / "x.gguf", metadata, tensors):
+            raise KeyboardInterrupt
+    with pytest.raises(ModelError, match="24 more"):
+        with ModelWriter(tmp_path / "x.gguf", metadata, tensors) as writer:
+            writer.write(np.zeros(40, np.uint8))
+            writer.write(np.zeros(40, np.uint8))
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "x.gguf").write_bytes(b"precious")
+    with pytest.raises(ModelError, match="exists"):
+        with ModelWriter(tmp_path / "x.gguf", metadata, tensors):
+            pass
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"precious"]
+
+
+# the demo model
+
+
+def test_demo_gives_the_reference_logits():
+    logits, _ = evaluate(DEMO)
+    assert np.isfinite(logits).all()
+    assert np.abs(logits[-1, :6] - REFERENCE).max() < 0.2  # Q8_0; 0.113 measured
+
+
+def test_demo_tokenizer_and_end():
+    from llama_cpp import Llama
+
+    model = Llama(str(DEMO), n_ctx=256, n_threads=2, verbose=False)
+    text = "User: a\r\n\n\tb  c — ünïcödé 你好 🎉 ½ don't\nAssistant: <|endoftext|><|im_start|><|im_end|>\x00 "
+    tokens = model.tokenize(text.encode(), add_bos=False, special=True)
+    assert model.detokenize(tokens, special=True) == text.encode()
+    assert {0, 1, 2} < set(tokens) and model.token_eos() == model.token_bos() == 0
+    assert model.tokenize(b"User: Hi\nAssistant:") == model.tokenize(b"User: Hi\nAssistant:", add_bos=False)
+    reply = model.create_chat_completion([{"role": "user", "content": "How many are 2 and 3?"}], max_tokens=150, temperature=0)
+    assert reply["choices"][0]["message"]["content"].strip()
+    model.close()
+
+
+def test_export_makes_the_demo_again(tmp_path):
+    """Q8_0 of what Q8_0 gives is the same, so the shipped file must come back byte for byte."""
+    arrays = {}
+    with ModelFile(DEMO) as model:
+
+        def values(name):
+            return model.rows(name).reshape(model.tensors[name].shape)
+
+        arrays |= {"emb.weight": values("token_embd.weight"), "head.weight": values("output.weight")}
+        arrays["nf.weight"] = values("output_norm.weight")
+        names = {"n1": "attn_norm", "n2": "ffn_norm", "o": "attn_output", "gate": "ffn_gate_inp"}
+        names |= {"sg": "ffn_gate_shexp", "su": "ffn_up_shexp", "sd": "ffn_down_shexp"}
+        for layer in range(12):
+            ours, theirs = f"bl.{layer}", f"blk.{layer}"
+            arrays |= {f"{ours}.{a}.weight": values(f"{theirs}.{b}.weight") for a, b in names.items()}
+            arrays[f"{ours}.sgate.weight"] = values(f"{theirs}.ffn_gate_inp_shexp.weight")[None]
+            for part in ("weight", "bias"):
+                arrays[f"{ours}.qkv.{part}"] = np.concatenate([values(f"{theirs}.attn_{x}.{part}") for x in "qkv"])
+            for a, b in {"wg": "gate", "wu": "up", "wd": "down"}.items():
+                arrays[f"{ours}.{a}"] = values(f"{theirs}.ffn_{b}_exps.weight").transpose(0, 2, 1)
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    fields = GGUFReader(DEMO).fields
+    tokens = fields["tokenizer.ggml.tokens"].contents()
+    special = [{"id": i, "content": tokens[i]} for i in range(3)]
+    model = {"vocab": {token: i for i, token in enumerate(tokens)}, "merges": fields["tokenizer.ggml.merges"].contents()}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": special}), encoding="utf-8")
+    export_demo(tmp_path / "arrays.npz", tmp_path / "tokenizer.json", tmp_path / "again.gguf")
+    assert (tmp_path / "again.gguf").read_bytes() == DEMO.read_bytes()
+    del arrays["bl.3.wd"]
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    with pytest.raises(ModelError, match=r"bl\.3\.wd"):
+        export_demo(tmp_path / "arrays.npz", tmp_path / "tokenizer.json", tmp_path / "less.gguf")
+    assert not (tmp_path / "less.gguf").exists()
+
+
+# growing
+
+
+def growth(width: int, ff: int, noise: float = 0.0, **rest) -> Growth:
+    return Growth(width, ff, rest.pop("expert_type", T.F32), rest.pop("dense_type", T.F32), noise, **rest)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """The demo model's weights in F32 (llama.cpp computes Q8_0 with rounded activations), and what it computes."""
+    path = tmp_path_factory.mktemp("plain") / "f32.gguf"
+    grow_model(DEMO, path, growth(1, 1))
+    return path, *evaluate(path)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_grown_model_computes_the_same(plain, tmp_path, noise):
+    source, logits, routing = plain
+    grow_model(source, tmp_path / "grown.gguf", growth(2, 2, noise))
+    grown_logits, grown_routing = evaluate(tmp_path / "grown.gguf")
+    assert np.abs(grown_logits - logits).max() < 5e-5  # 5e-6 measured; logits reach 15
+    assert np.array_equal(grown_routing, routing)
+    with ModelFile(source) as old, ModelFile(tmp_path / "grown.gguf") as new:
+        assert new.value("qwen2moe.embedding_length") == 256 and new.value("qwen2moe.expert_feed_forward_length") == 128
+        kept = [key for key in old.metadata if key.startswith("tokenizer.")]
+        assert kept and all(new.metadata[key] == old.metadata[key] for key in kept)
+        name, share = "blk.3.ffn_down_exps.weight", old.rows("blk.3.ffn_down_exps.weight")[:128] / 2
+        tiles = new.rows(name)[:128].reshape(128, 2, 64)
+        assert np.allclose(tiles.sum(axis=1), 2 * share, atol=1e-6)
+        # the rule: noise of sqrt(F - 1) tile deviations, so sqrt(F) of them in all
+        ratio = np.sqrt(((tiles - share[:, None]) ** 2).mean() / share.var(axis=1).mean())
+        assert ratio == pytest.approx(noise, abs=0.02)
+
+
+def test_quantized_growth_keeps_most_routes(plain, tmp_path):
+    grow_model(DEMO, tmp_path / "q.gguf", growth(2, 4, 1.0, expert_type=T.Q4_K, dense_type=T.Q8_0))
+    _, routing = evaluate(tmp_path / "q.gguf")
+    shared = [len(set(a) & set(b)) for a, b in zip(routing.reshape(-1, 4), plain[2].reshape(-1, 4), strict=True)]
+    assert np.mean(shared) / 4 > 0.8
+    with ModelFile(tmp_path / "q.gguf") as model:
+        assert model.tensors["blk.0.ffn_down_exps.weight"].type == T.Q4_K
+        assert model.tensors["blk.0.attn_q.weight"].type == T.Q8_0 and model.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32
+
+
+def test_growing_is_reproducible(tmp_path):
+    def grown(name: str, seed: int, threads: int) -> bytes:
+        grow_model(DEMO, tmp_path / name, growth(2, 2, 1.0, expert_type=T.Q4_0, dense_type=T.Q4_0, seed=seed), threads=threads)
+        return (tmp_path / name).read_bytes()
+
+    first = grown("a", 1, 2)
+    assert first == grown("b", 1, 1)
+    assert first != grown("c", 2, 2)
+
+
+def test_growing_refuses(tmp_path):
+    with pytest.raises(ModelError, match="256"):
+        grow_model(DEMO, tmp_path / "x.gguf", growth(2, 2, expert_type=T.Q4_K))  # 2 x 64 values in a row of down
+    with pytest.raises(ModelError, match="at least 1"):
+        growth(0, 2)
+    with pytest.raises(ModelError, match="negative"):
+        growth(2, 2, -1.0)
+    assert list(tmp_path.iterdir()) == []
+
+
+# requantizing
+
+
+@pytest.mark.parametrize("type", [T.Q4_0, T.MXFP4, type_from_name("Q2_0"), T.F16], ids=type_name)
+def test_requantize_touches_only_experts(tmp_path, type):
+    out = tmp_path / "out.gguf"
+    done = requantize_experts(DEMO, out, type)
+    assert len(done.changed) == 36 and done.left == ()
+    with ModelFile(DEMO) as old, ModelFile(out) as new:
+        assert list(old.metadata.items()) == list(new.metadata.items()) and list(old.tensors) == list(new.tensors)
+        for name, tensor in old.tensors.items():
+            if name in done.changed:
+                assert new.tensors[name] == Tensor(name, tensor.shape, type)
+                assert np.array_equal(new.data(name), quantize(old.rows(name), type))
+            else:
+                assert new.tensors[name] == tensor and np.array_equal(new.data(name), old.data(name))
+    logits, _ = evaluate(out)
+    assert np.isfinite(logits).all()
+
+
+def test_requantize_leaves_what_does_not_fit(tmp_path):
+    assert not fits(T.Q4_K, 64) and not fits(T.Q4_K, 128)
+    done = requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
+    assert done.changed == () and len(done.left) == 36
+    assert (tmp_path / "out.gguf").read_bytes() == DEMO.read_bytes()
+    with pytest.raises(ModelError, match="exists"):
+        requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
+    grow_model(DEMO, tmp_path / "half.gguf", growth(2, 1, expert_type=T.F16, dense_type=T.Q8_0))
+    done = requantize_experts(tmp_path / "half.gguf", tmp_path / "half-iq.gguf", T.IQ2_XXS)  # needs an imatrix: gets a flat one
+    assert len(done.changed) == 24 and all("down" in name for name in done.left) and len(done.left) == 12
