@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint16, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_void_p
 from dataclasses import dataclass
 
 from .errors import ModelError
@@ -43,7 +43,9 @@ _find_key = _function("gguf_find_key", c_int64, c_void_p, c_char_p)
 # enum gguf_type gguf_get_kv_type(const struct gguf_context * ctx, int64_t key_id);
 _kv_type = _function("gguf_get_kv_type", c_int, c_void_p, c_int64)
 # uint16_t gguf_get_val_u16(const struct gguf_context * ctx, int64_t key_id);
-_val_u16 = _function("gguf_get_val_u16", c_uint16, c_void_p, c_int64)
+_val_u16 = _function("gguf_get_val_u16", c_uint16, c_uint32, c_void_p, c_int64)
+# uint32_t gguf_get_val_u32(const struct gguf_context * ctx, int64_t key_id);
+_val_u32 = _function("gguf_get_val_u32", c_uint32, c_void_p, c_int64)
 # const char * gguf_get_val_str(const struct gguf_context * ctx, int64_t key_id);
 _val_str = _function("gguf_get_val_str", c_char_p, c_void_p, c_int64)
 # int64_t gguf_get_n_tensors(const struct gguf_context * ctx);
@@ -57,8 +59,8 @@ _tensor_type = _function("gguf_get_tensor_type", c_int, c_void_p, c_int64)
 # size_t gguf_get_tensor_size(const struct gguf_context * ctx, int64_t tensor_id);
 _tensor_size = _function("gguf_get_tensor_size", c_size_t, c_void_p, c_int64)
 
-_GGUF_TYPE_UINT16 = 2
-_GGUF_TYPE_STRING = 8
+# enum gguf_type
+_READERS = {2: _val_u16, 4: _val_u32, 8: lambda header, key: _val_str(header, key).decode("utf-8", "replace")}
 
 
 @dataclass(frozen=True)
@@ -79,12 +81,16 @@ class Layout:
     Attributes:
         files: paths, the one given first if the model is not split.
         architecture: `general.architecture`.
+        n_expert, n_expert_used, n_ctx_train: of the model; 0 where the file does not say.
         experts: spans of the routed experts' tensors by name.
         dense_bytes: everything else.
     """
 
     files: tuple[str, ...]
     architecture: str
+    n_expert: int
+    n_expert_used: int
+    n_ctx_train: int
     experts: dict[str, Span]
     dense_bytes: int
 
@@ -100,16 +106,25 @@ class Layout:
             ModelError: missing, unreadable, not a GGUF file, damaged, truncated, or not the first part of a split model.
         """
         path = os.fspath(path)
-        architecture, n_split, spans = _read_file(path, 0)
+        header, spans = _read_file(path, 0)
+        n_split = header["split.count"]
         files = [path]
         if n_split > 1:
             files = _split_files(path, n_split)
             for index, part in enumerate(files[1:], start=1):
-                spans += _read_file(part, index)[2]
+                spans += _read_file(part, index)[1]
         expert = re.compile(EXPERT_PATTERN)
         experts = {span.name: span for span in spans if expert.search(span.name)}
         dense = sum(span.nbytes for span in spans if span.name not in experts)
-        return cls(tuple(files), architecture, experts, dense)
+        return cls(
+            files=tuple(files),
+            architecture=header["general.architecture"],
+            n_expert=header["expert_count"],
+            n_expert_used=header["expert_used_count"],
+            n_ctx_train=header["context_length"],
+            experts=experts,
+            dense_bytes=dense,
+        )
 
 
 def _split_files(path: str, count: int) -> list[str]:
@@ -121,7 +136,15 @@ def _split_files(path: str, count: int) -> list[str]:
     return [f"{match['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
 
 
-def _read_file(path: str, index: int) -> tuple[str, int, list[Span]]:
+def _value(header: int, key: str, default):
+    """A scalar of the header, or the default if it is absent or of an unexpected type."""
+    index = _find_key(header, key.encode())
+    reader = _READERS.get(_kv_type(header, index)) if index >= 0 else None
+    value = reader(header, index) if reader else default
+    return value if type(value) is type(default) else default
+
+
+def _read_file(path: str, index: int) -> tuple[dict, list[Span]]:
     try:
         with open(path, "rb") as file:
             magic = file.read(4)
@@ -145,13 +168,13 @@ def _read_file(path: str, index: int) -> tuple[str, int, list[Span]]:
             )
             for i in range(_n_tensors(header))
         ]
-        key = _find_key(header, b"general.architecture")
-        architecture = _val_str(header, key).decode("utf-8", "replace") if key >= 0 and _kv_type(header, key) == _GGUF_TYPE_STRING else ""
-        key = _find_key(header, b"split.count")
-        n_split = _val_u16(header, key) if key >= 0 and _kv_type(header, key) == _GGUF_TYPE_UINT16 else 1
+        architecture = _value(header, "general.architecture", "")
+        values = {"general.architecture": architecture, "split.count": _value(header, "split.count", 0)}
+        for key in ("expert_count", "expert_used_count", "context_length"):
+            values[key] = _value(header, f"{architecture}.{key}", 0)
     finally:
         _free(header)
     end = max((span.offset + span.nbytes for span in spans), default=0)
     if end > size:
         raise ModelError(f"{path}: truncated: its tensors end at byte {end}, the file at {size}; download or copy it again")
-    return architecture, n_split, spans
+    return values, spans

@@ -114,7 +114,7 @@ class Llama(llama_cpp.Llama):
                     raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
             self._stack.callback(self._buffer.close)
             self._buffer.attach(layout)
-            self.plan = self._divide(budget, arena)
+            self.plan = self._divide(layout, budget, arena)
             self._buffer.start(self.plan.arena)
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
@@ -133,7 +133,7 @@ class Llama(llama_cpp.Llama):
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         self._model_params = params
 
-    def _divide(self, budget: int | None, arena: int | None) -> Plan:
+    def _divide(self, layout: Layout, budget: int | None, arena: int | None) -> Plan:
         """Sizes the arena from what the loaded model and context take."""
         floor, full = self._buffer.arena_floor, self._buffer.arena_full
         if arena is not None:
@@ -142,22 +142,15 @@ class Llama(llama_cpp.Llama):
             return Plan(0, rss(), 0, min(arena, full), floor)
         _weights, _state, compute = self.context_memory()
         outputs = 4 * self._n_vocab * (self.n_batch + self.scores.shape[0] if self._logits_all else 1)
-        return Plan.divide(budget, rss(), compute + outputs + self._work_bytes(), floor, full)
+        return Plan.divide(budget, rss(), compute + outputs + self._work_bytes(layout), floor, full)
 
-    def _work_bytes(self) -> int:
+    def _work_bytes(self, layout: Layout) -> int:
         """Upper bound of ggml's work area: the activations of the widest expert op in their kernel's format, tiles, row tables."""
         n_ubatch = self.context_params.n_ubatch
-        n_used = max(self._metadata_int("expert_used_count", 8), 1)
+        n_used = max(layout.n_expert_used, 1)
         widest = max(info.ne[0] for info in self._buffer.tensors)
         tiles = (1 << 19) * max(self.n_threads, self.n_threads_batch)
         return n_ubatch * n_used * (2 * widest + 64) + tiles + (1 << 20)
-
-    def _metadata_int(self, key: str, default: int) -> int:
-        architecture = self.metadata.get("general.architecture", "")
-        try:
-            return int(self.metadata.get(f"{architecture}.{key}", default))
-        except ValueError:
-            return default
 
     def _guard_decode(self) -> None:
         """After every decode, what went wrong in a callback or a lane comes first."""

@@ -1,11 +1,12 @@
 """ggml's quantizer for numpy arrays.
 
-A thin layer over libggml: it knows types, rows and bytes, but neither model files nor tensors' names. A *type* is a ggml type number;
-members of `gguf.GGMLQuantizationType` are such numbers, and `type_from_name` also knows the types a given gguf-py does not.
+A thin layer over libggml: it knows types, rows and bytes, but neither model files nor tensors' names. A *type* is a
+ggml type number; members of `gguf.GGMLQuantizationType` are such numbers, and `type_from_name` also knows the types a
+given gguf-py does not.
 
-Invariants: every argument is checked here, because ggml answers a wrong one with abort() or silence; a row never depends on its
-neighbours, so any split into runs of rows gives the same bytes; all functions may be called from several threads (ctypes releases
-the GIL while ggml works). libggml is loaded at the first call, not at import.
+Invariants: every argument is checked here, because ggml answers a wrong one with abort() or silence; a row never
+depends on its neighbours, so any split into runs of rows gives the same bytes; all functions may be called from several
+threads (ctypes releases the GIL while ggml works). libggml is loaded at the first call, not at import.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import numpy as np
 
 from moeoff.errors import ModelError
 
-__all__ = ["dequantize", "fits", "needs_imatrix", "quantize", "quantize_chunks", "row_bytes", "type_from_name", "type_name"]
+__all__ = [
+    "dequantize",
+    "fits",
+    "needs_imatrix",
+    "quantize",
+    "quantize_chunks",
+    "row_bytes",
+    "type_from_name",
+    "type_name",
+]
 
 # GGML_TYPE_COUNT of the pinned ggml.h; the accessors do not check their argument in release builds, so we must.
 _N_TYPES = 43
@@ -54,8 +64,8 @@ class _Library:
     """The bound functions of libggml."""
 
     def __init__(self) -> None:
-        # Here, because importing llama_cpp loads every library. libllama's handle also resolves the symbols of the ggml it is linked
-        # with; llama_cpp._ggml would ignore LLAMA_CPP_LIB_PATH and could load a second ggml.
+        # Here, because importing llama_cpp loads every library. libllama's handle also resolves the symbols of the ggml
+        # it is linked with; llama_cpp._ggml would ignore LLAMA_CPP_LIB_PATH and could load a second ggml.
         from llama_cpp.llama_cpp import _lib as lib
 
         # const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
@@ -71,7 +81,13 @@ class _Library:
         # size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst,
         #                            int64_t start, int64_t nrows, int64_t n_per_row, const float * imatrix);
         self.quantize_chunk = lib.ggml_quantize_chunk
-        self.quantize_chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
+        self.quantize_chunk.argtypes = [
+            ctypes.c_int,
+            ctypes.c_void_p,
+            ctypes.c_void_p,
+            *[ctypes.c_int64] * 3,
+            ctypes.c_void_p,
+        ]
         self.quantize_chunk.restype = ctypes.c_size_t
 
 
@@ -85,7 +101,9 @@ def _traits(type: int) -> _TypeTraits:
     traits = _library().get_type_traits(int(type)).contents if 0 <= type < _N_TYPES else None
     # numbers of removed types are holes in ggml's table: no name, or a name with an empty block
     if traits is None or not traits.type_name or traits.type_size == 0 or traits.blck_size == 0:
-        raise ModelError(f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)")
+        raise ModelError(
+            f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)"
+        )
     return traits
 
 
@@ -117,7 +135,9 @@ def row_bytes(type: int, n_cols: int) -> int:
     """Bytes of one row of n_cols values. Raises ModelError if the type's blocks do not divide n_cols."""
     traits = _traits(type)
     if not fits(type, n_cols):
-        raise ModelError(f"{type_name(type)} stores blocks of {traits.blck_size} values: a row of {n_cols} is not a multiple of it")
+        raise ModelError(
+            f"{type_name(type)} stores blocks of {traits.blck_size} values: a row of {n_cols} is not a multiple of it"
+        )
     return n_cols // traits.blck_size * traits.type_size
 
 
@@ -131,8 +151,9 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> 
     """Quantize rows: f32 [n_rows, n_cols] -> uint8 [n_rows, row_bytes(type, n_cols)].
 
     imatrix: f32 [n_cols], the importance of each column (any positive scale), or None.
-    Raises ModelError if the row length does not fit, the values are not finite, the type cannot be written by ggml (Q8_1, Q8_K,
-    integers), or it needs an imatrix and none is given. F32, F16 and BF16 are plain conversions and take any value.
+    Raises ModelError if the row length does not fit, the values are not finite, the type cannot be written by ggml
+    (Q8_1, Q8_K, integers), or it needs an imatrix and none is given. F32, F16 and BF16 are plain conversions and take
+    any value.
     """
     rows = np.ascontiguousarray(rows, dtype=np.float32)
     if rows.ndim != 2:
@@ -152,7 +173,13 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> 
         raise ModelError(f"cannot quantize to {type_name(type)}: the values are not all finite")
     if n_rows:
         _library().quantize_chunk(
-            int(type), rows.ctypes.data, out.ctypes.data, 0, n_rows, n_cols, None if weights is None else weights.ctypes.data
+            int(type),
+            rows.ctypes.data,
+            out.ctypes.data,
+            0,
+            n_rows,
+            n_cols,
+            None if weights is None else weights.ctypes.data,
         )
     return out
 
@@ -160,10 +187,11 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> 
 def quantize_chunks(
     chunks: Iterable[Callable[[], np.ndarray]], type: int, imatrix: np.ndarray | None = None, threads: int = 2
 ) -> Iterator[np.ndarray]:
-    """Quantize runs of rows, each made by a call, on `threads` threads; yield the results of `quantize` in the order given.
+    """Quantize runs of rows, each made by a call, on `threads` threads; yield the results of `quantize` in the order
+    given.
 
-    The calls run on the worker threads too, so that reading or computing rows overlaps with quantizing. At most 2 * threads chunks
-    exist at any time: that bounds the memory. An exception of a call is raised here, at its turn.
+    The calls run on the worker threads too, so that reading or computing rows overlaps with quantizing. At most 2 *
+    threads chunks exist at any time: that bounds the memory. An exception of a call is raised here, at its turn.
     """
     pending: deque[Future[np.ndarray]] = deque()
     with ThreadPoolExecutor(threads) as pool:
@@ -182,7 +210,8 @@ def quantize_chunks(
 def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence[int]) -> np.ndarray:
     """Dequantize a buffer of any type ggml can read: bytes -> f32 of `shape`, whose last number is the row length.
 
-    Raises ModelError if the buffer's size is not the shape's, or ggml has no conversion to floats for the type (Q8_1, integers).
+    Raises ModelError if the buffer's size is not the shape's, or ggml has no conversion to floats for the type (Q8_1,
+    integers).
     """
     shape = tuple(int(n) for n in shape)
     if not shape:

@@ -12,6 +12,7 @@ from .errors import OptionError
 from .memory import format_size
 from .stats import Stats
 
+DEFAULT_CTX = 4096
 DEMO_MODEL = "demo-moe-q8_0.gguf"
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
@@ -31,7 +32,7 @@ def run(
     expert_memory: str | None = None,
     strategy: str = "lru",
     threads: int | None = None,
-    ctx_size: int = 2048,
+    ctx_size: int | None = None,
     temp: float = 0.8,
     seed: int = -1,
     n_gpu_layers: int = 0,
@@ -45,6 +46,7 @@ def run(
     """
     from llama_cpp import llama_cpp as binding
 
+    from .layout import Layout
     from .llama import Llama
 
     if prompt is None and model is not None:
@@ -52,12 +54,13 @@ def run(
     prompt = prompt if prompt is not None else DEMO_PROMPT
     if n_gpu_layers and not binding.llama_supports_gpu_offload():
         raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+    model = model or demo_model()
     llm = Llama(
-        model or demo_model(),
+        model,
         memory=memory,
         expert_memory=expert_memory,
         strategy=strategy,
-        n_ctx=ctx_size,
+        n_ctx=ctx_size or min(DEFAULT_CTX, Layout.read(model).n_ctx_train or DEFAULT_CTX),
         n_threads=threads,
         n_gpu_layers=n_gpu_layers,
         seed=seed if seed >= 0 else random.getrandbits(31),

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
-from modelfile import partial_file
 
+from modelfile import partial_file
 from moeoff.errors import ModelError, MoeoffError
 from moeoff.quantize import quantize, type_from_name
 
@@ -25,8 +25,8 @@ N_LAYER, N_EMBD, N_HEAD, N_FF_SHEXP = 12, 128, 4, 128
 N_EXPERT, N_EXPERT_USED, N_FF_EXP = 32, 4, 64
 N_CTX_TRAIN, ROPE_BASE, NORM_EPS = 256, 10000.0, 1e-6
 
-# The form of the model's training text. There is no system role in it; a system message becomes the first lines of the text.
-# The prompt ends at the colon: the space belongs to the answer's first token.
+# The form of the model's training text. There is no system role in it; a system message becomes the first lines of the
+# text. The prompt ends at the colon: the space belongs to the answer's first token.
 CHAT_TEMPLATE = (
     "{%- for message in messages -%}"
     "{%- if message['role'] == 'user' -%}{{ 'User: ' + (message['content'] | trim) + '\\n' }}"
@@ -36,8 +36,9 @@ CHAT_TEMPLATE = (
     "{%- if add_generation_prompt -%}{{ 'Assistant:' }}{%- endif -%}"
 )
 DESCRIPTION = (
-    "A small mixture of experts with learned routing, trained from scratch by the moeoff authors on about 9.8 million tokens: GSM8K "
-    "questions and answers, public-domain prose, the code of Python's standard library. It writes fluent-looking text, not right answers."
+    "A small mixture of experts with learned routing, trained from scratch by the moeoff authors on about 9.8 million tokens: "
+    "GSM8K questions and answers, public-domain prose, the code of Python's standard library. "
+    "It writes fluent-looking text, not right answers."
 )
 LICENSE_NOTES = "MIT (weights); training text: GSM8K (MIT), public-domain prose, Python's standard library (PSF)"
 
@@ -52,7 +53,8 @@ def export_demo(
 ) -> None:
     """Write `out` from the arrays' .npz file and tokenizer.json.
 
-    Raises ModelError for arrays that are missing or of a wrong shape, an existing `out` (unless overwrite), or types that do not fit.
+    Raises ModelError for arrays that are missing or of a wrong shape, an existing `out` (unless overwrite), or types
+    that do not fit.
     """
     with partial_file(out, overwrite) as partial, np.load(arrays) as ref:
         writer = GGUFWriter(partial, "qwen2moe")
@@ -123,7 +125,9 @@ def _tensors(ref: np.lib.npyio.NpzFile) -> Iterator[tuple[str, str, np.ndarray]]
 
     def array(name: str, *shape: int) -> np.ndarray:
         if name not in ref or ref[name].shape != shape:
-            raise ModelError(f"expected array {name} of shape {shape}, found {ref[name].shape if name in ref else 'none'}")
+            raise ModelError(
+                f"expected array {name} of shape {shape}, found {ref[name].shape if name in ref else 'none'}"
+            )
         return ref[name].astype(np.float32)
 
     def experts(name: str, n_in: int, n_out: int) -> np.ndarray:

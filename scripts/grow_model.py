@@ -1,16 +1,19 @@
 """Grow a small qwen2moe model to any size without changing what it computes.
 
-The result is a function of the same kind on a wider residual stream, for tests and measurements that need gigabytes of experts with
-learned routing. With W = width and F = ff:
+The result is a function of the same kind on a wider residual stream, for tests and measurements that need gigabytes of
+experts with learned routing. With W = width and F = ff:
 
-- The residual stream is the old one repeated W times. What writes the stream (embedding, attention output, down projections) is tiled W
-  times on its output side, and so are norms, biases and the attention's heads; what reads it (q, k, v, router, gate, up, output) gets
-  the old weights over W in each tile, plus noise that sums to zero over the tiles of an input.
-- Hidden units of every expert, and of the shared expert, are repeated F times; the down projection reads old/F plus zero-sum noise.
+- The residual stream is the old one repeated W times. What writes the stream (embedding, attention output, down
+  projections) is tiled W times on its output side, and so are norms, biases and the attention's heads; what reads it
+  (q, k, v, router, gate, up, output) gets the old weights over W in each tile, plus noise that sums to zero over the
+  tiles of an input.
+- Hidden units of every expert, and of the shared expert, are repeated F times; the down projection reads old/F plus
+  zero-sum noise.
 
-RMSNorm, RoPE and softmax do not notice, so logits agree to float error and the routing stays the learned one. Quantization does notice:
-its errors are independent from tile to tile and average out, which would flatter low precision. Noise of sqrt(W - 1) times the standard
-deviation of a tile's row (sqrt(F - 1) for down) restores the relative quantization error of the small model; that is `noise` 1, "auto".
+RMSNorm, RoPE and softmax do not notice, so logits agree to float error and the routing stays the learned one.
+Quantization does notice: its errors are independent from tile to tile and average out, which would flatter low
+precision. Noise of sqrt(W - 1) times the standard deviation of a tile's row (sqrt(F - 1) for down) restores the
+relative quantization error of the small model; that is `noise` 1, "auto".
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from modelfile import ModelFile, ModelWriter, Tensor, pack
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
+from modelfile import ModelFile, ModelWriter, Tensor, pack
 from moeoff.errors import ModelError, MoeoffError
 from moeoff.quantize import quantize_chunks, type_from_name
 
@@ -41,8 +44,9 @@ _BLOCK_ROWS = 256  # old rows grown at once; part of what the seed means, since 
 class Growth:
     """How much and in which types to grow.
 
-    width, ff: factors of the residual stream and of the experts' hidden size. expert_type, dense_type: ggml types of the routed experts
-    and of the other matrices. noise: 0 for none, 1 for the rule above. seed: of the noise; the same seed gives the same file.
+    width, ff: factors of the residual stream and of the experts' hidden size. expert_type, dense_type: ggml types of
+    the routed experts and of the other matrices. noise: 0 for none, 1 for the rule above. seed: of the noise; the same
+    seed gives the same file.
     """
 
     width: int
@@ -61,7 +65,8 @@ class Growth:
 
 @dataclass(frozen=True)
 class _Role:
-    """What becomes of a tensor: tiles over its rows and over each row, whether it sums over a row's tiles, and its type."""
+    """What becomes of a tensor: tiles over its rows and over each row, whether it sums over a row's tiles, and its
+    type."""
 
     row_tiles: str  # "width", "ff" or "" (not tiled)
     col_tiles: str
@@ -113,7 +118,8 @@ def grow_model(
     """Write the model of `source` (qwen2moe, any types) to `out`, grown; the tokenizer and all other metadata are kept.
 
     Memory stays far under 1 GiB at every size. progress(done, total) is called with bytes written.
-    Raises ModelError if the source is no qwen2moe model, a row length does not fit its type, or `out` exists (unless overwrite).
+    Raises ModelError if the source is no qwen2moe model, a row length does not fit its type, or `out` exists (unless
+    overwrite).
     """
     with ModelFile(source) as model:
         plan = _plan(model, growth)
@@ -167,7 +173,8 @@ def _metadata(model: ModelFile, growth: Growth) -> dict[str, bytes]:
 
 
 def _blocks(model: ModelFile, name: str, role: _Role, growth: Growth) -> Iterator[Callable[[], np.ndarray]]:
-    """Calls that make a tensor's rows, block by block in file order: per expert, per tile of its rows, per block of old rows."""
+    """Calls that make a tensor's rows, block by block in file order: per expert, per tile of its rows, per block of old
+    rows."""
     shape = model.tensors[name].shape
     n_rows = shape[-2] if len(shape) > 1 else 1
     n_experts = shape[0] if len(shape) == 3 else 1
@@ -176,8 +183,10 @@ def _blocks(model: ModelFile, name: str, role: _Role, growth: Growth) -> Iterato
             for start in range(0, n_rows, _BLOCK_ROWS):
                 stop = min(start + _BLOCK_ROWS, n_rows)
                 key = [growth.seed, zlib.crc32(name.encode()), expert, tile, start]
-                yield lambda first=expert * n_rows + start, last=expert * n_rows + stop, key=key: _grow_rows(
-                    model.rows(name, first, last), _tiles(growth, role.col_tiles), role.reads, growth.noise, key
+                yield (
+                    lambda first=expert * n_rows + start, last=expert * n_rows + stop, key=key: _grow_rows(
+                        model.rows(name, first, last), _tiles(growth, role.col_tiles), role.reads, growth.noise, key
+                    )
                 )
 
 
@@ -192,7 +201,8 @@ def _grow_rows(rows: np.ndarray, n_tiles: int, reads: bool, noise: float, key: l
     rng = np.random.Generator(np.random.SFC64(np.random.SeedSequence(key)))
     grown = rng.standard_normal((n_rows, n_tiles, n_cols), dtype=np.float32)
     grown -= grown.mean(axis=1, keepdims=True)
-    # Taking the mean away leaves a variance of 1 - 1/n_tiles; with the rule's sqrt(n_tiles - 1) that makes sqrt(n_tiles) in all.
+    # Taking the mean away leaves a variance of 1 - 1/n_tiles; with the rule's sqrt(n_tiles - 1) that makes
+    # sqrt(n_tiles) in all.
     grown *= (share.std(axis=1) * np.float32(noise * n_tiles**0.5))[:, None, None]
     grown += share[:, None, :]
     return grown.reshape(n_rows, -1)
@@ -206,7 +216,9 @@ def main() -> None:
     parser.add_argument("--ff", type=int, required=True, help="factor of the experts' hidden size")
     parser.add_argument("--expert-type", default="Q4_K", help="ggml type of the routed experts (default %(default)s)")
     parser.add_argument("--dense-type", default="Q8_0", help="ggml type of the other matrices (default %(default)s)")
-    parser.add_argument("--noise", default="auto", help="auto (the rule above, 1.0), or a factor of it; 0 is none (default auto)")
+    parser.add_argument(
+        "--noise", default="auto", help="auto (the rule above, 1.0), or a factor of it; 0 is none (default auto)"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overwrite", action="store_true", help="replace OUT.gguf if it exists")
     parser.add_argument("--threads", type=int, default=2)

@@ -1,8 +1,9 @@
 """GGUF files as containers: raw metadata, tensor infos, tensor bytes.
 
-It knows the container, not what a tensor means. Metadata values stay the bytes they are in the file, so that a copy is exact whatever
-their types are; tensor types are ggml numbers, so that a type newer than gguf-py is no obstacle. Reading maps the file; writing
-streams, to a temporary name that is renamed when the file is complete: an error, a full disk or Ctrl-C leaves nothing behind.
+It knows the container, not what a tensor means. Metadata values stay the bytes they are in the file, so that a copy is
+exact whatever their types are; tensor types are ggml numbers, so that a type newer than gguf-py is no obstacle. Reading
+maps the file; writing streams, to a temporary name that is renamed when the file is complete: an error, a full disk or
+Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moeoff.errors import ModelError
 from moeoff.quantize import dequantize, row_bytes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = ["ModelFile", "ModelWriter", "Tensor", "pack", "partial_file"]
 
@@ -33,7 +37,8 @@ _DEFAULT_ALIGNMENT = 32
 
 @dataclass(frozen=True)
 class Tensor:
-    """A tensor's name, shape (slowest dimension first, as numpy has it; the last is the row length) and ggml type number."""
+    """A tensor's name, shape (slowest dimension first, as numpy has it; the last is the row length) and ggml type
+    number."""
 
     name: str
     shape: tuple[int, ...]
@@ -45,7 +50,7 @@ class Tensor:
         return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1])
 
 
-def pack(value: int | float | bool | str) -> bytes:
+def pack(value: float | bool | str) -> bytes:
     """A metadata value as the file stores it: its type (u32 for int, f32 for float) followed by its bytes."""
     if isinstance(value, str):
         data = value.encode()
@@ -94,7 +99,7 @@ class ModelFile:
             self.close()
             raise
 
-    def __enter__(self) -> ModelFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -110,7 +115,9 @@ class ModelFile:
         raw = self.metadata.get(key)
         code = struct.unpack_from("<I", raw)[0] if raw else _ARRAY
         if raw is None or code == _ARRAY:
-            raise ModelError(f"{self.path}: expected a single value under {key!r}, found {'an array' if raw else 'nothing'}")
+            raise ModelError(
+                f"{self.path}: expected a single value under {key!r}, found {'an array' if raw else 'nothing'}"
+            )
         return raw[12:].decode() if code == _STRING else struct.unpack_from("<" + _FORMATS[code], raw, 4)[0]
 
     def data(self, name: str) -> np.ndarray:
@@ -128,7 +135,9 @@ class ModelFile:
     def _read_header(self) -> None:
         magic, version, n_tensors, n_values = struct.unpack_from("<4sIQQ", self._map)
         if magic != _MAGIC or version not in _VERSIONS:
-            raise ModelError(f"{self.path}: expected a little-endian GGUF file of version 2 or 3, found {magic!r}, version {version}")
+            raise ModelError(
+                f"{self.path}: expected a little-endian GGUF file of version 2 or 3, found {magic!r}, version {version}"
+            )
         self.version = version
         self._at = 24
         self.metadata: dict[str, bytes] = {}
@@ -147,7 +156,9 @@ class ModelFile:
             *dims, type, offset = self._take(f"{n_dims}QIQ")
             self.tensors[name] = Tensor(name, tuple(reversed(dims)), type)
             self._offsets[name] = offset
-        self.alignment = int(self.value("general.alignment")) if "general.alignment" in self.metadata else _DEFAULT_ALIGNMENT
+        self.alignment = (
+            int(self.value("general.alignment")) if "general.alignment" in self.metadata else _DEFAULT_ALIGNMENT
+        )
         data_start = self._at + -self._at % self.alignment
         for name, tensor in self.tensors.items():
             self._offsets[name] += data_start
@@ -185,8 +196,9 @@ class ModelFile:
 class ModelWriter:
     """Writes a GGUF file whose tensors arrive as a stream, in the order of `tensors`, each in pieces of any size.
 
-    A context manager: the file appears under its name when the block ends and every tensor is complete. Raises ModelError at the start
-    for a tensor whose row length does not fit its type or a file that exists (unless overwrite), at the end for missing data.
+    A context manager: the file appears under its name when the block ends and every tensor is complete. Raises
+    ModelError at the start for a tensor whose row length does not fit its type or a file that exists (unless
+    overwrite), at the end for missing data.
     """
 
     def __init__(
@@ -206,7 +218,7 @@ class ModelWriter:
         self._stack = contextlib.ExitStack()
         self._path, self._overwrite = path, overwrite
 
-    def __enter__(self) -> ModelWriter:
+    def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             partial = stack.enter_context(partial_file(self._path, self._overwrite))
             self._file = stack.enter_context(open(partial, "wb"))
@@ -227,7 +239,9 @@ class ModelWriter:
                 raise ModelError(f"{self._path}: more data than tensors")
             self._name, self._expected = self._left.pop()
         if data.nbytes > self._expected:
-            raise ModelError(f"{self._path}: tensor {self._name} expects {self._expected} more bytes, got {data.nbytes}")
+            raise ModelError(
+                f"{self._path}: tensor {self._name} expects {self._expected} more bytes, got {data.nbytes}"
+            )
         self._file.write(data.data)
         self._expected -= data.nbytes
         if self._expected == 0:
@@ -248,7 +262,10 @@ def _header(metadata: Mapping[str, bytes], tensors: Sequence[Tensor], alignment:
     offset = 0
     for tensor in tensors:
         n_dims = len(tensor.shape)
-        parts += [string(tensor.name), struct.pack(f"<I{n_dims}QIQ", n_dims, *reversed(tensor.shape), tensor.type, offset)]
+        parts += [
+            string(tensor.name),
+            struct.pack(f"<I{n_dims}QIQ", n_dims, *reversed(tensor.shape), tensor.type, offset),
+        ]
         offset += tensor.n_bytes + -tensor.n_bytes % alignment
     header = b"".join(parts)
     return header + bytes(-len(header) % alignment)

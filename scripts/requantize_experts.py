@@ -1,7 +1,8 @@
 """Copy a GGUF file with its routed experts in another type; everything else stays bit for bit.
 
-Works for every architecture: routed experts are recognized by their tensors' names. Tensors whose rows do not fit the type are copied
-as they are and reported. Types that ggml only quantizes with an importance matrix get a flat one: good for tests, not for quality.
+Works for every architecture: routed experts are recognized by their tensors' names. Tensors whose rows do not fit the
+type are copied as they are and reported. Types that ggml only quantizes with an importance matrix get a flat one: good
+for tests, not for quality.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import sys
 from dataclasses import dataclass, replace
 
 import numpy as np
-from modelfile import ModelFile, ModelWriter, Tensor
 
+from modelfile import ModelFile, ModelWriter, Tensor
 from moeoff.errors import MoeoffError
 from moeoff.quantize import fits, needs_imatrix, quantize_chunks, type_from_name, type_name
 
@@ -37,7 +38,8 @@ def requantize_experts(
 ) -> Requantized:
     """Write `source` to `out` with the routed experts' weights in ggml type `type`, where their row length allows it.
 
-    Metadata, tensor order and all other tensors stay bit for bit (so general.file_type may no longer describe the file).
+    Metadata, tensor order and all other tensors stay bit for bit (so general.file_type may no longer describe the
+    file).
     Raises ModelError for a damaged source, an unknown type, or an existing `out` (unless overwrite).
     """
     with ModelFile(source) as model:

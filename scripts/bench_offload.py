@@ -1,0 +1,127 @@
+"""Speed and memory of moeoff and stock llama.cpp in memory cgroups, paired and cold. Needs root.
+
+usage: bench_offload.py -m MODEL --text FILE [--limits 1400,1100,800] [--rounds 3] [-o OUT.json]
+
+Each round runs every configuration once, in turn, each in a fresh process and cgroup after the model has been dropped
+from the page cache; the disk's rate is measured beside every moeoff run. Rows are medians over rounds. The ceiling is
+min(in-memory speed, disk rate / bytes read per token).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).parent))
+from cgroup import memory_cgroup  # noqa: E402
+
+WORKER = str(Path(__file__).with_name("bench_worker.py"))
+IN_MEMORY = 64 << 30  # a limit that limits nothing
+
+
+def drop_from_page_cache(path: str) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(fd)
+
+
+def run(limit: int, engine: str, model: str, text: str, n_prompt: int, n_decode: int, timeout: float, **options) -> dict:
+    drop_from_page_cache(model)
+    command = [sys.executable, WORKER, engine, model, text, str(n_prompt), str(n_decode)]
+    command += [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
+    with memory_cgroup(limit) as group:
+        try:
+            result = group.run(command, capture_output=True, text=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return {"failed": f"not finished after {timeout:.0f} s"}
+        if result.returncode != 0:
+            reason = "killed" if result.returncode == -9 else (result.stderr.strip().splitlines() or ["failed"])[-1]
+            return {"failed": reason}
+        return json.loads(result.stdout.splitlines()[-1]) | {"cgroup_peak_mib": group.peak_bytes / (1 << 20)}
+
+
+def machine() -> str:
+    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
+    return f"{len(os.sched_getaffinity(0))} cores of {model}, Linux {platform.release()}"
+
+
+def median(rows: list[dict]) -> dict:
+    good = [row for row in rows if "failed" not in row]
+    if not good:
+        return rows[0]
+    out = {key: statistics.median(row[key] for row in good) for key in good[0]}
+    speeds = [row["gen_tps"] for row in good if "gen_tps" in row]
+    if speeds:
+        out["gen_tps_range"] = [min(speeds), max(speeds)]
+    return out
+
+
+@click.command()
+@click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--limits", default="1400,1100,800", show_default=True, help="MiB of the cgroups; --memory is 5% below.")
+@click.option("--strategies", default="lru", show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--n-prompt", default=64, show_default=True)
+@click.option("--n-decode", default=256, show_default=True)
+@click.option("--stock/--no-stock", default=True, show_default=True, help="Stock in the cgroups too (slow: it thrashes).")
+@click.option("-o", "--output", type=click.Path(dir_okay=False))
+def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, output) -> None:
+    limits = [int(limit) for limit in limits.split(",")]
+    args = (model, text, n_prompt, n_decode)
+    plans: dict[str, tuple] = {
+        "stock in memory, same kernels": (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": False}),
+        "stock in memory, repacked kernels": (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": True}),
+        "moeoff, everything resident": (IN_MEMORY, "moeoff", {"expert_memory": 1 << 40}),
+    }
+    for limit in limits:
+        for strategy in strategies.split(","):
+            plans[f"moeoff {strategy}, {limit} MiB"] = (limit << 20, "moeoff", {"memory": int(limit * 0.95) << 20, "strategy": strategy})
+    console = Console(stderr=True)
+    rows: dict[str, list[dict]] = {name: [] for name in plans}
+    for index in range(rounds):
+        for name, (limit, engine, options) in plans.items():
+            console.print(f"round {index + 1}: {name}", style="dim")
+            row = run(limit, engine, *args, 600, **options)
+            if engine == "moeoff" and "failed" not in row:
+                row |= run(IN_MEMORY, "disk", *args, 60, lanes=4) | {"cgroup_peak_mib": row["cgroup_peak_mib"]}
+            rows[name].append(row)
+    if stock:
+        for limit in limits:
+            for kind, options in {"mmap": {}, "mmap, no repack": {"use_extra_bufts": False}}.items():
+                name = f"stock {kind}, {limit} MiB"
+                console.print(name, style="dim")
+                # a thrashing stock takes seconds for each token: a few tokens tell its speed
+                rows[name] = [run(limit << 20, "stock", model, text, 16, 16, 300, **options)]
+    result = {name: median(list_) for name, list_ in rows.items()}
+    in_memory = result["stock in memory, same kernels"]["gen_tps"]
+    table = Table("", "prompt tok/s", "decode tok/s", "CPU ms/token", "hit rate", "MB/token", "disk MB/s", "of ceiling", "peak RSS MiB", title=machine())
+    for name, row in result.items():
+        if "failed" in row:
+            table.add_row(name, row["failed"])
+            continue
+        if "disk_mb_per_s" in row:
+            by_disk = row["disk_mb_per_s"] / row["mb_per_token"] if row["mb_per_token"] else float("inf")
+            row["of_ceiling"] = row["gen_tps"] / min(in_memory, by_disk)
+        low, high = row["gen_tps_range"]
+        cells = [f"{row['prompt_tps']:.1f}", f"{row['gen_tps']:.2f} ({low:.2f}-{high:.2f})", f"{row['cpu_ms_per_token']:.1f}"]
+        cells += [f"{row['hit_rate']:.1%}", f"{row['mb_per_token']:.1f}"] if "hit_rate" in row else ["", ""]
+        cells += [f"{row['disk_mb_per_s']:.0f}", f"{row['of_ceiling']:.0%}"] if "of_ceiling" in row else ["", ""]
+        table.add_row(name, *cells, f"{row['peak_rss_mib']:.0f}")
+    Console(width=170).print(table)
+    if output:
+        Path(output).write_text(json.dumps({"machine": machine(), "rows": result}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

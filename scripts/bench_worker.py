@@ -1,0 +1,127 @@
+"""One measured run for bench_offload.py: evaluates a text token by token and prints what it took as JSON.
+
+usage: bench_worker.py ENGINE MODEL TEXT N_PROMPT N_DECODE [OPTION=VALUE ...]
+
+ENGINE: moeoff (options of moeoff.Llama), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
+disk (no model: random direct reads of the model's expert slices; option lanes).
+The text is real and its tokens are fed as they are, so that every engine sees the same routing.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import mmap
+import os
+import random
+import sys
+import time
+
+
+def _value(text: str):
+    return {"true": True, "false": False}.get(text, int(text) if text.lstrip("-").isdigit() else text)
+
+
+def open_engine(engine: str, model: str, options: dict):
+    import llama_cpp
+
+    base = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+    if engine == "moeoff":
+        import moeoff
+
+        return moeoff.Llama(model, **base | options)
+
+    extra = options.pop("use_extra_bufts", True)
+
+    class Stock(llama_cpp.Llama):
+        @property
+        def model_params(self):
+            return self._params
+
+        @model_params.setter
+        def model_params(self, params):
+            params.use_extra_bufts = extra
+            self._params = params
+
+    return Stock(model, **base | options)
+
+
+def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, options: dict) -> dict:
+    with open(text, encoding="utf-8") as file:
+        words = file.read(40 * (n_prompt + n_decode))
+    llm = open_engine(engine, model, options)
+    tokens = llm.tokenize(words.encode())[: n_prompt + n_decode]
+    assert len(tokens) == n_prompt + n_decode, f"{text} is too short"
+
+    started = time.perf_counter()
+    llm.eval(tokens[:n_prompt])
+    prompted = time.perf_counter()
+    if engine == "moeoff":
+        llm.reset_stats()
+    cpu = time.process_time()
+    for token in tokens[n_prompt:]:
+        llm.eval([token])
+    ended = time.perf_counter()
+    cpu = time.process_time() - cpu
+    result = {
+        "prompt_tps": n_prompt / (prompted - started),
+        "gen_tps": n_decode / (ended - prompted),
+        "cpu_ms_per_token": 1e3 * cpu / n_decode,
+    }
+    if engine == "moeoff":
+        stats = llm.stats()
+        result |= {
+            "hit_rate": stats.hit_rate,
+            "mb_per_token": stats.bytes_read / 1e6 / n_decode,
+            "stall_share": stats.stall_seconds / (ended - prompted),
+            "driver_ms_per_token": 1e3 * stats.driver_seconds / n_decode,
+            "arena_mib": stats.arena_bytes / (1 << 20),
+            "budget_mib": stats.budget_bytes / (1 << 20),
+            "direct_io": stats.direct_io,
+            "evictions": stats.evictions,
+        }
+    with open("/proc/self/status") as file:
+        result["peak_rss_mib"] = next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024
+    return result
+
+
+def disk_rate(model: str, seconds: float, lanes: int) -> dict:
+    """MB/s of direct reads at the places and sizes of random expert slices."""
+    from moeoff.layout import Layout
+
+    layout = Layout.read(model)
+    n = layout.n_expert
+    spans = [(span.offset + i * (span.nbytes // n), span.nbytes // n) for span in layout.experts.values() for i in range(n)]
+    flags = os.O_RDONLY | os.O_DIRECT
+    stop = time.perf_counter() + seconds
+
+    def lane(seed: int) -> int:
+        rng = random.Random(seed)
+        fd = os.open(layout.files[0], flags)
+        buffer = mmap.mmap(-1, max(n for _, n in spans) + 8192)
+        total = 0
+        while time.perf_counter() < stop:
+            offset, nbytes = rng.choice(spans)
+            begin = offset & ~4095
+            total += os.preadv(fd, [memoryview(buffer)[: (offset + nbytes - begin + 4095) & ~4095]], begin)
+        os.close(fd)
+        return total
+
+    started = time.perf_counter()
+    with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
+        total = sum(pool.map(lane, range(lanes)))
+    return {"disk_mb_per_s": total / 1e6 / (time.perf_counter() - started)}
+
+
+def main() -> None:
+    engine, model, text, n_prompt, n_decode, *rest = sys.argv[1:]
+    options = {key: _value(value) for key, value in (item.split("=", 1) for item in rest)}
+    if engine == "disk":
+        result = disk_rate(model, 2.0, options.get("lanes", 4))
+    else:
+        result = measure(engine, model, text, int(n_prompt), int(n_decode), options)
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
