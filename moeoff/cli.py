@@ -50,6 +50,7 @@ def main() -> None:
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, on-demand.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @click.option("-c", "--ctx-size", type=click.IntRange(min=8), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
+@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
 @click.option("--temp", type=click.FloatRange(min=0), default=0.8, show_default=True, help="Temperature; 0 takes the likeliest token.")
 @click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
 @click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all.")

@@ -43,7 +43,7 @@ _find_key = _function("gguf_find_key", c_int64, c_void_p, c_char_p)
 # enum gguf_type gguf_get_kv_type(const struct gguf_context * ctx, int64_t key_id);
 _kv_type = _function("gguf_get_kv_type", c_int, c_void_p, c_int64)
 # uint16_t gguf_get_val_u16(const struct gguf_context * ctx, int64_t key_id);
-_val_u16 = _function("gguf_get_val_u16", c_uint16, c_uint32, c_void_p, c_int64)
+_val_u16 = _function("gguf_get_val_u16", c_uint16, c_void_p, c_int64)
 # uint32_t gguf_get_val_u32(const struct gguf_context * ctx, int64_t key_id);
 _val_u32 = _function("gguf_get_val_u32", c_uint32, c_void_p, c_int64)
 # const char * gguf_get_val_str(const struct gguf_context * ctx, int64_t key_id);

@@ -8,10 +8,11 @@ import os
 import time
 from dataclasses import dataclass
 
+from . import hooks  # first: it prepares the process for llama.cpp  # isort: skip
+
 import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
-from . import hooks
 from .buffer import ExpertBuffer
 from .errors import BudgetError, ModelError, MoeoffError, OptionError
 from .layout import Layout
@@ -114,7 +115,7 @@ class Llama(llama_cpp.Llama):
                     raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
             self._stack.callback(self._buffer.close)
             self._buffer.attach(layout)
-            self.plan = self._divide(layout, budget, arena)
+            self.plan = self._divide(budget, arena)
             self._buffer.start(self.plan.arena)
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
@@ -133,24 +134,16 @@ class Llama(llama_cpp.Llama):
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         self._model_params = params
 
-    def _divide(self, layout: Layout, budget: int | None, arena: int | None) -> Plan:
+    def _divide(self, budget: int | None, arena: int | None) -> Plan:
         """Sizes the arena from what the loaded model and context take."""
         floor, full = self._buffer.arena_floor, self._buffer.arena_full
         if arena is not None:
             if arena < floor:
                 raise BudgetError(f"{format_size(arena)} for experts is too small: this model needs at least {format_size(floor)}")
             return Plan(0, rss(), 0, min(arena, full), floor)
-        _weights, _state, compute = self.context_memory()
+        _weights, _state, compute, work = self.context_memory()
         outputs = 4 * self._n_vocab * (self.n_batch + self.scores.shape[0] if self._logits_all else 1)
-        return Plan.divide(budget, rss(), compute + outputs + self._work_bytes(layout), floor, full)
-
-    def _work_bytes(self, layout: Layout) -> int:
-        """Upper bound of ggml's work area: the activations of the widest expert op in their kernel's format, tiles, row tables."""
-        n_ubatch = self.context_params.n_ubatch
-        n_used = max(layout.n_expert_used, 1)
-        widest = max(info.ne[0] for info in self._buffer.tensors)
-        tiles = (1 << 19) * max(self.n_threads, self.n_threads_batch)
-        return n_ubatch * n_used * (2 * widest + 64) + tiles + (1 << 20)
+        return Plan.divide(budget, rss(), compute + work + outputs, floor, full)
 
     def _guard_decode(self) -> None:
         """After every decode, what went wrong in a callback or a lane comes first."""
@@ -169,11 +162,11 @@ class Llama(llama_cpp.Llama):
 
         ctx.decode = guarded
 
-    def context_memory(self) -> tuple[int, int, int]:
-        """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers."""
-        out = (ctypes.c_uint64 * 3)()
+    def context_memory(self) -> tuple[int, int, int, int]:
+        """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
+        out = (ctypes.c_uint64 * 4)()
         hooks.context_memory(self._ctx.ctx, out)
-        return out[0], out[1], out[2]
+        return tuple(out)
 
     @property
     def expert_buffer(self) -> ExpertBuffer:

@@ -33,6 +33,7 @@ def run(
     strategy: str = "lru",
     threads: int | None = None,
     ctx_size: int | None = None,
+    flash_attn: bool = True,
     temp: float = 0.8,
     seed: int = -1,
     n_gpu_layers: int = 0,
@@ -63,6 +64,7 @@ def run(
         n_ctx=ctx_size or min(DEFAULT_CTX, Layout.read(model).n_ctx_train or DEFAULT_CTX),
         n_threads=threads,
         n_gpu_layers=n_gpu_layers,
+        flash_attn=flash_attn,
         seed=seed if seed >= 0 else random.getrandbits(31),
     )
     with llm:

@@ -82,7 +82,7 @@ def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, out
     plans: dict[str, tuple] = {
         "stock in memory, same kernels": (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": False}),
         "stock in memory, repacked kernels": (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": True}),
-        "moeoff, everything resident": (IN_MEMORY, "moeoff", {"expert_memory": 1 << 40}),
+        "moeoff, everything resident": (IN_MEMORY, "moeoff", {"expert_memory": 1 << 40, "warm": True}),
     }
     for limit in limits:
         for strategy in strategies.split(","):

@@ -46,10 +46,20 @@ def open_engine(engine: str, model: str, options: dict):
     return Stock(model, **base | options)
 
 
+def load_everything(buffer) -> None:
+    n_gates, n_experts = buffer.priorities.shape
+    queued = sum(buffer.prefetch(gate, range(n_experts)) for gate in range(n_gates))
+    while buffer.stats().resident_slices < queued:
+        time.sleep(0.01)
+
+
 def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, options: dict) -> dict:
     with open(text, encoding="utf-8") as file:
         words = file.read(40 * (n_prompt + n_decode))
+    warm = options.pop("warm", False)
     llm = open_engine(engine, model, options)
+    if warm:
+        load_everything(llm.expert_buffer)
     tokens = llm.tokenize(words.encode())[: n_prompt + n_decode]
     assert len(tokens) == n_prompt + n_decode, f"{text} is too short"
 

@@ -553,6 +553,7 @@ void store::lane() {
         uint8_t *     dst = slots.data(s->cls, s->slot);
         const int64_t t0  = now_ns();
         stats.queue_wait_ns += (uint64_t) (t0 - s->t_queued);
+        n_reading++;
         lock.unlock();
 
         bool        direct = false;
@@ -561,6 +562,7 @@ void store::lane() {
         const int64_t t1 = now_ns();
 
         lock.lock();
+        n_reading--;
         stats.lane_busy_ns += (uint64_t) (t1 - t0);
         stats.reads++;
         stats.direct_reads += direct;
@@ -714,7 +716,25 @@ void store::reset_stats() {
 }
 
 bool store::take_error(std::string & message) {
+    if (!failed.load(std::memory_order_acquire)) {
+        return false;
+    }
     guard lock(mutex);
+    // the graph has ended: what it had asked for must not fail into the next one
+    for (auto & q : queue) {
+        for (size_t i = q.size(); i-- > 0;) {
+            slice & s = slices[q[i]];
+            if (s.users == 0) {
+                q.erase(q.begin() + (ptrdiff_t) i);
+                give_slot(s);
+                forget_prefetch(s);
+                s.want_seq = 0;
+                s.state.store(ABSENT, std::memory_order_relaxed);
+            }
+        }
+    }
+    // bounded: another context may keep the lanes busy for ever
+    cv_settled.wait_for(lock, std::chrono::seconds(1), [&] { return n_reading == 0; });
     failed.store(false, std::memory_order_release);
     message.swap(error_message);
     error_message.clear();

@@ -19,6 +19,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -112,6 +113,7 @@ class store {
     void    residency(uint8_t * out) const;
     void    get_stats(moeoff_stats & stats) const;
     void    reset_stats();
+    // the message of a failed read, after its graph has ended: what that graph still wanted is given up first
     bool    take_error(std::string & message);
 
     std::vector<std::unique_ptr<tensor>> tensors;
@@ -178,6 +180,7 @@ class store {
     arena                     slots;
     std::vector<std::thread>  lanes;
     bool                      stopping = false;
+    int                       n_reading = 0;
     uint64_t                  clock    = 0; // counts gate events and op starts
     uint64_t                  n_events = 0;
     moeoff_stats              stats    = {};

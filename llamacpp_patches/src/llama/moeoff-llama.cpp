@@ -5,6 +5,9 @@
 #include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
 
 #include "ggml-backend.h"
+#include "ggml-cpu.h"
+
+#include <algorithm>
 
 bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_gate_of(tensor) != nullptr;
@@ -28,13 +31,20 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
     ggml_build_forward_expand(gf, node);
 }
 
-void moeoff_context_memory(const llama_context * ctx, uint64_t * bytes) {
-    bytes[0] = bytes[1] = bytes[2] = 0;
+void moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {
+    bytes[0] = bytes[1] = bytes[2] = bytes[3] = 0;
     for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
         if (ggml_backend_buft_is_host(buft)) {
             bytes[0] += mb.model;
             bytes[1] += mb.context;
             bytes[2] += mb.compute;
         }
+    }
+    // allocated by the first graph that needs it, so no buffer tells its size yet
+    const uint32_t n_tokens  = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
+    const int      n_threads = std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx));
+    const auto *   graph     = llama_graph_reserve(ctx, n_tokens, llama_n_seq_max(ctx), 1);
+    if (graph) {
+        bytes[3] = ggml_graph_plan(graph, n_threads, nullptr).work_size;
     }
 }

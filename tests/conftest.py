@@ -1,0 +1,41 @@
+import moeoff.hooks  # noqa: F401, I001  prepares the process before anything loads llama.cpp
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture(scope="session")
+def demo() -> str:
+    from moeoff.run import demo_model
+
+    return demo_model()
+
+
+@pytest.fixture(scope="session")
+def moeoff_command():
+    """Runs the installed command; returns the finished process with text output."""
+
+    def run(*args: str, timeout: float = 120, **kwargs) -> subprocess.CompletedProcess:
+        command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+        return subprocess.run([command, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **kwargs)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def grown(tmp_path_factory) -> str:
+    """The demo model grown to about 100 MB with Q4_K experts: slices of many pages, rows that K-quants can hold."""
+    path = tmp_path_factory.mktemp("grown") / "grown.gguf"
+    script = ROOT / "scripts" / "grow_model.py"
+    source = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
+    command = [sys.executable, str(script), str(source), "-o", str(path), "--width", "4", "--ff", "4", "--expert-type", "Q4_K"]
+    subprocess.run(command, check=True, capture_output=True)
+    return str(path)

@@ -1,0 +1,26 @@
+"""A GGUF in several files, as llama.cpp's gguf-split writes them."""
+
+import struct
+from pathlib import Path
+
+from modelfile import ModelFile, ModelWriter
+
+
+def split_model(source: str, folder: Path, n_parts: int) -> list[Path]:
+    """Parts of nearly equal numbers of tensors; the first carries the metadata."""
+    with ModelFile(source) as model:
+        tensors = list(model.tensors.values())
+        cuts = [len(tensors) * i // n_parts for i in range(n_parts + 1)]
+        paths = []
+        for i in range(n_parts):
+            split = {
+                "split.no": struct.pack("<IH", 2, i),
+                "split.count": struct.pack("<IH", 2, n_parts),
+                "split.tensors.count": struct.pack("<Ii", 5, len(tensors)),
+            }
+            part = tensors[cuts[i] : cuts[i + 1]]
+            paths.append(folder / f"model-{i + 1:05d}-of-{n_parts:05d}.gguf")
+            with ModelWriter(paths[-1], (model.metadata if i == 0 else {}) | split, part) as writer:
+                for tensor in part:
+                    writer.write(model.data(tensor.name))
+    return paths
