@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 import random
 import sys
 import time
@@ -55,6 +56,8 @@ def run(
     prompt = prompt if prompt is not None else DEMO_PROMPT
     if n_gpu_layers and not binding.llama_supports_gpu_offload():
         raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+    if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
+        raise OptionError(f"{stats_json}: there is no such folder to write statistics into")
     model = model or demo_model()
     llm = Llama(
         model,

@@ -16,10 +16,11 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import ggml_api
 import llama_cpp
 import numpy as np
+from stock import Stock
 
-import ggml_api
 import moeoff
 from moeoff.buffer import ExpertBuffer
 from moeoff.layout import EXPERT_PATTERN, Layout
@@ -38,7 +39,7 @@ ARCHITECTURES = (
     "minimax-m2 minimax-m3 mistral3 mistral4 olmoe phimoe qwen2moe qwen35moe qwen3moe qwen3next qwen3vlmoe qwen4exp "
     "refact rnd1 smallthinker"
 ).split()
-N_VOCAB, N_EXPERT, N_USED = 128, 8, 2
+N_VOCAB, N_EXPERT = 128, 8
 N_PREFILL, N_STEPS = 48, 16
 PAGE = 4096
 # the same on both sides, because ggml's sums depend on the batch; a prefill is two graphs
@@ -81,25 +82,12 @@ def write_model(writer: Path, folder: Path, architecture: str, kind: str) -> Pat
     return path
 
 
-class Stock(llama_cpp.Llama):
-    """llama.cpp itself, computing with the kernels that experts on disk are computed with."""
-
-    @property
-    def model_params(self):
-        return self._model_params
-
-    @model_params.setter
-    def model_params(self, params) -> None:
-        params.use_extra_bufts = False
-        self._model_params = params
-
-
 def options(path: Path) -> dict:
     return {**OPTIONS, "n_ubatch": 64} if Layout.read(path).architecture in WITHOUT_MEMORY else OPTIONS
 
 
 def open_stock(path: Path) -> contextlib.closing[Stock]:
-    return contextlib.closing(Stock(str(path), use_mmap=False, **options(path)))
+    return contextlib.closing(Stock(str(path), **options(path)))
 
 
 def slot_bytes(slice_bytes: int) -> int:

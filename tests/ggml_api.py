@@ -118,7 +118,7 @@ def quantizable_types() -> dict[str, int]:
     for number in range(256):
         try:
             name = type_name(number)
-            random_experts(number, (1, 1, 256), np.random.default_rng(0))
+            quantized(np.empty((1, 0, 256), np.float32), number)
         except ModelError:
             continue
         types[name] = number
@@ -143,7 +143,7 @@ def random_experts(type: int, shape: tuple[int, ...], rng: np.random.Generator) 
 def quantized(weights: np.ndarray, type: int) -> np.ndarray:
     """f32 [n_expert, n_rows, n_cols] -> uint8 [n_expert, bytes of one expert]."""
     imatrix = np.ones(weights.shape[-1], np.float32) if needs_imatrix(type) else None
-    return quantize(weights.reshape(-1, weights.shape[-1]), type, imatrix).reshape(weights.shape[0], -1)
+    return quantize(weights.reshape(-1, weights.shape[-1]), type, imatrix).reshape(len(weights), -1)
 
 
 class Context:

@@ -1,0 +1,128 @@
+"""The command as people type it: text on stdout, the rest on stderr, one sentence for everything that goes wrong."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_tps gen_tokens gen_tps hit_rate demand_hits
+demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
+direct_io strategy""".split()
+
+
+def test_answers_without_a_model_or_a_prompt(moeoff_command):
+    done = moeoff_command("run", "-n", "24", "--temp", "0")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 5
+    assert "hit rate" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_seed_and_strategy_do_not_change_the_text(moeoff_command):
+    texts = {
+        moeoff_command("run", "-n", "40", "--seed", "7", "-p", "How many apples?", *extra).stdout
+        for extra in ([], ["--strategy", "on-demand"], ["--expert-memory", "400K"], ["--memory", "120M"], ["--strategy", "lru"])
+    }
+    assert len(texts) == 1
+    assert moeoff_command("run", "-n", "40", "--seed", "8", "-p", "How many apples?").stdout not in texts
+
+
+def test_stats_json(moeoff_command, demo, tmp_path):
+    path = tmp_path / "stats.json"
+    done = moeoff_command("run", "-m", demo, "--raw", "-p", "Once upon a time", "-n", "32", "--ignore-eos", "--expert-memory", "4M", "--stats-json", str(path))
+    assert done.returncode == 0, done.stderr
+    stats = json.loads(path.read_text())
+    assert set(stats) == set(FIELDS)
+    assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8  # the last token is sampled and not evaluated
+    assert stats["arena_bytes"] == 4 << 20 and stats["strategy"] == "lru" and stats["model"] == demo
+    assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
+    assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["lane_busy_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["-m", "missing.gguf", "-p", "x"], "cannot be read"),
+        (["-m", "/", "-p", "x"], "cannot be read"),
+        (["-m", __file__, "-p", "x"], "not a GGUF file"),
+        (["--memory", "1M"], "too small"),
+        (["--memory", "50M"], "needs at least"),
+        (["--memory", "soon"], "not a size"),
+        (["--memory", "1G", "--expert-memory", "1G"], "not both"),
+        (["--strategy", "magic"], "there are: lru"),
+        (["-ngl", "1"], "no GPU backend"),
+        (["--expert-memory", "1K"], "needs at least"),
+        (["--stats-json", "/nowhere/stats.json"], "stats.json"),
+    ],
+)
+def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
+    done = moeoff_command("run", "-n", "4", *args)
+    assert done.returncode == 1
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
+    assert "Traceback" in moeoff_command("run", "-n", "4", "--debug", *args).stderr
+
+
+def test_dense_model(moeoff_command, demo, tmp_path):
+    from modelfile import ModelFile, ModelWriter
+
+    path = tmp_path / "dense.gguf"
+    with ModelFile(demo) as model:
+        kept = [t for t in model.tensors.values() if "_exps" not in t.name]
+        with ModelWriter(path, model.metadata, kept) as writer:
+            for tensor in kept:
+                writer.write(model.data(tensor.name))
+    done = moeoff_command("run", "-m", str(path), "-p", "x")
+    assert done.returncode == 1 and "nothing to offload, run it with llama.cpp" in done.stderr
+
+
+def test_unknown_flag(moeoff_command):
+    done = moeoff_command("run", "--bogus")
+    assert done.returncode == 2 and "No such option" in done.stderr
+
+
+def test_ctrl_c_ends_cleanly():
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "run", "-n", "100000", "-c", "100000", "--ignore-eos", "--strategy", "on-demand"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    process.stdout.read(20)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "hit rate" in err
+
+
+def test_stock_binding_is_named(tmp_path):
+    """Beside a llama-cpp-python that is not the fork, importing says so and how to mend it."""
+    info = tmp_path / "llama_cpp_python-0.3.36.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", "import moeoff"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "moeoff needs its own build of llama-cpp-python, but the installed one is 0.3.36: run `make env`" in done.stderr
+    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+    done = subprocess.run([command, "--help"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1 and "make env" in done.stderr
+
+
+def test_another_abi_is_refused():
+    code = """
+import llama_cpp.llama_cpp as binding
+class Other:
+    def __init__(self, lib):
+        self.lib = lib
+    def __getattr__(self, name):
+        return Version() if name == "moeoff_abi_version" else getattr(self.lib, name)
+class Version:
+    def __call__(self):
+        return 999
+binding._lib = Other(binding._lib)
+import moeoff.hooks
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "speaks version 999 of the expert buffer's interface, this moeoff version 1" in done.stderr

@@ -1,0 +1,114 @@
+"""Sizes, limits, and the promise: peak memory stays below --memory, or the program refuses with the numbers."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import cgroup
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeoff import BudgetError, OptionError
+from moeoff.memory import MIB, RESERVE, Plan, available, cgroup_limit, format_size, parse_size, peak_rss, rss
+
+NO_CGROUP = cgroup.unavailable()
+in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize(
+    "text, size",
+    [("6G", 6 << 30), ("6GiB", 6 << 30), ("6GB", 6 * 10**9), ("700M", 700 << 20), ("1.5k", 1536), ("123", 123), (" 2 MiB ", 2 << 20), (4096, 4096)],
+)
+def test_sizes(text, size):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "G", "lots", "-1G", "0", "0%", "101%", "x%", "1.2.3G", "5 P"])
+def test_not_a_size(text):
+    with pytest.raises(OptionError):
+        parse_size(text)
+
+
+def test_share_of_available():
+    assert parse_size("50%") == pytest.approx(available() / 2, rel=0.05)
+    assert 0 < rss() <= peak_rss() < available()
+
+
+@given(*[st.integers(0, 1 << 40)] * 4, st.integers(0, 1 << 45))
+def test_plan_never_promises_more_than_the_budget(budget, process, pending, floor, more):
+    full = floor + more
+    try:
+        plan = Plan.divide(budget, process, pending, floor, full)
+    except BudgetError as error:
+        assert budget < process + pending + RESERVE + floor
+        # the budget that the message names is enough
+        enough = int(re.search(r"--memory (\d+)M", str(error))[1]) * MIB
+        assert Plan.divide(enough, process, pending, floor, full).arena >= floor
+        assert format_size(budget) in str(error)
+    else:
+        assert floor <= plan.arena <= full
+        assert process + pending + RESERVE + plan.arena <= budget
+
+
+@in_cgroup
+def test_cgroup_limit_is_seen():
+    code = "from moeoff.memory import available, cgroup_limit; print(cgroup_limit(), available())"
+    with cgroup.memory_cgroup(300 * MIB) as group:
+        out = group.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    assert out == [str(300 * MIB)] * 2
+    assert cgroup_limit() is None or cgroup_limit() > 300 * MIB
+
+
+def run_in_cgroup(model: str, limit: int, memory: int, n: int, stats: Path, prompt: str) -> tuple[subprocess.CompletedProcess, dict]:
+    command = [str(Path(sys.executable).with_name("moeoff")), "run", "-m", model, "--raw", "-p", prompt, "-n", str(n), "--ignore-eos"]
+    command += ["--memory", f"{memory}M", "-c", "1024", "--temp", "0", "--stats-json", str(stats)]
+    with cgroup.memory_cgroup(limit * MIB) as group:
+        done = group.run(command, capture_output=True, text=True, timeout=600)
+    return done, json.loads(stats.read_text()) if done.returncode == 0 else {}
+
+
+PROMPT = "The sun had set behind the hills, and the travellers, weary of the road, began to speak of the day. " * 12
+
+
+@in_cgroup
+@pytest.mark.parametrize("limit", [190, 165])
+def test_budget_holds_small(grown, tmp_path, limit):
+    memory = int(limit * 0.95)
+    done, stats = run_in_cgroup(grown, limit, memory, 64, tmp_path / "stats.json", PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert stats["gen_tokens"] >= 63 and stats["prompt_tokens"] > 200
+    assert stats["peak_rss_bytes"] <= stats["budget_bytes"] == memory * MIB
+    assert stats["evictions"] > 0
+
+
+@in_cgroup
+def test_below_the_floor_is_refused(grown, tmp_path):
+    done, _ = run_in_cgroup(grown, 400, 120, 8, tmp_path / "stats.json", PROMPT)
+    assert done.returncode == 1
+    assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1 and "Traceback" not in done.stderr
+    enough = int(re.search(r"give --memory (\d+)M", done.stderr)[1])
+    done, stats = run_in_cgroup(grown, 400, enough, 8, tmp_path / "stats.json", PROMPT)
+    assert done.returncode == 0, done.stderr
+    assert stats["peak_rss_bytes"] <= enough * MIB
+
+
+@pytest.mark.slow
+@in_cgroup
+@pytest.mark.timeout(1800)
+def test_budget_holds_at_gigabytes(tmp_path):
+    """The reference model at 1.63 GiB finishes 256 tokens in 1400, 1100 and 800 MiB, with --memory 5 % below."""
+    model = tmp_path / "grown.gguf"
+    source = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
+    grow = [sys.executable, str(ROOT / "scripts" / "grow_model.py"), str(source), "-o", str(model), "--width", "16", "--ff", "16"]
+    subprocess.run(grow, check=True, capture_output=True)
+    for limit in (1400, 1100, 800):
+        memory = int(limit * 0.95)
+        done, stats = run_in_cgroup(str(model), limit, memory, 256, tmp_path / "stats.json", PROMPT)
+        assert done.returncode == 0, done.stderr
+        assert stats["gen_tokens"] >= 255
+        assert stats["peak_rss_bytes"] <= stats["budget_bytes"] == memory * MIB
+        assert stats["evictions"] > 0
