@@ -23,9 +23,10 @@ def _value(text: str):
 
 
 def open_engine(engine: str, model: str, options: dict):
+    import moeoff.hooks  # noqa: F401  the same OpenMP settings for both
     import llama_cpp
 
-    base = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "verbose": False}
+    base = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "flash_attn": True, "verbose": False}
     if engine == "moeoff":
         import moeoff
 
