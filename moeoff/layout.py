@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import os
 import re
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_uint16, c_uint32, c_void_p
-from dataclasses import dataclass
+import struct
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
+from dataclasses import dataclass, field
 
 from .errors import ModelError
 from .hooks import lib
@@ -42,10 +43,18 @@ _data_offset = _function("gguf_get_data_offset", c_size_t, c_void_p)
 _find_key = _function("gguf_find_key", c_int64, c_void_p, c_char_p)
 # enum gguf_type gguf_get_kv_type(const struct gguf_context * ctx, int64_t key_id);
 _kv_type = _function("gguf_get_kv_type", c_int, c_void_p, c_int64)
-# uint16_t gguf_get_val_u16(const struct gguf_context * ctx, int64_t key_id);
-_val_u16 = _function("gguf_get_val_u16", c_uint16, c_void_p, c_int64)
-# uint32_t gguf_get_val_u32(const struct gguf_context * ctx, int64_t key_id);
-_val_u32 = _function("gguf_get_val_u32", c_uint32, c_void_p, c_int64)
+# int64_t gguf_get_n_kv(const struct gguf_context * ctx);
+_n_kv = _function("gguf_get_n_kv", c_int64, c_void_p)
+# const char * gguf_get_key(const struct gguf_context * ctx, int64_t key_id);
+_key = _function("gguf_get_key", c_char_p, c_void_p, c_int64)
+# const void * gguf_get_val_data(const struct gguf_context * ctx, int64_t key_id);  -- of scalars that are no strings
+_val_data = _function("gguf_get_val_data", c_void_p, c_void_p, c_int64)
+# enum gguf_type gguf_get_arr_type(const struct gguf_context * ctx, int64_t key_id);
+_arr_type = _function("gguf_get_arr_type", c_int, c_void_p, c_int64)
+# size_t gguf_get_arr_n(const struct gguf_context * ctx, int64_t key_id);
+_arr_n = _function("gguf_get_arr_n", c_size_t, c_void_p, c_int64)
+# const void * gguf_get_arr_data(const struct gguf_context * ctx, int64_t key_id);  -- of arrays that hold no strings
+_arr_data = _function("gguf_get_arr_data", c_void_p, c_void_p, c_int64)
 # const char * gguf_get_val_str(const struct gguf_context * ctx, int64_t key_id);
 _val_str = _function("gguf_get_val_str", c_char_p, c_void_p, c_int64)
 # int64_t gguf_get_n_tensors(const struct gguf_context * ctx);
@@ -58,20 +67,39 @@ _tensor_offset = _function("gguf_get_tensor_offset", c_size_t, c_void_p, c_int64
 _tensor_type = _function("gguf_get_tensor_type", c_int, c_void_p, c_int64)
 # size_t gguf_get_tensor_size(const struct gguf_context * ctx, int64_t tensor_id);
 _tensor_size = _function("gguf_get_tensor_size", c_size_t, c_void_p, c_int64)
+# const int64_t * gguf_get_tensor_ne(const struct gguf_context * ctx, int64_t tensor_id);
+_tensor_ne = _function("gguf_get_tensor_ne", POINTER(c_int64), c_void_p, c_int64)
 
 # enum gguf_type
-_READERS = {2: _val_u16, 4: _val_u32, 8: lambda header, key: _val_str(header, key).decode("utf-8", "replace")}
+_STRING, _ARRAY = 8, 9
+_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
 
 
 @dataclass(frozen=True)
 class Span:
-    """A tensor's bytes: `files[file][offset : offset + nbytes]`, of ggml type number `type`."""
+    """A tensor's bytes: `files[file][offset : offset + nbytes]`, of ggml type number `type`; shape: row length first."""
 
     name: str
     file: int
     offset: int
     nbytes: int
     type: int
+    shape: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class FileState:
+    """What tells one content of a file from another without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -81,18 +109,27 @@ class Layout:
     Attributes:
         files: paths, the one given first if the model is not split.
         architecture: `general.architecture`.
-        n_expert, n_expert_used, n_ctx_train: of the model; 0 where the file does not say.
+        n_layer, n_expert, n_expert_used, n_ctx_train: of the model; 0 where the file does not say.
         experts: spans of the routed experts' tensors by name.
-        dense_bytes: everything else.
+        dense: spans of everything else.
+        hparams: the architecture's numbers and flags by their keys without its name, as "attention.head_count".
+        states: of each file when it was read.
     """
 
     files: tuple[str, ...]
     architecture: str
+    n_layer: int
     n_expert: int
     n_expert_used: int
     n_ctx_train: int
     experts: dict[str, Span]
-    dense_bytes: int
+    dense: dict[str, Span] = field(repr=False)
+    hparams: dict[str, object] = field(repr=False)
+    states: tuple[FileState, ...] = field(repr=False)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(span.nbytes for span in self.dense.values())
 
     @property
     def expert_bytes(self) -> int:
@@ -106,25 +143,62 @@ class Layout:
             ModelError: missing, unreadable, not a GGUF file, damaged, truncated, or not the first part of a split model.
         """
         path = os.fspath(path)
-        header, spans = _read_file(path, 0)
-        n_split = header["split.count"]
-        files = [path]
-        if n_split > 1:
-            files = _split_files(path, n_split)
-            for index, part in enumerate(files[1:], start=1):
-                spans += _read_file(part, index)[1]
+        first = _read_file(path, 0)
+        parts, files = [first], [path]
+        if first.n_split > 1:
+            files = _split_files(path, first.n_split)
+            parts += [_read_file(part, index) for index, part in enumerate(files[1:], start=1)]
+        spans = [span for part in parts for span in part.spans]
         expert = re.compile(EXPERT_PATTERN)
-        experts = {span.name: span for span in spans if expert.search(span.name)}
-        dense = sum(span.nbytes for span in spans if span.name not in experts)
         return cls(
             files=tuple(files),
-            architecture=header["general.architecture"],
-            n_expert=header["expert_count"],
-            n_expert_used=header["expert_used_count"],
-            n_ctx_train=header["context_length"],
-            experts=experts,
-            dense_bytes=dense,
+            architecture=first.architecture,
+            n_layer=first.number("block_count"),
+            n_expert=first.number("expert_count"),
+            n_expert_used=first.number("expert_used_count"),
+            n_ctx_train=first.number("context_length"),
+            experts={span.name: span for span in spans if expert.search(span.name)},
+            dense={span.name: span for span in spans if not expert.search(span.name)},
+            hparams=first.hparams,
+            states=tuple(part.state for part in parts),
         )
+
+    def require_experts(self) -> None:
+        """Raises `ModelError` if there is nothing to offload."""
+        if not self.experts:
+            raise ModelError(
+                f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp"
+            )
+
+    def check_unchanged(self) -> None:
+        """Raises `ModelError` if a file was written to since it was read.
+
+        A file that was replaced by another of the same name is no harm to those who still hold the old one open.
+        """
+        for path, state in zip(self.files, self.states, strict=True):
+            try:
+                now = FileState.of(os.stat(path))
+            except OSError:
+                continue  # unlinked or out of reach by name: what is open stays readable
+            if now != state and (now.device, now.inode) == (state.device, state.inode):
+                raise ModelError(f"{path}: the file was changed while the model was in use: load it again")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file of a model."""
+
+    architecture: str
+    n_split: int
+    hparams: dict[str, object]
+    spans: list[Span]
+    state: FileState
+
+    def number(self, key: str) -> int:
+        """A count that some architectures give for each layer: then the largest. 0 if the file does not say."""
+        value = self.hparams.get(key, 0)
+        numbers = value if isinstance(value, tuple) else (value,)
+        return max((n for n in numbers if type(n) is int and n > 0), default=0)
 
 
 def _split_files(path: str, count: int) -> list[str]:
@@ -136,19 +210,41 @@ def _split_files(path: str, count: int) -> list[str]:
     return [f"{match['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
 
 
+def _scalar(header: int, index: int) -> object:
+    """A number, flag, string, or tuple of numbers; None for what is none of these, or long."""
+    kind = _kv_type(header, index)
+    if kind == _STRING:
+        return _val_str(header, index).decode("utf-8", "replace")
+    if kind in _FORMATS:
+        return struct.unpack("=" + _FORMATS[kind], ctypes.string_at(_val_data(header, index), struct.calcsize("=" + _FORMATS[kind])))[0]
+    if kind != _ARRAY or _arr_type(header, index) not in _FORMATS:
+        return None
+    count = _arr_n(header, index)
+    if not 0 < count <= _LONGEST_ARRAY:
+        return None
+    pattern = f"={count}{_FORMATS[_arr_type(header, index)]}"
+    return struct.unpack(pattern, ctypes.string_at(_arr_data(header, index), struct.calcsize(pattern)))
+
+
 def _value(header: int, key: str, default):
     """A scalar of the header, or the default if it is absent or of an unexpected type."""
     index = _find_key(header, key.encode())
-    reader = _READERS.get(_kv_type(header, index)) if index >= 0 else None
-    value = reader(header, index) if reader else default
+    value = _scalar(header, index) if index >= 0 else default
     return value if type(value) is type(default) else default
 
 
-def _read_file(path: str, index: int) -> tuple[dict, list[Span]]:
+def _hparams(header: int, architecture: str) -> dict[str, object]:
+    prefix = f"{architecture}."
+    keys = ((_key(header, i).decode("utf-8", "replace"), i) for i in range(_n_kv(header)))
+    found = {key[len(prefix) :]: _scalar(header, i) for key, i in keys if key.startswith(prefix)}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _read_file(path: str, index: int) -> _Part:
     try:
         with open(path, "rb") as file:
             magic = file.read(4)
-            size = os.fstat(file.fileno()).st_size
+            state = FileState.of(os.fstat(file.fileno()))
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     if magic != b"GGUF":
@@ -165,16 +261,15 @@ def _read_file(path: str, index: int) -> tuple[dict, list[Span]]:
                 offset=data + _tensor_offset(header, i),
                 nbytes=_tensor_size(header, i),
                 type=_tensor_type(header, i),
+                shape=tuple(_tensor_ne(header, i)[:4]),
             )
             for i in range(_n_tensors(header))
         ]
         architecture = _value(header, "general.architecture", "")
-        values = {"general.architecture": architecture, "split.count": _value(header, "split.count", 0)}
-        for key in ("expert_count", "expert_used_count", "context_length"):
-            values[key] = _value(header, f"{architecture}.{key}", 0)
+        part = _Part(architecture, _value(header, "split.count", 0), _hparams(header, architecture), spans, state)
     finally:
         _free(header)
     end = max((span.offset + span.nbytes for span in spans), default=0)
-    if end > size:
-        raise ModelError(f"{path}: truncated: its tensors end at byte {end}, the file at {size}; download or copy it again")
-    return values, spans
+    if end > state.size:
+        raise ModelError(f"{path}: truncated: its tensors end at byte {end}, the file at {state.size}; download or copy it again")
+    return part

@@ -3,17 +3,23 @@
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
+from requantize_experts import requantize_experts
 from split_model import split_model
 from stock import Stock, assert_bit_equal, greedy_logits
 
 import moeoff
 from moeoff import BudgetError, ModelError, OptionError, ReadError
 from moeoff.layout import Layout
+from moeoff.quantize import type_from_name
 
+ROOT = Path(__file__).parent.parent
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 128, "n_threads": 2, "logits_all": True}
 
@@ -43,11 +49,25 @@ def test_lossless(demo, reference, strategy, direct_io, share):
             assert stats.hit_rate == 0
 
 
-def test_lossless_grown(grown):
-    stock = Stock(grown, n_ctx=128, logits_all=True, flash_attn=True)
+@pytest.fixture(scope="module")
+def grown_f16(tmp_path_factory):
+    """Rows of 256, which every type can hold."""
+    path = tmp_path_factory.mktemp("f16") / "grown.gguf"
+    grow = [sys.executable, str(ROOT / "scripts" / "grow_model.py"), str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")]
+    subprocess.run([*grow, "-o", str(path), "--width", "2", "--ff", "4", "--expert-type", "F16"], check=True, capture_output=True)
+    return path
+
+
+@pytest.mark.parametrize("flash_attn", [False, True])
+@pytest.mark.parametrize("type", ["Q4_K", "Q2_K", "Q6_K", "Q8_0", "Q4_0", "F16", "BF16", "IQ4_XS", "MXFP4"])
+def test_lossless_types(grown_f16, tmp_path, type, flash_attn):
+    path = tmp_path / f"{type}.gguf"
+    requantize_experts(grown_f16, path, type_from_name(type))
+    stock = Stock(str(path), n_ctx=128, logits_all=True, flash_attn=flash_attn)
     expected = greedy_logits(stock, PROMPT, 8)
     stock.close()
-    with moeoff.Llama(grown, expert_memory="20M", flash_attn=True, **OPTIONS) as llm:
+    arena = Layout.read(path).expert_bytes // 6
+    with moeoff.Llama(str(path), expert_memory=arena, flash_attn=flash_attn, **OPTIONS) as llm:
         assert_bit_equal(greedy_logits(llm, PROMPT, 8), expected)
         assert llm.stats().evictions > 0
 
@@ -246,9 +266,6 @@ def test_unload_frees_threads_and_memory(grown):
 
 def test_not_closed_at_interpreter_exit(demo):
     """A script that never closes anything ends by itself, in any order of destruction."""
-    import subprocess
-    import sys
-
     code = f"import moeoff; a = moeoff.Llama({demo!r}, expert_memory='1M'); b = moeoff.Llama({demo!r}, expert_memory='1M'); a.eval([1, 2, 3]); b.set_gate_callback(print); b.eval([1, 2])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
