@@ -4,9 +4,9 @@ import os as _os
 import sys as _sys
 from importlib import metadata as _metadata
 
-from .errors import BudgetError, ForkError, ModelError, MoeoffError, OptionError, ReadError
+from .errors import BudgetError, Cancelled, ForkError, ModelError, MoeoffError, OptionError, ReadError
 
-__all__ = ["BudgetError", "ForkError", "Llama", "ModelError", "MoeoffError", "OptionError", "ReadError", "Stats", "__version__"]
+__all__ = ["BudgetError", "Cancelled", "ForkError", "Llama", "ModelError", "MoeoffError", "OptionError", "ReadError", "Stats", "__version__"]
 
 __version__ = "0.1.0"
 

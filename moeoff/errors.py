@@ -21,5 +21,17 @@ class ReadError(MoeoffError):
     """Experts could not be read while the model was computing. The model stays usable."""
 
 
+class Cancelled(MoeoffError):
+    """`Llama.cancel()` ended what was being computed. The model stays usable."""
+
+
 class OptionError(MoeoffError, ValueError):
     """An option is unknown or its value makes no sense."""
+
+
+class ContextError(MoeoffError):
+    """A prompt, with the conversation before it, is longer than the context."""
+
+    def __init__(self, n_tokens: int, n_ctx: int):
+        self.n_tokens, self.n_ctx = n_tokens, n_ctx
+        super().__init__(f"the prompt has {n_tokens} tokens and must be shorter than the context, which has {n_ctx}: shorten it, or give a larger -c")

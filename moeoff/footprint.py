@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from .errors import OptionError
 from .layout import Layout
-from .memory import RESERVE, rss
+from .memory import rss
+from .plan import RESERVE
 from .quantize import type_name
 
 MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
@@ -23,8 +24,8 @@ _F16, _F32 = 2, 4
 
 _BLOCK = re.compile(r"^blk\.(\d+)\.(.+)$")
 _MATRIX = re.compile(r"ffn_(\w+?)_((?:ch)?exps)\.weight$")
-# what makes a cache differ from "keys and values of every position in every attention layer"
-_ODD_KEYS = ("attention.indexer.head_count", "attention.key_length_swa", "attention.shared_kv_layers", "nextn_predict_layers", "kda.head_dim")
+# tensors of layers whose cache is not simply the keys and values of every position
+_ODD = ("ssm_", "shortconv", "indexer", "nextn", "attn_compressor")
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def kv_bytes(layout: Layout, n_ctx: int) -> tuple[int, bool]:
     """Bytes of KV cache and recurrent state at a context, and whether that is exact.
 
     Attention, summed over its layers: n_ctx * n_head_kv * (key_length + value_length) * 2 bytes (F16), without the values where
-    attention is latent (MLA). Recurrent layers: (conv_kernel - 1) * (inner + 2 * groups * state) + inner * state floats.
+    attention is latent (MLA); indexers: n_ctx * key_length * 2. Recurrent layers: (conv_kernel - 1) * (inner + 2 * groups * state) + inner * state floats.
     """
     h = layout.hparams
     blocks: dict[int, set[str]] = {}
@@ -134,13 +135,13 @@ def kv_bytes(layout: Layout, n_ctx: int) -> tuple[int, bool]:
             blocks.setdefault(int(match[1]), set()).add(match[2].split(".")[0])
     n_embd = _per_layer(h.get("embedding_length"), 0, 0)
     latent = bool(h.get("attention.key_length_mla")) and bool(h.get("attention.value_length_mla"))
-    exact = not any(h.get(key) for key in _ODD_KEYS) and (latent or not h.get("attention.kv_lora_rank"))
+    exact = h.get("attention.causal") is not False and not h.get("attention.shared_kv_layers")
     cells = -(-n_ctx // _CTX_STEP) * _CTX_STEP
     total = 0
     for layer, names in blocks.items():
+        exact = exact and not any(name.startswith(_ODD) for name in names)
         recurrent = any(name.startswith(("ssm_", "shortconv")) for name in names)
         if recurrent:
-            exact = False
             inner, state = _per_layer(h.get("ssm.inner_size"), layer, 0), _per_layer(h.get("ssm.state_size"), layer, 0)
             conv = max(_per_layer(h.get("ssm.conv_kernel"), layer, 0) - 1, 0)
             total += _F32 * (conv * (inner + 2 * _per_layer(h.get("ssm.group_count"), layer, 0) * state) + inner * state)
@@ -151,6 +152,8 @@ def kv_bytes(layout: Layout, n_ctx: int) -> tuple[int, bool]:
             keys = _per_layer(h.get("attention.key_length"), layer, width)
             values = 0 if latent else _per_layer(h.get("attention.value_length"), layer, width)
             total += cells * _per_layer(h.get("attention.head_count_kv"), layer, n_head) * (keys + values) * _F16
+        if "indexer" in names:
+            total += cells * _per_layer(h.get("attention.indexer.key_length"), layer, 0) * _F16
     return total, exact
 
 

@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as _binding  # noqa: E402
 
 from .errors import ForkError  # noqa: E402
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -178,6 +178,8 @@ priorities = _function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(
 publish = _function("moeoff_publish", None, c_void_p)
 # int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
 prefetch = _function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32)
+# int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
+preload = _function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32)
 # int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate);
 prefetch_cancel = _function("moeoff_prefetch_cancel", c_int32, c_void_p, c_int32)
 # int moeoff_residency(const moeoff_expert_buffer * eb, uint8_t * out);
@@ -196,6 +198,8 @@ get_stall = _function("moeoff_get_stall", c_int, c_void_p, POINTER(c_uint64), c_
 take_error = _function("moeoff_take_error", c_int, c_void_p, c_char_p, c_size_t)
 # bool moeoff_should_abort(void * eb);  -- a ggml_abort_callback
 should_abort = _binding.ggml_abort_callback(ctypes.cast(_function("moeoff_should_abort", c_bool, c_void_p), c_void_p).value)
+# void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled);
+set_cancelled = _function("moeoff_set_cancelled", None, c_void_p, c_bool)
 # int moeoff_is_buffered(const moeoff_expert_buffer * eb);
 is_buffered = _function("moeoff_is_buffered", c_int, c_void_p)
 # void moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);

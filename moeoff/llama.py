@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import inspect
 import os
+import sys
+import threading
 import time
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from . import hooks  # first: it prepares the process for llama.cpp  # isort: skip
 
@@ -14,33 +18,29 @@ import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
 from .buffer import ExpertBuffer
-from .errors import BudgetError, ModelError, MoeoffError, OptionError
+from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from .layout import Layout
-from .memory import DEFAULT_SHARE, Plan, available, format_size, parse_size, peak_rss, rss
+from .memory import DEFAULT_SHARE, available, format_size, parse_size, peak_rss, rss
+from .plan import RESERVE, Needs, Plan
 from .stats import Stats
 from .strategy import get_strategy
+from .timing import Timing
+from .warm import recall, remember
 
 _KEYWORDS = {
     name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD
 } - {"self"}
 
 
-@dataclass
-class Timing:
-    """Tokens decoded and the time inside llama_decode: batches of several tokens are prompt, single tokens generation."""
+def _progress_callback(progress):
+    """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; false would end the load."""
 
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    gen_tokens: int = 0
-    gen_seconds: float = 0.0
+    def report(fraction: float, _user) -> bool:
+        with contextlib.suppress(Exception):  # must not cross the C frame below, and a progress bar is not worth a model
+            progress(fraction)
+        return True
 
-    def add(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens > 1:
-            self.prompt_tokens += n_tokens
-            self.prompt_seconds += seconds
-        else:
-            self.gen_tokens += n_tokens
-            self.gen_seconds += seconds
+    return _binding.llama_progress_callback(report) if progress else _binding.llama_progress_callback()
 
 
 class Llama(llama_cpp.Llama):
@@ -54,6 +54,9 @@ class Llama(llama_cpp.Llama):
         n_lanes: I/O threads.
         direct_io: False reads through the page cache.
         gate_input: gate events carry the router's input (see `set_gate_callback`).
+        warm: remembers on closing which experts were resident and loads them in the background on the next start.
+        progress: called with the loaded fraction, 0 to 1, while the weights outside the experts are read.
+        on_stats: called with the `Stats` of each answer when it ends.
         **llama_cpp_kwargs: those of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
             `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
 
@@ -73,6 +76,9 @@ class Llama(llama_cpp.Llama):
         n_lanes: int = 4,
         direct_io: bool = True,
         gate_input: bool = False,
+        warm: bool = False,
+        progress: Callable[[float], None] | None = None,
+        on_stats: Callable[[Stats], None] | None = None,
         **llama_cpp_kwargs,
     ):
         self._buffer: ExpertBuffer | None = None
@@ -107,6 +113,13 @@ class Llama(llama_cpp.Llama):
             n_lanes=n_lanes, keep=self.strategy.keep, eager=self.strategy.eager, direct_io=direct_io, gate_input=gate_input
         )
         self.timing = Timing()
+        self._layout = layout
+        self._warm = warm
+        self._on_stats = on_stats
+        self._progress = _progress_callback(progress)
+        self._answering = 0  # generators and decodes in progress
+        self._cancelled = False
+        self._state_lock = threading.Lock()
         try:
             with self._buffer.loading() as self._overrides:
                 try:
@@ -119,6 +132,8 @@ class Llama(llama_cpp.Llama):
             self._buffer.start(self.plan.arena)
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
+            if warm and self.strategy.keep:
+                recall(self._buffer, layout, self.plan.arena)
         except BaseException:
             self.close()
             raise
@@ -131,6 +146,7 @@ class Llama(llama_cpp.Llama):
     @model_params.setter
     def model_params(self, params) -> None:
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+        params.progress_callback = self._progress
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         self._model_params = params
 
@@ -140,10 +156,14 @@ class Llama(llama_cpp.Llama):
         if arena is not None:
             if arena < floor:
                 raise BudgetError(f"{format_size(arena)} for experts is too small: this model needs at least {format_size(floor)}")
-            return Plan(0, rss(), 0, min(arena, full), floor)
-        _weights, _state, compute, work = self.context_memory()
+            return Plan(0, self._needs(), min(arena, full), floor)
+        return Plan.divide(budget, self._needs(), floor, full)
+
+    def _needs(self) -> Needs:
+        weights, state, compute, work = self.context_memory()
         outputs = 4 * self._n_vocab * (self.n_batch + self.scores.shape[0] if self._logits_all else 1)
-        return Plan.divide(budget, rss(), compute + work + outputs, floor, full)
+        python = max(rss() - weights - state, 0)  # both are resident: the weights have been read, the state cleared
+        return Needs(python, weights, state, compute + work + outputs, self.n_ctx())
 
     def _guard_decode(self) -> None:
         """After every decode, what went wrong in a callback or a lane comes first."""
@@ -152,15 +172,76 @@ class Llama(llama_cpp.Llama):
 
         def guarded(batch) -> None:
             started = time.perf_counter()
-            try:
-                decode(ctx, batch)
-            except RuntimeError:
-                buffer.check()
-                raise
+            with self._in_progress():
+                try:
+                    decode(ctx, batch)
+                except RuntimeError:
+                    buffer.check()
+                    if self._cancelled:
+                        raise Cancelled("the answer was cancelled") from None
+                    raise
             buffer.check()
             timing.add(batch.batch.n_tokens, time.perf_counter() - started)
+            self._keep_promise()
 
         ctx.decode = guarded
+
+    @contextlib.contextmanager
+    def _in_progress(self) -> Iterator[None]:
+        """While open, `cancel()` has something to cancel."""
+        with self._state_lock:
+            self._answering += 1
+        try:
+            if self._cancelled:
+                raise Cancelled("the answer was cancelled")
+            yield
+        finally:
+            with self._state_lock:
+                self._answering -= 1
+                if self._answering == 0 and self._cancelled:
+                    self._cancelled = False
+                    hooks.set_cancelled(self._buffer.handle, False)
+
+    def cancel(self) -> None:
+        """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
+        with self._state_lock:
+            if self._answering:
+                self._cancelled = True
+                hooks.set_cancelled(self.expert_buffer.handle, True)
+
+    def generate(self, *args, **kwargs):
+        before, timing = self.stats(), replace(self.timing)
+        with self._in_progress():
+            try:
+                yield from super().generate(*args, **kwargs)
+            finally:
+                if self._on_stats:
+                    self._on_stats(self.stats().since(before, self.timing.since(timing)))
+
+    def set_memory(self, memory: str | int) -> None:
+        """Moves the budget of a running model, between answers: the arena grows or gives way at once.
+
+        Raises:
+            BudgetError: below what the model needs; the old budget stays.
+            OptionError: not a size.
+        """
+        buffer, needs = self.expert_buffer, self.plan.needs
+        grown = max(self._outside_arena() + RESERVE - needs.total, 0)  # beyond what was planned
+        plan = Plan.divide(parse_size(memory), replace(needs, python=needs.python + grown), buffer.arena_floor, buffer.arena_full)
+        buffer.set_arena_bytes(plan.arena)
+        self.plan = plan
+
+    def _outside_arena(self) -> int:
+        return rss() - self._buffer.stats().arena_committed
+
+    def _keep_promise(self) -> None:
+        """If the rest of the process has grown into the reserve, the arena gives way."""
+        if not self.plan.budget:
+            return
+        room = self.plan.budget - self._outside_arena() - RESERVE // 4
+        arena = self._buffer.stats().arena_bytes
+        if room < arena and arena > self.plan.arena_floor:
+            self._buffer.set_arena_bytes(max(room - RESERVE // 4, self.plan.arena_floor))
 
     def context_memory(self) -> tuple[int, int, int, int]:
         """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
@@ -184,6 +265,7 @@ class Llama(llama_cpp.Llama):
 
     def reset_stats(self) -> None:
         self.expert_buffer.reset_stats()
+        self.timing.reset()
 
     def __enter__(self) -> Llama:
         return self
@@ -192,6 +274,8 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def close(self) -> None:
+        if self._buffer is not None and self._buffer.running and self._warm and not sys.is_finalizing():
+            remember(self._buffer, self._layout)
         if getattr(self, "_stack", None) is not None:
             super().close()
         if self._buffer is not None:

@@ -1,16 +1,14 @@
-"""Memory: sizes as people write them, what this process may use, what it uses, and how a budget is divided."""
+"""Memory: sizes as people write them, what this process may use, and what it uses."""
 
 from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
 
-from .errors import BudgetError, OptionError
+from .errors import OptionError
 
 MIB = 1 << 20
 DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
-RESERVE = 24 * MIB  # for what cannot be measured before the first token: Python objects, sampler, allocator slack
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -128,36 +126,3 @@ def rss() -> int:
 def peak_rss() -> int:
     """The most that was ever resident (VmHWM)."""
     return _status("VmHWM")
-
-
-@dataclass(frozen=True)
-class Plan:
-    """How a budget is divided. All in bytes.
-
-    Attributes:
-        budget: the promise.
-        process: resident now: Python, libraries, dense weights, KV cache.
-        pending: allocated or sure to be, not resident yet: compute and work buffers, outputs.
-        arena: what is left for experts, at most what holds all of them.
-        arena_floor: what experts need at least.
-    """
-
-    budget: int
-    process: int
-    pending: int
-    arena: int
-    arena_floor: int
-
-    @classmethod
-    def divide(cls, budget: int, process: int, pending: int, arena_floor: int, arena_full: int) -> Plan:
-        """Raises `BudgetError` with the numbers if nothing is left for the experts' floor."""
-        arena = budget - process - pending - RESERVE
-        if arena < arena_floor:
-            needed = process + pending + RESERVE + arena_floor
-            raise BudgetError(
-                f"a budget of {format_size(budget)} is too small: this model needs at least {format_size(needed)} "
-                f"({format_size(process)} for weights outside the experts, KV cache and Python, {format_size(pending)} for compute buffers, "
-                f"{format_size(RESERVE)} in reserve, {format_size(arena_floor)} for experts); "
-                f"give --memory {-(-needed // MIB)}M or more, or a smaller context"
-            )
-        return cls(budget, process, pending, min(arena, arena_full), arena_floor)

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from .buffer import ExpertBuffer
+from .timing import Timing
+
+_COUNTERS = (
+    "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds"
+).split()
 
 
 @dataclass(frozen=True)
@@ -59,6 +64,21 @@ class Stats:
             lane_busy_seconds=s.lane_busy_ns / 1e9,
             driver_seconds=s.driver_ns / 1e9,
             direct_io=not buffer.buffered and s.direct_reads == s.reads,
+        )
+
+    def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:
+        """What happened between an earlier snapshot and this one, with the tokens and times of the decodes between."""
+        d = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        uses = d["demand_hits"] + d["demand_misses"]
+        return replace(
+            self,
+            **d,
+            hit_rate=d["demand_hits"] / uses if uses else 0.0,
+            prompt_tokens=timing.prompt_tokens,
+            prompt_tps=timing.prompt_tokens / timing.prompt_seconds if timing.prompt_seconds else 0.0,
+            gen_tokens=timing.gen_tokens,
+            gen_tps=timing.gen_tokens / timing.gen_seconds if timing.gen_seconds else 0.0,
+            cpu_seconds=cpu_seconds,
         )
 
     def to_json(self) -> str:

@@ -9,6 +9,9 @@ import time
 
 import pytest
 
+from moeoff.run import demo_model
+
+DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_tps gen_tokens gen_tps hit_rate demand_hits
 demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
 direct_io strategy""".split()
@@ -32,7 +35,7 @@ def test_seed_and_strategy_do_not_change_the_text(moeoff_command):
 
 def test_stats_json(moeoff_command, demo, tmp_path):
     path = tmp_path / "stats.json"
-    done = moeoff_command("run", "-m", demo, "--raw", "-p", "Once upon a time", "-n", "32", "--ignore-eos", "--expert-memory", "4M", "--stats-json", str(path))
+    done = moeoff_command("run", "-m", demo, "--raw", "-p", "Once upon a time", "-n", "32", "--ignore-eos", "--no-warm", "--expert-memory", "4M", "--stats-json", str(path))
     assert done.returncode == 0, done.stderr
     stats = json.loads(path.read_text())
     assert set(stats) == set(FIELDS)
@@ -56,6 +59,18 @@ def test_stats_json(moeoff_command, demo, tmp_path):
         (["-ngl", "1"], "no GPU backend"),
         (["--expert-memory", "1K"], "needs at least"),
         (["--stats-json", "/nowhere/stats.json"], "stats.json"),
+        (["-m", "x.gguf", "-hf", "a/b"], "-m or -hf"),
+        (["-hf", "nonsense"], "expected ORG/REPO"),
+        (["-p", "x", "-f", "x"], "-p or -f"),
+        (["-f", "missing.txt"], "missing.txt: cannot be read"),
+        (["-f", DEMO], "is not UTF-8"),
+        (["-p", " "], "the prompt is empty"),
+        (["-m", DEMO], "give a prompt"),
+        (["-n", "0"], "at least 1 token"),
+        (["--stop", ""], "--stop"),
+        (["--repeat-penalty", "0"], "--repeat-penalty"),
+        (["--raw", "--system", "x"], "--system"),
+        (["-p", "word " * 300], "tokens and must be shorter than the context, which has 256"),
     ],
 )
 def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
@@ -64,6 +79,69 @@ def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
     assert words in done.stderr and "Traceback" not in done.stderr
     assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
     assert "Traceback" in moeoff_command("run", "-n", "4", "--debug", *args).stderr
+
+
+def test_no_second_line_about_the_context(moeoff_command):
+    """llama.cpp's warning that the model was trained on a shorter context is not for everyone."""
+    done = moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024")
+    assert done.returncode == 0 and len(done.stderr.strip().splitlines()) == 1
+    assert "n_ctx_train" in moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024", "--verbose").stderr
+
+
+def piped(*args: str, text: str) -> subprocess.CompletedProcess:
+    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+    return subprocess.run([command, "run", "--temp", "0", "-n", "12", *args], input=text, capture_output=True, text=True, timeout=60)
+
+
+def test_prompt_from_wherever(moeoff_command, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("How many apples?\n")
+    expected = moeoff_command("run", "--temp", "0", "-n", "12", "-p", "How many apples?").stdout
+    assert piped("-f", str(file), text="").stdout == expected
+    assert piped(text="How many apples?\n").stdout == expected
+    expected = moeoff_command("run", "--temp", "0", "-n", "12", "-p", "How many?\n\napples").stdout
+    assert piped("-p", "How many?", text="apples\n").stdout == expected
+
+
+def test_json(moeoff_command, demo):
+    options = ["run", "-n", "16", "--temp", "0", "-p", "How many apples are there?"]
+    text = moeoff_command(*options).stdout
+    done = moeoff_command(*options, "--json")
+    answer = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert set(answer) == {"model", "text", "finish_reason", "usage", "stats"}
+    assert answer["text"] + "\n" == text and answer["finish_reason"] == "length" and answer["model"] == demo
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 16 and usage["total_tokens"] == usage["prompt_tokens"] + 16
+    assert set(answer["stats"]) == set(FIELDS) and answer["stats"]["prompt_tokens"] == usage["prompt_tokens"]
+
+
+def test_sampling_options_reach_the_sampler(moeoff_command):
+    options = ["run", "-n", "24", "-p", "How many apples are there?", "--seed", "3"]
+    greedy = moeoff_command(*options, "--temp", "0").stdout
+    for only_the_likeliest in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
+        assert moeoff_command(*options, "--temp", "1", *only_the_likeliest).stdout == greedy
+    assert moeoff_command(*options, "--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0").stdout != greedy
+    assert moeoff_command(*options, "--temp", "0", "--repeat-penalty", "1.8").stdout != greedy
+    assert moeoff_command(*options, "--temp", "0", "--system", "You count pears.").stdout != greedy
+
+
+def test_stop_texts(moeoff_command):
+    options = ["run", "-n", "24", "--temp", "0", "-p", "How many apples are there?"]
+    text = moeoff_command(*options).stdout
+    word = text.split()[3]
+    stopped = json.loads(moeoff_command(*options, "--stop", "never said", "-s", word, "--json").stdout)
+    assert stopped["text"] == text[: text.index(word)] and stopped["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize("command, limit", [(["-m", "moeoff.cli", "--help"], 0.3), (["-c", "import moeoff"], 0.4)])
+def test_start_up_time(command, limit):
+    seconds = []
+    for _ in range(5):
+        started = time.monotonic()
+        subprocess.run([sys.executable, *command], check=True, capture_output=True)
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < limit, seconds
 
 
 def test_dense_model(moeoff_command, demo, tmp_path):
@@ -125,4 +203,4 @@ import moeoff.hooks
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "speaks version 999 of the expert buffer's interface, this moeoff version 1" in done.stderr
+    assert "speaks version 999 of the expert buffer's interface, this moeoff version 2" in done.stderr

@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeoff import BudgetError, OptionError
-from moeoff.memory import MIB, RESERVE, Plan, available, cgroup_limit, format_size, parse_size, peak_rss, rss
+from moeoff.memory import MIB, available, cgroup_limit, format_size, parse_size, peak_rss, rss
+from moeoff.plan import RESERVE, Needs, Plan
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
@@ -38,20 +39,24 @@ def test_share_of_available():
     assert 0 < rss() <= peak_rss() < available()
 
 
-@given(*[st.integers(0, 1 << 40)] * 4, st.integers(0, 1 << 45))
-def test_plan_never_promises_more_than_the_budget(budget, process, pending, floor, more):
-    full = floor + more
+@given(*[st.integers(0, 1 << 40)] * 6, st.integers(0, 1 << 45), st.integers(1, 1 << 20))
+def test_plan_never_promises_more_than_the_budget(budget, python, weights, state, compute, floor, more, n_ctx):
+    full, needs = floor + more, Needs(python, weights, state, compute, n_ctx)
     try:
-        plan = Plan.divide(budget, process, pending, floor, full)
+        plan = Plan.divide(budget, needs, floor, full)
     except BudgetError as error:
-        assert budget < process + pending + RESERVE + floor
-        # the budget that the message names is enough
-        enough = int(re.search(r"--memory (\d+)M", str(error))[1]) * MIB
-        assert Plan.divide(enough, process, pending, floor, full).arena >= floor
+        assert budget < python + weights + state + compute + RESERVE + floor
         assert format_size(budget) in str(error)
+        # the budget that the message names is enough, and so is the context
+        enough = int(re.search(r"--memory (\d+)M", str(error))[1]) * MIB
+        assert Plan.divide(enough, needs, floor, full).arena >= floor
+        if context := re.search(r"-c (\d+)\)", str(error)):
+            smaller = int(context[1])
+            assert 0 < smaller < n_ctx
+            Plan.divide(budget, Needs(python, weights, state * smaller // n_ctx, compute, smaller), floor, full)
     else:
         assert floor <= plan.arena <= full
-        assert process + pending + RESERVE + plan.arena <= budget
+        assert python + weights + state + compute + RESERVE + plan.arena <= budget
 
 
 @in_cgroup

@@ -237,7 +237,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
                     s.publish();
                     break;
                 }
-                default: s.prefetch(gate, experts, 2, r() % 16); break;
+                default: s.prefetch(gate, experts, 2, r() % 16, r() % 4 != 0); break;
             }
             std::this_thread::sleep_for(std::chrono::microseconds(r() % 200));
         }

@@ -271,10 +271,10 @@ void store::evict(slice & s) {
     give_slot(s);
 }
 
-// the last resort of DEMAND: slots that wait for a lane on behalf of somebody less urgent
-bool store::rob_queue() {
-    for (const request level : { PREFETCH, GATE }) {
-        for (auto it = queue[level].rbegin(); it != queue[level].rend(); ++it) {
+// the last resort: slots that wait for a lane on behalf of somebody less urgent
+bool store::rob_queue(request level) {
+    for (int below = PREFETCH; below < level; below++) {
+        for (auto it = queue[below].rbegin(); it != queue[below].rend(); ++it) {
             if (slices[*it].slot >= 0) {
                 give_slot(slices[*it]);
                 return true;
@@ -289,7 +289,7 @@ bool store::take_slot(slice & s, request level) {
         if (slice * v = victim(level)) {
             evict(*v);
             stats.evictions++;
-        } else if (level != DEMAND || !rob_queue()) {
+        } else if (!rob_queue(level)) {
             return false;
         }
     }
@@ -300,7 +300,7 @@ void store::fit_limit() {
     while (!slots.trim()) {
         slice * v = victim(DEMAND);
         if (!v) {
-            if (!rob_queue()) {
+            if (!rob_queue(DEMAND)) {
                 return; // in use or in flight; the next finish() or read tries again
             }
             continue;
@@ -616,7 +616,7 @@ void store::publish() {
     candidates.clear();
 }
 
-int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices) {
+int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, bool expected) {
     if (gi < 0 || gi >= (int32_t) gates.size() || !started()) {
         return -1;
     }
@@ -636,14 +636,16 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
         for (int32_t i = 0; i < n; i++) {
             slice & s = slices[tensors[g.tensors[m]]->first + experts[i]];
             if (s.state.load(std::memory_order_relaxed) == ABSENT) {
-                s.prefetched = true;
-                g.n_prefetch++;
+                s.prefetched  = expected;
+                g.n_prefetch += expected;
                 ask(s, PREFETCH, may_evict);
                 n_queued++;
             }
         }
     }
-    stats.prefetch_issued += (uint64_t) n_queued;
+    if (expected) {
+        stats.prefetch_issued += (uint64_t) n_queued;
+    }
     wake_lanes();
     return n_queued;
 }

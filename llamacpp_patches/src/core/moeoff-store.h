@@ -105,7 +105,8 @@ class store {
 
     // --- policy and watching ---
     void    publish(); // the priorities have changed
-    int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
+    // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates say
+    int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, bool expected);
     int32_t prefetch_cancel(int32_t gate);
     void    clear();
     bool    set_limit(uint64_t bytes, std::string & error);
@@ -122,6 +123,7 @@ class store {
     int32_t                              n_experts = 0;
     std::vector<std::atomic<uint64_t>>   stall_ns;   // per gate
     std::atomic<bool>                    failed {false};
+    std::atomic<bool>                    cancelled {false}; // by the user, until taken back
     std::atomic<uint32_t>                flags;
     event_driver                         driver;
     files                                sources;
@@ -153,7 +155,7 @@ class store {
     slice *  victim(request level);
     void     evict(slice & s);
     bool     take_slot(slice & s, request level);
-    bool     rob_queue();
+    bool     rob_queue(request level);
     void     give_slot(slice & s);
     void     fit_limit();
     void     forget_prefetch(slice & s);

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 1
+#define MOEOFF_ABI_VERSION 2
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -152,6 +152,8 @@ MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gate
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // queues what is absent of these experts; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
+// the same, loaded whatever the gates say and not counted as prefetched: a warm start
+MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
 MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
 // [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice is resident
 MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, uint8_t * out);
@@ -171,8 +173,9 @@ MOEOFF_API void moeoff_reset_stats(moeoff_expert_buffer * eb);
 MOEOFF_API int  moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates);
 // 1 and the message if a read has failed since the last call, else 0
 MOEOFF_API int  moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
-// a ggml_abort_callback with eb as its data: ends the graph after a failed read
+// a ggml_abort_callback with eb as its data: ends the graph after a failed read or while cancelled
 MOEOFF_API bool moeoff_should_abort(void * eb);
+MOEOFF_API void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled);
 // 0: every file takes O_DIRECT, 1: some are read through the page cache
 MOEOFF_API int  moeoff_is_buffered(const moeoff_expert_buffer * eb);
 

@@ -110,7 +110,11 @@ float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t 
 void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }
 
 int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices) {
-    return eb->store->prefetch(gate, experts, n, matrices);
+    return eb->store->prefetch(gate, experts, n, matrices, true);
+}
+
+int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices) {
+    return eb->store->prefetch(gate, experts, n, matrices, false);
 }
 
 int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }
@@ -157,7 +161,10 @@ int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size) {
 }
 
 bool moeoff_should_abort(void * eb) {
-    return ((moeoff_expert_buffer *) eb)->store->failed.load(std::memory_order_acquire);
+    const moeoff::store & store = *((moeoff_expert_buffer *) eb)->store;
+    return store.failed.load(std::memory_order_acquire) || store.cancelled.load(std::memory_order_acquire);
 }
+
+void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled) { eb->store->cancelled = cancelled; }
 
 int moeoff_is_buffered(const moeoff_expert_buffer * eb) { return eb->store->sources.any_buffered(); }

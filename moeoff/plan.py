@@ -1,0 +1,70 @@
+"""How a memory budget is divided, and what to say when it cannot be."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import BudgetError
+from .memory import MIB, format_size
+
+RESERVE = 24 * MIB  # for what cannot be measured before the first token: Python objects, sampler, allocator slack
+_CTX_STEP = 256  # llama.cpp rounds contexts up to this
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a loaded model takes beside its experts, in bytes, at a context of `n_ctx` tokens.
+
+    Attributes:
+        python: the process without the rest: interpreter, libraries, the app.
+        weights: outside the experts.
+        state: KV cache and recurrent state.
+        compute: graph buffers, work area and outputs for the largest batch; resident only once such a batch has come.
+    """
+
+    python: int
+    weights: int
+    state: int
+    compute: int
+    n_ctx: int
+
+    @property
+    def total(self) -> int:
+        return self.python + self.weights + self.state + self.compute + RESERVE
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A budget and the arena that it leaves for experts, in bytes. A budget of 0: only the arena is bounded."""
+
+    budget: int
+    needs: Needs
+    arena: int
+    arena_floor: int
+
+    @classmethod
+    def divide(cls, budget: int, needs: Needs, arena_floor: int, arena_full: int) -> Plan:
+        """Gives the experts what the rest leaves, at most what holds all of them.
+
+        Raises:
+            BudgetError: less than their floor is left; says what the model needs and what would fit.
+        """
+        arena = budget - needs.total
+        if arena < arena_floor:
+            raise BudgetError(_refusal(budget, needs, arena_floor))
+        return cls(budget, needs, min(arena, arena_full), arena_floor)
+
+
+def _refusal(budget: int, needs: Needs, arena_floor: int) -> str:
+    needed = needs.total + arena_floor
+    ways = f"give --memory {-(-needed // MIB)}M or more"
+    # the state shrinks with the context, and the compute buffers do not grow
+    n_ctx = (needs.n_ctx - (needed - budget) * needs.n_ctx // max(needs.state, 1)) // _CTX_STEP * _CTX_STEP
+    if n_ctx >= _CTX_STEP:
+        ways += f", or a context of {n_ctx} tokens (-c {n_ctx})"
+    return (
+        f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
+        f"{format_size(needs.weights)} for weights outside the experts, {format_size(needs.state)} for the KV cache at {needs.n_ctx} tokens, "
+        f"{format_size(needs.compute)} for computing, {format_size(needs.python + RESERVE)} for Python and a reserve, "
+        f"and at least {format_size(arena_floor)} for experts; {ways}"
+    )

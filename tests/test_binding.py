@@ -1,0 +1,253 @@
+"""moeoff.Llama as apps use it: what llama_cpp.Llama does it does alike, and what it adds works beside that."""
+
+import ctypes
+import gc
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from stock import Stock
+
+import moeoff
+from moeoff import BudgetError, Cancelled, OptionError
+
+OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "seed": 3}
+QUESTION = [{"role": "user", "content": "Tom has 3 boxes with 12 apples each. How many apples has he?"}]
+PROMPT = "User: How many apples?\nAssistant:"
+
+
+@pytest.fixture(scope="module")
+def both(demo):
+    stock = Stock(demo, **OPTIONS, logits_all=True)
+    ours = moeoff.Llama(demo, expert_memory="3M", logits_all=True, **OPTIONS)
+    yield stock, ours
+    ours.close()
+    stock.close()
+
+
+def without_identity(reply):
+    """Ids, times and names differ between any two calls."""
+    if isinstance(reply, dict):
+        return {k: without_identity(v) for k, v in reply.items() if k not in ("id", "created", "model")}
+    return [without_identity(item) for item in reply] if isinstance(reply, list) else reply
+
+
+CALLS = {
+    "completion": lambda m: m.create_completion(PROMPT, max_tokens=24, temperature=0),
+    "sampled": lambda m: m.create_completion(PROMPT, max_tokens=24, temperature=0.9, top_k=20, top_p=0.9, seed=11, repeat_penalty=1.1),
+    "call": lambda m: m(PROMPT, max_tokens=8, temperature=0, echo=True),
+    "stop": lambda m: m.create_completion(PROMPT, max_tokens=60, temperature=0, stop=["\n"]),
+    "stream": lambda m: list(m.create_completion(PROMPT, max_tokens=12, temperature=0, stream=True)),
+    "logprobs": lambda m: m.create_completion(PROMPT, max_tokens=6, temperature=0, logprobs=3),
+    "chat": lambda m: m.create_chat_completion(QUESTION, max_tokens=24, temperature=0),
+    "chat stream": lambda m: list(m.create_chat_completion(QUESTION, max_tokens=12, temperature=0, stream=True)),
+    "chat logprobs": lambda m: m.create_chat_completion(QUESTION, max_tokens=6, temperature=0, logprobs=True, top_logprobs=2),
+    "json": lambda m: m.create_chat_completion(QUESTION, max_tokens=40, temperature=0, response_format={"type": "json_object"}),
+    "schema": lambda m: m.create_chat_completion(
+        QUESTION,
+        max_tokens=40,
+        temperature=0,
+        response_format={"type": "json_object", "schema": {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}},
+    ),
+    "tools": lambda m: m.create_chat_completion(
+        QUESTION,
+        max_tokens=40,
+        temperature=0,
+        tools=[{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}}],
+        tool_choice={"type": "function", "function": {"name": "add"}},
+    ),
+    "logit_bias": lambda m: m.create_completion(PROMPT, max_tokens=8, temperature=0, logit_bias={20: 5.0}),
+    "tokens": lambda m: [m.tokenize(b"Hello\tworld"), m.detokenize([72, 300, 901]).decode(errors="replace"), m.n_vocab(), m.token_eos()],
+}
+
+
+def comparable(value):
+    return without_identity(value)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_same_as_llama_cpp(both, name):
+    stock, ours = both
+    try:
+        expected = comparable(CALLS[name](stock))
+    except Exception as error:  # what the class refuses for this model, ours refuses alike
+        with pytest.raises(type(error)):
+            CALLS[name](ours)
+        return
+    assert comparable(CALLS[name](ours)) == expected
+
+
+def test_save_and_load_state(both):
+    stock, ours = both
+    texts = []
+    for model in (stock, ours):
+        model.reset()
+        model.eval(model.tokenize(PROMPT.encode()))
+        state = model.save_state()
+        first = [t for t, _ in zip(model.generate([5, 6], temp=0, reset=False), range(8))]
+        model.load_state(state)
+        second = [t for t, _ in zip(model.generate([5, 6], temp=0, reset=False), range(8))]
+        assert first == second
+        texts.append(first)
+    assert texts[0] == texts[1]
+
+
+def test_embeddings(demo):
+    stock = Stock(demo, embedding=True, **OPTIONS)
+    expected = stock.create_embedding(["an apple", "the sea"])
+    stock.close()
+    with moeoff.Llama(demo, expert_memory="1M", embedding=True, **OPTIONS) as ours:
+        got = ours.create_embedding(["an apple", "the sea"])
+    for a, b in zip(expected["data"], got["data"]):
+        assert a["embedding"] == b["embedding"]
+
+
+def test_prefix_cache(demo):
+    from llama_cpp import LlamaRAMCache
+
+    with moeoff.Llama(demo, expert_memory="3M", **OPTIONS) as llm:
+        llm.set_cache(LlamaRAMCache())
+        first = CALLS["completion"](llm)
+        assert without_identity(CALLS["completion"](llm)) == without_identity(first)
+
+
+def test_calls_from_any_thread(demo):
+    with moeoff.Llama(demo, expert_memory="2M", **OPTIONS) as llm:
+        expected = without_identity(CALLS["completion"](llm))
+        got = []
+        for _ in range(3):
+            thread = threading.Thread(target=lambda: got.append(without_identity(CALLS["completion"](llm))))
+            thread.start()
+            thread.join()
+        assert got == [expected] * 3
+
+
+def test_cancel_from_another_thread(demo):
+    with moeoff.Llama(demo, expert_memory="400K", strategy="on-demand", n_ctx=2048, n_threads=2) as llm:
+        llm.cancel()  # nothing in progress: nothing happens
+        expected = without_identity(CALLS["completion"](llm))
+        timer = threading.Timer(0.3, llm.cancel)
+        timer.start()
+        started = time.perf_counter()
+        with pytest.raises(Cancelled):
+            llm.create_completion(PROMPT, max_tokens=2000, temperature=0, logit_bias={llm.token_eos(): -100.0})
+        assert time.perf_counter() - started < 3
+        assert without_identity(CALLS["completion"](llm)) == expected
+
+
+def test_on_stats_tells_each_answer(demo):
+    seen = []
+    with moeoff.Llama(demo, expert_memory="4M", on_stats=seen.append, **OPTIONS) as llm:
+        CALLS["completion"](llm)
+        list(CALLS["stream"](llm))
+        total = llm.stats()
+    assert len(seen) == 2
+    assert seen[0].prompt_tokens > 3 and seen[0].gen_tokens >= 8
+    assert sum(s.demand_misses for s in seen) == total.demand_misses
+    assert sum(s.bytes_read for s in seen) <= total.bytes_read
+    assert all(0 < s.hit_rate < 1 and s.gen_tps > 0 for s in seen)
+
+
+def test_progress(demo):
+    fractions = []
+    with moeoff.Llama(demo, expert_memory="1M", progress=fractions.append, n_ctx=64):
+        pass
+    assert fractions == sorted(fractions) and fractions[-1] == 1.0 and len(fractions) > 10
+
+
+def test_set_memory(demo):
+    with moeoff.Llama(demo, memory="200M", **OPTIONS) as llm:
+        expected = without_identity(CALLS["completion"](llm))
+        full = llm.stats().arena_bytes
+        needed = llm.plan.needs.total + (2 << 20)
+        llm.set_memory(needed)
+        small = llm.stats()
+        assert small.budget_bytes == needed and small.arena_bytes < full
+        assert llm.expert_buffer.stats().arena_committed <= small.arena_bytes
+        assert without_identity(CALLS["completion"](llm)) == expected
+        with pytest.raises(BudgetError, match="too small"):
+            llm.set_memory("30M")
+        with pytest.raises(OptionError):
+            llm.set_memory("much")
+        assert llm.stats().budget_bytes == needed
+        llm.set_memory("300M")
+        assert llm.stats().arena_bytes == full
+        assert without_identity(CALLS["completion"](llm)) == expected
+
+
+def test_arena_gives_way_when_the_process_grows(grown):
+    """An app that takes 20 MB more than planned still stays below the budget."""
+    code = f"""
+import numpy as np, moeoff
+from moeoff.memory import peak_rss, rss
+llm = moeoff.Llama({grown!r}, memory="190M", n_ctx=256, n_threads=2)
+llm.eval(list(range(10, 200)))
+before = llm.stats().arena_bytes
+held = []
+for i in range(40):
+    held.append(np.ones(1 << 17))
+    llm.eval([i + 5]) if llm.n_tokens < 250 else None
+after = llm.stats().arena_bytes
+assert after < before, (before, after)
+assert peak_rss() <= 190 << 20, peak_rss() / (1 << 20)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_warm_start(demo, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = OPTIONS | {"expert_memory": "30M"}
+    with moeoff.Llama(demo, warm=True, **options) as cold:
+        text = without_identity(CALLS["completion"](cold))
+        resident = cold.expert_buffer.residency()
+        misses = cold.stats().demand_misses
+    assert len(list((tmp_path / "moeoff" / "warm").glob("*.npz"))) == 1
+    with moeoff.Llama(demo, warm=True, **options) as warm:
+        wanted = int(np.unpackbits(resident).sum())
+        for _ in range(500):
+            if warm.expert_buffer.stats().resident_slices >= wanted:
+                break
+            time.sleep(0.01)
+        assert (warm.expert_buffer.residency() == resident).all()
+        assert without_identity(CALLS["completion"](warm)) == text
+        assert misses > 500 and warm.stats().demand_misses == 0
+        assert warm.stats().prefetch_issued == 0
+    (path,) = (tmp_path / "moeoff" / "warm").glob("*.npz")
+    path.write_bytes(b"damaged")
+    with moeoff.Llama(demo, warm=True, **options) as llm:  # a cold start, no error
+        assert without_identity(CALLS["completion"](llm)) == text
+
+
+def test_twenty_cycles_leave_nothing(demo):
+    def cycle():
+        with moeoff.Llama(demo, expert_memory="2M", n_ctx=64, n_threads=2) as llm:
+            llm.set_gate_callback(lambda event: None)
+            llm.create_completion("Hello", max_tokens=4)
+
+    def state():
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what the allocator holds back is not a leak
+        with open("/proc/self/statm") as file:
+            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), resident
+
+    for _ in range(3):
+        cycle()
+    before = state()
+    for _ in range(20):
+        cycle()
+    after = state()
+    assert after[:2] == before[:2]
+    assert after[2] - before[2] < 8 << 20
+
+
+@pytest.mark.parametrize("order", ["del a; del b", "del b; del a", "a.close(); del b", "a.x = b; b.x = a", "import sys; sys.exit(0)"])
+def test_any_order_at_interpreter_exit(demo, order):
+    code = f"import moeoff\na = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\nb = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\na.eval([1, 2]); b.eval([3])\n{order}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
