@@ -20,6 +20,7 @@ from llama_cpp import llama_cpp as _binding
 from .buffer import ExpertBuffer
 from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from .layout import Layout
+from .log import set_log
 from .memory import DEFAULT_SHARE, available, format_size, parse_size, peak_rss, rss
 from .plan import RESERVE, Needs, Plan
 from .stats import Stats
@@ -108,6 +109,8 @@ class Llama(llama_cpp.Llama):
         llama_cpp_kwargs["n_threads"] = llama_cpp_kwargs.get("n_threads") or n_cores
         llama_cpp_kwargs["n_threads_batch"] = llama_cpp_kwargs.get("n_threads_batch") or llama_cpp_kwargs["n_threads"]
         llama_cpp_kwargs.setdefault("verbose", False)
+
+        set_log(llama_cpp_kwargs["verbose"])
 
         self._buffer = ExpertBuffer(
             n_lanes=n_lanes, keep=self.strategy.keep, eager=self.strategy.eager, direct_io=direct_io, gate_input=gate_input

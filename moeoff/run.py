@@ -1,17 +1,15 @@
-"""`moeoff run`: one answer, streamed, and what it took."""
+"""`moeoff run`: a prompt answered, or a chat if nobody gave one."""
 
 from __future__ import annotations
 
 import importlib.resources
+import json
 import os
 import random
 import sys
-import time
-from dataclasses import replace
 
 from .errors import OptionError
-from .memory import format_size
-from .stats import Stats
+from .memory import DEFAULT_SHARE
 
 DEFAULT_CTX = 4096
 DEMO_MODEL = "demo-moe-q8_0.gguf"
@@ -26,98 +24,159 @@ def demo_model() -> str:
 def run(
     *,
     model: str | None = None,
+    hf_repo: str | None = None,
     prompt: str | None = None,
-    n_predict: int = 128,
+    file: str | None = None,
+    system: str | None = None,
     raw: bool = False,
+    as_json: bool = False,
+    stats_json: str | None = None,
     memory: str | None = None,
     expert_memory: str | None = None,
     strategy: str = "lru",
+    warm: bool = True,
     threads: int | None = None,
     ctx_size: int | None = None,
     flash_attn: bool = True,
-    temp: float = 0.8,
-    seed: int = -1,
     n_gpu_layers: int = 0,
-    ignore_eos: bool = False,
-    stats_json: str | None = None,
-) -> Stats:
-    """Answers one prompt; see `moeoff run --help` for the options.
+    seed: int = -1,
+    verbose: bool = False,
+    **sampling,
+) -> None:
+    """Answers a prompt, or chats; see `moeoff run --help` for the options.
+
+    Args:
+        **sampling: the fields of `moeoff.answer.Sampling`.
 
     Raises:
         MoeoffError: the model, the budget or an option is no good.
+        KeyboardInterrupt: the answer was stopped with Ctrl-C; what was written of it stays.
     """
-    from llama_cpp import llama_cpp as binding
-
-    from .layout import Layout
-    from .llama import Llama
-
-    if prompt is None and model is not None:
-        raise OptionError("give a prompt with -p")
-    prompt = prompt if prompt is not None else DEMO_PROMPT
-    if n_gpu_layers and not binding.llama_supports_gpu_offload():
-        raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+    if model and hf_repo:
+        raise OptionError("give -m or -hf, not both")
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
         raise OptionError(f"{stats_json}: there is no such folder to write statistics into")
-    model = model or demo_model()
-    llm = Llama(
-        model,
+    if hf_repo:
+        from .hub import download, parse
+
+        parse(hf_repo)
+    prompt = _prompt(prompt, file)
+    chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    if prompt is None and not chat:
+        if model or hf_repo:
+            raise OptionError("give a prompt with -p, with -f or on standard input; without one, in a terminal, moeoff chats")
+        prompt = DEMO_PROMPT
+    if hf_repo:
+        model = download(hf_repo)
+
+    from .answer import Answerer, Sampling
+
+    sampling["stop"] = tuple(sampling.get("stop", ()))
+    how = Sampling(**sampling)
+    share = f" ({DEFAULT_SHARE:.0%} of what is available)" if memory is None and expert_memory is None else ""
+    llm = _open(
+        model or demo_model(),
+        verbose=verbose,
         memory=memory,
         expert_memory=expert_memory,
         strategy=strategy,
-        n_ctx=ctx_size or min(DEFAULT_CTX, Layout.read(model).n_ctx_train or DEFAULT_CTX),
+        warm=warm,
+        n_ctx=ctx_size,
         n_threads=threads,
         n_gpu_layers=n_gpu_layers,
         flash_attn=flash_attn,
         seed=seed if seed >= 0 else random.getrandbits(31),
     )
-    with llm:
-        stats = _answer(llm, prompt, n_predict, raw, temp, ignore_eos)
-    if stats_json:
-        with open(stats_json, "w") as file:
-            file.write(stats.to_json())
-    return stats
+    with llm, Answerer(llm, how) as answerer:
+        if chat:
+            from .chat import Chat
+
+            stats = Chat(answerer, system).loop(share)
+            cancelled = False
+        else:
+            answer = _answer(answerer, prompt, system, raw, as_json, share)
+            stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
+    if stats_json and stats is not None:
+        with open(stats_json, "w") as out:
+            out.write(stats.to_json())
+    if cancelled:
+        raise KeyboardInterrupt
 
 
-def _answer(llm, prompt: str, n_predict: int, raw: bool, temp: float, ignore_eos: bool) -> Stats:
-    options = {"max_tokens": n_predict, "temperature": temp, "stream": True}
-    if ignore_eos:
-        options["logit_bias"] = {llm.token_eos(): float("-inf")}
-    cpu = time.process_time()
-    started = time.perf_counter()
-    if raw or "tokenizer.chat_template" not in llm.metadata:
-        chunks = (c["choices"][0]["text"] for c in llm.create_completion(prompt, **options))
-    else:
-        replies = llm.create_chat_completion([{"role": "user", "content": prompt}], **options)
-        chunks = (c["choices"][0]["delta"].get("content") or "" for c in replies)
+def _is_terminal(stream) -> bool:
+    return stream is not None and not stream.closed and stream.isatty()
+
+
+def _prompt(prompt: str | None, file: str | None) -> str | None:
+    """What -p, -f and standard input say together, or None if none says anything. What is piped in follows the question."""
+    if prompt is not None and file is not None:
+        raise OptionError("give -p or -f, not both")
     try:
-        for text in chunks:
-            sys.stdout.write(text)
-            sys.stdout.flush()
-    finally:
-        sys.stdout.write("\n")
-        sys.stdout.flush()
-        ended = time.perf_counter()
-        stats = llm.stats()
-        timing = llm.timing
-        stats = replace(
-            stats,
-            prompt_tokens=timing.prompt_tokens,
-            prompt_tps=timing.prompt_tokens / timing.prompt_seconds if timing.prompt_seconds else 0.0,
-            gen_tokens=timing.gen_tokens,
-            gen_tps=timing.gen_tokens / (ended - started - timing.prompt_seconds) if timing.gen_tokens else 0.0,
-            cpu_seconds=time.process_time() - cpu,
+        if file is not None:
+            with open(file, encoding="utf-8") as text:
+                prompt = text.read().removesuffix("\n")
+        if sys.stdin is not None and not _is_terminal(sys.stdin):
+            source, piped = "standard input", sys.stdin.read().removesuffix("\n")
+            if piped:
+                prompt = piped if prompt is None else f"{prompt}\n\n{piped}"
+    except OSError as error:
+        raise OptionError(f"{file}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{file or source}: is not UTF-8 text") from None
+    if prompt is not None and not prompt.strip():
+        raise OptionError("the prompt is empty: there is nothing to answer")
+    return prompt
+
+
+def _open(model: str, *, n_ctx: int | None, n_gpu_layers: int, verbose: bool, **options):
+    """Loads the model with a bar on the terminal."""
+    from llama_cpp import llama_cpp as binding
+
+    from .layout import Layout
+    from .llama import Llama
+    from .progress import loading_bar
+
+    if n_gpu_layers and not binding.llama_supports_gpu_offload():
+        raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+    layout = Layout.read(model)
+    with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
+        return Llama(
+            model,
+            n_ctx=n_ctx or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX),
+            n_gpu_layers=n_gpu_layers,
+            verbose=verbose,
+            progress=progress,
+            **options,
         )
-        print(summary(stats), file=sys.stderr)
-    return stats
 
 
-def summary(s: Stats) -> str:
-    """One line for people."""
-    tokens = s.prompt_tokens + s.gen_tokens
-    return (
-        f"prompt {s.prompt_tokens} tokens, {s.prompt_tps:.1f} tok/s | generated {s.gen_tokens}, {s.gen_tps:.1f} tok/s | "
-        f"hit rate {s.hit_rate:.1%}, {s.bytes_read / 1e6 / max(tokens, 1):.1f} MB/token read"
-        f"{'' if s.direct_io else ' (through the page cache)'}, stalled {s.stall_seconds:.2f} s | "
-        f"experts {format_size(s.arena_bytes)}, peak {format_size(s.peak_rss_bytes)}"
-        + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
-    )
+def _answer(answerer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str):
+    """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
+    from .answer import Template, text_tokens
+
+    llm = answerer.llm
+    if raw or "tokenizer.chat_template" not in llm.metadata:
+        if system:
+            raise OptionError("--system: there is no chat template to put it into")
+        tokens = text_tokens(llm, prompt)
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        tokens = Template(llm).tokens([*messages, {"role": "user", "content": prompt}])
+    if as_json:
+        answer = answerer.answer(tokens, lambda _text: None)
+        print(json.dumps(answer.to_dict(), ensure_ascii=False))
+        return answer
+
+    def write(text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+    answer = answerer.answer(tokens, write)
+    write("\n")
+    dim(answer.summary() + share)
+    return answer
+
+
+def dim(text: str) -> None:
+    """A remark on stderr, quieter than the answer if that is a terminal."""
+    print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)

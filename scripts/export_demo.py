@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 
-from modelfile import partial_file
+from moeoff.container import partial_file
 from moeoff.errors import ModelError, MoeoffError
 from moeoff.quantize import quantize, type_from_name
 

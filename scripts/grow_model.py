@@ -30,7 +30,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from modelfile import ModelFile, ModelWriter, Tensor, pack
+from moeoff.container import ModelFile, ModelWriter, Tensor, pack
 from moeoff.errors import ModelError, MoeoffError
 from moeoff.quantize import quantize_chunks, type_from_name
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from modelfile import ModelFile, ModelWriter, Tensor
+from moeoff.container import ModelFile, ModelWriter, Tensor
 from moeoff.errors import MoeoffError
 from moeoff.quantize import fits, needs_imatrix, quantize_chunks, type_from_name, type_name
 

@@ -20,10 +20,12 @@ def demo() -> str:
 
 
 @pytest.fixture(scope="session")
-def moeoff_command():
-    """Runs the installed command; returns the finished process with text output."""
+def moeoff_command(tmp_path_factory):
+    """Runs the installed command, with a cache folder of its own; returns the finished process with text output."""
+    cache = str(tmp_path_factory.mktemp("cache"))
 
     def run(*args: str, timeout: float = 120, **kwargs) -> subprocess.CompletedProcess:
+        kwargs.setdefault("env", os.environ | {"XDG_CACHE_HOME": cache})
         command = os.path.join(os.path.dirname(sys.executable), "moeoff")
         return subprocess.run([command, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **kwargs)
 

@@ -52,7 +52,7 @@ def test_stats_json(moeoff_command, demo, tmp_path):
         (["-m", "/", "-p", "x"], "cannot be read"),
         (["-m", __file__, "-p", "x"], "not a GGUF file"),
         (["--memory", "1M"], "too small"),
-        (["--memory", "50M"], "needs at least"),
+        (["--memory", "50M"], "this model needs"),
         (["--memory", "soon"], "not a size"),
         (["--memory", "1G", "--expert-memory", "1G"], "not both"),
         (["--strategy", "magic"], "there are: lru"),
@@ -145,7 +145,7 @@ def test_start_up_time(command, limit):
 
 
 def test_dense_model(moeoff_command, demo, tmp_path):
-    from modelfile import ModelFile, ModelWriter
+    from moeoff.container import ModelFile, ModelWriter
 
     path = tmp_path / "dense.gguf"
     with ModelFile(demo) as model:
@@ -171,6 +171,20 @@ def test_ctrl_c_ends_cleanly():
     _, err = process.communicate(timeout=20)
     assert process.returncode == 130
     assert "Traceback" not in err and "hit rate" in err
+
+
+def test_ctrl_c_in_the_middle_of_a_long_prompt():
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "run", "-c", "32768", "--strategy", "on-demand"]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdin.write("apples " * 30000)
+    process.stdin.close()
+    process.stdin = None
+    time.sleep(2)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and time.monotonic() - started < 3
+    assert out.strip() == "" and len(err.strip().splitlines()) == 1 and "generated 0" in err and "reused" not in err
 
 
 def test_stock_binding_is_named(tmp_path):

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from export_demo import export_demo
 from grow_model import Growth, grow_model
-from modelfile import ModelFile, ModelWriter, Tensor, pack
+from moeoff.container import ModelFile, ModelWriter, Tensor, pack
 from requantize_experts import requantize_experts
 
 DEMO = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"

@@ -1,0 +1,285 @@
+"""One answer: the prompt in the model's own template, the text as it comes, and what it took.
+
+Knows nothing of terminals and files. The model computes in a thread of its own, because a long prompt keeps llama.cpp busy
+for minutes and Python notices Ctrl-C only in a thread that is not.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+
+from .errors import ContextError, ModelError, MoeoffError, OptionError
+from .memory import format_size, rss
+from .stats import Stats
+
+
+_LOGGER = logging.getLogger("llama-cpp-python")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is drawn, by llama.cpp's names and with its defaults.
+
+    Attributes:
+        n_predict: tokens at most; -1: until the model stops or the context is full.
+        top_k: 0 or less: of the whole vocabulary.
+        stop: texts that end the answer and are not part of it.
+        ignore_eos: the model's own end tokens are never drawn.
+    """
+
+    n_predict: int = -1
+    temp: float = 0.8
+    top_k: int = 40
+    top_p: float = 0.95
+    min_p: float = 0.05
+    repeat_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        if self.n_predict == 0 or self.n_predict < -1:
+            raise OptionError(f"-n: at least 1 token, or -1 for as many as fit, not {self.n_predict}")
+        if self.temp < 0:
+            raise OptionError(f"--temp: 0 or more, not {self.temp}")
+        for name in ("top_p", "min_p"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise OptionError(f"--{name.replace('_', '-')}: between 0 and 1, not {getattr(self, name)}")
+        if self.repeat_penalty <= 0:
+            raise OptionError(f"--repeat-penalty: more than 0, not {self.repeat_penalty}")
+        if "" in self.stop:
+            raise OptionError("--stop: an empty text would end every answer before it begins")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What was said and what it took.
+
+    Attributes:
+        finish_reason: "stop": the model or a stop text ended it; "length": -n or the context did; "cancelled": the user did.
+        prompt_tokens: of the whole prompt.
+        reused_tokens: those at its beginning that the KV cache still held.
+        completion_tokens: drawn, the end token included.
+        n_ctx: tokens that the context holds.
+        stats: of this answer alone; its prompt_tokens are those that had to be computed.
+        seconds: from the question to the end.
+        rss_bytes: resident memory at the end.
+    """
+
+    text: str
+    finish_reason: str
+    prompt_tokens: int
+    reused_tokens: int
+    completion_tokens: int
+    n_ctx: int
+    stats: Stats
+    seconds: float
+    rss_bytes: int
+
+    @property
+    def context_full(self) -> bool:
+        return self.finish_reason == "length" and self.prompt_tokens + self.completion_tokens >= self.n_ctx
+
+    def to_dict(self) -> dict:
+        """What `moeoff run --json` prints."""
+        usage = {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        }
+        stats = asdict(self.stats)
+        return {"model": stats["model"], "text": self.text, "finish_reason": self.finish_reason, "usage": usage, "stats": stats}
+
+    def summary(self) -> str:
+        """One line for people."""
+        s = self.stats
+        return (
+            f"prompt {s.prompt_tokens} tokens{f' (+{self.reused_tokens} reused)' if self.reused_tokens else ''}, {s.prompt_tps:.1f} tok/s | "
+            f"generated {self.completion_tokens}, {s.gen_tps:.1f} tok/s | "
+            f"hit rate {s.hit_rate:.1%}, {s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1):.2f} MB/token read"
+            f"{'' if s.direct_io else ' (through the page cache)'}, stalled {min(s.stall_seconds / max(self.seconds, 1e-9), 1):.0%} | "
+            f"memory {format_size(self.rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
+        )
+
+
+class Template:
+    """The chat template that the model's file holds.
+
+    Raises:
+        ModelError: it holds none, or one that cannot be read.
+    """
+
+    def __init__(self, llm):
+        import jinja2
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        template = llm.metadata.get("tokenizer.chat_template")
+        if not template:
+            raise ModelError(f"{llm.model_path}: the model has no chat template: give a text to continue with --raw -p")
+        self._refusals = (jinja2.TemplateError, ValueError, TypeError)
+        self._llm = llm
+
+        def text_of(token: int) -> str:
+            return llm._model.token_get_text(token) if token != -1 else ""
+
+        try:
+            self._format = Jinja2ChatFormatter(template, eos_token=text_of(llm.token_eos()), bos_token=text_of(llm.token_bos()))
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}; --raw does without") from None
+
+    def tokens(self, messages: Sequence[dict]) -> list[int]:
+        """Of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it."""
+        try:
+            text = self._format(messages=list(messages)).prompt
+        except self._refusals as error:  # templates raise on purpose: "system role not supported"
+            raise ModelError(f"the model's chat template refuses this conversation: {error}") from None
+        return self._llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
+
+
+def text_tokens(llm, text: str) -> list[int]:
+    """Of a text that the model is to continue as it is."""
+    return llm.tokenize(text.encode("utf-8", "replace"), add_bos=True, special=True)
+
+
+class Answerer:
+    """Has a model answer, one prompt after the other. Use with `with`.
+
+    Args:
+        llm: stays the caller's, who closes it after this.
+        sampling: how answers are drawn.
+    """
+
+    def __init__(self, llm, sampling: Sampling):
+        self.llm = llm
+        self.sampling = sampling
+        self._cancelled = threading.Event()
+        # one thread for all answers: OpenMP keeps a team of threads for each thread that ever computed
+        self._executor = ThreadPoolExecutor(1, "moeoff-answer")
+        self._keywords = self._completion_keywords()
+
+    def __enter__(self) -> Answerer:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self._executor.shutdown()
+
+    def cancel(self) -> None:
+        """Ends the answer that is being computed; from any thread, and from a signal handler."""
+        self._cancelled.set()
+        _LOGGER.setLevel(logging.CRITICAL)  # llama.cpp logs three errors about a graph that was ended on purpose
+        self.llm.cancel()
+
+    def answer(self, tokens: list[int], write: Callable[[str], None]) -> Answer:
+        """Answers a prompt; each piece of text goes to `write` in the calling thread. Ctrl-C ends the answer, not the program.
+
+        Raises:
+            ContextError: the prompt alone is longer than the context.
+            MoeoffError: what went wrong while computing; the model stays usable.
+        """
+        llm = self.llm
+        n_ctx = llm.n_ctx()
+        if not tokens:
+            raise OptionError("the prompt is empty: there is nothing to answer")
+        if len(tokens) >= n_ctx:
+            raise ContextError(len(tokens), n_ctx)
+        self._cancelled.clear()
+        log_level = _LOGGER.level
+        before, timing = llm.stats(), replace(llm.timing)
+        cpu, started = time.process_time(), time.perf_counter()
+        pieces: queue.SimpleQueue = queue.SimpleQueue()
+        text = []
+        with self._ctrl_c_cancels():
+            future = self._executor.submit(self._compute, tokens, pieces)
+            try:
+                while (piece := pieces.get()) is not None:
+                    text.append(piece)
+                    write(piece)
+            except BaseException:  # whoever reads us has left
+                self.cancel()
+                raise
+            finally:
+                future.exception()  # waits
+                _LOGGER.setLevel(log_level)
+            reason = future.result()
+        ended = time.perf_counter()
+        spent = llm.timing.since(timing)
+        stats = llm.stats().since(before, spent, time.process_time() - cpu)
+        if spent.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
+            stats = replace(stats, gen_tps=spent.gen_tokens / (ended - started - spent.prompt_seconds))
+        return Answer(
+            text="".join(text),
+            finish_reason=reason,
+            prompt_tokens=len(tokens),
+            reused_tokens=max(llm.n_tokens - spent.prompt_tokens - spent.gen_tokens, 0),
+            completion_tokens=max(llm.n_tokens - len(tokens) + 1, 0),  # after each token that was computed one is drawn
+            n_ctx=n_ctx,
+            stats=stats,
+            seconds=ended - started,
+            rss_bytes=rss(),
+        )
+
+    def _compute(self, tokens: list[int], pieces: queue.SimpleQueue) -> str:
+        """In the thread: puts pieces of text, then None."""
+        reason = "length"
+        try:
+            if self._cancelled.is_set():
+                return "cancelled"
+            for chunk in self.llm.create_completion(tokens, stream=True, **self._keywords):
+                choice = chunk["choices"][0]
+                if choice["text"]:
+                    pieces.put(choice["text"])
+                reason = choice["finish_reason"] or reason
+        except (MoeoffError, RuntimeError) as error:
+            if self._cancelled.is_set():
+                return "cancelled"
+            if isinstance(error, MoeoffError):
+                raise
+            raise MoeoffError(f"llama.cpp could not go on: {error}") from error
+        finally:
+            pieces.put(None)
+        return "cancelled" if self._cancelled.is_set() else reason
+
+    def _completion_keywords(self) -> dict:
+        from llama_cpp import StoppingCriteriaList
+
+        s = self.sampling
+        keywords = {
+            "max_tokens": s.n_predict,
+            "temperature": s.temp,
+            "top_k": s.top_k,
+            "top_p": s.top_p,
+            "min_p": s.min_p,
+            "repeat_penalty": s.repeat_penalty,
+            "stop": list(s.stop),
+            "stopping_criteria": StoppingCriteriaList([lambda _tokens, _logits: self._cancelled.is_set()]),
+        }
+        if s.ignore_eos:
+            keywords["logit_bias"] = {token: float("-inf") for token in _end_tokens(self.llm)}
+        return keywords
+
+    @contextmanager
+    def _ctrl_c_cancels(self):
+        # a handler and not `except KeyboardInterrupt`: that could come between taking a piece and writing it
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        old = signal.signal(signal.SIGINT, lambda _signum, _frame: self.cancel())
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, old)
+
+
+def _end_tokens(llm) -> list[int]:
+    """Every token that ends an answer; models have several."""
+    from llama_cpp import llama_cpp as binding
+
+    vocab = llm._model.vocab
+    return [token for token in range(llm.n_vocab()) if binding.llama_vocab_is_eog(vocab, token)]

@@ -1,0 +1,282 @@
+"""The desk in front of the model's routes: key, queue, and the receipt on every answer.
+
+An ASGI application around another one. It knows HTTP and the shape of OpenAI's answers, nothing of llama.cpp. One request at a
+time is at the model, in order of arrival; a client that hangs up loses its turn, and its answer ends at the next token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import hmac
+import json
+import logging
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from .errors import MoeoffError
+
+if TYPE_CHECKING:
+    from .llama import Llama
+    from .stats import Stats
+
+OPEN_PATHS = ("/health",)
+MODEL_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/engines/copilot-codex/completions")
+
+_ticket: contextvars.ContextVar[Ticket] = contextvars.ContextVar("moeoff_ticket")
+
+
+@dataclass
+class Ticket:
+    """One request. `left` is read by the thread that computes the answer; `answer` are the tokens it draws."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    left: bool = False
+    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    answer: Generator | None = None
+
+    @property
+    def usage(self) -> dict:
+        total = self.prompt_tokens + self.completion_tokens
+        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
+
+
+def current_ticket() -> Ticket:
+    """The ticket of the request that this thread works for; a fresh one outside of requests."""
+    return _ticket.get(None) or Ticket()
+
+
+def receipt(before: Stats, after: Stats) -> dict:
+    """What one answer took, from the statistics before and after it."""
+    hits, misses = after.demand_hits - before.demand_hits, after.demand_misses - before.demand_misses
+    return {
+        "hit_rate": round(hits / (hits + misses), 6) if hits + misses else 0.0,
+        "hits": hits,
+        "misses": misses,
+        "bytes_read": after.bytes_read - before.bytes_read,
+        "stall_seconds": round(after.stall_seconds - before.stall_seconds, 6),
+    }
+
+
+def error_body(message: str, status: int) -> dict:
+    """An error as OpenAI's clients expect it."""
+    return {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "param": None, "code": None}}
+
+
+async def _refuse(send, status: int, message: str) -> None:
+    body = json.dumps(error_body(message, status)).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+class Desk:
+    def __init__(self, app, llm: Llama, api_key: str | None):
+        self.app, self.llm = app, llm
+        self._key = api_key.encode() if api_key else None
+        self._turn = asyncio.Lock()  # lets waiters in by order of arrival
+        self._at_model: Ticket | None = None
+        self._closing = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.requests = self.waiting = self.prompt_tokens = self.completion_tokens = 0
+
+    def close(self) -> None:
+        """Ends the answer at the model and refuses whoever waits. Called by a signal handler, which must take no locks."""
+        self._closing = True
+        if self._at_model is not None:
+            self._at_model.left = True
+            self._loop.call_soon_threadsafe(self._drop, self._at_model)
+
+    def _drop(self, ticket: Ticket) -> None:
+        """Nobody waits for this answer any more: not even its prompt is computed to the end."""
+        ticket.left = True
+        if self._at_model is ticket:
+            self.llm.cancel()
+
+    async def __call__(self, scope, receive, send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+        elif scope["path"] not in OPEN_PATHS and not self._allowed(scope):
+            await _refuse(send, 401, "wrong API key: give the one the server was started with, as a bearer token")
+        elif scope["method"] == "POST" and scope["path"] in MODEL_PATHS:
+            await self._queue(scope, receive, send)
+        else:
+            await self.app(scope, receive, send)
+
+    def _allowed(self, scope) -> bool:
+        if self._key is None:
+            return True
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        scheme, _, key = given.partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
+
+    async def _queue(self, scope, receive, send) -> None:
+        body = bytearray()
+        while True:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        ticket = Ticket()
+        watcher = asyncio.create_task(self._watch(receive, ticket))
+        self.waiting += 1
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            watcher.cancel()
+            raise
+        finally:
+            self.waiting -= 1
+        try:
+            if self._closing:
+                await _refuse(send, 503, "the server is shutting down")
+            elif not ticket.left:
+                await self._answer(scope, bytes(body), ticket, send)
+        finally:
+            watcher.cancel()
+            self._turn.release()
+
+    async def _watch(self, receive, ticket: Ticket) -> None:
+        """Notices that the client has hung up, even while it waits for its turn."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._drop(ticket)
+        ticket.gone.set()
+
+    async def _answer(self, scope, body: bytes, ticket: Ticket, send) -> None:
+        self._at_model, self._loop = ticket, asyncio.get_running_loop()
+        _ticket.set(ticket)  # of this request's task, and of the threads it sends work to
+        body, wants_usage = _prepare(body)
+        reply = Reply(send, ticket, self.llm, wants_usage)
+        pending = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replay() -> dict:
+            if pending:
+                return pending.pop()
+            await ticket.gone.wait()
+            return {"type": "http.disconnect"}
+
+        try:
+            await self.app(scope, replay, reply.send)
+            await reply.finish()
+        except Exception as error:
+            if not ticket.left:  # a client that left hears nothing more
+                await reply.fail(_root_cause(error))
+        finally:
+            self._at_model = None
+            if ticket.answer is not None:
+                ticket.answer.close()  # one that was dropped between two tokens would look like an answer in progress
+            self.requests += 1
+            self.prompt_tokens += ticket.prompt_tokens
+            self.completion_tokens += ticket.completion_tokens
+
+
+def _prepare(body: bytes) -> tuple[bytes, bool]:
+    """The request with OpenAI's meaning of what is left out, and whether the client wants a last chunk with the usage
+    (stream_options.include_usage)."""
+    try:
+        request = json.loads(body)
+        options = request.get("stream_options")
+    except (ValueError, AttributeError):
+        return body, False  # the route will say what is wrong with it
+    request.setdefault("repeat_penalty", 1.0)  # llama_cpp.server's 1.1 spoils sums and code; nobody else has one
+    return json.dumps(request).encode(), isinstance(options, dict) and bool(options.get("include_usage"))
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The first error of a group: streams run in task groups, which wrap what they raise."""
+    while getattr(error, "exceptions", None):
+        error = error.exceptions[0]
+    return error
+
+
+class Reply:
+    """Passes a response on and puts usage and receipt into its JSON, or into the last chunk of a stream."""
+
+    def __init__(self, send, ticket: Ticket, llm: Llama, wants_usage: bool):
+        self._send, self._ticket, self._llm, self._wants_usage = send, ticket, llm, wants_usage
+        self._before = llm.stats()
+        self._start: dict | None = None
+        self._kind = b""
+        self._body = bytearray()
+        self._ending = False
+        self._last: dict | None = None  # the chunk that ended the answer
+
+    def _receipt(self) -> dict:
+        return receipt(self._before, self._llm.stats())
+
+    async def send(self, message: dict) -> None:
+        if message["type"] == "http.response.start":
+            self._start = message
+            self._kind = dict(message["headers"]).get(b"content-type", b"").partition(b";")[0]
+            if not self._is_json:
+                await self._send(message)
+        elif message["type"] != "http.response.body":
+            await self._send(message)
+        elif self._is_json:
+            self._body += message.get("body", b"")
+            if not message.get("more_body"):
+                await self._send_json()
+        elif self._kind == b"text/event-stream":
+            event = self._event(message.get("body", b""))
+            self._ending = not message.get("more_body")  # held back: what went wrong may be known only after it
+            if event:
+                await self._send({**message, "body": event, "more_body": True})
+        else:
+            await self._send(message)
+
+    @property
+    def _is_json(self) -> bool:
+        return self._kind == b"application/json" and self._start["status"] == 200
+
+    async def _send_json(self) -> None:
+        answer = json.loads(self._body)
+        if isinstance(answer, dict):
+            answer["moeoff"] = self._receipt()
+        body = json.dumps(answer).encode()
+        headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
+        await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
+        await self._send({"type": "http.response.body", "body": body})
+
+    def _event(self, event: bytes) -> bytes:
+        """One server-sent event, which sse_starlette sends as one piece."""
+        data = event.removeprefix(b"data: ").strip()
+        if data == b"[DONE]":
+            if self._wants_usage and self._last is not None:
+                return _sse({**self._last, "choices": [], "usage": self._ticket.usage, "moeoff": self._receipt()}) + event
+            return event
+        if not data.startswith(b"{") or b'"finish_reason": null' in data:
+            return event
+        chunk = json.loads(data)
+        if not any(choice.get("finish_reason") for choice in chunk.get("choices", ())):
+            return event
+        self._last = chunk
+        if self._wants_usage:  # the chunk after this one carries it
+            return event
+        return _sse({**chunk, "usage": self._ticket.usage, "moeoff": self._receipt()})
+
+    async def finish(self) -> None:
+        if self._ending:
+            await self._send({"type": "http.response.body", "body": b""})
+
+    async def fail(self, error: BaseException) -> None:
+        """Tells the client, in the middle of a stream if need be, and the log."""
+        detail = str(getattr(error, "detail", None) or error) or type(error).__name__
+        expected = isinstance(error, (MoeoffError, ValueError)) or hasattr(error, "detail")
+        logging.getLogger("uvicorn.error").error("answer failed: %s", detail, exc_info=None if expected else error)
+        if self._start is None:
+            await _refuse(self._send, 500, detail)
+        elif self._kind == b"text/event-stream":
+            await self._send({"type": "http.response.body", "body": _sse(error_body(detail, 500))})
+        else:
+            raise error
+
+
+def _sse(data: dict) -> bytes:
+    return b"data: " + json.dumps(data).encode() + b"\n\n"

@@ -1,0 +1,32 @@
+"""Writes docs/cli.md from the program's own help. tests/test_docs.py checks that it is up to date.
+
+usage: make_cli_docs.py [--check]
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from moeoff.cli import main
+
+PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+
+
+def page() -> str:
+    parts = ["# The command line\n\nMade by `python scripts/make_cli_docs.py` from `--help`.\n"]
+    top = click.Context(main, info_name="moeoff", max_content_width=100, terminal_width=100)
+    parts.append(f"```\n{main.get_help(top)}\n```\n")
+    for name in main.list_commands(top):
+        command = main.get_command(top, name)
+        context = click.Context(command, info_name=name, parent=top, max_content_width=100, terminal_width=100)
+        parts.append(f"## moeoff {name}\n\n```\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    if "--check" in sys.argv:
+        sys.exit(0 if PAGE.read_text() == page() else f"{PAGE} is out of date: run {__file__}")
+    PAGE.write_text(page())

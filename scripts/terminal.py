@@ -1,0 +1,67 @@
+"""A `moeoff run` in a real terminal, driven by a program: for the chat's tests and for the capture in the docs."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import pexpect
+
+# prompt_toolkit switches bracketed paste on when it begins to read and off when it has a line; redraws do neither
+READING = r"\x1b\[\?2004h.*?>>>.*?\x1b\[\?25h"
+ENTERED = r"\x1b\[\?2004l"
+STATS = r"prompt \d+ tokens.*?\| memory [^\n\x1b]*"
+_ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r|\x07")
+
+
+def plain(text: str) -> str:
+    """Without the escape sequences."""
+    return _ESCAPES.sub("", text)
+
+
+class Terminal:
+    """A chat on a pseudo terminal. Keys go in with `say` and `press`; `read_to` waits for what comes out."""
+
+    def __init__(self, *args: str, cache: Path, columns: int = 160, timeout: float = 60):
+        # nobody behind a pseudo terminal answers prompt_toolkit's question where the cursor is
+        env = os.environ | {"XDG_CACHE_HOME": str(cache), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+        command = str(Path(sys.executable).with_name("moeoff"))
+        self.child = pexpect.spawn(command, ["run", *args], env=env, encoding="utf-8", dimensions=(50, columns), timeout=timeout)
+
+    def __enter__(self) -> Terminal:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.child.close(force=True)
+
+    def read_to(self, pattern: str) -> str:
+        """Everything up to the end of what matches, without escape sequences."""
+        self.child.expect(pattern)
+        return plain(self.child.before + self.child.after)
+
+    def ready(self) -> str:
+        """Everything up to the next prompt."""
+        return self.read_to(READING)
+
+    def say(self, text: str) -> None:
+        """Types a line, which has been taken when this returns; the answer is yet to be read."""
+        self.child.send(text + "\r")
+        self.child.expect(ENTERED)
+
+    def ask(self, text: str) -> str:
+        """Types a line and reads what comes before the next prompt."""
+        self.say(text)
+        return self.ready()
+
+    def leave(self) -> int:
+        """Ctrl-D; the exit code."""
+        self.child.send("\x04")
+        return self.ended()
+
+    def ended(self) -> int:
+        """Waits for the program to end; the exit code."""
+        self.child.expect(pexpect.EOF)
+        self.child.wait()
+        return self.child.exitstatus

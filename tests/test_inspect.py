@@ -1,0 +1,101 @@
+"""`moeoff inspect`: what the headers say must be what the loaded model says."""
+
+import json
+
+import pytest
+
+import moeoff
+from moeoff.footprint import Footprint, kv_bytes, slice_kinds
+from moeoff.inspection import OVERLAP, examine, speed
+from moeoff.layout import Layout
+from moeoff.memory import MIB
+
+
+def test_json(moeoff_command, demo):
+    done = moeoff_command("inspect", demo, "--json", "--no-probe")
+    assert done.returncode == 0 and done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["architecture"] == "qwen2moe" and report["n_layer"] == report["n_moe_layer"] == 12
+    assert report["n_expert"] == 32 and report["n_expert_used"] == 4 and report["n_expert_shared"] == 1 and report["n_ctx_train"] == 256
+    assert sum(kind["nbytes"] * kind["count"] for kind in report["slices"]) == report["expert_bytes"]
+    assert report["token_bytes"] * 8 == report["expert_bytes"]
+    assert {(kind["matrix"], kind["type"], kind["count"]) for kind in report["slices"]} == {(m, "Q8_0", 384) for m in ("gate", "up", "down")}
+    assert report["disk"] is None and report["kv_exact"] and report["ctx_size"] == 256
+    assert all(row["tps_low"] is None for row in report["budgets"])
+
+
+def test_text(moeoff_command, demo):
+    done = moeoff_command("inspect", demo, "-c", "1024")
+    assert done.returncode == 0 and done.stderr == ""
+    for words in ("qwen2moe, 12 layers", "32 a layer, top-4, 1 shared", "context of 1024", "floor", "--memory", "100%", "MB/s", "tokens/s = disk rate"):
+        assert words in done.stdout, words
+
+
+@pytest.mark.parametrize("n_ctx", [100, 256, 1000])
+def test_numbers_are_those_of_the_loaded_model(demo, n_ctx):
+    size = Footprint.of(Layout.read(demo), n_ctx)
+    with moeoff.Llama(demo, expert_memory="1G", n_ctx=n_ctx, flash_attn=True) as llm:
+        weights, state, compute, work = llm.context_memory()
+        assert size.arena_floor == llm.expert_buffer.arena_floor and size.arena_full == llm.expert_buffer.arena_full
+        assert (size.dense, size.kv, size.kv_exact) == (weights, state, True)
+        assert 0.5 < size.compute / (compute + work) < 2
+
+
+def test_budgets_do_what_they_promise(demo, moeoff_command):
+    """At the floor the model runs, below half of it it does not; each row needs more and keeps more."""
+    report = examine(demo, probe_disk=False)
+    assert [row.resident_share for row in report.budgets] == sorted({row.resident_share for row in report.budgets})
+    assert report.budgets[0].memory_bytes - report.floor_bytes < MIB and report.budgets[-1].resident_share == 1
+    # the process that ran this test is larger than the command's
+    rows = json.loads(moeoff_command("inspect", demo, "--json", "--no-probe").stdout)["budgets"]
+    enough = rows[-1]["memory_bytes"] + 24 * MIB
+    assert moeoff_command("run", "-m", demo, "-p", "x", "-n", "2", "-c", "256", "--memory", str(enough)).returncode == 0
+    assert moeoff_command("run", "-m", demo, "-p", "x", "-n", "2", "-c", "256", "--memory", str(rows[0]["memory_bytes"] // 2)).returncode == 1
+
+
+def test_speed():
+    assert speed(100, 1.0, 1e6) == (None, None)
+    low, high = speed(1000, 0.5, 1e6)
+    assert low == pytest.approx(OVERLAP * 2000) and high == pytest.approx(4000)
+    assert speed(1000, 0.9, 1e6) > speed(1000, 0.5, 1e6)
+
+
+def test_probe(demo):
+    report = examine(demo)
+    assert report.disk.bytes_per_second > 1e6 and 1.5 < report.disk.seconds < 4
+    assert report.disk.block_bytes >= max(kind.nbytes for kind in report.slices)
+    assert all(row.tps_low <= row.tps_high for row in report.budgets if row.tps_low is not None)
+
+
+def test_split(demo, tmp_path, moeoff_command):
+    from split_model import split_model
+
+    parts = split_model(demo, tmp_path, 3)
+    split = json.loads(moeoff_command("inspect", str(parts[0]), "--json", "--no-probe").stdout)
+    whole = json.loads(moeoff_command("inspect", demo, "--json", "--no-probe").stdout)
+    assert len(split["files"]) == 3
+    same = set(whole) - {"files", "budgets", "process_bytes", "floor_bytes", "available_bytes"}
+    assert {key: split[key] for key in same} == {key: whole[key] for key in same}
+
+
+def test_kv_formula():
+    def layout(names: list[str], **hparams) -> Layout:
+        dense = dict.fromkeys(names)
+        return Layout(("x",), "x", 2, 8, 2, 0, {}, dense, hparams, ())
+
+    plain = {"embedding_length": 64, "attention.head_count": 4}
+    names = ["blk.0.attn_k.weight", "blk.1.attn_k.weight", "blk.1.attn_norm.weight", "output.weight"]
+    assert kv_bytes(layout(names, **plain), 256) == (2 * 256 * 4 * (16 + 16) * 2, True)
+    assert kv_bytes(layout(names, **plain), 257)[0] == 2 * kv_bytes(layout(names, **plain), 256)[0]  # rounded up to 256
+    grouped = plain | {"attention.head_count_kv": (1, 2), "attention.key_length": 8, "attention.value_length": 24}
+    assert kv_bytes(layout(names, **grouped), 256) == (256 * (1 + 2) * (8 + 24) * 2, True)
+    latent = plain | {"attention.head_count_kv": 1, "attention.key_length": 36, "attention.key_length_mla": 12, "attention.value_length_mla": 8}
+    assert kv_bytes(layout(["blk.0.attn_kv_a_mqa.weight"], **latent), 256) == (256 * 36 * 2, True)
+    hybrid = plain | {"ssm.inner_size": 32, "ssm.state_size": 8, "ssm.conv_kernel": 4, "ssm.group_count": 1}
+    total, exact = kv_bytes(layout(["blk.0.attn_qkv.weight", "blk.0.ssm_out.weight", "blk.1.attn_k.weight"], **hybrid), 256)
+    assert total == 256 * 4 * 32 * 2 + 4 * (3 * (32 + 16) + 32 * 8) and not exact
+
+
+def test_slice_kinds_of_several_types(grown):
+    kinds = slice_kinds(Layout.read(grown))
+    assert {kind.type for kind in kinds} == {"Q4_K"} and sum(kind.count for kind in kinds) == 3 * 12 * 32
