@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 
 import click
@@ -20,6 +21,9 @@ def _one_sentence(command):
     def wrapped(*args, debug: bool = False, **kwargs):
         try:
             return command(*args, **kwargs)
+        except BrokenPipeError:  # whoever read us has left; Python must not try once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(0)
         except (MoeoffError, OSError, MemoryError) as error:
             if debug:
                 raise
@@ -28,8 +32,6 @@ def _one_sentence(command):
             if debug:
                 raise
             sys.exit(130)
-        except BrokenPipeError:
-            sys.exit(0)  # whoever read us has left
 
     return click.option("--debug", is_flag=True, help="Show the traceback of an error.")(wrapped)
 
@@ -42,23 +44,87 @@ def main() -> None:
 
 @main.command(context_settings=CONTEXT)
 @click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
-@click.option("-p", "--prompt", help="What to answer. Default: a question for the demo model.")
-@click.option("-n", "--n-predict", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens to generate at most.")
+@click.option("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+@click.option("-p", "--prompt", help="What to answer. Without a prompt, in a terminal: chat.")
+@click.option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. What is piped in follows -p or -f.")
+@click.option("--system", metavar="TEXT", help="System prompt.")
+@click.option("-n", "--n-predict", type=click.IntRange(min=-1), default=-1, show_default=True, help="Tokens to generate at most; -1: as many as fit.")
+@click.option("-s", "--stop", multiple=True, metavar="TEXT", help="Text that ends the answer. May be given several times.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
 @click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
 @click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, on-demand.")
+@click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @click.option("-c", "--ctx-size", type=click.IntRange(min=8), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
 @click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
 @click.option("--temp", type=click.FloatRange(min=0), default=0.8, show_default=True, help="Temperature; 0 takes the likeliest token.")
+@click.option("--top-k", type=int, default=40, show_default=True, help="Draw from the likeliest K tokens; 0: from all.")
+@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Draw from the likeliest tokens that make up this probability.")
+@click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Leave out tokens below this share of the likeliest one's probability.")
+@click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Penalty on tokens that occurred lately; 1: none.")
 @click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
 @click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all.")
 @click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
 @click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @_one_sentence
 def run(**options) -> None:
-    """Answer a prompt. Text goes to stdout, one line of statistics to stderr."""
+    """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
     from .run import run as command
 
     command(**options)
+
+
+@main.command(context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")
+@click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option("--api-key", envvar="MOEOFF_API_KEY", show_envvar=True, metavar="KEY", help="Refuse requests without this bearer token.")
+@click.option("-a", "--alias", metavar="NAME", help="What /v1/models calls the model. Default: its file name.")
+@click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages from here ask, as https://example.org or *; may be repeated.")
+@click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
+@click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
+@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, on-demand.")
+@click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
+@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
+@click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
+@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
+@click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all.")
+@click.option("--logprobs", is_flag=True, help="Let requests ask for logprobs: takes context x vocabulary x 4 bytes.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@_one_sentence
+def serve(**options) -> None:
+    """Serve a model over HTTP as OpenAI's API does, one answer at a time.
+
+    Completions, chat, streaming; /metrics for Prometheus, /health. Every answer says in `moeoff` what it took.
+    """
+    from .server import serve as command
+
+    command(**options)
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("file", type=click.Path())
+@click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
+@click.option("--probe/--no-probe", default=True, show_default=True, help="Read from the file for 2 seconds to tell its speed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_one_sentence
+def inspect(**options) -> None:
+    """Tell what a GGUF holds, what it takes, and what more memory buys, from its headers alone."""
+    from .inspection import inspect as command
+
+    command(**options)
+
+
+@main.command(context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), help="A GGUF, or the folder where models are. Default: the current folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@_one_sentence
+def doctor(**options) -> None:
+    """Check this machine and installation; exit code 1 if something is in the way."""
+    from .doctor import doctor as command
+
+    if not command(**options):
+        sys.exit(1)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from .errors import OptionError
 from .layout import Layout
 from .memory import rss
-from .plan import RESERVE
+from .plan import RESERVE, Needs, Plan
 from .quantize import type_name
 
 MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
@@ -97,6 +97,20 @@ class Footprint:
         if budget < self.floor:
             return 0.0
         return min(1.0, (budget - self.fixed) / self.arena_full) if self.arena_full else 1.0
+
+
+def require_room(layout: Layout, n_ctx: int, budget: int) -> None:
+    """Before anything is loaded: llama.cpp would first clear the whole KV cache, and be killed for it.
+
+    Counts what is sure alone, so that nothing is refused that would fit; `Plan.divide` has the last word once the model is loaded.
+
+    Raises:
+        BudgetError: weights, KV cache and the experts' floor exceed the budget; says what would fit.
+        OptionError: a context that llama.cpp cannot count.
+    """
+    size = Footprint.of(layout, n_ctx)
+    kv = size.kv if size.kv_exact else size.kv // 4
+    Plan.divide(budget, Needs(size.process, size.dense, kv, 0, n_ctx), size.arena_floor, size.arena_full)
 
 
 def _slot_bytes(nbytes: int) -> int:

@@ -19,6 +19,7 @@ from llama_cpp import llama_cpp as _binding
 
 from .buffer import ExpertBuffer
 from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
+from .footprint import require_room
 from .layout import Layout
 from .log import set_log
 from .memory import DEFAULT_SHARE, available, format_size, parse_size, peak_rss, rss
@@ -98,12 +99,8 @@ class Llama(llama_cpp.Llama):
             budget = int(available() * DEFAULT_SHARE)
 
         layout = Layout.read(model_path)
-        if not layout.experts:
-            raise ModelError(f"{model_path}: a {layout.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
-        if budget is not None and layout.dense_bytes >= budget:
-            raise BudgetError(
-                f"a budget of {format_size(budget)} is too small: the weights outside the experts alone take {format_size(layout.dense_bytes)}"
-            )
+        layout.require_experts()
+        require_room(layout, llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512, budget or available())
 
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         llama_cpp_kwargs["n_threads"] = llama_cpp_kwargs.get("n_threads") or n_cores
@@ -174,6 +171,7 @@ class Llama(llama_cpp.Llama):
         decode = type(ctx).decode
 
         def guarded(batch) -> None:
+            self._layout.check_unchanged()
             started = time.perf_counter()
             with self._in_progress():
                 try:
@@ -201,9 +199,13 @@ class Llama(llama_cpp.Llama):
         finally:
             with self._state_lock:
                 self._answering -= 1
-                if self._answering == 0 and self._cancelled:
-                    self._cancelled = False
-                    hooks.set_cancelled(self._buffer.handle, False)
+                if self._answering == 0:
+                    self._take_back_cancel()
+
+    def _take_back_cancel(self) -> None:
+        if self._cancelled:
+            self._cancelled = False
+            hooks.set_cancelled(self._buffer.handle, False)
 
     def cancel(self) -> None:
         """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
@@ -214,6 +216,8 @@ class Llama(llama_cpp.Llama):
 
     def generate(self, *args, **kwargs):
         before, timing = self.stats(), replace(self.timing)
+        with self._state_lock:  # an answer that was left in the middle may have been cancelled and never noticed
+            self._take_back_cancel()
         with self._in_progress():
             try:
                 yield from super().generate(*args, **kwargs)

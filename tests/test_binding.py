@@ -14,6 +14,7 @@ from stock import Stock
 
 import moeoff
 from moeoff import BudgetError, Cancelled, OptionError
+from moeoff.memory import rss
 
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "seed": 3}
 QUESTION = [{"role": "user", "content": "Tom has 3 boxes with 12 apples each. How many apples has he?"}]
@@ -160,7 +161,7 @@ def test_progress(demo):
 
 
 def test_set_memory(demo):
-    with moeoff.Llama(demo, memory="200M", **OPTIONS) as llm:
+    with moeoff.Llama(demo, memory=rss() + (150 << 20), **OPTIONS) as llm:
         expected = without_identity(CALLS["completion"](llm))
         full = llm.stats().arena_bytes
         needed = llm.plan.needs.total + (2 << 20)
@@ -174,7 +175,7 @@ def test_set_memory(demo):
         with pytest.raises(OptionError):
             llm.set_memory("much")
         assert llm.stats().budget_bytes == needed
-        llm.set_memory("300M")
+        llm.set_memory(rss() + (150 << 20))
         assert llm.stats().arena_bytes == full
         assert without_identity(CALLS["completion"](llm)) == expected
 

@@ -1,0 +1,218 @@
+"""`moeoff doctor`: is anything on this machine, or about this installation, in the way?
+
+Every check is a function that returns findings; none of them changes anything, and one that fails is a finding itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+
+from . import __version__
+from .disk import direct_io, file_system, probe
+from .errors import MoeoffError
+from .memory import available, cgroup_limit, format_size
+
+PROBE_SECONDS = 1.0
+BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
+SLOW_DISK = 300e6  # bytes per second: below, a cache has to be nearly complete to be of use
+FEW_FILES = 256
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
+REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.gcsfuse", "ceph", "lustre")
+# what makes kernels fast on x86, by the names of /proc/cpuinfo and of llama.cpp
+SIMD = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
+
+OK, WARNING, PROBLEM = "ok", "warning", "problem"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: what was looked at, how it is, what was found, and what to do about it."""
+
+    name: str
+    state: str
+    text: str
+    way_out: str = ""
+
+
+def check_fork() -> Iterator[Finding]:
+    version = metadata.version("llama-cpp-python")
+    yield Finding("moeoff", OK, __version__)
+    yield Finding("fork", OK, f"llama-cpp-python {version}")  # another one would have ended at `import moeoff`
+    from . import hooks  # raises ForkError if the two do not speak the same language
+
+    yield Finding("interface", OK, f"version {hooks.abi_version()}, structs agree")
+
+
+def check_cpu() -> Iterator[Finding]:
+    from llama_cpp import llama_cpp as binding
+
+    from . import hooks  # noqa: F401  before llama.cpp is asked anything
+
+    text = binding.llama_print_system_info().decode()
+    built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
+    try:
+        with open("/proc/cpuinfo") as file:
+            flags = next((line.split(":")[1].split() for line in file if line.startswith("flags")), [])
+    except OSError:
+        flags = []
+    unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
+    lacking = [theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built]
+    found = ", ".join(sorted(built)) or "none"
+    if lacking:
+        yield Finding("cpu features", PROBLEM, f"built with {', '.join(lacking)}, which this CPU lacks: it will crash", "rebuild the fork here: make env")
+    elif unused:
+        yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
+    else:
+        yield Finding("cpu features", OK, found)
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _cpu_quota()
+    if quota is not None and quota < n_cores:
+        yield Finding("cores", WARNING, f"{n_cores}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
+    else:
+        yield Finding("cores", OK, str(n_cores))
+    gpu = binding.llama_supports_gpu_offload()
+    yield Finding("gpu", OK, "this build can offload layers to one (-ngl)" if gpu else "none in this build; experts are computed on the CPU anyway")
+
+
+def _cpu_quota() -> float | None:
+    """Cores that the cgroup allows, or None."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as file:
+            quota, period = file.read().split()
+        return None if quota == "max" else int(quota) / int(period)
+    except (OSError, ValueError):
+        return None
+
+
+def check_openmp() -> Iterator[Finding]:
+    spin = os.environ.get("GOMP_SPINCOUNT")  # hooks sets it unless the user has
+    if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity"):
+        yield Finding("openmp", WARNING, "threads spin while they wait and take the cores from the I/O threads", "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT")
+    else:
+        yield Finding("openmp", OK, f"GOMP_SPINCOUNT={spin}")
+
+
+def check_memory() -> Iterator[Finding]:
+    limit = cgroup_limit()
+    yield Finding("cgroup", OK, "no memory limit" if limit is None else f"memory limited to {format_size(limit)}")
+    free = available()
+    if free < 512 << 20:
+        yield Finding("memory", WARNING, f"{format_size(free)} available", "small models only: close other programs, or raise the limit")
+    else:
+        yield Finding("memory", OK, f"{format_size(free)} available")
+
+
+def check_files() -> Iterator[Finding]:
+    try:
+        import resource
+    except ModuleNotFoundError:  # not on this system
+        return
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
+        yield Finding("open files", WARNING, f"at most {soft}", f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need some hundreds")
+    else:
+        yield Finding("open files", OK, f"at most {soft}")
+
+
+def check_disk(path: str, block_bytes: int = BLOCK_BYTES) -> Iterator[Finding]:
+    """The file system and the disk under a file, or under a folder, in which a file is made and removed again."""
+    if not os.path.exists(path):
+        yield Finding("file system", PROBLEM, f"{path} does not exist", "give a model or a folder that does")
+        return
+    kind = file_system(path)
+    where = f"{kind} at {path}"
+    if kind in IN_MEMORY:
+        yield Finding("file system", WARNING, f"{where} keeps files in memory: offloading to it saves nothing", "put the model on a disk")
+    elif kind in REMOTE:
+        yield Finding("file system", WARNING, f"{where} is reached over a network or a host: reads are slow to begin", "put the model on a local disk")
+    else:
+        yield Finding("file system", OK, where)
+    if os.path.isfile(path):
+        yield from _disk_of(path, block_bytes)
+        return
+    with os.scandir(path) as entries:
+        models = [entry for entry in entries if entry.name.endswith(".gguf") and entry.is_file()]
+    if models:
+        yield from _disk_of(max(models, key=lambda entry: entry.stat().st_size).path, block_bytes)
+        return
+    try:
+        with tempfile.NamedTemporaryFile(dir=path, prefix=".moeoff-doctor-") as file:
+            for _ in range(64):
+                file.write(os.urandom(BLOCK_BYTES))  # some disks are quick with zeros
+            file.flush()
+            os.fsync(file.fileno())
+            yield from _disk_of(file.name, block_bytes)
+    except OSError as error:
+        yield Finding("disk", WARNING, f"not measured: nothing can be written to {path} ({error.strerror})", "give a model with -m")
+
+
+def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
+    if direct_io(path):
+        yield Finding("direct reads", OK, "work here")
+    else:
+        yield Finding(
+            "direct reads", WARNING, "not possible here: reads go through the page cache, which counts against a container's limit", "put the model on a local disk"
+        )
+    rate = probe(path, block_bytes, PROBE_SECONDS)
+    text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}"
+    if rate.bytes_per_second < SLOW_DISK:
+        yield Finding("disk rate", WARNING, text, "slow for offloading: use an SSD, or a budget that holds most experts")
+    else:
+        yield Finding("disk rate", OK, text + ("" if rate.direct_io else ", perhaps of the page cache"))
+
+
+def check_model(path: str) -> Iterator[Finding]:
+    """The model's headers, its floor against what is available, and the disk at its slices' size."""
+    from .footprint import Footprint, slice_kinds
+    from .layout import Layout
+    from .run import DEFAULT_CTX
+
+    try:
+        layout = Layout.read(path)
+        layout.require_experts()
+    except MoeoffError as error:
+        yield Finding("model", PROBLEM, str(error), "moeoff runs GGUF files with routed experts")
+        return
+    size = Footprint.of(layout, min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX))
+    text = f"{layout.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, all of it resident {format_size(size.fixed + size.arena_full)}"
+    if size.floor > available():
+        yield Finding("model", PROBLEM, text, "more memory, a smaller -c, or a model with fewer weights outside the experts")
+    else:
+        yield Finding("model", OK, text)
+    yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(layout)))
+
+
+def doctor(*, model: str | None = None, as_json: bool = False) -> bool:
+    """Prints every finding; see `moeoff doctor --help`. Returns whether there was no problem."""
+    path = model or os.getcwd()
+    checks = [check_fork, check_cpu, check_openmp, check_memory, check_files]
+    checks.append(lambda: check_model(path) if os.path.isfile(path) else check_disk(path))
+    findings: list[Finding] = []
+    for check in checks:
+        try:
+            findings.extend(check())
+        except (MoeoffError, OSError, metadata.PackageNotFoundError) as error:
+            findings.append(Finding(getattr(check, "__name__", "").removeprefix("check_") or "disk", PROBLEM, str(error)))
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        _print(findings)
+    return all(finding.state != PROBLEM for finding in findings)
+
+
+def _print(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    colours = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
+    for finding in findings:
+        text = Text.assemble((f"{finding.state:<8}", colours[finding.state]), f" {finding.name:<13} {finding.text}")
+        if finding.way_out:
+            text.append(f" -> {finding.way_out}", "bold")
+        console.print(text, soft_wrap=True)

@@ -1,0 +1,200 @@
+"""`moeoff serve`: llama_cpp's OpenAI-compatible server on `moeoff.Llama`.
+
+Routes, schemas and streaming are those of llama_cpp.server; `moeoff.desk` stands in front of them. This module opens the model,
+puts the two together and runs them until a signal comes.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from .errors import Cancelled, MoeoffError, OptionError
+from .llama import Llama  # before llama_cpp: it prepares the process
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, HTTPException, Request
+    from fastapi.middleware.cors import CORSMiddleware
+    from fastapi.responses import JSONResponse, PlainTextResponse
+    from llama_cpp import llama_cpp as binding
+    from llama_cpp.server import app as llama_app
+    from llama_cpp.server.settings import ServerSettings
+    from sse_starlette.sse import AppStatus
+except ModuleNotFoundError as error:
+    raise OptionError(f"moeoff serve needs {error.name}, which is not installed: pip install 'moeoff[server]'") from None
+
+from . import __version__
+from .desk import Desk, current_ticket, error_body
+from .footprint import require_room
+from .layout import Layout
+from .log import set_log
+from .memory import available, format_size, parse_size
+from .metrics import metrics_text
+from .progress import loading_bar
+from .run import DEFAULT_CTX, demo_model
+
+GRACE_SECONDS = 10  # for what is in flight when a signal comes
+
+
+class ServedLlama(Llama):
+    """Counts an answer's tokens on its ticket, and ends the answer when nobody waits for it any more.
+
+    alias: what answers call the model where the request did not name one.
+    """
+
+    alias = "default"
+
+    def generate(self, tokens: Sequence[int], *args, **kwargs) -> Iterator[int]:
+        ticket = current_ticket()
+        ticket.prompt_tokens = len(tokens)
+        ticket.answer = super().generate(tokens, *args, **kwargs)
+        try:
+            for token in ticket.answer:
+                if not binding.llama_vocab_is_eog(self._model.vocab, token):
+                    ticket.completion_tokens += 1
+                yield token
+                if ticket.left:
+                    return
+        except Cancelled as error:
+            if not ticket.left:
+                raise HTTPException(500, str(error)) from error
+        except MoeoffError as error:
+            raise HTTPException(500, str(error)) from error
+
+    def create_completion(self, prompt, *args, **kwargs):
+        if kwargs.get("logprobs") is not None and not self._logits_all:
+            raise HTTPException(400, "this server keeps no logits: start it with --logprobs to ask for logprobs")
+        kwargs["model"] = kwargs.get("model") or self.alias  # llama_cpp would say where the file is
+        return super().create_completion(prompt, *args, **kwargs)
+
+
+class OneModel:
+    """The part of llama_cpp.server's LlamaProxy that its routes use, for a model that is open already."""
+
+    def __init__(self, llm: ServedLlama):
+        self.llm = llm
+
+    def __call__(self, _model: str | None = None) -> Llama:
+        return self.llm
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self.llm.alias])
+
+
+def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[str] = ()) -> tuple[Callable, Desk]:
+    """The application, and the desk in front of it. One at a time in a process: llama_cpp's routes keep their model in a global."""
+    proxy = OneModel(llm)
+    # made without reading the environment, which pydantic's settings would do; the key is the desk's business
+    llama_app.set_server_settings(ServerSettings.model_construct(api_key=None, interrupt_requests=False))
+    llama_app._llama_proxy = proxy  # what set_llama_proxy() does after opening a llama_cpp.Llama
+
+    app = FastAPI(title="moeoff", version=__version__, docs_url=None, redoc_url=None)
+    app.include_router(llama_app.router)
+    # llama_cpp's lock would make the list of models wait for answers; the desk lets one request at a time to the model
+    app.dependency_overrides[llama_app.get_llama_proxy] = lambda: proxy
+    desk = Desk(app, llm, api_key)
+
+    @app.get("/health")
+    async def health() -> dict:
+        return {"status": "ok"}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(metrics_text(llm.stats(), desk), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.exception_handler(HTTPException)
+    async def openai_error(_request: Request, error: HTTPException) -> JSONResponse:
+        return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code)
+
+    guarded = CORSMiddleware(desk, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"]) if cors else desk
+    return guarded, desk
+
+
+class Server(uvicorn.Server):
+    """Tells the desk about the signal before it waits for the connections."""
+
+    def __init__(self, config: uvicorn.Config, desk: Desk):
+        super().__init__(config)
+        self.desk = desk
+
+    def handle_exit(self, sig, frame) -> None:
+        self.desk.close()
+        super().handle_exit(sig, frame)
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    """Before the model is loaded: a port that is taken should not take a minute to be found so."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        sock = socket.socket(family, kind, protocol)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+    except OSError as error:
+        raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port") from None
+    return sock
+
+
+def serve(
+    *,
+    model: str | None = None,
+    host: str = "127.0.0.1",
+    port: int = 8080,
+    api_key: str | None = None,
+    alias: str | None = None,
+    cors: Sequence[str] = (),
+    memory: str | None = None,
+    expert_memory: str | None = None,
+    strategy: str = "lru",
+    warm: bool = True,
+    threads: int | None = None,
+    ctx_size: int | None = None,
+    flash_attn: bool = True,
+    n_gpu_layers: int = 0,
+    logprobs: bool = False,
+    verbose: bool = False,
+) -> None:
+    """Serves until SIGINT, which is raised again as KeyboardInterrupt, or SIGTERM; see `moeoff serve --help` for the options.
+
+    Raises:
+        MoeoffError: the model, the budget, an option or the address is no good.
+    """
+    set_log(verbose)
+    if n_gpu_layers and not binding.llama_supports_gpu_offload():
+        raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+    model = model or demo_model()
+    layout = Layout.read(model)
+    layout.require_experts()
+    n_ctx = ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX)
+    require_room(layout, n_ctx, parse_size(memory) if memory is not None else available())
+    with _bind(host, port) as sock:
+        with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
+            llm = ServedLlama(
+                model,
+                memory=memory,
+                expert_memory=expert_memory,
+                strategy=strategy,
+                warm=warm,
+                progress=progress,
+                n_ctx=n_ctx,
+                n_threads=threads,
+                n_gpu_layers=n_gpu_layers,
+                flash_attn=flash_attn,
+                logits_all=logprobs,
+                verbose=verbose,
+            )
+        with llm:
+            llm.alias = alias or os.path.basename(model).removesuffix(".gguf")
+            app, desk = create_app(llm, api_key=api_key, cors=cors)
+            config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_SECONDS)
+            AppStatus.enable_automatic_graceful_drain = False  # the desk ends streams at a token, with their last chunk
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when all is done
+            name, number = sock.getsockname()[:2]
+            url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
+            print(f"serving {model} on {url}/v1, experts in {format_size(llm.plan.arena)}; Ctrl-C ends", file=sys.stderr, flush=True)
+            Server(config, desk).run(sockets=[sock])
