@@ -19,6 +19,7 @@ from .quantize import type_name
 
 MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
 _UBATCH = 512  # llama.cpp's default: tokens that are computed at once
+_LIBRARIES = 16 << 20  # llama.cpp and numpy take this much more once a model is loaded
 _CTX_STEP = 256  # llama.cpp rounds the context up to this
 _F16, _F32 = 2, 4
 
@@ -110,7 +111,10 @@ def require_room(layout: Layout, n_ctx: int, budget: int) -> None:
     """
     size = Footprint.of(layout, n_ctx)
     kv = size.kv if size.kv_exact else size.kv // 4
-    Plan.divide(budget, Needs(size.process, size.dense, kv, 0, n_ctx), size.arena_floor, size.arena_full)
+    if budget - Needs(size.process, size.dense, kv, 0, n_ctx).total < size.arena_floor:
+        # what is named as enough must be: with the estimates, and what the libraries will still allocate
+        likely = Needs(size.process + _LIBRARIES, size.dense, size.kv, size.compute, n_ctx)
+        Plan.divide(budget, likely, size.arena_floor, size.arena_full)
 
 
 def _slot_bytes(nbytes: int) -> int:
