@@ -6,7 +6,7 @@ from importlib import metadata as _metadata
 
 from .errors import BudgetError, Cancelled, ForkError, ModelError, MoeoffError, OptionError, ReadError
 
-__all__ = ["BudgetError", "Cancelled", "ForkError", "Llama", "ModelError", "MoeoffError", "OptionError", "ReadError", "Stats", "__version__"]
+__all__ = ["BudgetError", "Cancelled", "ForkError", "Llama", "ModelError", "MoeoffError", "OptionError", "ReadError", "Stats", "__version__", "register"]
 
 __version__ = "0.1.0"
 
@@ -34,6 +34,10 @@ except ForkError as _error:
 
 def __getattr__(name: str):
     # loading llama.cpp takes longer than `moeoff --help` should
+    if name == "register":
+        from .cache import register
+
+        return register
     if name == "Llama":
         from .llama import Llama
 

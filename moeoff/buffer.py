@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import hooks
+from .companion import Choice
 from .errors import ModelError, MoeoffError, OptionError, ReadError
 from .layout import EXPERT_PATTERN, Layout
 
@@ -124,13 +125,15 @@ class ExpertBuffer:
         finally:
             hooks.load_end(self.handle)
 
-    def attach(self, layout: Layout) -> None:
-        """Tells where the slices of the tensors that the model reserved are.
+    def attach(self, layout: Layout, choice: Choice = Choice()) -> None:
+        """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its companion.
 
         Raises:
-            ModelError: the file's tensors are not those that llama.cpp loaded.
+            ModelError: the file's tensors are not those that llama.cpp loaded, or the companion lacks one.
         """
-        for path in layout.files:
+        companion = choice.companion
+        repacked = companion is not None and choice.tier in companion.tiers
+        for path in (*layout.files, companion.path) if repacked else layout.files:
             if hooks.add_file(self.handle, os.fsencode(path)) < 0:
                 raise ModelError(hooks.last_error().decode("utf-8", "replace"))
         for index in range(hooks.n_tensors(self.handle)):
@@ -141,7 +144,12 @@ class ExpertBuffer:
             span = layout.experts.get(name)
             if span is None or span.nbytes != n_expert * info.nbytes:
                 raise ModelError(f"{layout.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
-            sources = [hooks.Source(span.file, span.type, span.offset + e * info.nbytes, info.nbytes) for e in range(n_expert)]
+            if repacked:
+                slices = companion.sources(span, choice.tier)
+                sources = [hooks.Source(len(layout.files), s.type, s.offset, s.nbytes, s.hash if choice.verify else 0) for s in slices]
+            else:
+                hashes = [companion.source_hashes.get((name, e), 0) if choice.verify else 0 for e in range(n_expert)]
+                sources = [hooks.Source(span.file, span.type, span.offset + e * info.nbytes, info.nbytes, hashes[e]) for e in range(n_expert)]
             self.set_sources(index, sources)
         self.buffered = bool(hooks.is_buffered(self.handle))
 

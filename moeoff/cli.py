@@ -54,7 +54,11 @@ def main() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
 @click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
 @click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
-@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, on-demand.")
+@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
+@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
+@click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own.")
+@click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read.")
+@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
 @click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @click.option("-c", "--ctx-size", type=click.IntRange(min=8), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
@@ -68,6 +72,7 @@ def main() -> None:
 @click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all.")
 @click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
 @click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
+@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts every gate chose, for simulate; goes on in FILE.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @_one_sentence
 def run(**options) -> None:
@@ -86,7 +91,7 @@ def run(**options) -> None:
 @click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages from here ask, as https://example.org or *; may be repeated.")
 @click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
 @click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
-@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, on-demand.")
+@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
 @click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
@@ -128,3 +133,62 @@ def doctor(**options) -> None:
 
     if not command(**options):
         sys.exit(1)
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("model", type=click.Path())
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Default: MODEL.experts.gguf, where it is found on its own.")
+@click.option("--tiers", metavar="NAMES", help="Precisions, as keep,Q2_K. keep: the model's own bytes; twin: a lower one for each type. Default: twin.")
+@click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix for what is quantized.")
+@click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json", help="One more tier, 'bits', in which each expert has the type of this plan.")
+@click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Default: every core this process may use.")
+@click.option("--dry-run", is_flag=True, help="Tell sizes and time, and write nothing.")
+@click.option("--force", is_flag=True, help="Replace an existing companion.")
+@click.option("--resume", is_flag=True, help="Take up an interrupted conversion; if interrupted again, leave what there is.")
+@_one_sentence
+def convert(**options) -> None:
+    """Repack a model's experts into a companion file, in one or more precisions. The model stays as it is."""
+    from .convert import bar
+    from .convert import convert as command
+    from .memory import format_size
+
+    with bar("converting") as progress:
+        done = command(**options, progress=progress)
+    for line in done.fallbacks:
+        click.echo(line, err=True)
+    tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())
+    if options["dry_run"]:
+        click.echo(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} of disk, about {done.seconds:.0f} s")
+    else:
+        click.echo(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} in {done.seconds:.1f} s")
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("file", type=click.Path())
+@click.option("-m", "--model", type=click.Path(), help="The model. Default: the one that the companion names, if it is beside it.")
+@_one_sentence
+def verify(**options) -> None:
+    """Compare a companion with its hashes, and with the model that it was made of."""
+    from .convert import bar
+    from .memory import format_size
+    from .verify import verify as command
+
+    with bar("verifying") as progress:
+        done = command(**options, progress=progress)
+    belongs = f"made of {done.model}" if done.model else "its model is not beside it and was not checked (give -m)"
+    click.echo(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")
+
+
+@main.command(context_settings=CONTEXT)
+@click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
+@click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
+@click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
+@click.option("--plot", type=click.Path(dir_okay=False, writable=True), metavar="FILE.png", help="Draw hit rates by size and layer, and the experts' use.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
+@_one_sentence
+def simulate(**options) -> None:
+    """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
+    from .report import report as command
+
+    command(**options)

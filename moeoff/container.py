@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moeoff.errors import ModelError
-from moeoff.quantize import dequantize, row_bytes
+from .errors import ModelError
+from .quantize import dequantize, row_bytes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ModelFile", "ModelWriter", "Tensor", "pack", "partial_file"]
+__all__ = ["ModelFile", "ModelWriter", "Tensor", "header_bytes", "pack", "pack_array", "partial_file", "unpack"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # the same layout; 1 had 32-bit counts and is long gone
@@ -57,6 +57,35 @@ def pack(value: float | bool | str) -> bytes:
         return struct.pack("<IQ", _STRING, len(data)) + data
     code = {bool: 7, int: 4, float: 6}[type(value)]
     return struct.pack("<I" + _FORMATS[code], code, value)
+
+
+def pack_array(values: Sequence[str] | np.ndarray) -> bytes:
+    """An array of strings, uint32 or uint64 as the file stores it."""
+    if isinstance(values, np.ndarray):
+        code = {"uint32": 4, "uint64": 10}[values.dtype.name]
+        return struct.pack("<IIQ", _ARRAY, code, values.size) + values.astype(values.dtype.newbyteorder("<")).tobytes()
+    encoded = [value.encode() for value in values]
+    return struct.pack("<IIQ", _ARRAY, _STRING, len(encoded)) + b"".join(struct.pack("<Q", len(e)) + e for e in encoded)
+
+
+def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
+    """The inverse of `pack` and `pack_array`. Raises struct.error for what is neither."""
+    (code,) = struct.unpack_from("<I", raw)
+    if code == _STRING:
+        return raw[12:].decode()
+    if code != _ARRAY:
+        return struct.unpack_from("<" + _FORMATS[code], raw, 4)[0]
+    code, n = struct.unpack_from("<IQ", raw, 4)
+    if code in _FORMATS:
+        return np.frombuffer(raw, np.dtype(_FORMATS[code]).newbyteorder("<"), n, 16)
+    if code != _STRING:
+        raise struct.error("an array of arrays")
+    values, at = [], 16
+    for _ in range(n):
+        (size,) = struct.unpack_from("<Q", raw, at)
+        values.append(raw[at + 8 : at + 8 + size].decode())
+        at += 8 + size
+    return values
 
 
 @contextlib.contextmanager
@@ -92,12 +121,12 @@ class ModelFile:
             raise ModelError(f"{path}: cannot be read: {error}") from error
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError) as error:
+        except (struct.error, UnicodeDecodeError, RecursionError, OverflowError) as error:
             self.close()
             raise ModelError(f"{path}: damaged or cut short: {error}") from error
-        except ModelError:
+        except ModelError as error:
             self.close()
-            raise
+            raise error if str(path) in str(error) else ModelError(f"{path}: damaged: {error}") from None
 
     def __enter__(self) -> Self:
         return self
@@ -119,6 +148,14 @@ class ModelFile:
                 f"{self.path}: expected a single value under {key!r}, found {'an array' if raw else 'nothing'}"
             )
         return raw[12:].decode() if code == _STRING else struct.unpack_from("<" + _FORMATS[code], raw, 4)[0]
+
+    def offset(self, name: str) -> int:
+        """Where a tensor's bytes begin in the file."""
+        return self._offsets[name]
+
+    def header(self) -> bytes:
+        """Everything before the first tensor's bytes."""
+        return self._map[: self.data_start]
 
     def data(self, name: str) -> np.ndarray:
         """A tensor's bytes: uint8 [rows, bytes a row], a view of the mapped file."""
@@ -154,14 +191,17 @@ class ModelFile:
             if not 1 <= n_dims <= 4:
                 raise ModelError(f"{self.path}: tensor {name} has {n_dims} dimensions, expected 1 to 4")
             *dims, type, offset = self._take(f"{n_dims}QIQ")
+            if name in self.tensors:
+                raise ModelError(f"{self.path}: damaged: two tensors are called {name}")
             self.tensors[name] = Tensor(name, tuple(reversed(dims)), type)
             self._offsets[name] = offset
-        self.alignment = (
-            int(self.value("general.alignment")) if "general.alignment" in self.metadata else _DEFAULT_ALIGNMENT
-        )
-        data_start = self._at + -self._at % self.alignment
+        alignment = self.value("general.alignment") if "general.alignment" in self.metadata else _DEFAULT_ALIGNMENT
+        if not isinstance(alignment, int) or alignment < 1:
+            raise ModelError(f"{self.path}: damaged: an alignment of {alignment!r}")
+        self.alignment = alignment
+        self.data_start = self._at + -self._at % alignment
         for name, tensor in self.tensors.items():
-            self._offsets[name] += data_start
+            self._offsets[name] += self.data_start
             if self._offsets[name] + tensor.n_bytes > len(self._map):
                 raise ModelError(f"{self.path}: cut short: tensor {name} ends beyond the file's {len(self._map)} bytes")
 
@@ -211,7 +251,7 @@ class ModelWriter:
         overwrite: bool = False,
     ) -> None:
         self._alignment = alignment
-        self._header = _header(metadata, tensors, alignment, version)
+        self._header = header_bytes(metadata, tensors, alignment, version)
         self._left = [(tensor.name, tensor.n_bytes) for tensor in reversed(tensors)]
         self._expected = 0  # bytes the current tensor still needs
         self._name = ""
@@ -252,7 +292,9 @@ class ModelWriter:
             raise ModelError(f"{self._path}: incomplete: {len(self._left) + bool(self._expected)} tensors miss data")
 
 
-def _header(metadata: Mapping[str, bytes], tensors: Sequence[Tensor], alignment: int, version: int) -> bytes:
+def header_bytes(metadata: Mapping[str, bytes], tensors: Sequence[Tensor], alignment: int, version: int = 3) -> bytes:
+    """Everything before the first tensor's bytes; the tensors follow each other, each at a multiple of the alignment."""
+
     def string(text: str) -> bytes:
         return struct.pack("<Q", len(text.encode())) + text.encode()
 

@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as _binding  # noqa: E402
 
 from .errors import ForkError  # noqa: E402
 
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -41,7 +41,7 @@ class Params(Structure):
 class Source(Structure):
     """struct moeoff_source"""
 
-    _fields_ = [("file", c_int32), ("type", c_int32), ("offset", c_uint64), ("nbytes", c_uint64)]
+    _fields_ = [("file", c_int32), ("type", c_int32), ("offset", c_uint64), ("nbytes", c_uint64), ("hash", c_uint64)]
 
 
 class TensorInfo(Structure):
@@ -142,6 +142,8 @@ if abi_version() != ABI_VERSION or abi_layout().decode() != _mirror():
 
 # const char * moeoff_last_error(void);
 last_error = _function("moeoff_last_error", c_char_p)
+# uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed);
+hash64 = _function("moeoff_hash64", c_uint64, c_void_p, c_uint64, c_uint64)
 # moeoff_expert_buffer * moeoff_expert_buffer_init(struct moeoff_params params);
 expert_buffer_init = _function("moeoff_expert_buffer_init", c_void_p, Params)
 # void moeoff_expert_buffer_free(moeoff_expert_buffer * eb);

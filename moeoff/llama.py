@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from . import hooks  # first: it prepares the process for llama.cpp  # isort: skip
 
@@ -18,6 +18,8 @@ import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
 from .buffer import ExpertBuffer
+from .companion import Choice
+from .driver import Driver, attach_driver, wants_gate_input
 from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from .footprint import require_room
 from .layout import Layout
@@ -52,10 +54,14 @@ class Llama(llama_cpp.Llama):
         model_path: a GGUF with routed experts; of a split model the first part.
         memory: bound of this process's resident memory, "6G", "80%" or bytes. The default is 80 % of what is available.
         expert_memory: bound of the experts' arena alone, instead of `memory`.
-        strategy: see `moeoff.strategy.STRATEGIES`.
+        strategy: what stays in memory, by name: `moeoff.strategy.strategy_names()`, docs/strategies.md.
         n_lanes: I/O threads.
         direct_io: False reads through the page cache.
+        experts: companion file of `moeoff convert`; "auto" takes the one beside the model if there is one, False none.
+        tier: of the companion, as "Q2_K". The default, "keep", is the model's own precision.
+        verify_reads: compares everything read of the experts with its hash in the companion; `ReadError` if it differs.
         gate_input: gate events carry the router's input (see `set_gate_callback`).
+        trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
         warm: remembers on closing which experts were resident and loads them in the background on the next start.
         progress: called with the loaded fraction, 0 to 1, while the weights outside the experts are read.
         on_stats: called with the `Stats` of each answer when it ends.
@@ -77,7 +83,11 @@ class Llama(llama_cpp.Llama):
         strategy: str = "lru",
         n_lanes: int = 4,
         direct_io: bool = True,
+        experts: str | os.PathLike | bool = "auto",
+        tier: str | None = None,
+        verify_reads: bool = False,
         gate_input: bool = False,
+        trace: str | os.PathLike | None = None,
         warm: bool = False,
         progress: Callable[[float], None] | None = None,
         on_stats: Callable[[Stats], None] | None = None,
@@ -93,6 +103,8 @@ class Llama(llama_cpp.Llama):
         if memory is not None and expert_memory is not None:
             raise OptionError("give memory or expert_memory, not both")
         self.strategy = get_strategy(strategy)
+        self._driver: Driver | None = None
+        gate_input = gate_input or wants_gate_input(self.strategy, trace)
         budget = parse_size(memory) if memory is not None else None
         arena = parse_size(expert_memory) if expert_memory is not None else None
         if budget is None and arena is None:
@@ -101,6 +113,7 @@ class Llama(llama_cpp.Llama):
         layout = Layout.read(model_path)
         layout.require_experts()
         require_room(layout, llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512, budget or available())
+        choice = Choice.make(layout, experts, tier, verify_reads)
 
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         llama_cpp_kwargs["n_threads"] = llama_cpp_kwargs.get("n_threads") or n_cores
@@ -127,9 +140,10 @@ class Llama(llama_cpp.Llama):
                 except ValueError as error:  # llama_cpp's word for every failed load; llama.cpp's log has the reason
                     raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
             self._stack.callback(self._buffer.close)
-            self._buffer.attach(layout)
+            self._buffer.attach(layout, choice)
             self.plan = self._divide(budget, arena)
             self._buffer.start(self.plan.arena)
+            self._driver = attach_driver(self._buffer, self.strategy, layout, trace)
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:
@@ -172,6 +186,8 @@ class Llama(llama_cpp.Llama):
 
         def guarded(batch) -> None:
             self._layout.check_unchanged()
+            if self._driver is not None and batch.batch.pos[0] == 0:
+                self._driver.new_sequence()
             started = time.perf_counter()
             with self._in_progress():
                 try:
@@ -263,8 +279,12 @@ class Llama(llama_cpp.Llama):
         return self._buffer
 
     def set_gate_callback(self, callback) -> None:
-        """See `ExpertBuffer.set_gate_callback`."""
-        self.expert_buffer.set_gate_callback(callback)
+        """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
+        if self._driver is not None and self._driver.needed:
+            self.expert_buffer.drain()
+            self._driver.listener = callback
+        else:
+            self.expert_buffer.set_gate_callback(callback)
 
     def stats(self) -> Stats:
         """What happened since the model was opened, or since `reset_stats()`."""
@@ -281,6 +301,9 @@ class Llama(llama_cpp.Llama):
         self.close()
 
     def close(self) -> None:
+        if getattr(self, "_driver", None) is not None and self._buffer.running and not sys.is_finalizing():
+            stats = asdict(self.stats())
+            self._driver.close({name: stats[name] for name in ("demand_hits", "demand_misses", "evictions", "bytes_read", "arena_bytes")})
         if self._buffer is not None and self._buffer.running and self._warm and not sys.is_finalizing():
             remember(self._buffer, self._layout)
         if getattr(self, "_stack", None) is not None:

@@ -31,8 +31,13 @@ def run(
     raw: bool = False,
     as_json: bool = False,
     stats_json: str | None = None,
+    trace: str | None = None,
     memory: str | None = None,
     expert_memory: str | None = None,
+    experts: str | None = None,
+    no_experts: bool = False,
+    tier: str | None = None,
+    verify_reads: bool = False,
     strategy: str = "lru",
     warm: bool = True,
     threads: int | None = None,
@@ -52,6 +57,8 @@ def run(
         MoeoffError: the model, the budget or an option is no good.
         KeyboardInterrupt: the answer was stopped with Ctrl-C; what was written of it stays.
     """
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
@@ -79,7 +86,11 @@ def run(
         verbose=verbose,
         memory=memory,
         expert_memory=expert_memory,
+        experts=experts or not no_experts,
+        tier=tier,
+        verify_reads=verify_reads,
         strategy=strategy,
+        trace=trace,
         warm=warm,
         n_ctx=ctx_size,
         n_threads=threads,

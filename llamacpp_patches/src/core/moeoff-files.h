@@ -32,6 +32,7 @@ class files {
     bool any_buffered() const;
     uint64_t size(int file) const { return entries[file]->size; }
     int count() const { return (int) entries.size(); }
+    const std::string & path(int file) const { return entries[file]->path; }
 
   private:
     struct entry {

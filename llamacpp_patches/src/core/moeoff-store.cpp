@@ -1,5 +1,7 @@
 #include "moeoff-store.h"
 
+#include "moeoff-hash.h"
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -8,7 +10,13 @@ namespace moeoff {
 
 store::store(const moeoff_params & p) : flags(p.flags), params(p) {
     reader = [this](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & error) {
-        return sources.read(src.file, src.offset, src.nbytes, dst, params.read_chunk, cancel, direct, error);
+        const int err = sources.read(src.file, src.offset, src.nbytes, dst, params.read_chunk, cancel, direct, error);
+        if (err == 0 && src.hash != 0 && hash64(dst + src.offset % page_size, src.nbytes, 0) != src.hash) {
+            error = sources.path(src.file) + ": the " + std::to_string(src.nbytes) + " bytes at offset " + std::to_string(src.offset) +
+                    " are not the ones that were converted (moeoff verify tells which expert they belong to)";
+            return EBADMSG;
+        }
+        return err;
     };
 }
 

@@ -50,7 +50,7 @@ struct slice {
     uint64_t               want_seq   = 0;     // gate event that chose it and whose op has not used it yet
     uint64_t               last_use   = 0;
     int64_t                t_queued   = 0;
-    moeoff_source          source     = { -1, -1, 0, 0 };
+    moeoff_source          source     = { -1, -1, 0, 0, 0 };
 };
 
 struct tensor {

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 2
+#define MOEOFF_ABI_VERSION 3
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -54,6 +54,7 @@ struct moeoff_source {
     int32_t  type;
     uint64_t offset;
     uint64_t nbytes;
+    uint64_t hash;   // moeoff_hash64() of the bytes with seed 0; a read that gives others fails. 0: not checked
 };
 
 // a reserved tensor, in the order of the model's loader
@@ -115,6 +116,9 @@ MOEOFF_API int32_t      moeoff_abi_version(void);
 // "struct:size field:offset ...;" for every struct above
 MOEOFF_API const char * moeoff_abi_layout(void);
 MOEOFF_API const char * moeoff_last_error(void);
+
+// XXH64 of each MiB in turn, seeded with the one before: a hash of a whole may be taken piece by piece, in whole MiB
+MOEOFF_API uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed);
 
 // --- life: init, then load a model on the same thread between begin and end, then sources, then start ---
 

@@ -1,6 +1,7 @@
 // moeoff.h over the store: no logic of its own, no exception leaves it.
 
 #include "moeoff-buffer-type.h"
+#include "moeoff-hash.h"
 
 #include <cstdio>
 #include <cstring>
@@ -22,7 +23,7 @@ const char * moeoff_abi_layout(void) {
         "moeoff_params:" + std::to_string(sizeof(moeoff_params)) +
             FIELD(moeoff_params, flags) + FIELD(moeoff_params, n_lanes) + FIELD(moeoff_params, arena_bytes) + FIELD(moeoff_params, read_chunk) +
         ";moeoff_source:" + std::to_string(sizeof(moeoff_source)) +
-            FIELD(moeoff_source, file) + FIELD(moeoff_source, type) + FIELD(moeoff_source, offset) + FIELD(moeoff_source, nbytes) +
+            FIELD(moeoff_source, file) + FIELD(moeoff_source, type) + FIELD(moeoff_source, offset) + FIELD(moeoff_source, nbytes) + FIELD(moeoff_source, hash) +
         ";moeoff_tensor_info:" + std::to_string(sizeof(moeoff_tensor_info)) +
             FIELD(moeoff_tensor_info, name) + FIELD(moeoff_tensor_info, gate) + FIELD(moeoff_tensor_info, layer) +
             FIELD(moeoff_tensor_info, matrix) + FIELD(moeoff_tensor_info, type) + FIELD(moeoff_tensor_info, ne) + FIELD(moeoff_tensor_info, nbytes) +
@@ -41,6 +42,8 @@ const char * moeoff_abi_layout(void) {
             FIELD(moeoff_stats, resident_slices) + FIELD(moeoff_stats, direct_reads);
     return text.c_str();
 }
+
+uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed) { return moeoff::hash64((const uint8_t *) data, nbytes, seed); }
 
 const char * moeoff_last_error(void) { return last_error.c_str(); }
 

@@ -1,0 +1,109 @@
+"""What a cache policy is: a table of priorities that gate events change.
+
+A policy never evicts. It writes `priorities` [n_gates, n_experts], and whoever owns the slices (the native buffer live,
+`moeoff.simulate` offline) evicts the lowest, among equals the least recently used. It knows nothing of files, slots or threads.
+
+Invariant: the table that an event leaves behind is read when the *next* gate misses, so a policy that depends on the layer
+being computed writes for gate `event.gate + 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import OptionError
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The model and the buffer, as far as a policy needs them.
+
+    Attributes:
+        n_gates: rows of the table, in the order the graph runs them.
+        n_experts: columns; a gate with fewer uses the first ones.
+        n_used: experts for each token.
+        capacity: experts that fit into the buffer, in all layers together (a fraction if their slices do not fit evenly).
+        model: name of its file, for policies that have learned something about it.
+    """
+
+    n_gates: int
+    n_experts: int
+    n_used: int
+    capacity: float
+    model: str = ""
+
+    def __post_init__(self):
+        if min(self.n_gates, self.n_experts, self.n_used) < 1 or self.capacity < 0:
+            raise OptionError(f"no buffer has this shape: {self}")
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one gate said for one batch; `moeoff.buffer.GateEvent` has the same names.
+
+    Attributes:
+        gate: row of the table.
+        ids: [n_tokens, n_used] integers.
+        weights: [n_tokens, n_used] float32.
+        probs: [n_tokens, n_experts] float32, the router's probabilities of all experts, or None where nobody computed them.
+    """
+
+    gate: int
+    ids: np.ndarray
+    weights: np.ndarray
+    probs: np.ndarray | None = None
+
+
+class Policy:
+    """Base of all policies: override `update`, and `reset_sequence` if text matters.
+
+    Args:
+        shape: of the model and buffer.
+        table: [n_gates, n_experts] float32 to write into, the native one when live; a new one by default.
+        seed: of whatever is random in the policy.
+        options: the policy's own; each defaults to its entry in `defaults`.
+
+    Raises:
+        OptionError: an unknown option.
+    """
+
+    name = ""
+    summary = ""
+    offline = False  # needs the future: only the simulator can run it
+    static = False  # the table never changes after `start`: no event need be delivered
+    wants_probs = False  # reads Event.probs
+    defaults: dict = {}
+
+    def __init__(self, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options):
+        unknown = sorted(set(options) - set(self.defaults))
+        if unknown:
+            raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
+        self.shape = shape
+        self.priorities = np.zeros((shape.n_gates, shape.n_experts), np.float32) if table is None else table
+        if self.priorities.shape != (shape.n_gates, shape.n_experts):
+            raise OptionError(f"{self.name}: a table of {self.priorities.shape} does not fit {shape}")
+        self.options = self.defaults | options
+        self.rng = np.random.default_rng(seed)
+        self.start()
+
+    def start(self) -> None:
+        """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""
+
+    def update(self, event: Event) -> None:
+        """Changes `priorities` in place for what one gate chose."""
+
+    def reset_sequence(self) -> None:
+        """A new text begins: the next event is its first."""
+
+    def prepare(self, events: Iterable[Event]) -> None:
+        """Offline policies see all events before the first `update`."""
+
+
+def used(event: Event) -> tuple[np.ndarray, np.ndarray | int]:
+    """Experts an event chose, each once, and how many of its tokens chose each (1 for a single token)."""
+    if len(event.ids) == 1:
+        return event.ids[0], 1
+    return np.unique(event.ids, return_counts=True)

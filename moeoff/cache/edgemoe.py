@@ -1,0 +1,31 @@
+"""EdgeMoE's frequency over distance (§3.3.3)."""
+
+import numpy as np
+
+from .base import Event, Policy, used
+
+
+class EdgeMoE(Policy):
+    """Eviction score -f / distance: rarely used experts of layers that come late go first.
+
+    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer just *behind*: against its own text,
+    the layer that comes next goes first. Here it is (i - I + S) mod S; `printed` takes the paper's form. A distance of 0, the
+    layer that is evicting now, is a whole token (S): what it has not chosen it cannot use before.
+    """
+
+    name, summary = "edgemoe", "keeps what is used often and in layers that come soon"
+    defaults = {"printed": False}
+
+    def start(self) -> None:
+        n = self.shape.n_gates
+        i = np.arange(n)
+        sign = -1 if self.options["printed"] else 1
+        distance = (sign * (i[None] - i[:, None])) % n  # [I, i]
+        distance[distance == 0] = n
+        self._nearness = (1 / distance).astype(np.float32)[:, :, None]
+        self._counts = np.zeros_like(self.priorities)
+
+    def update(self, event: Event) -> None:
+        experts, count = used(event)
+        self._counts[event.gate][experts] += count
+        np.multiply(self._counts, self._nearness[(event.gate + 1) % self.shape.n_gates], out=self.priorities)

@@ -1,0 +1,29 @@
+"""The experts that were popular on other text, whatever this text does."""
+
+import numpy as np
+
+from .base import Event, Policy, used
+
+
+class Static(Policy):
+    """Keeps the most popular experts of a calibration run.
+
+    Options:
+        counts: [n_gates, n_experts] uses on other text. Without it the policy counts the first `learn` tokens and then stops.
+    """
+
+    name, summary = "static", "keeps the experts that were popular before"
+    defaults = {"counts": None, "learn": 512}
+
+    def start(self) -> None:
+        counts = self.options["counts"]
+        self._left = self.options["learn"] if counts is None else 0
+        if counts is not None:
+            self.priorities[:] = np.asarray(counts, np.float32)
+
+    def update(self, event: Event) -> None:
+        if self._left > 0:
+            experts, count = used(event)
+            self.priorities[event.gate][experts] += count
+            if event.gate == self.shape.n_gates - 1:
+                self._left -= len(event.ids)

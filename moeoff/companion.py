@@ -1,0 +1,234 @@
+"""A companion: the file beside a model in which every expert lies by itself, in one or more precisions.
+
+Knows the file's format (docs/format.md) and which model it was made of; knows nothing of how it was made. The header
+carries its own hash, so that what is read from it is what was written, or nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import hooks
+from .container import ModelFile, unpack
+from .errors import ModelError, OptionError
+from .layout import Layout, Span
+from .quantize import row_bytes
+
+__all__ = ["ALIGNMENT", "FORMAT_VERSION", "KEEP", "Choice", "Companion", "Slice", "companion_path", "hash64", "hash_range", "seal", "slice_name", "source_sample"]
+
+FORMAT_VERSION = 1
+ALIGNMENT = 4096  # of every slice: a direct read takes whole pages
+KEEP = "keep"  # the tier that holds the source's own bytes
+MIB = 1 << 20  # hash64 may be continued at multiples of this
+_SEAL = b"moeoff.header_hash"
+_PART = re.compile(r"-00001-of-\d{5}$")
+_NAME = re.compile(r"(?P<tensor>.+)\.(?P<expert>\d+)\.(?P<tier>[^.]+)")
+_SAMPLE = 4096
+
+
+def hash64(data, seed: int = 0) -> int:
+    """XXH64 of each MiB of a contiguous buffer in turn, seeded with the one before."""
+    array = np.frombuffer(data, np.uint8)
+    return hooks.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed)
+
+
+def hash_range(fd: int, offset: int, nbytes: int) -> int | None:
+    """hash64 of a range of a file; None if the file ends before the range does."""
+    value = 0
+    while nbytes > 0:
+        data = os.pread(fd, min(nbytes, 4 * MIB), offset)
+        if not data:
+            return None
+        if len(data) % MIB and len(data) < nbytes:  # a short read: go on at a whole MiB
+            data = data[: len(data) // MIB * MIB] or _read_exactly(fd, offset, min(nbytes, MIB))
+        value = hash64(data, value)
+        offset, nbytes = offset + len(data), nbytes - len(data)
+    return value
+
+
+def _read_exactly(fd: int, offset: int, nbytes: int) -> bytes:
+    data = b""
+    while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+def companion_path(model: str | os.PathLike) -> str:
+    """Where a model's companion is looked for, and made by default: MODEL.experts.gguf, without the number of a first part."""
+    stem = os.fspath(model).removesuffix(".gguf")
+    return _PART.sub("", stem) + ".experts.gguf"
+
+
+def slice_name(tensor: str, expert: int, tier: str) -> str:
+    return f"{tensor}.{expert}.{tier}"
+
+
+def source_sample(layout: Layout) -> int:
+    """A hash of what identifies a model's experts at the price of a few small reads.
+
+    Takes every expert tensor's name, type and shape, and 4 KiB from the beginning of two experts of each: another model, or
+    the same one trained further or quantized anew, differs everywhere.
+
+    Raises:
+        ModelError: the model cannot be read.
+    """
+    parts = []
+    files = [open(path, "rb", buffering=0) for path in layout.files]
+    try:
+        for i, span in enumerate(sorted(layout.experts.values(), key=lambda span: span.name)):
+            parts.append(f"{span.name} {span.type} {span.shape};".encode())
+            n_expert, nbytes = span.shape[2], span.nbytes // span.shape[2]
+            for expert in (i % n_expert, (7 * i + 3) % n_expert):
+                n = min(_SAMPLE, nbytes)
+                data = os.pread(files[span.file].fileno(), n, span.offset + expert * nbytes)
+                if len(data) != n:
+                    raise ModelError(f"{layout.files[span.file]}: ends inside {span.name}; was it cut while it was read?")
+                parts.append(data)
+    finally:
+        for file in files:
+            file.close()
+    return hash64(b"".join(parts))
+
+
+def seal(header: bytes) -> bytes:
+    """The header with its own hash, taken with zeros in the hash's place. `moeoff.header_hash` must be the last key."""
+    at = _seal_offset(header)
+    blank = header[:at] + bytes(8) + header[at + 8 :]
+    return header[:at] + struct.pack("<Q", hash64(blank)) + header[at + 8 :]
+
+
+def _seal_offset(header: bytes) -> int:
+    at = header.rfind(struct.pack("<Q", len(_SEAL)) + _SEAL)
+    return -1 if at < 0 else at + 8 + len(_SEAL) + 4
+
+
+@dataclass(frozen=True)
+class Slice:
+    """One matrix of one expert in one tier: `nbytes` at `offset` of the companion, of ggml type `type`."""
+
+    offset: int
+    nbytes: int
+    type: int
+    shape: tuple[int, int]  # rows, row length
+    hash: int
+
+
+class Companion:
+    """A companion's header.
+
+    Attributes:
+        path: of the file.
+        tiers: their names, in the file's order.
+        slices: by (name of the model's tensor, expert, tier).
+        source_name, source_bytes: of the model: file name (first part), bytes of its routed experts.
+        source_hashes: of the model's own slices, by (tensor, expert).
+        quantized: how it was made, in words.
+    """
+
+    def __init__(self, path: str | os.PathLike):
+        """Reads the header.
+
+        Raises:
+            ModelError: missing, not a companion, damaged, or of a later format.
+        """
+        self.path = os.fspath(path)
+        with ModelFile(path) as file:
+            version = self._get(file, "moeoff.format_version", int)
+            if version != FORMAT_VERSION:
+                raise ModelError(f"{self.path}: companion format {version}, this moeoff reads {FORMAT_VERSION}: convert the model again")
+            if seal(header := file.header()) != header:
+                raise ModelError(f"{self.path}: the companion's header is damaged: convert the model again")
+            self.tiers: list[str] = self._get(file, "moeoff.tiers", list)
+            self.source_name: str = self._get(file, "moeoff.source.name", str)
+            self.source_bytes: int = self._get(file, "moeoff.source.size", int)
+            self.quantized: str = self._get(file, "moeoff.quantized", str)
+            self._sample: int = self._get(file, "moeoff.source.sample", int)
+            hashes = self._get(file, "moeoff.hashes", np.ndarray).tolist()
+            source_hashes = self._get(file, "moeoff.source.hashes", np.ndarray).tolist()
+            if len(hashes) != len(file.tensors):
+                raise ModelError(f"{self.path}: {len(hashes)} hashes for {len(file.tensors)} slices: convert the model again")
+            self.slices: dict[tuple[str, int, str], Slice] = {}
+            for (name, tensor), value in zip(file.tensors.items(), hashes):
+                match = _NAME.fullmatch(name)
+                if not match or match["tier"] not in self.tiers or len(tensor.shape) != 2:
+                    raise ModelError(f"{self.path}: {name} is no slice of an expert: convert the model again")
+                key = (match["tensor"], int(match["expert"]), match["tier"])
+                self.slices[key] = Slice(file.offset(name), tensor.n_bytes, tensor.type, tensor.shape, value)
+            self.source_hashes = dict(zip(dict.fromkeys(key[:2] for key in self.slices), source_hashes))
+
+    def _get(self, file: ModelFile, key: str, kind: type):
+        raw = file.metadata.get(key)
+        value = None
+        if raw is not None:
+            try:
+                value = unpack(raw)
+            except (struct.error, ValueError, KeyError):  # ValueError: too short for its array, or not UTF-8
+                value = None
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ModelError(f"{self.path}: not a companion of a model, or damaged: {key} is missing")
+        return value
+
+    def check_belongs(self, layout: Layout) -> None:
+        """Raises `ModelError` unless the companion was made of this model, as it is now."""
+        if source_sample(layout) != self._sample:
+            raise ModelError(
+                f"{self.path}: made of another {self.source_name}, or {layout.files[0]} has changed since: "
+                "convert the model again, or go without the companion (--no-experts)"
+            )
+
+    def sources(self, span: Span, tier: str) -> Iterator[Slice]:
+        """The slices of one of the model's tensors in a tier, by expert.
+
+        Raises:
+            ModelError: one is missing or has another shape.
+        """
+        for expert in range(span.shape[2]):
+            found = self.slices.get((span.name, expert, tier))
+            if found is None or found.shape != (span.shape[1], span.shape[0]) or found.nbytes != span.shape[1] * row_bytes(found.type, span.shape[0]):
+                raise ModelError(f"{self.path}: no expert {expert} of {span.name} in tier {tier}: convert the model again")
+            yield found
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Where a model's experts are read from: the companion's `tier`, or the model itself if companion is None or has no such
+    tier. verify: every read is compared with its hash."""
+
+    companion: Companion | None = None
+    tier: str = KEEP
+    verify: bool = False
+
+    @classmethod
+    def make(cls, layout: Layout, experts: str | os.PathLike | bool = "auto", tier: str | None = None, verify: bool = False) -> Choice:
+        """Finds the companion and checks that it is this model's.
+
+        Args:
+            experts: its path; "auto" for the one beside the model, if there is one; False for none.
+            tier: one of the companion's. By default "keep", the model's own precision, from whichever file has it.
+
+        Raises:
+            ModelError: the companion is missing, damaged, or of another model.
+            OptionError: it has no such tier; or something is asked that needs a companion, and there is none.
+        """
+        automatic = experts is True or experts == "auto"
+        path = companion_path(layout.files[0]) if automatic else experts
+        if not path or (automatic and not os.path.exists(path)):
+            if tier not in (None, KEEP) or verify:
+                what = "verify_reads" if verify else f"tier {tier}"
+                raise OptionError(f"{what} needs a companion of {layout.files[0]}: make one with moeoff convert, or name it with --experts")
+            return cls()
+        companion = Companion(path)
+        companion.check_belongs(layout)
+        if tier is None and not automatic and KEEP not in companion.tiers:
+            raise OptionError(f"{companion.path}: holds lower precision only: choose it with --tier {companion.tiers[0]}")
+        name = KEEP if tier is None else next((t for t in [KEEP, *companion.tiers] if t.lower() == tier.lower()), None)
+        if name is None:
+            raise OptionError(f"{companion.path}: no tier {tier}; there are {', '.join(dict.fromkeys([*companion.tiers, KEEP]))}")
+        return cls(companion, name, verify)

@@ -1,0 +1,309 @@
+"""The making of a companion: what goes where, and the streaming of it.
+
+A job is one slice of the source: read once, in pieces, and written in every tier to the place that was planned for it. Jobs
+share nothing, so they run on any number of threads, and memory is bounded by pieces, whatever the model. The file grows under
+a temporary name and gets its own when everything is on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import shutil
+import struct
+import threading
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from .companion import ALIGNMENT, FORMAT_VERSION, MIB, hash64, seal, slice_name, source_sample
+from .container import Tensor, header_bytes, pack, pack_array
+from .errors import Cancelled, ModelError, OptionError
+from .imatrix import Imatrix
+from .layout import Layout, Span
+from .memory import format_size
+from .part import Part
+from .quantize import _NOT_WRITTEN, dequantize, needs_imatrix, quantize, row_bytes, type_name
+from .tiers import Place, Tier, place
+
+__all__ = ["Conversion", "Job"]
+
+_PIECE_VALUES = 1 << 20  # converted at once: 4 MiB of floats on each thread
+_PIECE_BYTES = 4 << 20  # copied at once
+
+
+@dataclass(frozen=True)
+class Job:
+    """A slice of the source, `nbytes` at `offset` of file `span.file`, and the tensors it becomes, one for each tier."""
+
+    span: Span
+    expert: int
+    offset: int
+    nbytes: int
+    targets: tuple[int, ...]  # indices of tensors
+
+
+class _Hasher:
+    """hash64 of bytes that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._value, self._rest = 0, b""
+
+    def update(self, data) -> None:
+        data = memoryview(data).cast("B")
+        if self._rest:
+            data = memoryview(self._rest + bytes(data))
+        whole = len(data) // MIB * MIB
+        self._value = hash64(data[:whole], self._value) if whole else self._value
+        self._rest = bytes(data[whole:])
+
+    def value(self) -> int:
+        return hash64(self._rest, self._value) if self._rest else self._value
+
+
+class Conversion:
+    """A planned companion of a model.
+
+    Args:
+        layout: of the model.
+        tiers: at least one.
+        imatrix: weights columns where a tier is quantized.
+
+    Raises:
+        ModelError: no routed experts, or of a type that cannot be converted.
+        OptionError: a type that needs an importance matrix, without one.
+    """
+
+    def __init__(self, layout: Layout, tiers: list[Tier], imatrix: Imatrix | None = None):
+        layout.require_experts()
+        if not tiers:
+            raise OptionError("no tier to make: give --tiers or --bits")
+        self.layout, self.tiers, self.imatrix = layout, tiers, imatrix
+        self.tensors: list[Tensor] = []
+        self.offsets: list[int] = []  # in the file
+        self.jobs: list[Job] = []
+        self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type wanted, type taken, row length): slices
+        groups: dict[tuple[int, bool], list[Span]] = {}
+        for span in sorted(layout.experts.values(), key=lambda span: place(span.name)):
+            where: Place = place(span.name)
+            groups.setdefault((where.layer, where.chunk), []).append(span)
+        for spans in groups.values():
+            self._plan_group(spans)
+        at = len(self.header([0] * len(self.tensors), [0] * len(self.jobs)))
+        for tensor in self.tensors:
+            self.offsets.append(at)
+            at += tensor.n_bytes + -tensor.n_bytes % ALIGNMENT
+        self.total_bytes = at
+
+    def _plan_group(self, spans: list[Span]) -> None:
+        """The experts of one gate: by tier, then by expert, with an expert's matrices side by side."""
+        targets: dict[tuple[str, int], list[int]] = {}
+        for tier in self.tiers:
+            for expert in range(max(span.shape[2] for span in spans)):
+                for span in (span for span in spans if expert < span.shape[2]):
+                    wanted, type = tier.wanted(span, expert), tier.type(span, expert)
+                    self._check(span, type)
+                    if type != wanted:
+                        key = (type_name(wanted), type_name(type), span.shape[0])
+                        self.fallbacks[key] = self.fallbacks.get(key, 0) + 1
+                    targets.setdefault((span.name, expert), []).append(len(self.tensors))
+                    self.tensors.append(Tensor(slice_name(span.name, expert, tier.name), (span.shape[1], span.shape[0]), type))
+        for expert in range(max(span.shape[2] for span in spans)):
+            for span in (span for span in spans if expert < span.shape[2]):
+                nbytes = span.nbytes // span.shape[2]
+                self.jobs.append(Job(span, expert, span.offset + expert * nbytes, nbytes, tuple(targets[span.name, expert])))
+
+    def _check(self, span: Span, type: int) -> None:
+        if type == span.type:
+            return
+        if type in _NOT_WRITTEN:
+            raise OptionError(f"experts cannot be stored as {type_name(type)}: ggml does not quantize to it")
+        if needs_imatrix(type) and (self.imatrix is None or span.name not in self.imatrix.values):
+            raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}: give --imatrix, or another type")
+
+    # --- the header ---
+
+    def header(self, hashes: list[int], source_hashes: list[int]) -> bytes:
+        """Everything before the slices; its size does not depend on the hashes."""
+        imatrix = os.path.basename(self.imatrix.path) if self.imatrix else ""
+        metadata = {
+            "general.architecture": pack("moeoff-experts"),
+            "general.alignment": pack(ALIGNMENT),
+            "moeoff.format_version": pack(FORMAT_VERSION),
+            "moeoff.tiers": pack_array([tier.name for tier in self.tiers]),
+            "moeoff.quantized": pack("ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "")),
+            "moeoff.source.name": pack(os.path.basename(self.layout.files[0])),
+            "moeoff.source.size": _u64(self.layout.expert_bytes),
+            "moeoff.source.hash": _u64(hash64(np.array(source_hashes, "<u8").tobytes())),
+            "moeoff.source.sample": _u64(self.sample),
+            "moeoff.source.hashes": pack_array(np.array(source_hashes, np.uint64)),  # in the order of the first tier's tensors
+            "moeoff.hashes": pack_array(np.array(hashes, np.uint64)),
+            "moeoff.header_hash": _u64(0),
+        }
+        return seal(header_bytes(metadata, self.tensors, ALIGNMENT))
+
+    @cached_property
+    def sample(self) -> int:
+        return source_sample(self.layout)
+
+    @property
+    def read_bytes(self) -> int:
+        return sum(job.nbytes for job in self.jobs)
+
+    def tier_bytes(self) -> dict[str, int]:
+        out = {tier.name: 0 for tier in self.tiers}
+        for job in self.jobs:
+            for tier, index in zip(self.tiers, job.targets):
+                out[tier.name] += self.tensors[index].n_bytes
+        return out
+
+    # --- the work ---
+
+    def write(
+        self, out: str, *, threads: int, force: bool = False, resume: bool = False, progress: Callable[[int], None] | None = None
+    ) -> None:
+        """Makes the companion.
+
+        Args:
+            out: its path.
+            force: replaces what is there.
+            resume: what an interruption leaves is kept, and taken up again.
+            progress: told the bytes of source that are done.
+
+        Raises:
+            ModelError: the source cannot be read, or has values that cannot be quantized.
+            OptionError: `out` exists, or there is no room for it.
+            OSError: `out` cannot be written.
+        """
+        if not force and os.path.lexists(out):
+            raise OptionError(f"{out} exists: give --force to replace it, or another name with -o")
+        if os.path.exists(out) and any(os.path.samefile(out, path) for path in self.layout.files):
+            raise OptionError(f"{out} is the model itself: give another name with -o")
+        folder = os.path.dirname(os.path.abspath(out))
+        if not os.path.isdir(folder):
+            raise OptionError(f"{out}: there is no such folder")
+        part = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.part")
+        with Part(part, keep=resume) as file:
+            done = file.resume(self.fingerprint, len(self.tiers), self._ranges, threads) if resume else {}
+            left = self.total_bytes - os.fstat(file.fd).st_blocks * 512
+            free = shutil.disk_usage(folder).free
+            if left > free:
+                raise OptionError(f"{out}: needs {format_size(left)}, and there are {format_size(free)} free: make room, or write elsewhere with -o")
+            os.ftruncate(file.fd, self.total_bytes)
+            if resume:
+                file.begin_journal(self.fingerprint, done)
+            self._run(file, done, threads, progress)
+            self.layout.check_unchanged()
+            hashes = [0] * len(self.tensors)
+            for index, (_, *values) in done.items():
+                for target, value in zip(self.jobs[index].targets, values):
+                    hashes[target] = value
+            _write(file.fd, self.header(hashes, [done[i][0] for i in range(len(self.jobs))]), 0)
+            os.fsync(file.fd)
+            file.publish(out)
+
+    def _ranges(self, index: int) -> list[tuple[int, int]]:
+        """Offsets and bytes of what a job writes."""
+        return [(self.offsets[i], self.tensors[i].n_bytes) for i in self.jobs[index].targets]
+
+    def _run(self, file: Part, done: dict[int, tuple[int, ...]], threads: int, progress: Callable[[int], None] | None) -> None:
+        stop = threading.Event()
+        n_bytes = sum(self.jobs[index].nbytes for index in done)
+        if progress:
+            progress(n_bytes)
+        with contextlib.ExitStack() as stack:
+            try:
+                sources = [stack.enter_context(open(path, "rb", buffering=0)).fileno() for path in self.layout.files]
+            except OSError as error:
+                raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from None
+            pool = stack.enter_context(ThreadPoolExecutor(threads))
+            try:
+                todo = iter([index for index in range(len(self.jobs)) if index not in done])
+                running = {}
+                while True:
+                    while len(running) < 2 * threads and (index := next(todo, None)) is not None:
+                        running[pool.submit(self._do, index, sources, file.fd, stop)] = index
+                    if not running:
+                        return
+                    for future in wait(running, return_when=FIRST_COMPLETED).done:
+                        index = running.pop(future)
+                        done[index] = future.result()
+                        file.note(index, done[index])
+                        n_bytes += self.jobs[index].nbytes
+                    if progress:
+                        progress(n_bytes)
+            finally:
+                stop.set()
+
+    def _do(self, index: int, sources: list[int], out: int, stop: threading.Event) -> tuple[int, ...]:
+        """Hashes of the source's slice and of each target."""
+        job = self.jobs[index]
+        span = job.span
+        n_rows, n_cols = span.shape[1], span.shape[0]
+        source_row = row_bytes(span.type, n_cols)
+        tensors = [self.tensors[i] for i in job.targets]
+        weights = self.imatrix.columns(span.name, job.expert, span.shape[2], n_cols) if self.imatrix else None
+        copies = all(tensor.type == span.type for tensor in tensors)
+        step = max(1, _PIECE_BYTES // source_row if copies else _PIECE_VALUES // n_cols)
+        hashers = [_Hasher() for _ in range(1 + len(tensors))]
+        for row in range(0, n_rows, step):
+            if stop.is_set():
+                raise Cancelled("the conversion was stopped")
+            rows = min(step, n_rows - row)
+            data = self._read(sources[span.file], span, job.offset + row * source_row, rows * source_row)
+            hashers[0].update(data)
+            values = None
+            for tensor, target, hasher in zip(tensors, job.targets, hashers[1:]):
+                piece = data
+                if tensor.type != span.type:
+                    if values is None:
+                        values = dequantize(data, span.type, (rows, n_cols))
+                    try:
+                        piece = quantize(values, tensor.type, self.weights(weights, tensor.type, n_cols))
+                    except ModelError as error:
+                        raise ModelError(f"{self.layout.files[span.file]}: expert {job.expert} of {span.name}: {error}") from None
+                hasher.update(piece)
+                _write(out, piece, self.offsets[target] + row * row_bytes(tensor.type, n_cols))
+        return tuple(hasher.value() for hasher in hashers)
+
+    @staticmethod
+    def weights(weights: np.ndarray | None, type: int, n_cols: int) -> np.ndarray | None:
+        """An expert that was never chosen while the matrix was measured has none; all alike is what some types need then."""
+        return np.ones(n_cols, np.float32) if weights is None and needs_imatrix(type) else weights
+
+    def _read(self, fd: int, span: Span, offset: int, nbytes: int) -> np.ndarray:
+        data = np.empty(nbytes, np.uint8)
+        view, at = memoryview(data), 0
+        while at < nbytes:
+            try:
+                got = os.preadv(fd, [view[at:]], offset + at)
+            except OSError as error:
+                raise ModelError(f"{self.layout.files[span.file]}: cannot be read at byte {offset + at}: {error.strerror}") from None
+            if got == 0:
+                raise ModelError(f"{self.layout.files[span.file]}: ends at byte {offset + at}, inside {span.name}; was it cut while it was read?")
+            at += got
+        return data
+
+    @property
+    def fingerprint(self) -> bytes:
+        """What must be equal for an interrupted conversion to be taken up again, 32 bytes."""
+        digest = hashlib.sha256(self.header([0] * len(self.tensors), [0] * len(self.jobs)))
+        if self.imatrix:
+            for name, values in self.imatrix.values.items():
+                digest.update(name.encode() + values.tobytes())
+        return digest.digest()
+
+
+def _u64(value: int) -> bytes:
+    return struct.pack("<IQ", 10, value)
+
+
+def _write(fd: int, data, offset: int) -> None:
+    view = memoryview(data).cast("B")
+    while len(view):
+        n = os.pwrite(fd, view, offset)
+        view, offset = view[n:], offset + n

@@ -1,0 +1,157 @@
+"""`moeoff convert`: a model's experts repacked into a companion."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from .companion import companion_path
+from .conversion import Conversion
+from .errors import OptionError
+from .imatrix import Imatrix
+from .layout import Layout
+from .quantize import dequantize, quantize
+from .tiers import TWIN, Tier, read_plan
+
+__all__ = ["Converted", "convert"]
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What a conversion made, or would make.
+
+    Attributes:
+        path: the companion.
+        tiers: bytes of each, by name.
+        n_bytes: of the file.
+        n_experts: experts repacked, over all layers.
+        seconds: it took; of a dry run a guess from one piece of each kind.
+        fallbacks: one line for each type that could not hold a row.
+    """
+
+    path: str
+    tiers: dict[str, int]
+    n_bytes: int
+    n_experts: int
+    seconds: float
+    fallbacks: tuple[str, ...]
+
+
+def convert(
+    model: str | os.PathLike,
+    *,
+    output: str | os.PathLike | None = None,
+    tiers: str | None = None,
+    imatrix: str | os.PathLike | None = None,
+    bits: str | os.PathLike | None = None,
+    threads: int | None = None,
+    dry_run: bool = False,
+    force: bool = False,
+    resume: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Converted:
+    """Repacks a model's routed experts into a companion; the model stays as it is.
+
+    Args:
+        model: GGUF with routed experts; of a split one the first part.
+        output: the companion. Default: MODEL.experts.gguf, where it is found on its own.
+        tiers: names joined by commas: keep, twin, or ggml types. Default: twin, or nothing but the plan's with `bits`.
+        imatrix: importance matrix for what is quantized.
+        bits: a plan that gives each expert its type: one more tier, "bits" (`moeoff.tiers.read_plan`).
+        threads: default: every core this process may use.
+        dry_run: plans, and writes nothing.
+        force: replaces an existing companion.
+        resume: takes up an interrupted conversion, and leaves what there is of it if interrupted.
+        progress: told the bytes of experts that have been read, and how many there are.
+
+    Raises:
+        ModelError: the model or the importance matrix is missing, damaged, or cannot be converted.
+        OptionError: a tier, plan or type makes no sense; the companion exists, or the disk is too full for it.
+        OSError: the companion cannot be written. Like every error and Ctrl-C it leaves no file, unless `resume`.
+    """
+    layout = Layout.read(model)
+    layout.require_experts()
+    made = Tier.parse(tiers) if tiers else [] if bits else [Tier(TWIN)]
+    if bits:
+        made.append(read_plan(bits, layout.experts))
+    conversion = Conversion(layout, made, Imatrix.read(imatrix) if imatrix else None)
+    out = os.fspath(output) if output else companion_path(model)
+    threads = threads or len(os.sched_getaffinity(0))
+    if threads < 1:
+        raise OptionError(f"{threads} threads are too few")
+    started = time.monotonic()
+    if dry_run:
+        seconds = _guess(conversion, threads)
+    else:
+        total = conversion.read_bytes
+        with _termination_interrupts():
+            conversion.write(out, threads=threads, force=force, resume=resume, progress=progress and (lambda done: progress(done, total)))
+        seconds = time.monotonic() - started
+    lines = [
+        f"{wanted} cannot hold rows of {n_cols}: {taken} instead, in {count} slices"
+        for (wanted, taken, n_cols), count in conversion.fallbacks.items()
+    ]
+    n_experts = len({(name.rsplit("ffn_")[0], "chexps" in name, job.expert) for job in conversion.jobs for name in [job.span.name]})
+    return Converted(out, conversion.tier_bytes(), conversion.total_bytes, n_experts, seconds, tuple(lines))
+
+
+@contextlib.contextmanager
+def _termination_interrupts() -> Iterator[None]:
+    """While open, SIGTERM cleans up like Ctrl-C."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _guess(conversion: Conversion, threads: int) -> float:
+    """Seconds of a conversion: one piece of each kind is read and converted, and 1 GB/s assumed for the disk."""
+    seconds = (conversion.read_bytes + conversion.total_bytes) / 1e9
+    costs: dict[tuple[int, int], float] = {}
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(open(path, "rb")) for path in conversion.layout.files]
+        for job in conversion.jobs:
+            span = job.span
+            row = job.nbytes // span.shape[1]
+            for target in job.targets:
+                type = conversion.tensors[target].type
+                if type == span.type:
+                    continue
+                if (span.type, type) not in costs:
+                    rows = max(1, min(span.shape[1], (1 << 18) // span.shape[0]))
+                    data = os.pread(files[span.file].fileno(), rows * row, job.offset)
+                    weights = conversion.imatrix.columns(span.name, job.expert, span.shape[2], span.shape[0]) if conversion.imatrix else None
+                    started = time.perf_counter()
+                    quantize(dequantize(data, span.type, (rows, span.shape[0])), type, conversion.weights(weights, type, span.shape[0]))
+                    costs[span.type, type] = (time.perf_counter() - started) / (rows * span.shape[0])
+                seconds += costs[span.type, type] * span.shape[0] * span.shape[1] / threads
+    return seconds
+
+
+@contextlib.contextmanager
+def bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
+    """A bar with rate and remaining time on a terminal's standard error; None if nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    columns = (TextColumn(verb), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(verb, total=None)
+        yield lambda done, total: shown.update(task, completed=done, total=total)

@@ -1,0 +1,87 @@
+"""Importance matrices as llama-imatrix writes them: a weight for each column of each tensor, or of each of its experts.
+
+Reads both of its formats: GGUF (tensors NAME.in_sum2 and NAME.counts) and the older binary one.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+
+from .container import ModelFile
+from .errors import ModelError
+
+__all__ = ["Imatrix"]
+
+
+@dataclass(frozen=True)
+class Imatrix:
+    """values: by tensor name float32 [n_expert or 1, n_cols], NaN-free. path: of the file."""
+
+    path: str
+    values: dict[str, np.ndarray]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> Imatrix:
+        """Raises ModelError: missing, damaged or empty."""
+        path = os.fspath(path)
+        try:
+            with open(path, "rb") as file:
+                magic = file.read(4)
+            values = _read_gguf(path) if magic == b"GGUF" else _read_binary(path)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+        except (struct.error, ValueError) as error:
+            raise ModelError(f"{path}: not an importance matrix, or damaged: {error}") from None
+        if not values or not all(np.isfinite(v).all() and (v >= 0).all() for v in values.values()):
+            raise ModelError(f"{path}: not an importance matrix, or damaged: no values, or some are not finite")
+        return cls(path, values)
+
+    def columns(self, name: str, expert: int, n_expert: int, n_cols: int) -> np.ndarray | None:
+        """float32 [n_cols] for one expert; None where the matrix has no word on it: never chosen while it was measured.
+
+        Raises ModelError if the matrix is of another model.
+        """
+        values = self.values.get(name)
+        if values is None:
+            return None
+        values = values.reshape(-1)
+        if values.size == n_expert * n_cols:
+            values = values.reshape(n_expert, n_cols)[expert]
+        elif values.size != n_cols:
+            raise ModelError(f"{self.path}: {values.size} values for {name}, which has {n_expert} x {n_cols} columns: the matrix of another model")
+        return values if values.any() else None
+
+
+def _read_gguf(path: str) -> dict[str, np.ndarray]:
+    out = {}
+    with ModelFile(path) as file:
+        for name in file.tensors:
+            if not name.endswith(".in_sum2"):
+                continue
+            base = name.removesuffix(".in_sum2")
+            sums, counts = file.rows(name), file.rows(f"{base}.counts").reshape(-1, 1) if f"{base}.counts" in file.tensors else None
+            if counts is None or len(counts) not in (1, len(sums)):
+                raise ValueError(f"no counts for {base}")
+            out[base] = (sums / np.maximum(counts, 1)).astype(np.float32)
+    return out
+
+
+def _read_binary(path: str) -> dict[str, np.ndarray]:
+    """int32 n, then n times: int32 length, name, int32 n_calls, int32 n_values, float32 values."""
+    with open(path, "rb") as file:
+        data = file.read()
+    (n,), at, out = struct.unpack_from("<i", data), 4, {}
+    for _ in range(n):
+        (size,) = struct.unpack_from("<i", data, at)
+        if size < 1 or at + 4 + size > len(data):
+            raise ValueError("a name without end")
+        name = data[at + 4 : at + 4 + size].decode()
+        n_calls, n_values = struct.unpack_from("<ii", data, at + 4 + size)
+        at += 12 + size
+        out[name] = (np.frombuffer(data, "<f4", n_values, at) / max(n_calls, 1)).astype(np.float32)[None]
+        at += 4 * n_values
+    return out

@@ -1,0 +1,106 @@
+"""`moeoff simulate`: traces replayed through strategies at several buffer sizes, as a table, JSON or a plot."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+from .cache import get_policy
+from .errors import OptionError
+from .memory import format_size, parse_size
+from .simulate import Result, simulate
+from .trace import Trace
+
+SIZES = ("10%", "25%", "50%", "75%", "90%")
+
+
+def report(*, traces: tuple[str, ...], strategy: tuple[str, ...] = (), memory: tuple[str, ...] = (), plot: str | None = None,
+           as_json: bool = False, seed: int = 0) -> list[Result]:  # fmt: skip
+    """Replays the traces one after the other as one run, for each strategy and size; see `moeoff simulate --help`.
+
+    LRU and Belady's optimum are always there: the gap between them is what a strategy can win.
+    """
+    trace = Trace.join([Trace.read(path) for path in traces])
+    if not trace.events:
+        raise OptionError(f"{traces[0]}: there is no gate event in it")
+    # a name may come with a comma, as lru,lfu
+    asked = [name for item in strategy for name in item.split(",")]
+    names = list(dict.fromkeys(["lru", *asked, "belady"]))
+    for name in names:
+        get_policy(name)
+    arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
+    results = []
+    with _bar(len(arenas) * len(names) * len(trace.events)) as advance:
+        for arena in arenas:
+            for name in names:
+                advance(name, 0)
+                result = simulate(trace, name, arena, seed=seed, progress=lambda n: advance(None, n))
+                results.append(result)
+                advance(None, len(trace.events), True)
+    if plot:
+        from .plots import plot as draw
+
+        draw(plot, trace, results)
+    rows = [r.to_dict() | {"strategy": name, "gap_recovered": _gap(r, results)} for r, name in zip(results, names * len(arenas), strict=True)]
+    if as_json:
+        print(json.dumps({"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "results": rows}, indent=2))
+    else:
+        print(_table(rows, trace.model.full_bytes))
+    return results
+
+
+def _arena(size: str, full: int) -> int:
+    if size.strip().endswith("%"):
+        try:
+            share = float(size.strip()[:-1]) / 100
+        except ValueError:
+            share = 0
+        if share <= 0:
+            raise OptionError(f"{size!r} is no share of the experts")
+        return int(full * share)
+    return parse_size(size)
+
+
+def _gap(result: Result, results: list[Result]) -> float | None:
+    """Share of the way from LRU's hit rate to Belady's at the same size."""
+    rate = {r.policy: r.hit_rate for r in results if r.arena_bytes == result.arena_bytes and r.policy in ("lru", "belady")}
+    return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None
+
+
+def _table(rows: list[dict], full: int) -> str:
+    lines = [f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}"]
+    for row in rows:
+        gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
+        lines.append(
+            f"{format_size(row['arena_bytes']):>10} {100 * row['arena_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
+            f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}"
+        )
+    return "\n".join(lines)
+
+
+class _bar:
+    """A bar on a terminal's standard error; nothing elsewhere."""
+
+    def __init__(self, total: int):
+        self._total, self._done, self._progress = total, 0, None
+
+    def __enter__(self):
+        if sys.stderr.isatty():
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeRemainingColumn())
+            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+            self._task = self._progress.add_task("", total=self._total)
+            self._progress.start()
+        return self._advance
+
+    def _advance(self, name: str | None, n: int, finished: bool = False) -> None:
+        if self._progress:
+            self._progress.update(self._task, completed=self._done + n, **({"description": name} if name else {}))
+        if finished:
+            self._done += n
+
+    def __exit__(self, *_exc) -> None:
+        if self._progress:
+            self._progress.stop()

@@ -1,0 +1,170 @@
+"""Which ggml type each expert has in each tier of a companion. Knows names, types and row lengths, no bytes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from .companion import KEEP
+from .errors import ModelError, OptionError
+from .layout import Span
+from .quantize import fits, row_bytes, type_from_name, type_name
+
+__all__ = ["BITS", "TWIN", "Place", "Tier", "nearest", "place", "read_plan", "twin"]
+
+TWIN, BITS = "twin", "bits"  # tiers without one type: by the source's type, and by a plan
+
+# A lower precision for each: docs/format.md has the errors this rests on. What is not listed is kept as it is.
+_TWINS = {
+    **dict.fromkeys(["F32", "F16", "BF16"], "Q4_K"),
+    **dict.fromkeys(["Q8_0"], "Q4_0"),
+    **dict.fromkeys(["Q6_K", "Q5_K", "Q5_0", "Q5_1"], "Q3_K"),
+    **dict.fromkeys(["Q4_K", "Q4_0", "Q4_1", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4"], "Q2_K"),
+    **dict.fromkeys(["Q3_K", "IQ3_S", "IQ3_XXS"], "Q2_K"),
+}
+# in blocks short enough for every model's rows; among equals the first has the lower error
+_SHORT_BLOCKS = ("Q2_0", "IQ4_NL", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "F16")
+_EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<matrix>gate_up|up|gate|down)_(?P<chunk>ch)?exps\.weight$")
+_ORDER = ("gate_up", "up", "gate", "down")  # as the graph computes them
+
+
+@dataclass(frozen=True, order=True)
+class Place:
+    """Where a tensor of routed experts belongs: layer, whether it is of the layer's chunk experts, which matrix."""
+
+    layer: int
+    chunk: bool
+    matrix: int
+
+
+def place(name: str) -> Place:
+    """Raises ModelError for a name that no architecture of llama.cpp gives to routed experts."""
+    match = _EXPERTS.search(name)
+    if not match:
+        raise ModelError(f"{name}: the layer and matrix of these experts cannot be told from their name")
+    return Place(int(match["layer"]), bool(match["chunk"]), _ORDER.index(match["matrix"]))
+
+
+def bits_per_weight(type: int) -> float:
+    """Of a type whose blocks divide 256, as all do."""
+    return row_bytes(type, 256) * 8 / 256
+
+
+def nearest(type: int, n_cols: int) -> int:
+    """The type, or if it cannot hold rows of n_cols the one nearest to it in bits per weight that can."""
+    if fits(type, n_cols):
+        return type
+    able = [t for t in map(type_from_name, _SHORT_BLOCKS) if fits(t, n_cols)]
+    return min(able, key=lambda t: abs(math.log(bits_per_weight(t) / bits_per_weight(type))))
+
+
+def twin(type: int) -> int:
+    """The type of the lower-precision twin of experts of this type; the type itself if it has none below."""
+    name = _TWINS.get(type_name(type))
+    return type_from_name(name) if name else type
+
+
+@dataclass(frozen=True)
+class Tier:
+    """A tier to make.
+
+    Attributes:
+        name: "keep", "twin", "bits", or a type's name.
+        plan: of "bits": types by (layer, expert), (layer, None) and (None, None); None stands for the source's type.
+    """
+
+    name: str
+    plan: dict[tuple[int | None, int | None], int | None] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, names: str | Sequence[str]) -> list[Tier]:
+        """Tiers from "keep,Q2_K". Raises OptionError for an unknown or repeated one."""
+        names = names.split(",") if isinstance(names, str) else names
+        tiers = []
+        for name in (name.strip() for name in names):
+            if name.lower() in (KEEP, TWIN):
+                name = name.lower()
+            else:
+                try:
+                    name = type_name(type_from_name(name))
+                except ModelError as error:
+                    raise OptionError(f"no tier {name!r}: give keep, twin, or a ggml type ({error})") from None
+            tiers.append(cls(name))
+        if len({tier.name for tier in tiers}) != len(tiers):
+            raise OptionError(f"a tier is given twice: {','.join(tier.name for tier in tiers)}")
+        return tiers
+
+    def wanted(self, span: Span, expert: int) -> int:
+        """The type asked for, whether its rows fit or not."""
+        if self.name == KEEP:
+            return span.type
+        if self.name == TWIN:
+            return twin(span.type)
+        if self.name != BITS:
+            return type_from_name(self.name)
+        where = place(span.name)
+        keys = [(where.layer, None), (None, None)] if where.chunk else [(where.layer, expert), (where.layer, None), (None, None)]
+        type = next((self.plan[key] for key in keys if key in self.plan), None)
+        return span.type if type is None else type
+
+    def type(self, span: Span, expert: int) -> int:
+        """The type that the expert gets; where it is the source's the bytes are copied."""
+        type = nearest(self.wanted(span, expert), span.shape[0])
+        # nobody has asked for a twin's type by name: one as bad as Q2_0 (an error of 70 %), or no smaller, is not made
+        if self.name == TWIN and (type_name(type) == "Q2_0" or bits_per_weight(type) >= bits_per_weight(span.type)):
+            return span.type
+        return type
+
+
+def read_plan(path: str | os.PathLike, experts: dict[str, Span]) -> Tier:
+    """The tier "bits" of a plan: {"default": TYPE, "layers": {LAYER: TYPE or {"default": TYPE, EXPERT: TYPE, ...}, ...}}.
+
+    TYPE is a ggml type or "keep", which is also what an expert gets that the plan leaves out. Chunk experts (of grovemoe) take
+    their layer's default.
+
+    Raises:
+        OptionError: unreadable, not of this form, or of layers and experts that the model does not have.
+    """
+
+    def fail(what: str):
+        raise OptionError(f"{os.fspath(path)}: {what}")
+
+    def type_of(value, where: str) -> int | None:
+        if not isinstance(value, str):
+            fail(f"{where}: expected the name of a type, found {value!r}")
+        if value.lower() == KEEP:
+            return None
+        try:
+            return type_from_name(value)
+        except ModelError as error:
+            fail(f"{where}: {error}")
+
+    try:
+        with open(path, encoding="utf-8") as file:
+            data = json.load(file)
+    except OSError as error:
+        fail(f"cannot be read: {error.strerror}")
+    except ValueError as error:
+        fail(f"not JSON: {error}")
+    if not isinstance(data, dict) or not isinstance(data.get("layers", {}), dict) or set(data) - {"default", "layers"}:
+        fail('expected {"default": TYPE, "layers": {LAYER: TYPE or {EXPERT: TYPE}}}')
+    counts = {place(name).layer: span.shape[2] for name, span in experts.items() if not place(name).chunk}
+    plan: dict[tuple[int | None, int | None], int | None] = {}
+    if "default" in data:
+        plan[None, None] = type_of(data["default"], "default")
+    for layer, value in data.get("layers", {}).items():
+        if not layer.isdecimal() or int(layer) not in counts:
+            fail(f"layer {layer!r} has no routed experts in this model")
+        for expert, name in (value if isinstance(value, dict) else {"default": value}).items():
+            where = f"layer {layer}, expert {expert}"
+            if expert == "default":
+                plan[int(layer), None] = type_of(name, where)
+            elif expert.isdecimal() and int(expert) < counts[int(layer)]:
+                plan[int(layer), int(expert)] = type_of(name, where)
+            else:
+                fail(f"{where}: the layer has experts 0 to {counts[int(layer)] - 1}")
+    return Tier(BITS, plan)

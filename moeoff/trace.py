@@ -1,0 +1,260 @@
+"""Traces: what every gate said in a run, in a file that can be replayed.
+
+    magic "MOEOFFTR", u32 version, u32 length, JSON header, then records:
+    RECORD (little endian), ids u16 [n_tokens, n_used], weights f16 [n_tokens, n_used], probs f16 [n_tokens, n_experts] if flagged
+
+A record is written whole or not at all as far as a reader can tell: a tail that is cut, or whose checksum is wrong, ends the
+trace. A file that exists is continued if its header describes the same model. No text or token is stored.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from .cache import Event, Shape
+from .errors import OptionError
+
+MAGIC, VERSION = b"MOEOFFTR", 1
+# kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
+RECORD = struct.Struct("<BBHHIIIqII")
+GATE, SESSION = 1, 2
+NEW_SEQUENCE, PROBS = 1, 2
+PAGE = 4096
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """One experts' tensor, in the order of the native buffer. nbytes is one expert's slice."""
+
+    gate: int
+    layer: int
+    matrix: int
+    n_experts: int
+    nbytes: int
+
+    @property
+    def slot_bytes(self) -> int:
+        """What the slice takes in the arena: whole pages, and one for a start inside a page (moeoff-arena)."""
+        return -(-self.nbytes // PAGE) * PAGE + PAGE
+
+
+@dataclass(frozen=True)
+class Model:
+    """Header of a trace: enough to rebuild the buffer. n_experts is the widest gate's."""
+
+    name: str
+    n_used: int
+    tensors: tuple[TensorInfo, ...]
+
+    @property
+    def n_gates(self) -> int:
+        return 1 + max(t.gate for t in self.tensors)
+
+    @property
+    def n_experts(self) -> int:
+        return max(t.n_experts for t in self.tensors)
+
+    @property
+    def full_bytes(self) -> int:
+        """The arena that holds every slice."""
+        return sum(t.slot_bytes * t.n_experts for t in self.tensors)
+
+    def shape(self, arena_bytes: int) -> Shape:
+        n = sum({t.gate: t.n_experts for t in self.tensors}.values())
+        return Shape(self.n_gates, self.n_experts, self.n_used, n * min(arena_bytes / self.full_bytes, 1.0), self.name)
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Model:
+        fields = json.loads(text)
+        return cls(fields["name"], fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"]))
+
+    @classmethod
+    def of(cls, buffer, name: str, n_used: int) -> Model:
+        """Of an attached `ExpertBuffer`."""
+        return cls(name, n_used, tuple(TensorInfo(t.gate, t.layer, t.matrix, t.ne[2], t.nbytes) for t in buffer.tensors))
+
+
+class TraceWriter:
+    """Appends gate events to `path`; `close()` or leave the `with` block. One writer for a file at a time.
+
+    Args:
+        session: written once, whatever says under which conditions the events happened (arena, strategy).
+
+    Raises:
+        OptionError: the file is something else, or a trace of another model.
+    """
+
+    def __init__(self, path: str | os.PathLike, model: Model, session: dict | None = None):
+        self._n_experts = model.n_experts
+        self._new_sequence = True
+        header = model.to_json().encode()
+        if os.path.exists(path) and os.path.getsize(path):
+            old, end = _scan(path)
+            if old != model:
+                raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
+            self._file = open(path, "r+b")  # noqa: SIM115
+            self._file.truncate(end)  # of a run that was killed
+            self._file.seek(end)
+        else:
+            self._file = open(path, "wb")  # noqa: SIM115
+            self._file.write(MAGIC + struct.pack("<II", VERSION, len(header)) + header)
+        self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(session or {}).encode())
+
+    def new_sequence(self) -> None:
+        """The next event is the first of a text."""
+        self._new_sequence = True
+
+    def write(self, event, probs: np.ndarray | None = None) -> None:
+        """One `GateEvent`; `probs` [n_tokens, n_experts] float32 as well if known."""
+        payload = event.ids.astype("<u2").tobytes() + event.weights.astype("<f2").tobytes()
+        flags = NEW_SEQUENCE if self._new_sequence else 0
+        if probs is not None:
+            if probs.shape[1] < self._n_experts:
+                probs = np.pad(probs, ((0, 0), (0, self._n_experts - probs.shape[1])))
+            payload += probs.astype("<f2").tobytes()
+            flags |= PROBS
+        self._new_sequence = False
+        n_tokens, n_used = event.ids.shape
+        self._write(GATE, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns, payload)
+
+    def note(self, fields: dict) -> None:
+        """A JSON object between the events: counters at the end of a run, say."""
+        self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(fields).encode())
+
+    def _write(self, kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, payload: bytes) -> None:
+        self._file.write(RECORD.pack(kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, len(payload), zlib.crc32(payload)) + payload)
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> TraceWriter:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+
+@dataclass
+class Trace:
+    """A trace in memory.
+
+    Attributes:
+        model: its header.
+        events: in order; weights and probs are float32.
+        starts: [n_events] bool, the first event of a text (of a run, too).
+        hits, misses: [n_events] slices resident, and not, when the gate spoke in the recorded run.
+        t_ns: [n_events] int64.
+        notes: the sessions' JSON objects.
+    """
+
+    model: Model
+    events: list[Event]
+    starts: np.ndarray
+    hits: np.ndarray
+    misses: np.ndarray
+    t_ns: np.ndarray
+    notes: list[dict]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike) -> Trace:
+        """Reads as much as is whole.
+
+        Raises:
+            OptionError: no trace, or one of another version.
+        """
+        with open(path, "rb") as file:
+            data = file.read()
+        model, position = _header(data, path)
+        events, starts, hits, misses, times, notes = [], [], [], [], [], []
+        for fields, payload, _ in _records(data, position):
+            kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
+            if kind == SESSION:
+                notes.append(json.loads(bytes(payload)))
+                continue
+            n = n_tokens * n_used
+            ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
+            weights = np.frombuffer(payload, "<f2", n, 2 * n).reshape(n_tokens, n_used).astype(np.float32)
+            probs = np.frombuffer(payload, "<f2", -1, 4 * n).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
+            events.append(Event(gate, ids, weights, probs))
+            starts.append(bool(flags & NEW_SEQUENCE))
+            hits.append(n_hit)
+            misses.append(n_miss)
+            times.append(t_ns)
+        return cls(model, events, np.array(starts, bool), np.array(hits, np.int64), np.array(misses, np.int64), np.array(times, np.int64), notes)
+
+    @classmethod
+    def join(cls, traces: list[Trace]) -> Trace:
+        """One after the other, as one run would see them.
+
+        Raises:
+            OptionError: they are of different models.
+        """
+        first = traces[0]
+        for other in traces[1:]:
+            if other.model != first.model:
+                raise OptionError(f"the traces are of different models: {first.model.name}, {other.model.name}")
+        arrays = [np.concatenate([getattr(t, name) for t in traces]) for name in ("starts", "hits", "misses", "t_ns")]
+        return cls(first.model, [e for t in traces for e in t.events], *arrays, [n for t in traces for n in t.notes])
+
+    def slice(self, start: int, stop: int) -> Trace:
+        """Events [start, stop)."""
+        part = slice(start, stop)
+        return Trace(self.model, self.events[part], self.starts[part], self.hits[part], self.misses[part], self.t_ns[part], self.notes)
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(e.ids) for e in self.events if e.gate == 0)
+
+    def counts(self) -> np.ndarray:
+        """[n_gates, n_experts] int64: how many tokens used each expert."""
+        out = np.zeros((self.model.n_gates, self.model.n_experts), np.int64)
+        for event in self.events:
+            np.add.at(out[event.gate], event.ids.ravel(), 1)
+        return out
+
+
+def _header(data, path) -> tuple[Model, int]:
+    if data[:8] != MAGIC or len(data) < 16:
+        raise OptionError(f"{path}: is not a trace of moeoff")
+    version, length = struct.unpack_from("<II", data, 8)
+    if version != VERSION:
+        raise OptionError(f"{path}: is a trace of version {version}, this moeoff reads version {VERSION}")
+    try:
+        return Model.from_json(bytes(data[16 : 16 + length])), 16 + length
+    except (ValueError, KeyError, TypeError):
+        raise OptionError(f"{path}: the trace's header is damaged") from None
+
+
+def _records(data, position: int) -> Iterator[tuple[tuple, memoryview, int]]:
+    """Fields, payload and end of each whole record."""
+    view = memoryview(data)
+    while position + RECORD.size <= len(data):
+        *fields, size, crc = RECORD.unpack_from(data, position)
+        start, position = position + RECORD.size, position + RECORD.size + size
+        payload = view[start:position]
+        if len(payload) < size or zlib.crc32(payload) != crc:
+            return
+        yield tuple(fields), payload, position
+
+
+def _scan(path) -> tuple[Model, int]:
+    """Header, and where the last whole record ends."""
+    with open(path, "rb") as file:
+        data = file.read()
+    model, end = _header(data, path)
+    for *_, end in _records(data, end):  # noqa: B007
+        pass
+    return model, end

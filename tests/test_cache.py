@@ -1,0 +1,219 @@
+"""Cache policies: one contract for all, brute-force references, the papers' formulas, and what an update costs."""
+
+import time
+from collections import OrderedDict
+
+import numpy as np
+import pytest
+
+import moeoff
+from moeoff import OptionError
+from moeoff.cache import POLICIES, Event, Policy, Shape, create, get_policy, names, register
+from moeoff.cache.arc import quotas
+from moeoff.cache.importance import miss_cost, unimportance
+
+SHAPE = Shape(n_gates=3, n_experts=8, n_used=2, capacity=12)
+
+
+def random_events(n, shape=SHAPE, seed=0, n_tokens=1):
+    rng = np.random.default_rng(seed)
+    out = []
+    for i in range(n):
+        probs = rng.dirichlet(np.full(shape.n_experts, 0.3), n_tokens).astype(np.float32)
+        ids = np.argsort(-probs, axis=1)[:, : shape.n_used].astype(np.int32)
+        out.append(Event(i % shape.n_gates, ids, np.take_along_axis(probs, ids, axis=1), probs))
+    return out
+
+
+@pytest.mark.parametrize("name", names())
+class TestContract:
+    def test_writes_into_the_given_table(self, name):
+        table = np.zeros((3, 8), np.float32)
+        policy = create(name, SHAPE, table)
+        events = random_events(60)
+        policy.prepare(events)
+        for event in events:
+            policy.update(event)
+            assert policy.priorities is table and np.isfinite(table).all()
+        assert name == "lru" or table.any()
+
+    def test_deterministic(self, name):
+        tables = []
+        for _ in range(2):
+            policy = create(name, SHAPE, seed=3)
+            events = random_events(90)
+            policy.prepare(events)
+            for i, event in enumerate(events):
+                if i % 30 == 0:
+                    policy.reset_sequence()
+                policy.update(event)
+            tables.append(policy.priorities.copy())
+        assert (tables[0] == tables[1]).all()
+
+    def test_batches_and_missing_probabilities(self, name):
+        policy = create(name, SHAPE)
+        events = [Event(e.gate, e.ids, e.weights) for e in random_events(12, n_tokens=5)]
+        policy.prepare(events)
+        for event in events:
+            policy.update(event)
+        assert np.isfinite(policy.priorities).all()
+
+    def test_unknown_option(self, name):
+        with pytest.raises(OptionError, match="unknown option 'colour'"):
+            create(name, SHAPE, colour=1)
+
+    def test_update_cost(self, name):
+        """20 us for each event at 64 x 256 experts, 8 used; the best of several rounds, because others use the machine too."""
+        shape = Shape(64, 256, 8, 8000)
+        events = random_events(192, shape)
+        best = float("inf")
+        for _ in range(8):
+            policy = create(name, shape)
+            policy.prepare(events)
+            started = time.perf_counter()
+            for event in events:
+                policy.update(event)
+            best = min(best, time.perf_counter() - started)
+        assert best / len(events) < 20e-6
+
+
+def test_lfu_counts_within_a_sequence():
+    policy, model = create("lfu", SHAPE), create("lfu-model", SHAPE)
+    for p in (policy, model):
+        for event in random_events(30):
+            p.update(event)
+        p.reset_sequence()
+    assert not policy.priorities.any() and model.priorities.sum() == 60
+
+
+def test_decay_orders_as_the_definition_does():
+    policy, counts = create("decay", SHAPE, rate=0.1), np.zeros((3, 8))
+    for event in random_events(2000):  # long enough for the increment to be scaled back
+        policy.update(event)
+        counts[event.gate, event.ids[0]] += 1
+        if event.gate == 2:
+            counts *= 0.9
+    scale = policy.priorities.max() / counts.max()
+    assert np.allclose(policy.priorities, counts * scale, rtol=1e-3, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("printed", [False, True])
+def test_edgemoe_by_the_formula(printed):
+    policy, f, s = create("edgemoe", SHAPE, printed=printed), np.zeros((3, 8)), 3
+    for event in random_events(50):
+        policy.update(event)
+        f[event.gate, event.ids[0]] += 1
+        now = (event.gate + 1) % s  # the layer that evicts next
+        for i in range(s):
+            distance = ((s - i + now) if printed else (i - now + s)) % s
+            assert np.allclose(policy.priorities[i], f[i] / (distance or s))
+
+
+def test_hobbit_by_equation_3():
+    w = {"lru": 0.3, "lfu": 0.2, "lhu": 0.4, "fld": 0.1}
+    policy = create("hobbit", SHAPE, **w)
+    r, f, h, t = np.zeros((3, 8)), np.zeros((3, 8)), np.zeros((3, 8)), 1
+    for event in random_events(60):
+        policy.update(event)
+        t += event.gate == 0
+        for k, e in enumerate(event.ids[0]):
+            r[event.gate, e], f[event.gate, e] = t, f[event.gate, e] + 1
+            h[event.gate, e] += unimportance(event.weights)[0, k] <= 0.6
+        i = (event.gate + 1) % 3
+        fld = 1 - ((np.arange(3) - i) % 3) / 3
+        p = (w["lru"] * r + w["lfu"] * f + w["lhu"] * h) / t + w["fld"] * fld[:, None]
+        assert np.allclose(policy.priorities, p * t, atol=1e-4)
+
+
+def test_unimportance_and_miss_cost():
+    weights = np.array([[0.1, 0.6, 0.3]])
+    assert np.allclose(unimportance(weights), [[0.9, 0.0, 0.6]])
+    assert miss_cost(np.array([[0.04, 0.5, 0.2, 0.26]])).tolist() == [[0.0, 1.0, 0.25, 1.0]]
+
+
+def test_quotas_favour_shallow_layers():
+    assert quotas(Shape(6, 10, 2, 48), 3) == [10, 10, 10, 6, 6, 6]
+    assert quotas(Shape(6, 10, 2, 25), 3) == [10, 10, 5, 0, 0, 0]
+    assert quotas(Shape(6, 10, 2, 100), 3) == [10] * 6
+
+
+class BruteARC:
+    """Megiddo and Modha's figure 4, word for word, for one layer."""
+
+    def __init__(self, c):
+        self.c, self.p = c, 0.0
+        self.t1, self.t2, self.b1, self.b2 = (OrderedDict() for _ in range(4))
+
+    def replace(self, x):
+        if self.t1 and (len(self.t1) > self.p or (x in self.b2 and len(self.t1) == self.p) or not self.t2):
+            self.b1[self.t1.popitem(False)[0]] = None
+        else:
+            self.b2[self.t2.popitem(False)[0]] = None
+
+    def use(self, x):
+        c, t1, t2, b1, b2 = self.c, self.t1, self.t2, self.b1, self.b2
+        if x in t1 or x in t2:
+            t1.pop(x, None), t2.pop(x, None)
+        elif x in b1:
+            self.p = min(c, self.p + max(1, len(b2) / len(b1)))
+            self.replace(x)
+            del b1[x]
+        elif x in b2:
+            self.p = max(0, self.p - max(1, len(b1) / len(b2)))
+            self.replace(x)
+            del b2[x]
+        else:
+            if len(t1) + len(b1) == c:
+                if len(t1) < c:
+                    b1.popitem(False)
+                    self.replace(x)
+                else:
+                    t1.popitem(False)
+            elif len(t1) + len(t2) + len(b1) + len(b2) >= c:
+                if len(t1) + len(t2) + len(b1) + len(b2) == 2 * c:
+                    b2.popitem(False)
+                self.replace(x)
+            t1[x] = None
+            return
+        t2[x] = None
+
+
+def test_arc_keeps_what_arc_keeps():
+    shape = Shape(1, 12, 1, 5)
+    policy, brute = create("arc", shape, shallow=0), BruteARC(5)
+    rng = np.random.default_rng(1)
+    for _ in range(3000):
+        expert = int(rng.zipf(1.5)) % 12 if rng.random() < 0.7 else int(rng.integers(12))
+        policy.update(Event(0, np.array([[expert]]), np.ones((1, 1), np.float32)))
+        brute.use(expert)
+        assert set(np.flatnonzero(policy.priorities[0] >= 0)) == set(brute.t1) | set(brute.t2)
+
+
+def test_register_ten_lines():
+    """The example of docs/strategies.md, as it stands there."""
+    import re
+    from pathlib import Path
+
+    text = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()
+    example = re.search(r"```python\n(.*?)```", text, re.S).group(1)
+    assert len([line for line in example.splitlines() if line.strip()]) <= 10
+    try:
+        exec(example, {})
+        policy = create("mru", SHAPE)
+        for event in random_events(9):
+            policy.update(event)
+        assert policy.priorities.any() and "mru" in names(live=True)
+        assert moeoff.register is register
+    finally:
+        POLICIES.pop("mru", None)
+
+
+@pytest.mark.parametrize("name", ["", "lru", "lfu-model", "on-demand"])
+def test_register_refuses(name):
+    with pytest.raises(OptionError, match="not taken"):
+        register(type("Mine", (Policy,), {"name": name}))
+
+
+def test_unknown_policy():
+    with pytest.raises(OptionError, match="there are: lru, lfu"):
+        get_policy("fifo")

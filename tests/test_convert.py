@@ -1,0 +1,406 @@
+"""Converting and verifying: every shape, type and shard; damaged companions; and what interrupts a conversion."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from moeoff import ModelError, OptionError, conversion
+from moeoff.companion import ALIGNMENT, Companion, hash64
+from moeoff.container import ModelFile, ModelWriter, Tensor, pack
+from moeoff.convert import convert
+from moeoff.imatrix import Imatrix
+from moeoff.quantize import fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.tiers import nearest, twin
+from moeoff.verify import verify
+
+SOURCES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K")
+TARGETS = ("keep", "twin", "Q2_K", "Q3_K", "Q4_0", "Q8_0", "F16", "MXFP4", "IQ4_XS", "Q2_0", "NVFP4")
+
+
+def write_model(folder: Path, *, n_layer=2, n_expert=3, n_ff=5, n_cols=64, down_cols=64, type="F16", n_parts=1, seed=0) -> Path:
+    """A GGUF of routed experts and little else, in one file or several; weights are normal."""
+    rng = np.random.default_rng(seed)
+    tensors, data = [Tensor("token_embd.weight", (7, 32), 0)], [rng.normal(size=(7, 32)).astype(np.float32).view(np.uint8)]
+    for layer in range(n_layer):
+        for matrix, rows, cols in (("gate", n_ff, n_cols), ("down", n_cols, down_cols), ("up", n_ff, n_cols)):
+            kind = type_from_name(type)
+            kind = kind if fits(kind, cols) else type_from_name("F16")
+            tensors.append(Tensor(f"blk.{layer}.ffn_{matrix}_exps.weight", (n_expert, rows, cols), kind))
+            data.append(quantize(rng.normal(size=(n_expert * rows, cols)).astype(np.float32), kind))
+    cuts = [len(tensors) * i // n_parts for i in range(n_parts + 1)]
+    base = {"general.architecture": pack("qwen3moe"), "qwen3moe.expert_count": pack(n_expert)}
+    paths = []
+    for part in range(n_parts):
+        split = {"split.no": struct.pack("<IH", 2, part), "split.count": struct.pack("<IH", 2, n_parts)} if n_parts > 1 else {}
+        paths.append(folder / (f"m-{part + 1:05d}-of-{n_parts:05d}.gguf" if n_parts > 1 else "m.gguf"))
+        with ModelWriter(paths[-1], (base if part == 0 else {}) | split, tensors[cuts[part] : cuts[part + 1]], overwrite=True) as writer:
+            for piece in data[cuts[part] : cuts[part + 1]]:
+                writer.write(piece)
+    return paths[0]
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("m") or "experts" in p.name)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n_expert=st.integers(1, 5),
+    n_ff=st.integers(1, 9),
+    n_cols=st.sampled_from([32, 64, 96, 256, 1408]),
+    down_cols=st.sampled_from([32, 256, 352]),
+    type=st.sampled_from(SOURCES),
+    tiers=st.lists(st.sampled_from(TARGETS), min_size=1, max_size=3, unique=True),
+    n_parts=st.integers(1, 4),
+    threads=st.integers(1, 4),
+    piece=st.sampled_from([1, 300, 5000, 1 << 20]),
+)
+def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert, n_ff, n_cols, down_cols, type, tiers, n_parts, threads, piece):
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    monkeypatch.setattr(conversion, "_PIECE_VALUES", piece)
+    monkeypatch.setattr(conversion, "_PIECE_BYTES", piece)
+    model = write_model(tmp_path, n_expert=n_expert, n_ff=n_ff, n_cols=n_cols, down_cols=down_cols, type=type, n_parts=n_parts)
+    made = convert(model, tiers=",".join(tiers), threads=threads)
+    assert verify(made.path).model == str(model)
+    companion = Companion(made.path)
+    assert os.path.getsize(made.path) == made.n_bytes and made.n_experts == 2 * n_expert
+    sources = {}
+    for part in tmp_path.glob("m*.gguf"):
+        if ".experts" not in part.name:
+            with ModelFile(part) as file:
+                sources |= {n: (t, file.data(n).copy(), file.rows(n)) for n, t in file.tensors.items()}
+    assert len(companion.slices) == 2 * 3 * n_expert * len(tiers)
+    with open(made.path, "rb") as file:
+        for (name, expert, tier), s in companion.slices.items():
+            tensor, data, values = sources[name]
+            rows = slice(expert * tensor.shape[1], (expert + 1) * tensor.shape[1])
+            wanted = {"keep": tensor.type, "twin": twin(tensor.type)}.get(tier) if tier in ("keep", "twin") else type_from_name(tier)
+            wanted = nearest(wanted, tensor.shape[2])
+            if tier == "twin" and (type_name(wanted) == "Q2_0" or row_bytes(wanted, 256) >= row_bytes(tensor.type, 256)):
+                wanted = tensor.type
+            assert s.type == wanted and s.offset % ALIGNMENT == 0 and s.shape == tensor.shape[1:]
+            expected = data[rows] if s.type == tensor.type else quantize(values[rows], s.type)
+            assert os.pread(file.fileno(), s.nbytes, s.offset) == expected.tobytes()
+            assert s.hash == hash64(expected.tobytes())
+            assert companion.source_hashes[name, expert] == hash64(data[rows].tobytes())
+
+
+def test_nearest_and_twins():
+    name = lambda type, cols: type_name(nearest(type_from_name(type), cols))  # noqa: E731
+    assert name("Q2_K", 1408) == "Q2_0" and name("Q2_K", 512) == "Q2_K" and name("Q6_K", 1408) == "Q5_1"
+    assert name("Q4_K", 32) == "IQ4_NL" and name("Q2_K", 32) == "IQ4_NL" and name("Q8_0", 17) == "F16" and name("F32", 17) == "F32"
+    assert [type_name(twin(type_from_name(t))) for t in ("Q4_K", "Q8_0", "MXFP4", "Q2_K")] == ["Q2_K", "Q4_0", "Q2_K", "Q2_K"]
+
+
+# --- damage ---
+
+
+def mutate(data: bytes, rng: random.Random) -> bytes:
+    at = rng.randrange(min(len(data), 3000)) if rng.random() < 0.5 else rng.randrange(len(data))
+    kind = rng.randrange(7)
+    if kind == 0:
+        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
+    if kind == 1:
+        return data[:at] + rng.randbytes(8) + data[at + 8 :]
+    if kind == 2:
+        return data[:at]
+    if kind == 3:
+        return data[:at] + data[at + rng.randrange(1, 5000) :]
+    if kind == 4:
+        return data[:at] + rng.randbytes(rng.randrange(1, 100)) + data[at:]
+    if kind == 5:
+        value = rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
+        return data[:at] + struct.pack("<Q", value) + data[at + 8 :]
+    end = min(at + rng.randrange(1, 5000), len(data))
+    return data[:at] + bytes(end - at) + data[end:]
+
+
+def fuzz(folder: Path, n: int, seed: int) -> None:
+    model = write_model(folder, n_layer=1, n_expert=2, n_ff=3)
+    path = convert(model, tiers="keep,Q2_0").path
+    good = Path(path).read_bytes()
+    slices = Companion(path).slices
+    weights = lambda data: [data[s.offset : s.offset + s.nbytes] for s in slices.values()]  # noqa: E731
+    original, rng, undetected = weights(good), random.Random(seed), 0
+    for i in range(n):
+        data = mutate(good, rng)
+        Path(path).write_bytes(data)
+        try:
+            verify(path)
+        except ModelError as error:
+            assert path in str(error) and "\n" not in str(error)
+            continue
+        undetected += 1
+        assert weights(data) == original and Companion(path).slices == slices, (seed, i)  # padding between slices
+    assert undetected < n / 2
+
+
+def test_fuzz(tmp_path):
+    fuzz(tmp_path, 500, 1)
+
+
+@pytest.mark.slow
+def test_fuzz_10_000(tmp_path):
+    fuzz(tmp_path, 10_000, 2)
+
+
+def test_verify_names_the_model_that_changed(tmp_path):
+    model = write_model(tmp_path, n_ff=200)
+    path = convert(model, tiers="Q2_0").path
+    with ModelFile(model) as file:
+        offset = file.offset("blk.1.ffn_up_exps.weight") + file.tensors["blk.1.ffn_up_exps.weight"].n_bytes - 1
+    with open(model, "r+b") as file:  # one byte where no sample is taken
+        file.seek(offset)
+        file.write(b"\x5a")
+    with pytest.raises(ModelError, match=r"blk.1.ffn_up_exps.weight, expert 2 changed since"):
+        verify(path)
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.move(path, tmp_path / "elsewhere" / "x.gguf")
+    assert verify(moved).model is None
+    with pytest.raises(ModelError, match="cannot be read"):
+        verify(tmp_path / "none.gguf")
+
+
+# --- what interrupts ---
+
+
+def test_refuses_to_overwrite(tmp_path):
+    model = write_model(tmp_path)
+    path = convert(model).path
+    before = Path(path).read_bytes()
+    with pytest.raises(OptionError, match="--force"):
+        convert(model)
+    convert(model, tiers="keep", force=True)
+    assert Path(path).read_bytes() != before
+    with pytest.raises(OptionError, match="the model itself"):
+        convert(model, output=model, force=True)
+    with pytest.raises(OptionError, match="no such folder"):
+        convert(model, output=tmp_path / "no" / "x.gguf")
+
+
+def test_dry_run_writes_nothing(tmp_path):
+    model = write_model(tmp_path)
+    plan = convert(model, tiers="keep,Q4_0", dry_run=True)
+    assert leftovers(tmp_path) == [] and plan.seconds > 0
+    done = convert(model, tiers="keep,Q4_0")
+    assert (done.n_bytes, done.tiers) == (plan.n_bytes, plan.tiers)
+
+
+def test_bad_options(tmp_path):
+    model = write_model(tmp_path, n_cols=256)
+    for options, message in [
+        ({"tiers": "Q9"}, "no tier 'Q9'"),
+        ({"tiers": "keep,KEEP"}, "twice"),
+        ({"tiers": "Q8_K"}, "does not quantize"),
+        ({"tiers": "IQ2_XS"}, "--imatrix"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            convert(model, **options)
+    for plan, message in [("[]", "expected"), ("{", "not JSON"), ('{"layers": {"9": "Q4_0"}}', "'9' has no"), ('{"layers": {"0": {"3": "Q4_0"}}}', "0 to 2"),
+                          ('{"default": "x"}', "no ggml type"), ('{"default": 3}', "found 3")]:
+        (tmp_path / "m.json").write_text(plan)
+        with pytest.raises(OptionError, match=message):
+            convert(model, bits=tmp_path / "m.json")
+    with pytest.raises(OptionError, match="cannot be read"):
+        convert(model, bits=tmp_path / "absent.json")
+    assert leftovers(tmp_path) == []
+
+
+def test_values_that_are_not_finite(tmp_path):
+    model = write_model(tmp_path)
+    with ModelFile(model) as file:
+        offset = file.offset("blk.1.ffn_down_exps.weight")
+    with open(model, "r+b") as file:
+        file.seek(offset)
+        file.write(struct.pack("<e", float("nan")))
+    with pytest.raises(ModelError, match="expert 0 of blk.1.ffn_down_exps.weight: cannot quantize"):
+        convert(model)
+    assert leftovers(tmp_path) == []
+    convert(model, tiers="keep")
+
+
+def start(model: Path, *options: str, **kwargs) -> subprocess.Popen:
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "convert", str(model), "--tiers", "keep,Q3_K", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+@pytest.fixture
+def large(tmp_path) -> Path:
+    return write_model(tmp_path, n_layer=3, n_expert=8, n_ff=768, n_cols=512, down_cols=768)
+
+
+def wait_for_part(folder: Path, n_jobs: int = 0) -> None:
+    """Until something is written, and the journal knows of so many slices."""
+    deadline = time.monotonic() + 30
+    part, journal = folder / ".m.experts.gguf.part", folder / ".m.experts.gguf.part.journal"
+    while not part.exists() or part.stat().st_blocks < 100 or (n_jobs and (not journal.exists() or journal.stat().st_size < 32 + 28 * n_jobs)):
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(large, tmp_path, sign):
+    with start(large) as process:
+        wait_for_part(tmp_path)
+        process.send_signal(sign)
+        error = process.stderr.read()
+    assert process.returncode == 130 and "Traceback" not in error
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_resume(large, tmp_path, sign):
+    expected = Path(convert(large, tiers="keep,Q3_K", output=tmp_path / "m-whole.gguf").path).read_bytes()
+    with start(large, "--resume") as process:
+        wait_for_part(tmp_path, 10)
+        process.send_signal(sign)
+    part = tmp_path / ".m.experts.gguf.part"
+    assert part.exists() and not (tmp_path / "m.experts.gguf").exists()
+    with open(part, "r+b") as file:  # a crash may lose what the journal claims
+        file.seek(conversion.ALIGNMENT * 40)
+        file.write(bytes(4096))
+    seen = []
+    made = convert(large, tiers="keep,Q3_K", resume=True, progress=lambda done, total: seen.append(done))
+    assert Path(made.path).read_bytes() == expected
+    assert seen[0] > 0 and not part.exists() and leftovers(tmp_path) == ["m.experts.gguf"]
+
+
+def test_resume_of_another_conversion_starts_over(large, tmp_path):
+    with start(large, "--resume") as process:
+        wait_for_part(tmp_path)
+        process.send_signal(signal.SIGKILL)
+    seen = []
+    made = convert(large, tiers="Q4_0", resume=True, progress=lambda done, total: seen.append(done))
+    assert seen[0] == 0 and verify(made.path).tiers == ("Q4_0",)
+    assert leftovers(tmp_path) == ["m.experts.gguf"]
+
+
+def test_one_conversion_at_a_time(large, tmp_path):
+    with start(large) as process:
+        wait_for_part(tmp_path)
+        with pytest.raises(OptionError, match="another conversion"):
+            convert(large)
+    assert process.returncode == 0 and verify(tmp_path / "m.experts.gguf").tiers == ("keep", "Q3_K")
+
+
+def test_a_disk_too_small(large, tmp_path):
+    """Refused at once where the room is known; and where writing fails on the way, nothing is left."""
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    with start(large, preexec_fn=limit) as process:
+        error = process.stderr.read()
+    assert process.returncode == 1 and "File too large" in error and "Traceback" not in error
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_a_full_tmpfs(large, tmp_path):
+    small = tmp_path / "m-small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", small], check=True)
+    try:
+        with pytest.raises(OptionError, match="make room"):
+            convert(large, output=small / "x.gguf")
+        usage = shutil.disk_usage
+        shutil.disk_usage = lambda path: usage("/")  # others fill the disk while we write
+        try:
+            with pytest.raises(OSError, match="No space left"):
+                convert(large, output=small / "x.gguf")
+        finally:
+            shutil.disk_usage = usage
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_source_that_shrinks(large, tmp_path, monkeypatch):
+    size = os.path.getsize(large)
+    pread = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0 if offset > size // 2 else pread(fd, buffers, offset))
+    with pytest.raises(ModelError, match="was it cut while it was read"):
+        convert(large)
+    assert leftovers(tmp_path) == []
+
+
+# --- importance matrices ---
+
+
+@pytest.mark.parametrize("form", ["gguf", "binary"])
+def test_imatrix(tmp_path, form):
+    model = write_model(tmp_path, n_cols=256, down_cols=256)
+    rng = np.random.default_rng(3)
+    with ModelFile(model) as file:
+        shapes = {n: t.shape for n, t in file.tensors.items() if "exps" in n}
+        values = {n: file.rows(n) for n in shapes}
+    sums = {n: rng.uniform(0.1, 9, (s[0], s[2])).astype(np.float32) for n, s in shapes.items()}
+    path = tmp_path / "m.imatrix"
+    if form == "gguf":
+        tensors = [t for n, s in sums.items() for t in (Tensor(f"{n}.in_sum2", s.shape, 0), Tensor(f"{n}.counts", (len(s), 1), 0))]
+        with ModelWriter(path, {"general.type": pack("imatrix")}, tensors) as writer:
+            for s in sums.values():
+                writer.write(s.view(np.uint8))
+                writer.write(np.full((len(s), 1), 4, np.float32).view(np.uint8))
+    else:
+        parts = [struct.pack("<i", len(sums))]
+        for n, s in sums.items():
+            parts += [struct.pack("<i", len(n)), n.encode(), struct.pack("<ii", 4, s.size), s.tobytes()]
+        path.write_bytes(b"".join(parts))
+    made = convert(model, tiers="IQ2_XS,Q2_K", imatrix=path)
+    companion = Companion(made.path)
+    assert "m.imatrix" in companion.quantized
+    with open(made.path, "rb") as file:
+        for (name, expert, _), s in companion.slices.items():
+            rows = values[name].reshape(shapes[name])[expert]
+            expected = quantize(rows, s.type, sums[name][expert] / 4)
+            assert os.pread(file.fileno(), s.nbytes, s.offset) == expected.tobytes()
+    other = write_model(tmp_path, n_cols=512, down_cols=256)
+    with pytest.raises(ModelError, match="matrix of another model"):
+        convert(other, tiers="Q2_K", imatrix=path, force=True)
+    for junk in (b"", b"GGUF", b"\x05\x00\x00\x00\xff\xff\xff\xff", path.read_bytes()[:-100]):
+        (tmp_path / "m.junk").write_bytes(junk)
+        with pytest.raises(ModelError, match="m.junk"):
+            Imatrix.read(tmp_path / "m.junk")
+
+
+def test_plan_file_of_every_level(tmp_path):
+    model = write_model(tmp_path, n_layer=3)
+    (tmp_path / "m.json").write_text(json.dumps({"default": "Q8_0", "layers": {"1": {"2": "Q2_0"}, "2": "keep"}}))
+    companion = Companion(convert(model, tiers="keep", bits=tmp_path / "m.json").path)
+    assert companion.tiers == ["keep", "bits"]
+    for (name, expert, tier), s in companion.slices.items():
+        layer = int(name.split(".")[1])
+        kind = "F16" if tier == "keep" or layer == 2 else "Q2_0" if (layer, expert) == (1, 2) else "Q8_0"
+        assert type_name(s.type) == kind
+
+
+def test_memory_is_bounded(tmp_path):
+    """An expert's matrix of 48 MB goes through in pieces."""
+    model = write_model(tmp_path, n_layer=1, n_expert=2, n_ff=6144, n_cols=2048, down_cols=6144, type="F32")
+    code = f"""
+import resource
+from moeoff.convert import convert
+convert({str(model)!r}, tiers="F16,Q4_0,keep", output={str(tmp_path / "warm.gguf")!r}, dry_run=True)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+convert({str(model)!r}, tiers="F16,Q4_0,keep")
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+    grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert grown < 100_000  # KiB

@@ -1,0 +1,245 @@
+"""The simulator: against brute force, against exact counts, and against live runs."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeoff import BudgetError, Llama, OptionError
+from moeoff.cache import Event, Policy, create
+from moeoff.driver import Driver
+from moeoff.layout import Layout
+from moeoff.simulate import _Zero, simulate
+from moeoff.trace import Model, TensorInfo, Trace
+
+SMALL = Path(__file__).parent / "data" / "small.trace"
+ONE = Model("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
+TWO = Model("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
+
+
+def random_trace(model, n=400, seed=0):
+    rng = np.random.default_rng(seed)
+    popular = rng.dirichlet(np.full(8, 0.5), 3)
+    events = []
+    for i in range(n):
+        ids = rng.choice(8, (1, 2), replace=False, p=popular[i % 3] * 0.9 + 0.1 / 8).astype(np.int32)
+        events.append(Event(i % 3, ids, rng.random((1, 2)).astype(np.float32), None))
+    starts = np.zeros(n, bool)
+    starts[::60] = True
+    zero = np.zeros(n, np.int64)
+    return Trace(model, events, starts, zero, zero, zero, [])
+
+
+def brute(trace, policy, arena):
+    """Native's rules one slice at a time: moeoff-store.cpp's take_slot and moeoff-arena.cpp's take."""
+    tensors, e = trace.model.tensors, trace.model.n_experts
+    resident, last, hits, evictions = set(), {}, [], 0
+    committed, free = 0, dict.fromkeys((t.slot_bytes for t in tensors), 0)
+    policy.prepare(trace.events)
+    for n, event in enumerate(trace.events):
+        if trace.starts[n]:
+            policy.reset_sequence()
+        order = sorted((i for i, t in enumerate(tensors) if t.gate == event.gate), key=lambda i: tensors[i].matrix)
+        want = [i * e + int(x) for i in order for x in event.ids[0]]
+        hits.append(sum(s in resident for s in want))
+        for s in want:
+            last[s] = n
+        for s in [s for s in want if s not in resident]:
+            stride = tensors[s // e].slot_bytes
+            while True:
+                if free[stride]:
+                    free[stride] -= 1
+                    break
+                for size in free:
+                    while committed + stride > arena and free[size]:
+                        free[size] -= 1
+                        committed -= size
+                if committed + stride <= arena:
+                    committed += stride
+                    break
+                victim = min(resident - set(want), key=lambda v: (policy.priorities[tensors[v // e].gate, v % e], last[v], v))
+                resident.remove(victim)
+                free[tensors[victim // e].slot_bytes] += 1
+                evictions += 1
+            resident.add(s)
+        policy.update(event)
+    return hits, evictions, resident
+
+
+@pytest.mark.parametrize("model", [ONE, TWO], ids=lambda m: m.name)
+@pytest.mark.parametrize("name", ["lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score", "belady"])
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_brute_force(model, name, share):
+    trace, arena = random_trace(model), int(model.full_bytes * share)
+    result = simulate(trace, name, arena, events=True)
+    hits, evictions, resident = brute(trace, create(name, model.shape(arena)), arena)
+    assert result.event_hits.tolist() == hits and result.evictions == evictions
+    assert set(np.flatnonzero(result.resident)) == resident
+
+
+def test_nothing_beats_belady_on_one_size_class():
+    trace = random_trace(ONE)
+    for share in (0.2, 0.4, 0.8):
+        arena = int(ONE.full_bytes * share)
+        best = simulate(trace, "belady", arena).hit_rate
+        assert all(simulate(trace, name, arena).hit_rate <= best for name in ("lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score"))
+
+
+@pytest.mark.parametrize("share", [0.05, 0.12, 0.5])
+def test_fast_path_is_the_general_one(share):
+    trace, arena = Trace.read(SMALL), int(18874368 * share)
+    fast = simulate(trace, "lru", arena, events=True)
+    general = simulate(trace, _Zero(trace.model.shape(arena)), arena, events=True)
+    assert (fast.event_hits == general.event_hits).all() and fast.evictions == general.evictions
+    assert fast.bytes_read == general.bytes_read and fast.miss_penalty == pytest.approx(general.miss_penalty, rel=1e-5)
+
+
+def test_the_checked_in_run_comes_out_as_it_happened():
+    """Recorded live with lru at 40 %: hits of every event, evictions and bytes."""
+    trace = Trace.read(SMALL)
+    began, ended = trace.notes
+    result = simulate(trace, "lru", began["arena_bytes"], events=True)
+    assert (result.event_hits == trace.hits).all()
+    assert (result.evictions, result.bytes_read) == (ended["evictions"], ended["bytes_read"])
+
+
+def test_exact_counts():
+    trace = Trace.read(SMALL)
+    arena = trace.model.full_bytes // 2
+    for name, expected in json.loads((SMALL.parent / "small.json").read_text()).items():
+        result = simulate(trace, name, arena)
+        assert [int(result.gate_hits.sum()), int(result.gate_misses.sum()), result.evictions] == expected, name
+
+
+def test_batches_larger_than_the_arena():
+    events = [Event(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
+    zero = np.zeros(9, np.int64)
+    for model in (ONE, TWO):
+        trace = Trace(model, events, zero.astype(bool), zero, zero, zero, [])
+        for arena in (3 * 16384, model.full_bytes // 4, model.full_bytes):
+            result = simulate(trace, "decay", arena)
+            assert result.gate_hits.sum() + result.gate_misses.sum() == 9 * 24
+        assert result.gate_misses.sum() == 72
+
+
+def test_below_the_floor():
+    with pytest.raises(BudgetError, match="below the floor"):
+        simulate(random_trace(ONE, 3), "lfu", 100)
+
+
+def decode(llm, n=48, driver=None):
+    """Token by token, a fixed text; `driver` applies its policy between tokens."""
+    rng = np.random.default_rng(5)
+    for _ in range(2):
+        llm.reset()
+        for token in rng.integers(300, 4000, n).tolist():
+            llm.eval([token])
+            if driver:
+                driver.release()
+
+
+OPTIONS = {"n_ctx": 64, "n_threads": 2}
+
+
+def test_replay_of_a_live_lru_run(demo, tmp_path):
+    arena = int(Layout.read(demo).expert_bytes * 0.8)
+    with Llama(demo, expert_memory=arena, trace=tmp_path / "t", **OPTIONS) as llm:
+        decode(llm)
+        stats, residency = llm.stats(), llm.expert_buffer.residency()
+    trace = Trace.read(tmp_path / "t")
+    result = simulate(trace, "lru", stats.arena_bytes, events=True)
+    assert (result.event_hits == trace.hits).all() and stats.evictions == result.evictions > 0
+    assert residency_of(trace, result).tolist() == residency.tolist()
+
+
+@pytest.mark.parametrize("name", ["decay", "hobbit", "arc", "score"])
+def test_replay_of_a_live_policy_run(demo, tmp_path, name):
+    """Held between tokens, the policy's timing is not the threads': every hit and eviction must be the same."""
+    arena = int(Layout.read(demo).expert_bytes * 0.8)
+    with Llama(demo, expert_memory=arena, strategy=name, trace=tmp_path / "t", **OPTIONS) as llm:
+        llm._driver._hold = True
+        llm._driver.as_traced = True  # the policy sees the half precision that the file keeps
+        decode(llm, driver=llm._driver)
+        stats, residency = llm.stats(), llm.expert_buffer.residency()
+    trace = Trace.read(tmp_path / "t")
+    result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)
+    assert (result.event_hits == trace.hits).all() and stats.evictions == result.evictions > 0
+    assert residency_of(trace, result).tolist() == residency.tolist()
+
+
+def residency_of(trace, result):
+    out = np.zeros((trace.model.n_gates, trace.model.n_experts), np.uint8)
+    for t, row in zip(trace.model.tensors, result.resident.reshape(len(trace.model.tensors), -1), strict=True):
+        out[t.gate] |= (row << t.matrix).astype(np.uint8)
+    return out
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "decay", "edgemoe", "hobbit", "arc", "score"])
+def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
+    """Free running, the policy is late by however long Python takes: within a point all the same."""
+    with Llama(demo, expert_memory=int(Layout.read(demo).expert_bytes * 0.8), strategy=name, trace=tmp_path / "t", **OPTIONS) as llm:
+        decode(llm)
+        stats = llm.stats()
+    result = simulate(Trace.read(tmp_path / "t"), name, stats.arena_bytes)
+    assert abs(result.hit_rate - stats.hit_rate) < 0.01
+
+
+@pytest.mark.parametrize("name", ["lru", "decay", "score"])
+def test_more_memory_is_never_a_lower_hit_rate(demo, name):
+    full = Layout.read(demo).expert_bytes * 2
+    rates, reads = [], []
+    for share in (0.05, 0.15, 0.3, 0.5, 0.7, 0.9, 1.0):
+        with Llama(demo, expert_memory=int(full * share), strategy=name, **OPTIONS) as llm:
+            decode(llm, 32)
+            rates.append(llm.stats().hit_rate)
+            reads.append(llm.stats().bytes_read)
+    # a policy that the threads' timing touches may be off by a hair
+    assert all(b >= a - 0.005 for a, b in zip(rates, rates[1:], strict=False)), rates
+    assert all(b <= a * 1.01 for a, b in zip(reads, reads[1:], strict=False)), reads
+
+
+def test_command(moeoff_command, tmp_path):
+    picture = tmp_path / "p.png"
+    done = moeoff_command("simulate", str(SMALL), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert [r["strategy"] for r in rows] == ["lru", "decay", "score", "belady"] * 2 and picture.stat().st_size > 10000
+    assert rows[3]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
+    assert done.stdout == moeoff_command("simulate", str(SMALL), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json").stdout
+    assert "of the gap" in moeoff_command("simulate", str(SMALL)).stdout
+    for arguments, message in ((("--strategy", "fifo"), "unknown strategy 'fifo'"), (("--memory", "x%"), "no share"), (("--plot", "a.xyz"), "a.xyz")):
+        failed = moeoff_command("simulate", str(SMALL), *arguments)
+        assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_run_records(moeoff_command, tmp_path):
+    for _ in range(2):  # the second run goes on in the same file
+        done = moeoff_command("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))
+        assert done.returncode == 0, done.stderr
+    trace = Trace.read(tmp_path / "t")
+    assert trace.starts.sum() == 2 and trace.notes[0]["strategy"] == "score" and trace.events[0].probs is not None
+
+
+def test_refuses(demo, tmp_path):
+    with pytest.raises(OptionError, match="needs to know the future"):
+        Llama(demo, strategy="belady")
+    (tmp_path / "t").write_bytes(b"something else entirely")
+    with pytest.raises(OptionError, match="is not a trace"):
+        Llama(demo, trace=tmp_path / "t")
+
+
+def test_a_policy_that_raises_is_heard(demo):
+    class Broken(Policy):
+        name = "broken"
+
+        def update(self, event):
+            raise RuntimeError("no")
+
+    with Llama(demo, expert_memory="4M", **OPTIONS) as llm:
+        driver = Driver(llm.expert_buffer, Broken(create("lru", ONE.shape(1)).shape))
+        with pytest.raises(RuntimeError, match="no"):  # of the decode it happened in, or the next
+            llm.eval([10])
+            llm.expert_buffer.drain()
+            llm.expert_buffer.check()
+        driver.close()
