@@ -236,7 +236,7 @@ def test_values_that_are_not_finite(tmp_path):
 
 
 def start(model: Path, *options: str, **kwargs) -> subprocess.Popen:
-    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "convert", str(model), "--tiers", "keep,Q3_K", *options]
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "convert", str(model), "--tiers", "keep,IQ4_XS", *options]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
@@ -266,7 +266,7 @@ def test_an_interrupt_leaves_nothing(large, tmp_path, sign):
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
 def test_resume(large, tmp_path, sign):
-    expected = Path(convert(large, tiers="keep,Q3_K", output=tmp_path / "m-whole.gguf").path).read_bytes()
+    expected = Path(convert(large, tiers="keep,IQ4_XS", output=tmp_path / "m-whole.gguf").path).read_bytes()
     with start(large, "--resume") as process:
         wait_for_part(tmp_path, 10)
         process.send_signal(sign)
@@ -276,7 +276,7 @@ def test_resume(large, tmp_path, sign):
         file.seek(conversion.ALIGNMENT * 40)
         file.write(bytes(4096))
     seen = []
-    made = convert(large, tiers="keep,Q3_K", resume=True, progress=lambda done, total: seen.append(done))
+    made = convert(large, tiers="keep,IQ4_XS", resume=True, progress=lambda done, total: seen.append(done))
     assert Path(made.path).read_bytes() == expected
     assert seen[0] > 0 and not part.exists() and leftovers(tmp_path) == ["m.experts.gguf"]
 
@@ -296,7 +296,7 @@ def test_one_conversion_at_a_time(large, tmp_path):
         wait_for_part(tmp_path)
         with pytest.raises(OptionError, match="another conversion"):
             convert(large)
-    assert process.returncode == 0 and verify(tmp_path / "m.experts.gguf").tiers == ("keep", "Q3_K")
+    assert process.returncode == 0 and verify(tmp_path / "m.experts.gguf").tiers == ("keep", "IQ4_XS")
 
 
 def test_a_disk_too_small(large, tmp_path):

@@ -189,7 +189,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
             std::vector<moeoff_source> sources;
             for (int e = 0; e < n_expert; e++) {
                 const uint64_t nbytes = matrix == MOEOFF_MATRIX_DOWN ? 20000 : 9000 + (e % 3 == 0 ? 7000 : 0);
-                sources.push_back({ 0, e == 7 && layer == 2 ? -1 : 1, offset, nbytes });
+                sources.push_back({ 0, e == 7 && layer == 2 ? -1 : 1, offset, nbytes, 0 });
                 offset += nbytes + 32;
             }
             REQUIRE(s.set_sources((int32_t) (s.tensors.size() - 1), sources.data(), n_expert, error));
