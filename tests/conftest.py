@@ -1,6 +1,7 @@
 import moeoff.hooks  # noqa: F401, I001  prepares the process before anything loads llama.cpp
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,9 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+
+# a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = Path(__file__).parent.parent
 
