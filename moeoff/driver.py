@@ -54,7 +54,7 @@ class Driver:
         if self.as_traced:
             weights = weights.astype(np.float16).astype(np.float32)
             probs = None if probs is None else probs.astype(np.float16).astype(np.float32)
-        seen = Event(event.gate, event.ids, weights, probs)
+        seen = Event(event.gate, event.ids, weights, probs, event.gate_input)
         with self._lock:
             if self._hold:
                 self._held.append(seen)

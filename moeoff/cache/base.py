@@ -49,12 +49,14 @@ class Event:
         ids: [n_tokens, n_used] integers.
         weights: [n_tokens, n_used] float32.
         probs: [n_tokens, n_experts] float32, the router's probabilities of all experts, or None where nobody computed them.
+        gate_input: [n_tokens, n_embd] float32, what the router read, or None.
     """
 
     gate: int
     ids: np.ndarray
     weights: np.ndarray
     probs: np.ndarray | None = None
+    gate_input: np.ndarray | None = None
 
 
 class Policy:
