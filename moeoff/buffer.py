@@ -72,6 +72,7 @@ class ExpertBuffer:
         n_lanes: I/O threads, 1 to 64.
         keep: False drops every slice after its use.
         eager: False lets each matrix op ask for its own slices instead of the gate for all of them.
+        serial: a matrix op computes nothing before it has read everything (if the arena can hold that).
         direct_io: reads around the page cache where the file system can.
         gate_input: gate events carry the router's input.
 
@@ -79,10 +80,12 @@ class ExpertBuffer:
         OptionError: an argument out of range.
     """
 
-    def __init__(self, *, n_lanes: int = 4, keep: bool = True, eager: bool = True, direct_io: bool = True, gate_input: bool = False):
+    def __init__(self, *, n_lanes: int = 4, keep: bool = True, eager: bool = True, serial: bool = False, direct_io: bool = True,
+                 gate_input: bool = False):  # fmt: skip
         flags = (
             (hooks.FLAG_KEEP if keep else 0)
             | (hooks.FLAG_EAGER if eager else 0)
+            | (hooks.FLAG_SERIAL if serial else 0)
             | (hooks.FLAG_DIRECT_IO if direct_io else 0)
             | (hooks.FLAG_GATE_INPUT if gate_input else 0)
         )

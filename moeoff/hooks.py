@@ -25,6 +25,7 @@ FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
 FLAG_GATE_INPUT = 8
+FLAG_SERIAL = 16
 
 MATRICES = ("gate_up", "up", "gate", "down")  # enum moeoff_matrix, in the order the graph computes them
 ALL_MATRICES = (1 << len(MATRICES)) - 1

@@ -36,6 +36,9 @@ _KEYWORDS = {
 } - {"self"}
 
 
+LOOK_SECONDS = 0.1  # between two looks at how much memory the rest of the process takes
+
+
 def _progress_callback(progress):
     """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; false would end the load."""
 
@@ -123,7 +126,12 @@ class Llama(llama_cpp.Llama):
         set_log(llama_cpp_kwargs["verbose"])
 
         self._buffer = ExpertBuffer(
-            n_lanes=n_lanes, keep=self.strategy.keep, eager=self.strategy.eager, direct_io=direct_io, gate_input=gate_input
+            n_lanes=n_lanes,
+            keep=self.strategy.keep,
+            eager=self.strategy.eager,
+            serial=self.strategy.serial,
+            direct_io=direct_io,
+            gate_input=gate_input,
         )
         self.timing = Timing()
         self._layout = layout
@@ -133,6 +141,7 @@ class Llama(llama_cpp.Llama):
         self._answering = 0  # generators and decodes in progress
         self._cancelled = False
         self._state_lock = threading.Lock()
+        self._next_look = 0.0
         try:
             with self._buffer.loading() as self._overrides:
                 try:
@@ -198,8 +207,11 @@ class Llama(llama_cpp.Llama):
                         raise Cancelled("the answer was cancelled") from None
                     raise
             buffer.check()
-            timing.add(batch.batch.n_tokens, time.perf_counter() - started)
-            self._keep_promise()
+            ended = time.perf_counter()
+            timing.add(batch.batch.n_tokens, ended - started)
+            if ended >= self._next_look:
+                self._keep_promise()
+                self._next_look = ended + LOOK_SECONDS
 
         ctx.decode = guarded
 
@@ -261,8 +273,9 @@ class Llama(llama_cpp.Llama):
         """If the rest of the process has grown into the reserve, the arena gives way."""
         if not self.plan.budget:
             return
-        room = self.plan.budget - self._outside_arena() - RESERVE // 4
-        arena = self._buffer.stats().arena_bytes
+        stats = self._buffer.stats()
+        room = self.plan.budget - (rss() - stats.arena_committed) - RESERVE // 4
+        arena = stats.arena_bytes
         if room < arena and arena > self.plan.arena_floor:
             self._buffer.set_arena_bytes(max(room - RESERVE // 4, self.plan.arena_floor))
 

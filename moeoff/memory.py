@@ -11,6 +11,7 @@ MIB = 1 << 20
 DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
+_PAGE = os.sysconf("SC_PAGE_SIZE")
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
@@ -110,19 +111,13 @@ def _meminfo(key: str) -> int:
     raise OptionError("this system does not say how much memory is free: state a budget")
 
 
-def _status(key: str) -> int:
-    with open("/proc/self/status") as file:
-        for line in file:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
 def rss() -> int:
     """Resident bytes of this process."""
-    return _status("VmRSS")
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * _PAGE
 
 
 def peak_rss() -> int:
     """The most that was ever resident (VmHWM)."""
-    return _status("VmHWM")
+    with open("/proc/self/status") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)

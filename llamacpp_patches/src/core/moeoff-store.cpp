@@ -69,6 +69,7 @@ bool store::set_sources(int32_t i, const moeoff_source * src, int32_t n, std::st
     }
     tensor & t = *tensors[i];
     t.types.clear();
+    t.max_nbytes = 0;
     for (int32_t e = 0; e < n; e++) {
         if (src[e].type < 0) {
             continue;
@@ -81,6 +82,7 @@ bool store::set_sources(int32_t i, const moeoff_source * src, int32_t n, std::st
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " lies beyond the end of its file";
             return false;
         }
+        t.max_nbytes = std::max(t.max_nbytes, src[e].nbytes);
         if (std::find(t.types.begin(), t.types.end(), src[e].type) == t.types.end()) {
             t.types.push_back(src[e].type);
         }

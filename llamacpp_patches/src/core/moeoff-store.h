@@ -57,6 +57,7 @@ struct tensor {
     moeoff_tensor_info     info;
     uint32_t               first = 0;          // its slices are [first, first + info.ne[2])
     std::vector<int32_t>   types;              // distinct types of its sources
+    uint64_t               max_nbytes = 0;     // of its largest slice
     class store *          owner = nullptr;
 };
 
@@ -99,6 +100,8 @@ class store {
         return state == READY || state == FAILED;
     }
     const slice & at(const tensor & t, int32_t expert) const { return slices[t.first + expert]; }
+    // whether the slices of n experts of t can be in use at once
+    bool fits(const tensor & t, int32_t n) const { return (uint64_t) n * arena::slot_bytes(t.max_nbytes) <= params.arena_bytes; }
     uint64_t generation() const { return settled_count.load(std::memory_order_acquire); }
     // sleeps until some slice has settled after generation seen
     void wait(uint64_t seen, const tensor & t, int32_t n_threads);

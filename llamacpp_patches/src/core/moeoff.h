@@ -31,6 +31,7 @@ enum moeoff_flag {
     MOEOFF_FLAG_EAGER      = 2, // the gate event queues the slices of all matrices; without it each matrix op queues its own
     MOEOFF_FLAG_DIRECT_IO  = 4, // try O_DIRECT; files that refuse it are read through the page cache
     MOEOFF_FLAG_GATE_INPUT = 8, // the gate node also takes the router's input (costs a copy on GPU backends)
+    MOEOFF_FLAG_SERIAL     = 16, // a matrix op reads all its slices before it computes with any: the papers' baseline
 };
 
 enum moeoff_matrix {

@@ -307,6 +307,15 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
     char *        done    = wdata + l.done + (size_t) params->ith * n_act;
     memset(done, 0, (size_t) n_items);
 
+    if ((owner.flags & MOEOFF_FLAG_SERIAL) && owner.fits(t, n_items)) {
+        for (int32_t i = 0; i < n_items; i++) {
+            const slice & s = owner.at(t, items[i].expert);
+            for (uint64_t seen = owner.generation(); !store::settled(s); seen = owner.generation()) {
+                owner.wait(seen, t, params->nth);
+            }
+        }
+    }
+
     int32_t left = n_items;
     while (left > 0) {
         const uint64_t seen   = owner.generation(); // before looking: nothing that settles later is slept through
