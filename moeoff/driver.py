@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 
 from .buffer import ExpertBuffer, GateEvent
 from .cache import Event, Policy, create, get_policy
 from .layout import Layout
+from .router import Router
 from .strategy import Strategy
 from .trace import Model, TraceWriter
 
@@ -25,12 +26,12 @@ class Driver:
         buffer: started, and with gate inputs if there is a router.
         policy: writes into `buffer.priorities`.
         trace: gets every event.
-        router: [n_gates] arrays [n_experts, n_embd] float32; gives Event.probs as softmax(router @ gate input).
+        router: gives Event.probs of the gate input.
         hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
     """
 
     def __init__(self, buffer: ExpertBuffer, policy: Policy | None = None, trace: TraceWriter | None = None,
-                 router: list[np.ndarray] | None = None, hold: bool = False):  # fmt: skip
+                 router: Router | None = None, hold: bool = False):  # fmt: skip
         self._buffer, self.policy, self.trace, self._router = buffer, policy, trace, router
         self._hold = hold
         self._held: list[Event] = []
@@ -63,13 +64,9 @@ class Driver:
         self._buffer.publish()
 
     def _probs(self, event: GateEvent) -> np.ndarray | None:
-        if self._router is None or event.gate_input is None:
+        if self._router is None or event.gate_input is None or self._router.weights[event.gate] is None:
             return None
-        logits = event.gate_input @ self._router[event.gate].T
-        logits -= logits.max(axis=1, keepdims=True)
-        np.exp(logits, out=logits)
-        logits /= logits.sum(axis=1, keepdims=True)
-        return logits
+        return self._router.probs(event.gate, event.gate_input)
 
     def release(self) -> None:
         """Waits for the events so far and applies what was held."""
@@ -106,19 +103,6 @@ class Driver:
             self.trace.close()
 
 
-def read_router(files: Sequence[str], layers: list[int]) -> list[np.ndarray] | None:
-    """`blk.N.ffn_gate_inp.weight` of each layer as [n_experts, n_embd] float32, or None if the model has another form."""
-    from gguf import GGUFReader
-    from gguf.quants import dequantize
-
-    tensors = {t.name: t for path in files for t in GGUFReader(path).tensors if t.name.endswith(".ffn_gate_inp.weight")}
-    try:
-        found = [tensors[f"blk.{layer}.ffn_gate_inp.weight"] for layer in layers]
-    except KeyError:
-        return None
-    return [np.ascontiguousarray(dequantize(t.data, t.tensor_type), np.float32) for t in found]
-
-
 def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> bool:
     """Whether gate events must carry the router's input. A trace does, so that any policy can be replayed on it."""
     return trace is not None or (strategy.policy is not None and get_policy(strategy.policy).wants_probs)
@@ -140,6 +124,6 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     router = None
     if wants_gate_input(strategy, trace):
         layers = {t.gate: t.layer for t in model.tensors}
-        router = read_router(layout.files, [layers[g] for g in sorted(layers)])
+        router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
     writer = TraceWriter(trace, model, {"strategy": strategy.name, "arena_bytes": arena}) if trace is not None else None
     return Driver(buffer, policy, writer, router)

@@ -1,0 +1,87 @@
+"""What a predictor is: gate events in, scores of the experts of coming gates out.
+
+It knows nothing of files, buffers or what is done with its scores. Where it needs a calibration, it gets the arrays of its
+section of a profile; without them it learns while it runs, or says nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..cache import Event
+from ..errors import OptionError
+from ..router import Router
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one coming gate may choose.
+
+    Attributes:
+        gate: row of the priority table: a later gate of the same batch, or an earlier one of the next token.
+        scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. One row where the prediction
+            is of the next token. Valid until the predictor's next call.
+    """
+
+    gate: int
+    scores: np.ndarray
+
+
+class Predictor:
+    """Base of all predictors: override `observe`, or `begin`, and `reset_sequence` if text matters.
+
+    Args:
+        router: of the model.
+        arrays: the predictor's section of a profile, or None.
+        options: the predictor's own; each defaults to its entry in `defaults`.
+
+    Raises:
+        OptionError: an unknown option.
+    """
+
+    name = ""
+    summary = ""
+    wants_gate_input = False  # reads Event.gate_input
+    wants_tokens = False  # begin() must be called with the tokens of each batch
+    profile_section: str | None = None
+    defaults: dict = {}
+
+    def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options):
+        unknown = sorted(set(options) - set(self.defaults))
+        if unknown:
+            raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
+        self.router, self.arrays = router, arrays
+        self.options = self.defaults | options
+        self.start()
+
+    def start(self) -> None:
+        """Sets up state; `router`, `arrays` and `options` are there."""
+
+    def begin(self, tokens: np.ndarray) -> list[Prediction]:
+        """Before a batch: its tokens [n_tokens]."""
+        return []
+
+    def observe(self, event: Event) -> list[Prediction]:
+        """After a gate has chosen."""
+        return []
+
+    def reset_sequence(self) -> None:
+        """A new text begins."""
+
+
+def top_k(scores: np.ndarray, k: int) -> np.ndarray:
+    """[n_tokens, k] the k likeliest experts of each row [n_tokens, n_experts], in no order."""
+    if k >= scores.shape[1]:
+        return np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+    return np.argpartition(scores, -k, axis=1)[:, -k:]
+
+
+def widened(scores: np.ndarray, percentile: float = 75) -> np.ndarray:
+    """[n_tokens, m] the experts at or above this percentile of each row, best first (Fate §4.2: 75, the upper quarter)."""
+    m = max(round(scores.shape[1] * (1 - percentile / 100)), 1)
+    best = top_k(scores, m)
+    order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1)
+    return np.take_along_axis(best, order, axis=1)

@@ -1,0 +1,79 @@
+"""The next layers' own routers, read one or several layers too early."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import Event
+from .base import Prediction, Predictor
+
+
+class _Ahead(Predictor):
+    """Routers of the next `p` gates on a gate's input, as one matrix product."""
+
+    wants_gate_input = True
+    profile_section = "gate"
+
+    def _prepare(self, p: int, norm: bool | None) -> None:
+        """norm: None takes what calibration measured for each gate, and True where there is none."""
+        router = self.router
+        chosen = None if norm is not None or self.arrays is None else self.arrays.get("next_norm")
+        self._steps: list[tuple[np.ndarray, np.ndarray | None, list[int]] | None] = []
+        for gate in range(router.n_gates):
+            parts = []
+            for target in range(gate + 1, min(gate + p, router.n_gates - 1) + 1):
+                use = bool(chosen[target]) if chosen is not None else norm is not False
+                found = router.ahead(gate, target, use)
+                if found is None or (parts and found[0].shape != parts[0][1][0].shape):
+                    break  # a layer whose token or architecture decides otherwise ends the look ahead
+                parts.append((target, found))
+            if not parts:
+                self._steps.append(None)
+                continue
+            weight = np.ascontiguousarray(np.concatenate([w for _, (w, _) in parts]))
+            if any(b is not None for _, (_, b) in parts):
+                bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b for _, (w, b) in parts])
+            else:
+                bias = None
+            self._steps.append((weight, bias, [target for target, _ in parts]))
+
+    def observe(self, event: Event) -> list[Prediction]:
+        step = self._steps[event.gate]
+        if step is None or event.gate_input is None:
+            return []
+        weight, bias, targets = step
+        logits = event.gate_input @ weight.T
+        if bias is not None:
+            logits += bias
+        router, n = self.router, len(logits)
+        scores = router.gated(logits.reshape(n, len(targets), -1))
+        return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
+
+
+class CrossLayerGate(_Ahead):
+    """Fate §4.2: the router of layer i + 1 on the gate input of layer i. Also ProMoE's skip-based baseline.
+
+    Options:
+        norm: give layer i + 1 its own norm's weights (see `Router.ahead`). None: where calibration says so, else yes.
+    """
+
+    name, summary = "gate", "the next layer's router on this layer's input"
+    defaults = {"norm": None}
+
+    def start(self) -> None:
+        self._prepare(1, self.options["norm"])
+
+
+class StackedGate(_Ahead):
+    """HOBBIT §3.3: the routers of the next p layers, stacked.
+
+    Options:
+        p: layers.
+        norm: as for `gate`.
+    """
+
+    name, summary = "stacked", "the next p layers' routers on this layer's input"
+    defaults = {"p": 3, "norm": None}
+
+    def start(self) -> None:
+        self._prepare(self.options["p"], self.options["norm"])

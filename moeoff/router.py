@@ -1,0 +1,234 @@
+"""The routers of a model: how each gate turns its input into a choice, as llama.cpp's `build_moe_ffn` does it.
+
+Read from the GGUF, dequantized. Knows every gating function that llama.cpp has; knows nothing of events or predictors.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+import numpy as np
+
+from .errors import ModelError
+from .layout import Layout, Span
+
+__all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]
+
+# enum llama_expert_gating_func_type
+SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS = 1, 2, 3, 4
+# llama.cpp's model files name the function in the call, whatever the GGUF says; all not named here: softmax
+_FIXED = {"llama4": SIGMOID, "mimo2": SIGMOID, "nemotron_h_moe": SIGMOID, "nemotron_h": SIGMOID, "gpt-oss": SOFTMAX_WEIGHT}
+# those which take it from the GGUF, and what they take where the GGUF has none
+_FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), SIGMOID) | dict.fromkeys(
+    "bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 deepseek4 dflash dots1 dots3note exaone-moe hy_v4 kimi-k3 kimi-linear "
+    "lfm2moe minimax-m2 minimax-m3 smallthinker".split(),
+    SOFTMAX,
+)
+_GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
+_NORMS = ("ffn_norm", "post_attention_norm", "attn_output_norm")  # what may stand before the router, first found
+_RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the division tells nothing
+
+
+def gating_of(layout: Layout) -> int:
+    """The gating function that llama.cpp's graph of this architecture uses."""
+    arch = layout.architecture
+    if arch not in _FROM_FILE:
+        return _FIXED.get(arch, SOFTMAX)
+    found = layout.hparams.get("expert_gating_func", 0)
+    if found in (SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS):
+        return found
+    if arch == "deepseek2" and layout.n_layer in _GLM_LITE_LAYERS:
+        head = layout.dense.get("token_embd.weight")
+        if head is not None and head.shape[1] == _GLM_LITE_VOCAB:
+            return SIGMOID
+    return _FROM_FILE[arch]
+
+
+class Router:
+    """The routers of all gates.
+
+    Attributes:
+        gating: the function, one of the constants above.
+        n_gates, n_experts: the priority table's shape; a gate with fewer experts uses the first columns.
+        n_used: [n_gates] experts for each token.
+        weights: [n_gates] arrays [n_experts, n_embd] float32, or None where the gate has no such tensor.
+        tables: [n_gates] arrays [n_vocab, n_used] int32 where the token alone decides (deepseek4's first layers), else None.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[np.ndarray | None],
+        n_used: Sequence[int],
+        gating: int = SOFTMAX,
+        bias: Sequence[np.ndarray | None] | None = None,
+        selection_bias: Sequence[np.ndarray | None] | None = None,
+        norms: Sequence[tuple[np.ndarray, np.ndarray | None] | None] | None = None,
+        tables: Sequence[np.ndarray | None] | None = None,
+        n_groups: int = 0,
+        n_groups_used: int = 0,
+        n_experts: int = 0,
+        by_logits: bool = False,
+    ):
+        """All sequences: one entry for each gate.
+
+        Args:
+            bias: added to the logits.
+            selection_bias: added to the probabilities for the choice alone (DeepSeek V3).
+            norms: weight and bias of the norm that made the gate's input.
+            n_groups, n_groups_used: experts come in groups of which the best take part.
+            n_experts: of the widest gate; 0 takes it from the weights.
+            by_logits: the choice is made before the function (llama4).
+        """
+        nothing = [None] * len(weights)
+        self.weights, self.n_used, self.gating = list(weights), list(n_used), gating
+        self.bias, self.selection_bias = list(bias or nothing), list(selection_bias or nothing)
+        self.norms, self.tables = list(norms or nothing), list(tables or nothing)
+        self.n_groups, self.n_groups_used, self._by_logits = n_groups, n_groups_used, by_logits
+        self.n_gates = len(self.weights)
+        self.n_experts = n_experts or max((len(w) for w in self.weights if w is not None), default=0)
+
+    @classmethod
+    def read(cls, layout: Layout, layers: Sequence[int], n_experts: int = 0) -> Router:
+        """Of a model.
+
+        Args:
+            layers: [n_gates] the layer of each gate.
+
+        Raises:
+            ModelError: the file was cut while it was read.
+        """
+        with _Tensors(layout) as tensors:
+            get = tensors.get
+            weights = [get(f"blk.{i}.ffn_gate_inp.weight") for i in layers]
+            bias = [get(f"blk.{i}.ffn_gate_inp.bias") for i in layers]
+            selection = [_first(get, f"blk.{i}.exp_probs_b.bias", f"blk.{i}.exp_probs_b") for i in layers]
+            tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight") for i in layers]
+            norms = []
+            for i in layers:
+                name = next((f"blk.{i}.{n}" for n in _NORMS if f"blk.{i}.{n}.weight" in layout.dense), None)
+                norms.append((get(f"{name}.weight"), get(f"{name}.bias")) if name else None)
+        used = layout.hparams.get("expert_used_count", 0)
+        number = layout.hparams.get
+        return cls(
+            weights,
+            [used[i] if isinstance(used, tuple) and i < len(used) else layout.n_expert_used for i in layers],
+            gating_of(layout),
+            bias,
+            selection,
+            norms,
+            tables,
+            number("expert_group_count", 0),
+            number("expert_group_used_count", 0),
+            n_experts or layout.n_expert,
+            layout.architecture == "llama4",
+        )
+
+    def knows(self, gate: int) -> bool:
+        """Whether the gate's choice can be told from its input."""
+        return self.weights[gate] is not None and self.tables[gate] is None
+
+    def logits(self, gate: int, x: np.ndarray) -> np.ndarray:
+        """[n_tokens, n_experts] float32, of gate inputs [n_tokens, n_embd]."""
+        out = x @ self.weights[gate].T
+        if self.bias[gate] is not None:
+            out += self.bias[gate]
+        return out
+
+    def gated(self, logits: np.ndarray) -> np.ndarray:
+        """Probabilities of logits. Where llama.cpp takes the softmax of the chosen alone, that of all: the order is the same."""
+        if self.gating == SIGMOID:
+            return 1 / (1 + np.exp(-logits))
+        if self.gating == SQRT_SOFTPLUS:
+            return np.sqrt(np.logaddexp(0, logits))
+        out = logits - logits.max(axis=-1, keepdims=True)
+        np.exp(out, out=out)
+        out /= out.sum(axis=-1, keepdims=True)
+        return out
+
+    def probs(self, gate: int, x: np.ndarray) -> np.ndarray:
+        """[n_tokens, n_experts] float32: the architecture's own probabilities, from which the gate chooses and weighs."""
+        return self.gated(self.logits(gate, x))
+
+    def selection(self, gate: int, probs: np.ndarray) -> np.ndarray:
+        """What the gate chooses by: probabilities with its selection bias, experts of groups left out below all others."""
+        bias = self.selection_bias[gate]
+        scores = probs if bias is None else probs + bias
+        return self._grouped(scores) if self.n_groups > 1 else scores
+
+    def _grouped(self, scores: np.ndarray) -> np.ndarray:
+        n, e = scores.shape
+        groups = scores.reshape(n, self.n_groups, e // self.n_groups)
+        best = np.partition(groups, -2, axis=2)[:, :, -2:].sum(axis=2) if groups.shape[2] > 1 else groups[:, :, 0]
+        taken = np.argsort(-best, axis=1, kind="stable")[:, : self.n_groups_used]
+        out = np.ones((n, self.n_groups), bool)
+        np.put_along_axis(out, taken, False, axis=1)
+        span = np.ptp(scores, axis=1, keepdims=True) + 1
+        return scores - np.repeat(out, e // self.n_groups, axis=1) * span
+
+    def select(self, gate: int, probs: np.ndarray) -> np.ndarray:
+        """[n_tokens, n_used] experts that the gate chooses, best first."""
+        scores = probs if self._by_logits else self.selection(gate, probs)
+        return np.argsort(-scores, axis=1, kind="stable")[:, : self.n_used[gate]]
+
+    def choose(self, gate: int, x: np.ndarray) -> np.ndarray:
+        """[n_tokens, n_used] experts for gate inputs [n_tokens, n_embd]."""
+        logits = self.logits(gate, x)
+        return self.select(gate, logits if self._by_logits else self.gated(logits))
+
+    def ahead(self, source: int, target: int, norm: bool) -> tuple[np.ndarray, np.ndarray | None] | None:
+        """Weight [n_experts, n_embd] and bias of `target`'s router for the gate input of `source`; None if it has none.
+
+        norm: as if the residual stream were the same at both and only the norms' weights differed. A gate's input is
+        r * w + b of a normed residual r, so the target's would be (x - b) / w * w' + b': folded into the router.
+        """
+        if not self.knows(target):
+            return None
+        weight, bias = self.weights[target], self.bias[target]
+        if not norm or self.norms[source] is None or self.norms[target] is None:
+            return weight, bias
+        (w, b), (w2, b2) = self.norms[source], self.norms[target]
+        if w.shape != w2.shape or w.shape[0] != weight.shape[1]:
+            return weight, bias
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = np.where(w == 0, 1, w2 / w)
+        folded = weight * np.clip(ratio, -_RATIO_LIMIT, _RATIO_LIMIT)
+        if b is not None or b2 is not None:
+            moved = (weight @ b2 if b2 is not None else 0) - (folded @ b if b is not None else 0)
+            bias = moved if bias is None else bias + moved
+        return np.ascontiguousarray(folded, np.float32), bias
+
+
+def _first(get, *names: str) -> np.ndarray | None:
+    return next((found for name in names if (found := get(name)) is not None), None)
+
+
+class _Tensors:
+    """Dense tensors of a model by name, as float32 (or their own integers)."""
+
+    def __init__(self, layout: Layout):
+        self._layout = layout
+
+    def __enter__(self) -> _Tensors:
+        self._files = [os.open(path, os.O_RDONLY) for path in self._layout.files]
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        for file in self._files:
+            os.close(file)
+
+    def get(self, name: str) -> np.ndarray | None:
+        span: Span | None = self._layout.dense.get(name)
+        if span is None:
+            return None
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+
+        data = os.pread(self._files[span.file], span.nbytes, span.offset)
+        if len(data) != span.nbytes:
+            raise ModelError(f"{self._layout.files[span.file]}: ends inside {name}; was it cut while it was read?")
+        kind, shape = GGMLQuantizationType(span.type), [n for n in span.shape[::-1] if n != 1] or [1]
+        if kind == GGMLQuantizationType.I32:
+            return np.frombuffer(data, np.int32).reshape(shape)
+        raw = np.frombuffer(data, np.uint8).reshape(*shape[:-1], -1)
+        return np.ascontiguousarray(dequantize(raw, kind), np.float32)
