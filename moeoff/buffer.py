@@ -22,6 +22,7 @@ from .layout import EXPERT_PATTERN, Layout
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 RING_BYTES = 8 << 20  # gate events that may wait for the driver
+READ_DTYPE = np.dtype(hooks.Read)
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,7 @@ class ExpertBuffer:
             | (hooks.FLAG_DIRECT_IO if direct_io else 0)
             | (hooks.FLAG_GATE_INPUT if gate_input else 0)
         )
+        self._flags = flags
         params = hooks.Params(flags=flags, n_lanes=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
         self._handle = hooks.expert_buffer_init(params)
         if not self._handle:
@@ -259,6 +261,24 @@ class ExpertBuffer:
             raise ReadError(message.value.decode("utf-8", "replace"))
 
     # --- watching ---
+
+    def log_reads(self, on: bool = True) -> None:
+        """Whether finished reads are kept for `take_reads()`."""
+        self._flags = self._flags | hooks.FLAG_LOG_READS if on else self._flags & ~hooks.FLAG_LOG_READS
+        self._check(hooks.set_flags(self.handle, self._flags))
+
+    def take_reads(self) -> np.ndarray:
+        """The reads that ended since the last call, the oldest first: fields of `hooks.Read` (C struct `moeoff_read`).
+
+        Of many the last 65,536 are there; `seq` has a gap where the log had no room.
+        """
+        parts = []
+        while True:
+            out = (hooks.Read * 256)()
+            n = hooks.take_reads(self.handle, out, len(out))
+            parts.append(np.frombuffer(out, READ_DTYPE, n))
+            if n < len(out):
+                return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
     def stats(self) -> hooks.Stats:
         stats = hooks.Stats()

@@ -39,6 +39,8 @@ class Driver:
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
         self.needed = trace is not None or (policy is not None and not policy.static)
+        if trace is not None:
+            buffer.log_reads()
         if self.needed:
             buffer.set_gate_callback(self.deliver)
 
@@ -49,6 +51,7 @@ class Driver:
         probs = self._probs(event)
         if self.trace is not None:
             self.trace.write(event, probs)
+            self.trace.write_reads(self._buffer.take_reads())
         if self.policy is None or self.policy.static:
             return
         weights = event.weights
@@ -97,6 +100,9 @@ class Driver:
         if self.needed and self._buffer.running:
             self._buffer.drain()
             self._buffer.set_gate_callback(None)
+            if self.trace is not None:
+                self.trace.write_reads(self._buffer.take_reads())
+                self._buffer.log_reads(False)
         if self.trace is not None:
             if note:
                 self.trace.note(note)

@@ -19,13 +19,14 @@ from llama_cpp import llama_cpp as _binding  # noqa: E402
 
 from .errors import ForkError  # noqa: E402
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
 FLAG_GATE_INPUT = 8
 FLAG_SERIAL = 16
+FLAG_LOG_READS = 32
 
 MATRICES = ("gate_up", "up", "gate", "down")  # enum moeoff_matrix, in the order the graph computes them
 ALL_MATRICES = (1 << len(MATRICES)) - 1
@@ -92,6 +93,22 @@ class Stats(Structure):
     ]
 
 
+class Read(Structure):
+    """struct moeoff_read"""
+
+    _fields_ = [
+        ("seq", c_uint64),
+        ("t_queued", c_int64),
+        ("t_start", c_int64),
+        ("t_done", c_int64),
+        ("nbytes", c_uint64),
+        ("tensor", c_int32),
+        ("expert", c_int32),
+        ("level", c_int32),
+        ("result", c_int32),
+    ]
+
+
 class BuftOverride(Structure):
     """struct llama_model_tensor_buft_override { const char * pattern; ggml_backend_buffer_type_t buft; };"""
 
@@ -110,6 +127,7 @@ def _mirror() -> str:
         "moeoff_tensor_info": TensorInfo,
         "moeoff_gate_event": GateEvent,
         "moeoff_stats": Stats,
+        "moeoff_read": Read,
     }
     return ";".join(
         f"{name}:{ctypes.sizeof(struct)}" + "".join(f",{field}:{getattr(struct, field).offset}" for field, _ in struct._fields_)
@@ -191,6 +209,8 @@ residency = _function("moeoff_residency", c_int, c_void_p, POINTER(c_uint8))
 set_gate_callback = _function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
 # void moeoff_drain(moeoff_expert_buffer * eb);
 drain = _function("moeoff_drain", None, c_void_p)
+# int32_t moeoff_take_reads(moeoff_expert_buffer * eb, struct moeoff_read * out, int32_t n);
+take_reads = _function("moeoff_take_reads", c_int32, c_void_p, POINTER(Read), c_int32)
 # void moeoff_get_stats(const moeoff_expert_buffer * eb, struct moeoff_stats * stats);
 get_stats = _function("moeoff_get_stats", None, c_void_p, POINTER(Stats))
 # void moeoff_reset_stats(moeoff_expert_buffer * eb);

@@ -1,10 +1,11 @@
 """Traces: what every gate said in a run, in a file that can be replayed.
 
     magic "MOEOFFTR", u32 version, u32 length, JSON header, then records:
-    RECORD (little endian), ids u16 [n_tokens, n_used], weights f16 [n_tokens, n_used], probs f16 [n_tokens, n_experts] if flagged
+    RECORD (little endian) and its payload; docs/trace.md has the fields of each kind
 
 A record is written whole or not at all as far as a reader can tell: a tail that is cut, or whose checksum is wrong, ends the
 trace. A file that exists is continued if its header describes the same model. No text or token is stored.
+Version 2 added the reads; version 1 is read, and becomes 2 when it is continued.
 """
 
 from __future__ import annotations
@@ -14,19 +15,23 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
 from .cache import Event, Shape
 from .errors import OptionError
 
-MAGIC, VERSION = b"MOEOFFTR", 1
+MAGIC, VERSION = b"MOEOFFTR", 2
+VERSIONS = (1, 2)  # that can be read
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
-GATE, SESSION = 1, 2
+GATE, SESSION, READS = 1, 2, 3
 NEW_SEQUENCE, PROBS = 1, 2
 PAGE = 4096
+# one finished read: when it was queued, how long it waited for a lane and how long it took; level and result as `hooks.Read`
+READ = np.dtype([("t_queued", "<i8"), ("wait_us", "<u4"), ("read_us", "<u4"), ("nbytes", "<u4"), ("tensor", "<u2"), ("expert", "<u2"), ("level", "u1"), ("result", "u1")])  # fmt: skip
+PREFETCH_LEVEL, GATE_LEVEL, DEMAND_LEVEL = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,7 @@ class TraceWriter:
     def __init__(self, path: str | os.PathLike, model: Model, session: dict | None = None):
         self._n_experts = model.n_experts
         self._new_sequence = True
+        self._last_read = 0
         header = model.to_json().encode()
         if os.path.exists(path) and os.path.getsize(path):
             old, end = _scan(path)
@@ -104,6 +110,8 @@ class TraceWriter:
                 raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
             self._file = open(path, "r+b")  # noqa: SIM115
             self._file.truncate(end)  # of a run that was killed
+            self._file.seek(8)
+            self._file.write(struct.pack("<I", VERSION))
             self._file.seek(end)
         else:
             self._file = open(path, "wb")  # noqa: SIM115
@@ -126,6 +134,19 @@ class TraceWriter:
         self._new_sequence = False
         n_tokens, n_used = event.ids.shape
         self._write(GATE, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns, payload)
+
+    def write_reads(self, reads: np.ndarray) -> None:
+        """What `ExpertBuffer.take_reads()` gave."""
+        if not len(reads):
+            return
+        out = np.empty(len(reads), READ)
+        for name in ("t_queued", "nbytes", "tensor", "expert", "level", "result"):
+            out[name] = reads[name]
+        out["wait_us"] = (reads["t_start"] - reads["t_queued"]) // 1000
+        out["read_us"] = (reads["t_done"] - reads["t_start"]) // 1000
+        lost = int(reads["seq"][-1]) - self._last_read - len(reads)
+        self._last_read = int(reads["seq"][-1])
+        self._write(READS, 0, 0, 0, len(reads), 0, lost, int(reads["t_done"][-1]), out.tobytes())
 
     def note(self, fields: dict) -> None:
         """A JSON object between the events: counters at the end of a run, say."""
@@ -158,6 +179,8 @@ class Trace:
         hits, misses: [n_events] slices resident, and not, when the gate spoke in the recorded run.
         t_ns: [n_events] int64.
         notes: the sessions' JSON objects.
+        reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none.
+        reads_lost: reads that the log had no room for.
     """
 
     model: Model
@@ -167,6 +190,8 @@ class Trace:
     misses: np.ndarray
     t_ns: np.ndarray
     notes: list[dict]
+    reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
+    reads_lost: int = 0
 
     @classmethod
     def read(cls, path: str | os.PathLike) -> Trace:
@@ -178,11 +203,15 @@ class Trace:
         with open(path, "rb") as file:
             data = file.read()
         model, position = _header(data, path)
-        events, starts, hits, misses, times, notes = [], [], [], [], [], []
+        events, starts, hits, misses, times, notes, reads, lost = [], [], [], [], [], [], [np.empty(0, READ)], 0
         for fields, payload, _ in _records(data, position):
             kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
             if kind == SESSION:
                 notes.append(json.loads(bytes(payload)))
+                continue
+            if kind == READS:
+                reads.append(np.frombuffer(payload, READ))
+                lost += n_miss
                 continue
             n = n_tokens * n_used
             ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
@@ -193,7 +222,8 @@ class Trace:
             hits.append(n_hit)
             misses.append(n_miss)
             times.append(t_ns)
-        return cls(model, events, np.array(starts, bool), np.array(hits, np.int64), np.array(misses, np.int64), np.array(times, np.int64), notes)
+        arrays = np.array(starts, bool), np.array(hits, np.int64), np.array(misses, np.int64), np.array(times, np.int64)
+        return cls(model, events, *arrays, notes, np.concatenate(reads), lost)
 
     @classmethod
     def join(cls, traces: list[Trace]) -> Trace:
@@ -207,7 +237,8 @@ class Trace:
             if other.model != first.model:
                 raise OptionError(f"the traces are of different models: {first.model.name}, {other.model.name}")
         arrays = [np.concatenate([getattr(t, name) for t in traces]) for name in ("starts", "hits", "misses", "t_ns")]
-        return cls(first.model, [e for t in traces for e in t.events], *arrays, [n for t in traces for n in t.notes])
+        notes, reads = [n for t in traces for n in t.notes], np.concatenate([t.reads for t in traces])
+        return cls(first.model, [e for t in traces for e in t.events], *arrays, notes, reads, sum(t.reads_lost for t in traces))
 
     def slice(self, start: int, stop: int) -> Trace:
         """Events [start, stop)."""
@@ -230,8 +261,8 @@ def _header(data, path) -> tuple[Model, int]:
     if data[:8] != MAGIC or len(data) < 16:
         raise OptionError(f"{path}: is not a trace of moeoff")
     version, length = struct.unpack_from("<II", data, 8)
-    if version != VERSION:
-        raise OptionError(f"{path}: is a trace of version {version}, this moeoff reads version {VERSION}")
+    if version not in VERSIONS:
+        raise OptionError(f"{path}: is a trace of version {version}, this moeoff reads up to version {VERSION}")
     try:
         return Model.from_json(bytes(data[16 : 16 + length])), 16 + length
     except (ValueError, KeyError, TypeError):

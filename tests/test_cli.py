@@ -217,4 +217,4 @@ import moeoff.hooks
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "speaks version 999 of the expert buffer's interface, this moeoff version 3" in done.stderr
+    assert "speaks version 999 of the expert buffer's interface, this moeoff version 4" in done.stderr

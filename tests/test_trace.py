@@ -1,13 +1,15 @@
 """Traces on disk: they come back as they were written, survive a cut, and go on where they ended."""
 
+import time
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from moeoff import OptionError
+from moeoff import Llama, OptionError
 from moeoff.buffer import GateEvent
-from moeoff.trace import Model, TensorInfo, Trace, TraceWriter
+from moeoff.buffer import READ_DTYPE
+from moeoff.trace import DEMAND_LEVEL, PREFETCH_LEVEL, Model, TensorInfo, Trace, TraceWriter
 
 MODEL = Model("small.gguf", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
 
@@ -80,6 +82,85 @@ def test_refuses_what_is_not_its_own(tmp_path):
     (tmp_path / "other").write_bytes(data)
     with pytest.raises(OptionError, match="version 99"):
         Trace.read(tmp_path / "other")
+
+
+def reads(first, n):
+    out = np.zeros(n, READ_DTYPE)
+    out["seq"] = np.arange(first, first + n)
+    out["t_queued"] = 10**12 + np.arange(n)
+    out["t_start"] = out["t_queued"] + 5_000
+    out["t_done"] = out["t_start"] + 90_000
+    out["nbytes"], out["tensor"], out["expert"], out["level"], out["result"] = 5000, 7, 3, 2, 125
+    return out
+
+
+def test_reads_come_back_and_losses_are_counted(tmp_path):
+    path = tmp_path / "t"
+    write(path)
+    with TraceWriter(path, MODEL) as writer:
+        writer.write_reads(reads(1, 4))
+        writer.write_reads(reads(1, 0))
+        writer.write_reads(reads(8, 2))
+    trace = Trace.read(path)
+    assert len(trace.events) == 12 and len(trace.reads) == 6 and trace.reads_lost == 3
+    assert trace.reads[5].tolist() == (10**12 + 1, 5, 90, 5000, 7, 3, 2, 125)
+    assert len(Trace.join([trace, trace]).reads) == 12
+
+
+def test_version_1_is_read_and_continued(tmp_path):
+    path = tmp_path / "t"
+    write(path)
+    data = bytearray(path.read_bytes())
+    data[8] = 1
+    path.write_bytes(data)
+    assert len(Trace.read(path).events) == 12
+    with TraceWriter(path, MODEL) as writer:
+        writer.write_reads(reads(1, 4))
+    assert path.read_bytes()[8] == 2 and len(Trace.read(path).reads) == 4
+
+
+def test_every_read_of_a_run(demo, tmp_path):
+    with Llama(demo, expert_memory="4M", n_ctx=64, n_threads=2, trace=tmp_path / "t") as llm:
+        for token in range(300, 324):
+            llm.eval([token])
+        llm.expert_buffer.preload(0, range(32))
+        llm.eval([400])
+        stats = None
+        while stats is None or stats.reads < llm.expert_buffer.stats().reads:
+            stats = llm.expert_buffer.stats()
+            time.sleep(0.2)
+    trace = Trace.read(tmp_path / "t")
+    done = trace.reads[trace.reads["result"] == 0]
+    assert len(trace.reads) == stats.reads > 0 and trace.reads_lost == 0
+    assert done["nbytes"].sum() == stats.bytes_read == trace.notes[-1]["bytes_read"]
+    slices = np.array([t.nbytes for t in trace.model.tensors])
+    assert (done["nbytes"] == slices[done["tensor"]]).all() and set(done["level"]) >= {PREFETCH_LEVEL, DEMAND_LEVEL}
+    ended = trace.reads["t_queued"] + 1000 * (trace.reads["wait_us"].astype(np.int64) + trace.reads["read_us"])
+    assert (np.diff(ended) > -(10**6)).all() and abs(trace.reads["t_queued"][0] - trace.t_ns[0]) < 10**9
+
+
+def test_the_log_is_off_by_default_and_bounded(demo):
+    with Llama(demo, expert_memory="100M", n_ctx=64, n_threads=2) as llm:
+        buffer = llm.expert_buffer
+        n_gates, n_experts = buffer.priorities.shape
+
+        def load_all():
+            before, queued = buffer.stats().reads, 0
+            buffer.clear()
+            for gate in range(n_gates):
+                queued += buffer.preload(gate, range(n_experts))
+            while buffer.stats().reads < before + queued:
+                pass
+            return queued
+
+        load_all()
+        assert len(buffer.take_reads()) == 0
+        buffer.log_reads()
+        n = sum(load_all() for _ in range(60))
+        taken = buffer.take_reads()
+        assert n > 65536 == len(taken) and taken["seq"].tolist() == list(range(n - 65536 + 1, n + 1))
+        assert len(buffer.take_reads()) == 0
+        assert (taken["t_queued"] <= taken["t_start"]).all() and (taken["t_start"] <= taken["t_done"]).all()
 
 
 def test_checked_in_trace():

@@ -579,8 +579,18 @@ void store::lane() {
         if (err == 0) {
             stats.bytes_read += s->source.nbytes;
         }
+        if (flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_LOG_READS) {
+            log_read(*s, t0, t1, err);
+        }
         read_done(*s, err, error);
     }
+}
+
+void store::log_read(const slice & s, int64_t t_start, int64_t t_done, int err) {
+    if (read_log.size() == n_read_log) {
+        read_log.pop_front();
+    }
+    read_log.push_back({ ++n_logged, s.t_queued, t_start, t_done, s.source.nbytes, gates[s.gate]->tensors[s.matrix], s.expert, s.level, err });
 }
 
 void store::read_done(slice & s, int err, const std::string & error) {
@@ -704,6 +714,14 @@ void store::residency(uint8_t * out) const {
         const slice & s = slices[i];
         out[(size_t) s.gate * n_experts + s.expert] |= (uint8_t) (1u << s.matrix);
     }
+}
+
+int32_t store::take_reads(moeoff_read * out, int32_t n) {
+    guard lock(mutex);
+    const size_t taken = std::min(read_log.size(), (size_t) std::max(n, 0));
+    std::copy_n(read_log.begin(), taken, out);
+    read_log.erase(read_log.begin(), read_log.begin() + (ptrdiff_t) taken);
+    return (int32_t) taken;
 }
 
 void store::get_stats(moeoff_stats & out) const {

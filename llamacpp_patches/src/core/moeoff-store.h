@@ -115,6 +115,7 @@ class store {
     bool    set_limit(uint64_t bytes, std::string & error);
     void    set_flags(uint32_t f) { flags = f; }
     void    residency(uint8_t * out) const;
+    int32_t take_reads(moeoff_read * out, int32_t n);
     void    get_stats(moeoff_stats & stats) const;
     void    reset_stats();
     // the message of a failed read, after its graph has ended: what that graph still wanted is given up first
@@ -166,11 +167,13 @@ class store {
     slice *  next_job();
     void     lane();
     void     read_done(slice & s, int err, const std::string & error);
+    void     log_read(const slice & s, int64_t t_start, int64_t t_done, int err);
     void     settle(slice & s, slice_state state);
     void     wake_lanes();
 
     static constexpr uint64_t want_window  = 8;  // gate events after which a choice that no op has used is forgotten
     static constexpr size_t   n_candidates = 64; // victims found by one scan
+    static constexpr size_t   n_read_log   = 65536; // finished reads that may wait to be taken
 
     moeoff_params             params;
     mutable std::mutex        mutex;
@@ -191,6 +194,8 @@ class store {
     moeoff_stats              stats    = {};
     std::atomic<uint64_t>     total_stall_ns {0};
     std::string               error_message;
+    std::deque<moeoff_read>   read_log;
+    uint64_t                  n_logged = 0;
     std::vector<uint8_t>      is_chosen;    // scratch of gate_event, under the lock
     std::vector<int32_t>      chosen;
 };

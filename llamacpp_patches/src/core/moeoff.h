@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 3
+#define MOEOFF_ABI_VERSION 4
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -32,6 +32,7 @@ enum moeoff_flag {
     MOEOFF_FLAG_DIRECT_IO  = 4, // try O_DIRECT; files that refuse it are read through the page cache
     MOEOFF_FLAG_GATE_INPUT = 8, // the gate node also takes the router's input (costs a copy on GPU backends)
     MOEOFF_FLAG_SERIAL     = 16, // a matrix op reads all its slices before it computes with any: the papers' baseline
+    MOEOFF_FLAG_LOG_READS  = 32, // finished reads are kept for moeoff_take_reads()
 };
 
 enum moeoff_matrix {
@@ -109,6 +110,19 @@ struct moeoff_stats {
     uint64_t direct_reads;      // of reads, those with O_DIRECT
 };
 
+// a read that has ended. level: of the most urgent request for it until then, 0 prefetch, 1 gate, 2 demand: compute was waiting
+struct moeoff_read {
+    uint64_t seq;       // counts all reads since the flag was set, from 1: a gap is what the log had no room for
+    int64_t  t_queued;  // CLOCK_MONOTONIC ns
+    int64_t  t_start;
+    int64_t  t_done;
+    uint64_t nbytes;
+    int32_t  tensor;
+    int32_t  expert;
+    int32_t  level;
+    int32_t  result;    // 0, or an errno; ECANCELED: nobody wanted it any more
+};
+
 typedef void (*moeoff_gate_callback)(const struct moeoff_gate_event * event, void * user);
 
 // --- the handshake: a binding compares these with its own idea before it uses anything else ---
@@ -172,6 +186,8 @@ MOEOFF_API void moeoff_drain(moeoff_expert_buffer * eb);
 
 // --- watching ---
 
+// moves up to n finished reads, the oldest first, into out; returns how many. Of those not taken the last 65536 are kept
+MOEOFF_API int32_t moeoff_take_reads(moeoff_expert_buffer * eb, struct moeoff_read * out, int32_t n);
 MOEOFF_API void moeoff_get_stats(const moeoff_expert_buffer * eb, struct moeoff_stats * stats);
 MOEOFF_API void moeoff_reset_stats(moeoff_expert_buffer * eb);
 // stall_ns for each gate

@@ -39,7 +39,11 @@ const char * moeoff_abi_layout(void) {
             FIELD(moeoff_stats, gate_events) + FIELD(moeoff_stats, events_dropped) + FIELD(moeoff_stats, stall_ns) +
             FIELD(moeoff_stats, queue_wait_ns) + FIELD(moeoff_stats, lane_busy_ns) + FIELD(moeoff_stats, driver_ns) +
             FIELD(moeoff_stats, arena_bytes) + FIELD(moeoff_stats, arena_committed) + FIELD(moeoff_stats, arena_peak) +
-            FIELD(moeoff_stats, resident_slices) + FIELD(moeoff_stats, direct_reads);
+            FIELD(moeoff_stats, resident_slices) + FIELD(moeoff_stats, direct_reads) +
+        ";moeoff_read:" + std::to_string(sizeof(moeoff_read)) +
+            FIELD(moeoff_read, seq) + FIELD(moeoff_read, t_queued) + FIELD(moeoff_read, t_start) + FIELD(moeoff_read, t_done) +
+            FIELD(moeoff_read, nbytes) + FIELD(moeoff_read, tensor) + FIELD(moeoff_read, expert) + FIELD(moeoff_read, level) +
+            FIELD(moeoff_read, result);
     return text.c_str();
 }
 
@@ -140,6 +144,8 @@ int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback cal
 }
 
 void moeoff_drain(moeoff_expert_buffer * eb) { eb->store->driver.drain(); }
+
+int32_t moeoff_take_reads(moeoff_expert_buffer * eb, moeoff_read * out, int32_t n) { return eb->store->take_reads(out, n); }
 
 void moeoff_get_stats(const moeoff_expert_buffer * eb, moeoff_stats * stats) { eb->store->get_stats(*stats); }
 void moeoff_reset_stats(moeoff_expert_buffer * eb) { eb->store->reset_stats(); }
