@@ -152,7 +152,7 @@ class Llama(llama_cpp.Llama):
             self._buffer.attach(layout, choice)
             self.plan = self._divide(budget, arena)
             self._buffer.start(self.plan.arena)
-            self._driver = attach_driver(self._buffer, self.strategy, layout, trace)
+            self._driver = attach_driver(self._buffer, self.strategy, layout, trace, n_lanes=n_lanes)
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:

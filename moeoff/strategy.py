@@ -1,9 +1,15 @@
-"""Strategies by name: what stays in memory, and when experts are asked for."""
+"""Strategies by name: what stays in memory, what is expected next, and when experts are asked for.
+
+A strategy is a composition: a cache policy (`moeoff.cache`) and a predictor (`moeoff.predict`), "POLICY+PREDICTOR". The
+papers' systems and our own are names for such compositions; a policy's name alone is the policy without a predictor, unless
+it is one of those.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from . import predict
 from .cache import get_policy, names
 from .errors import OptionError
 
@@ -13,35 +19,61 @@ class Strategy:
     """Attributes:
     keep: slices stay after their use until others need the room; the priorities say which go first.
     eager: the gate asks for the slices of all matrices at once.
+    serial: a matrix op reads all its slices before it computes with any.
     policy: name of the cache policy that writes the priorities (`moeoff.cache`), or None.
+    predictor: name of the predictor (`moeoff.predict`), or None.
+    options: of the predictor.
+    share: of all experts, how many are candidates for a prefetch at least.
+    judged: prefetching is switched off where it loses wall-clock.
     """
 
     name: str
     summary: str
     keep: bool = True
     eager: bool = True
+    serial: bool = False
     policy: str | None = None
+    predictor: str | None = None
+    options: dict = field(default_factory=dict)
+    share: float = 0.0
+    judged: bool = False
 
 
-# the papers' baseline: every use reads, one matrix after the other
-ON_DEMAND = Strategy("on-demand", "keeps nothing, reads every expert when it computes", keep=False, eager=False)
+PRESETS = {
+    s.name: s
+    for s in (
+        Strategy("auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", judged=True),
+        Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False, serial=True),
+        Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25),
+        Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path"),
+        Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy="hobbit", predictor="stacked"),
+        Strategy("promoe", "ProMoE: LRU, learned predictor", policy="lru", predictor="learned"),
+        Strategy("eap", "expert activation path of one layer (Fate's baseline): LRU", policy="lru", predictor="eap"),
+    )
+}
 
 
 def strategy_names() -> list[str]:
-    """All that `get_strategy` knows, a user's registered policies included."""
-    first, *rest = names(live=True)
-    return [first, ON_DEMAND.name, *rest]
+    """Presets and policies that can run alone, a user's registered ones included."""
+    return [*PRESETS, *(n for n in names(live=True) if n not in PRESETS)]
 
 
 def get_strategy(name: str) -> Strategy:
-    """Raises:
-    OptionError: there is no such strategy, or it needs to know the future.
+    """A preset, a policy, or "POLICY+PREDICTOR" (either may be "none": LRU without Python, and no predictor).
+
+    Raises:
+        OptionError: there is no such strategy, or it needs to know the future.
     """
-    if name == ON_DEMAND.name:
-        return ON_DEMAND
-    if name not in names():
-        raise OptionError(f"unknown strategy {name!r}; there are: {', '.join(strategy_names())}")
-    policy = get_policy(name)
+    if name in PRESETS:
+        return PRESETS[name]
+    policy_name, plus, predictor = name.partition("+")
+    if not plus and policy_name not in names():
+        raise OptionError(f"unknown strategy {name!r}; there are: {', '.join(strategy_names())}, and POLICY+PREDICTOR")
+    if policy_name == "none":
+        policy_name = "lru"
+    policy = get_policy(policy_name)
     if policy.offline:
         raise OptionError(f"strategy {name!r} needs to know the future: only `moeoff simulate` can run it")
-    return Strategy(name, policy.summary, policy=name)
+    if predictor in ("", "none"):
+        return Strategy(name, policy.summary, policy=policy_name)
+    return Strategy(name, f"{policy.summary}; {predict.get_predictor(predictor).summary}", policy=policy_name, predictor=predictor, judged=True)

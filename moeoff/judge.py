@@ -1,0 +1,58 @@
+"""Whether a way of doing things pays: an online comparison of token times with and without it.
+
+Blocks of tokens with and without alternate (on, off, off, on, ...); the faster way is kept for a while, then compared again.
+Knows nothing of what it judges.
+"""
+
+from __future__ import annotations
+
+BLOCK = 8  # tokens
+ORDER = (True, False, False, True, False, True, True, False)
+HOLD = 512  # tokens between two comparisons
+_SKIP = 2  # first tokens of a block: they still feel the one before
+
+
+class Judge:
+    """Attributes:
+    on: what to do for the token that begins now.
+    gain: last measured speed with, relative to without; None before the first verdict.
+    """
+
+    def __init__(self) -> None:
+        self.on = True
+        self.gain: float | None = None
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self._block = self._in_block = 0
+        self._times: dict[bool, list[int]] = {True: [], False: []}
+        self._left = 0
+        self.on = ORDER[0]
+
+    def token(self, ns: int) -> None:
+        """A token has ended and took so long."""
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._begin_trial()
+            return
+        if self._in_block >= _SKIP:
+            self._times[self.on].append(ns)
+        self._in_block += 1
+        if self._in_block < BLOCK:
+            return
+        self._in_block, self._block = 0, self._block + 1
+        if self._block < len(ORDER):
+            self.on = ORDER[self._block]
+            return
+        with_, without = (_trimmed_mean(self._times[way]) for way in (True, False))
+        self.gain = without / with_ - 1
+        self.on = self.gain >= 0
+        self._left = HOLD
+
+
+def _trimmed_mean(times: list[int]) -> float:
+    """Without the highest and lowest tenth: a burst of something else on the machine is no argument."""
+    cut = len(times) // 10
+    kept = sorted(times)[cut : len(times) - cut]
+    return sum(kept) / len(kept)
