@@ -98,7 +98,7 @@ class Stats(Structure):
         for name in (
             "demand_hits demand_misses evictions reads bytes_read read_errors prefetch_issued prefetch_useful "
             "prefetch_dropped gate_events events_dropped stall_ns queue_wait_ns lane_busy_ns driver_ns arena_bytes "
-            "arena_committed arena_peak resident_slices direct_reads served_low skipped low_bytes_read low_arena_bytes low_arena_committed"
+            "arena_committed arena_peak resident_slices direct_reads expert_uses served_low skipped low_bytes_read low_arena_bytes low_arena_committed"
         ).split()
     ]
 

@@ -430,6 +430,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, s
         }
         wake_lanes();
         stats.gate_events++;
+        stats.expert_uses += (uint64_t) event.n_tokens * (uint64_t) event.n_used;
         event.seq = all.n_events;
     }
     if (driver.running()) {

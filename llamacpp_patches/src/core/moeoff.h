@@ -131,8 +131,9 @@ struct moeoff_stats {
     uint64_t arena_peak;        // sum of the two versions' peaks
     uint64_t resident_slices;   // of both versions
     uint64_t direct_reads;      // of reads, those with O_DIRECT
-    uint64_t served_low;        // uses of an expert by a token that were served by the low version
-    uint64_t skipped;           // ... and by nothing
+    uint64_t expert_uses;       // what gates chose: an expert for a token
+    uint64_t served_low;        // of expert_uses, served by the low version
+    uint64_t skipped;           // of expert_uses, served by nothing
     uint64_t low_bytes_read;    // of bytes_read
     uint64_t low_arena_bytes;     // of arena_bytes
     uint64_t low_arena_committed; // of arena_committed

@@ -44,7 +44,7 @@ const char * moeoff_abi_layout(void) {
             FIELD(moeoff_stats, queue_wait_ns) + FIELD(moeoff_stats, lane_busy_ns) + FIELD(moeoff_stats, driver_ns) +
             FIELD(moeoff_stats, arena_bytes) + FIELD(moeoff_stats, arena_committed) + FIELD(moeoff_stats, arena_peak) +
             FIELD(moeoff_stats, resident_slices) + FIELD(moeoff_stats, direct_reads) +
-            FIELD(moeoff_stats, served_low) + FIELD(moeoff_stats, skipped) + FIELD(moeoff_stats, low_bytes_read) +
+            FIELD(moeoff_stats, expert_uses) + FIELD(moeoff_stats, served_low) + FIELD(moeoff_stats, skipped) + FIELD(moeoff_stats, low_bytes_read) +
             FIELD(moeoff_stats, low_arena_bytes) + FIELD(moeoff_stats, low_arena_committed) +
         ";moeoff_read:" + std::to_string(sizeof(moeoff_read)) +
             FIELD(moeoff_read, seq) + FIELD(moeoff_read, t_queued) + FIELD(moeoff_read, t_start) + FIELD(moeoff_read, t_done) +
