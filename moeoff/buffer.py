@@ -18,7 +18,7 @@ import numpy as np
 from . import hooks
 from .companion import Choice
 from .errors import ModelError, MoeoffError, OptionError, ReadError
-from .layout import EXPERT_PATTERN, Layout
+from .layout import EXPERT_PATTERN, Layout, Span
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 RING_BYTES = 8 << 20  # gate events that may wait for the driver
@@ -38,6 +38,7 @@ class GateEvent:
         weights: [n_tokens, n_used] float32, as the graph multiplies them.
         gate_input: [n_tokens, n_embd] float32, or None if not asked for or not the router's input.
         n_hit, n_miss: slices resident, and not, when the gate spoke.
+        versions: [n_tokens, n_used] uint8, hooks.HIGH, LOW or SKIP: what serves each; None where nothing could be lost.
     """
 
     seq: int
@@ -49,6 +50,7 @@ class GateEvent:
     gate_input: np.ndarray | None
     n_hit: int
     n_miss: int
+    versions: np.ndarray | None = None
 
     @classmethod
     def copy(cls, event: hooks.GateEvent) -> GateEvent:
@@ -63,11 +65,14 @@ class GateEvent:
             gate_input=np.ctypeslib.as_array(event.gate_input, (event.n_tokens, event.n_embd)).copy() if event.n_embd else None,
             n_hit=event.n_hit,
             n_miss=event.n_miss,
+            versions=np.ctypeslib.as_array(event.versions, shape).copy() if event.versions else None,
         )
 
 
 class ExpertBuffer:
     """Slices of routed experts in an arena of at most `arena_bytes`, read by `n_lanes` I/O threads.
+
+    A slice may have a low version beside the high one, with an arena of its own; `set_rule` says when it is used.
 
     Args:
         n_lanes: I/O threads, 1 to 64.
@@ -130,15 +135,20 @@ class ExpertBuffer:
         finally:
             hooks.load_end(self.handle)
 
-    def attach(self, layout: Layout, choice: Choice = Choice()) -> None:
+    def attach(self, layout: Layout, choice: Choice = Choice(), low: Choice | None = None) -> None:
         """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its companion.
+
+        Args:
+            low: where their low versions are.
 
         Raises:
             ModelError: the file's tensors are not those that llama.cpp loaded, or the companion lacks one.
         """
-        companion = choice.companion
-        repacked = companion is not None and choice.tier in companion.tiers
-        for path in (*layout.files, companion.path) if repacked else layout.files:
+        files = list(layout.files)
+        for c in (choice, low):
+            if c is not None and c.repacked and c.companion.path not in files:
+                files.append(c.companion.path)
+        for path in files:
             if hooks.add_file(self.handle, os.fsencode(path)) < 0:
                 raise ModelError(hooks.last_error().decode("utf-8", "replace"))
         for index in range(hooks.n_tensors(self.handle)):
@@ -149,37 +159,59 @@ class ExpertBuffer:
             span = layout.experts.get(name)
             if span is None or span.nbytes != n_expert * info.nbytes:
                 raise ModelError(f"{layout.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
-            if repacked:
-                slices = companion.sources(span, choice.tier)
-                sources = [hooks.Source(len(layout.files), s.type, s.offset, s.nbytes, s.hash if choice.verify else 0) for s in slices]
-            else:
-                hashes = [companion.source_hashes.get((name, e), 0) if choice.verify else 0 for e in range(n_expert)]
-                sources = [hooks.Source(span.file, span.type, span.offset + e * info.nbytes, info.nbytes, hashes[e]) for e in range(n_expert)]
-            self.set_sources(index, sources)
+            self.set_sources(index, self._sources(files, span, choice))
+            if low is not None:
+                self.set_low_sources(index, self._sources(files, span, low))
         self.buffered = bool(hooks.is_buffered(self.handle))
+
+    @staticmethod
+    def _sources(files: list[str], span: Span, choice: Choice) -> list[hooks.Source]:
+        """Of each expert of a tensor."""
+        if choice.repacked:
+            file = files.index(choice.companion.path)
+            slices = choice.companion.sources(span, choice.tier)
+            return [hooks.Source(file, s.type, s.offset, s.nbytes, s.hash if choice.verify else 0) for s in slices]
+        n_expert = span.shape[2]
+        nbytes = span.nbytes // n_expert
+        hashes = [choice.companion.source_hashes.get((span.name, e), 0) if choice.verify else 0 for e in range(n_expert)]
+        return [hooks.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
 
     def set_sources(self, tensor: int, sources: Sequence[hooks.Source]) -> None:
         """Where each expert of a tensor is; their types may differ. Before `start()`."""
         self._check(hooks.set_sources(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
 
+    def set_low_sources(self, tensor: int, sources: Sequence[hooks.Source]) -> None:
+        """The same for the low versions; all tensors have them, or none."""
+        self._check(hooks.set_low_sources(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
+
     @property
     def arena_floor(self) -> int:
-        """Bytes of the smallest arena that can make progress."""
-        return hooks.arena_floor(self.handle)
+        """Bytes of the smallest arena for high versions that can make progress."""
+        return hooks.arena_floor(self.handle, hooks.HIGH)
 
     @property
     def arena_full(self) -> int:
-        """Bytes of the arena that holds every slice."""
-        return hooks.arena_full(self.handle)
+        """Bytes of the arena that holds every slice in its high version."""
+        return hooks.arena_full(self.handle, hooks.HIGH)
 
-    def start(self, arena_bytes: int) -> None:
-        self.set_arena_bytes(arena_bytes)
+    @property
+    def low_arena_floor(self) -> int:
+        """`arena_floor` of the low versions; 0 if there are none."""
+        return hooks.arena_floor(self.handle, hooks.LOW)
+
+    @property
+    def low_arena_full(self) -> int:
+        """`arena_full` of the low versions; 0 if there are none."""
+        return hooks.arena_full(self.handle, hooks.LOW)
+
+    def start(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
+        self.set_arena_bytes(arena_bytes, low_arena_bytes)
         self._check(hooks.start(self.handle))
         self._started = True
 
-    def set_arena_bytes(self, arena_bytes: int) -> None:
-        """Between decodes; a smaller arena evicts at once."""
-        self._check(hooks.set_arena_bytes(self.handle, arena_bytes))
+    def set_arena_bytes(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
+        """Between decodes; a smaller arena evicts at once. High and low versions have an arena each, and take nothing from the other."""
+        self._check(hooks.set_arena_bytes(self.handle, arena_bytes, low_arena_bytes))
 
     def clear(self) -> None:
         """Drops every resident slice."""
@@ -200,30 +232,60 @@ class ExpertBuffer:
     def publish(self) -> None:
         hooks.publish(self.handle)
 
-    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES) -> int:
-        """Queues what is absent of these experts behind all demand; returns the number of slices queued."""
-        return self._queue(hooks.prefetch, gate, experts, matrices)
+    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False) -> int:
+        """Queues what is absent of these experts behind all demand; returns the number of slices queued.
 
-    def preload(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES) -> int:
+        The gate gives up what it does not choose, or chooses in the other version. low: the low versions.
+        """
+        return self._queue(hooks.prefetch, gate, experts, matrices, low)
+
+    def preload(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False) -> int:
         """Like `prefetch`, but whatever the gates say, and not counted as prefetched: a warm start."""
-        return self._queue(hooks.preload, gate, experts, matrices)
+        return self._queue(hooks.preload, gate, experts, matrices, low)
 
-    def _queue(self, function, gate: int, experts: Sequence[int], matrices: int) -> int:
+    def _queue(self, function, gate: int, experts: Sequence[int], matrices: int, low: bool) -> int:
         array = (ctypes.c_int32 * len(experts))(*experts)
-        queued = function(self.handle, gate, array, len(experts), matrices)
+        queued = function(self.handle, gate, array, len(experts), matrices, hooks.LOW if low else hooks.HIGH)
         if queued < 0:
-            raise OptionError(f"gate {gate} has no such experts, or the buffer has not been started")
+            raise OptionError(f"gate {gate} has no such experts, or no such versions of them, or the buffer has not been started")
         return queued
 
     def prefetch_cancel(self, gate: int = -1) -> int:
         """Gives up prefetches for a gate, or for all; returns how many were queued or in flight."""
         return hooks.prefetch_cancel(self.handle, gate)
 
-    def residency(self) -> np.ndarray:
-        """[n_gates, n_experts] uint8; bit i is set where the slice of `hooks.MATRICES[i]` is resident."""
+    def residency(self, *, low: bool = False) -> np.ndarray:
+        """[n_gates, n_experts] uint8; bit i is set where the slice of `hooks.MATRICES[i]` is resident, in its low version if so asked."""
         out = np.zeros(self.priorities.shape, np.uint8)
-        self._check(hooks.residency(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
+        self._check(hooks.residency(self.handle, hooks.LOW if low else hooks.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
         return out
+
+    # --- precision ---
+
+    def set_rule(self, t1: float = 1.0, t2: float = 1.0, prefill_low_share: float = 0.0, *, blind: bool = False) -> None:
+        """Which version serves an expert that is chosen and not resident: `moeoff.precision.Precision` says what they mean.
+
+        Raises:
+            OptionError: out of range, or it needs low versions and there is no arena for them.
+        """
+        rule = hooks.Rule(t1, t2, prefill_low_share, hooks.RULE_BLIND if blind else 0)
+        if hooks.set_rule(self.handle, rule) != 0:
+            raise OptionError(hooks.last_error().decode("utf-8", "replace"))
+
+    def force(self, versions: np.ndarray | bytes = b"") -> int:
+        """Appends decisions that the next gate events take instead of the rule's; returns how many are left.
+
+        Args:
+            versions: uint8, the `GateEvent.versions` of those events one after the other.
+
+        Raises:
+            OptionError: not decisions, or low ones without an arena for low versions.
+        """
+        array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
+        left = hooks.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
+        if left < 0:
+            raise OptionError(hooks.last_error().decode("utf-8", "replace"))
+        return left
 
     # --- events ---
 

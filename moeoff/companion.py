@@ -205,6 +205,25 @@ class Choice:
     tier: str = KEEP
     verify: bool = False
 
+    @property
+    def repacked(self) -> bool:
+        """The companion holds them."""
+        return self.companion is not None and self.tier in self.companion.tiers
+
+    def low(self, tier: str) -> Choice:
+        """Where the low versions are, if these are the high ones.
+
+        Raises:
+            OptionError: there is no companion, or it has no such tier, or the high versions are read from it.
+        """
+        if self.companion is None:
+            raise OptionError(f"low precision ({tier}) needs a companion of the model: make one with moeoff convert, or name it with --experts")
+        name = next((t for t in self.companion.tiers if t.lower() == tier.lower()), None)
+        if name is None or name in (self.tier, KEEP):
+            others = ", ".join(t for t in self.companion.tiers if t not in (self.tier, KEEP)) or "none"
+            raise OptionError(f"{self.companion.path}: no tier {tier} below {self.tier}; there are: {others}")
+        return Choice(self.companion, name, self.verify)
+
     @classmethod
     def make(cls, layout: Layout, experts: str | os.PathLike | bool = "auto", tier: str | None = None, verify: bool = False) -> Choice:
         """Finds the companion and checks that it is this model's.

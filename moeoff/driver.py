@@ -1,25 +1,21 @@
 """The driver: gate events in, priorities out, on the native driver thread. Compute never waits for it.
 
-Owns a policy and a trace, either may be missing. Knows nothing of text: it is told when a sequence begins.
+Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text: it is told when a sequence begins.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 
 import numpy as np
 
 from .buffer import ExpertBuffer, GateEvent
-from .cache import Event, Policy, create, get_policy
-from .layout import Layout
-from .predict import create as create_predictor
-from .predict import get_predictor
+from .cache import Event, Policy
 from .prefetch import BOOST, Prefetcher
+from .replay import Replay
 from .router import Router
-from .strategy import Strategy
-from .trace import Model, TraceWriter
+from .trace import TraceWriter
 
 
 class Driver:
@@ -31,20 +27,21 @@ class Driver:
         trace: gets every event.
         router: gives Event.probs of the gate input.
         prefetcher: its boosts are added to what the policy wrote, which has a table of its own then.
+        replay: the recorded run whose decisions are taken again; a run that leaves it raises at the next decode.
         hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
     """
 
     def __init__(self, buffer: ExpertBuffer, policy: Policy | None = None, trace: TraceWriter | None = None, router: Router | None = None,
-                 prefetcher: Prefetcher | None = None, hold: bool = False):  # fmt: skip
+                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, hold: bool = False):  # fmt: skip
         self._buffer, self.policy, self.trace, self._router, self.prefetcher = buffer, policy, trace, router, prefetcher
-        self._hold = hold
+        self._replay, self._hold = replay, hold
         self._held: list[Event] = []
         self._lock = threading.Lock()
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
         self._updates = policy is not None and not policy.static
         self._table = buffer.priorities
-        self.needed = trace is not None or self._updates or prefetcher is not None
+        self.needed = self._updates or any(part is not None for part in (trace, prefetcher, replay))
         if trace is not None:
             buffer.log_reads()
         if self.needed:
@@ -53,6 +50,8 @@ class Driver:
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
         boosted = self.prefetcher is not None and self.prefetcher.observe(event)  # first: the lanes may be idle
+        if self._replay is not None:
+            self._replay.follow(event)
         if self.listener is not None:
             self.listener(event)
         if self.trace is None and not self._updates:
@@ -68,7 +67,7 @@ class Driver:
             if self.as_traced:
                 weights = weights.astype(np.float16).astype(np.float32)
                 probs = None if probs is None else probs.astype(np.float16).astype(np.float32)
-            seen = Event(event.gate, event.ids, weights, probs, event.gate_input)
+            seen = Event(event.gate, event.ids, weights, probs, event.gate_input, event.versions)
             with self._lock:
                 if self._hold:
                     self._held.append(seen)
@@ -130,40 +129,3 @@ class Driver:
             if note:
                 self.trace.note(note)
             self.trace.close()
-
-
-def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> bool:
-    """Whether gate events must carry the router's input. A trace does, so that any policy can be replayed on it."""
-    return (
-        trace is not None
-        or (strategy.policy is not None and get_policy(strategy.policy).wants_probs)
-        or (strategy.predictor is not None and get_predictor(strategy.predictor).wants_gate_input)
-    )
-
-
-def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike | None = None, *, n_lanes: int = 4,
-                  hold: bool = False, **options) -> Driver | None:  # fmt: skip
-    """The driver of a started buffer, or None if native needs nobody.
-
-    Args:
-        options: of the policy.
-
-    Raises:
-        OptionError: the trace file is something else, or an option that the policy does not know.
-    """
-    arena = buffer.stats().arena_bytes
-    everything = arena >= buffer.arena_full  # nothing is ever evicted or expected
-    if trace is None and (everything or (strategy.predictor is None and (strategy.policy is None or get_policy(strategy.policy).static and not options))):
-        return None
-    model = Model.of(buffer, os.path.basename(layout.files[0]), max(layout.n_expert_used, 1))
-    router = prefetcher = policy = None
-    if strategy.predictor is not None or wants_gate_input(strategy, trace):
-        layers = {t.gate: t.layer for t in model.tensors}
-        router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
-    if strategy.predictor is not None and not everything:
-        predictor = create_predictor(strategy.predictor, router, None, **strategy.options)
-        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged)
-    if strategy.policy is not None:
-        policy = create(strategy.policy, model.shape(arena), None if prefetcher else buffer.priorities, **options)
-    writer = TraceWriter(trace, model, {"strategy": strategy.name, "arena_bytes": arena}) if trace is not None else None
-    return Driver(buffer, policy, writer, router, prefetcher, hold)

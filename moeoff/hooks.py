@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as _binding  # noqa: E402
 
 from .errors import ForkError  # noqa: E402
 
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -31,7 +31,16 @@ FLAG_LOG_READS = 32
 MATRICES = ("gate_up", "up", "gate", "down")  # enum moeoff_matrix, in the order the graph computes them
 ALL_MATRICES = (1 << len(MATRICES)) - 1
 
+HIGH, LOW, SKIP = 0, 1, 2  # enum moeoff_version: of a slice; skip is a decision about an expert, its output is zero
+RULE_BLIND = 1
+
 lib = _binding._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
+
+
+class Rule(Structure):
+    """struct moeoff_rule"""
+
+    _fields_ = [("t1", c_float), ("t2", c_float), ("prefill_low_share", c_float), ("flags", c_uint32)]
 
 
 class Params(Structure):
@@ -77,6 +86,7 @@ class GateEvent(Structure):
         ("ids", POINTER(c_int32)),
         ("weights", POINTER(c_float)),
         ("gate_input", POINTER(c_float)),
+        ("versions", POINTER(c_uint8)),
     ]
 
 
@@ -88,7 +98,7 @@ class Stats(Structure):
         for name in (
             "demand_hits demand_misses evictions reads bytes_read read_errors prefetch_issued prefetch_useful "
             "prefetch_dropped gate_events events_dropped stall_ns queue_wait_ns lane_busy_ns driver_ns arena_bytes "
-            "arena_committed arena_peak resident_slices direct_reads"
+            "arena_committed arena_peak resident_slices direct_reads expert_uses served_low skipped low_bytes_read low_arena_bytes low_arena_committed"
         ).split()
     ]
 
@@ -122,6 +132,7 @@ GateCallback = ctypes.CFUNCTYPE(None, POINTER(GateEvent), c_void_p)
 def _mirror() -> str:
     """The layout of the structs above in the words of moeoff_abi_layout()."""
     names = {
+        "moeoff_rule": Rule,
         "moeoff_params": Params,
         "moeoff_source": Source,
         "moeoff_tensor_info": TensorInfo,
@@ -181,14 +192,16 @@ tensor = _function("moeoff_tensor", c_int, c_void_p, c_int32, POINTER(TensorInfo
 add_file = _function("moeoff_add_file", c_int32, c_void_p, c_char_p)
 # int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
 set_sources = _function("moeoff_set_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
-# uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb);
-arena_floor = _function("moeoff_arena_floor", c_uint64, c_void_p)
-# uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb);
-arena_full = _function("moeoff_arena_full", c_uint64, c_void_p)
+# int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+set_low_sources = _function("moeoff_set_low_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
+# uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
+arena_floor = _function("moeoff_arena_floor", c_uint64, c_void_p, c_int32)
+# uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);
+arena_full = _function("moeoff_arena_full", c_uint64, c_void_p, c_int32)
 # int moeoff_start(moeoff_expert_buffer * eb);
 start = _function("moeoff_start", c_int, c_void_p)
-# int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t bytes);
-set_arena_bytes = _function("moeoff_set_arena_bytes", c_int, c_void_p, c_uint64)
+# int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
+set_arena_bytes = _function("moeoff_set_arena_bytes", c_int, c_void_p, c_uint64, c_uint64)
 # int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
 set_flags = _function("moeoff_set_flags", c_int, c_void_p, c_uint32)
 # void moeoff_clear(moeoff_expert_buffer * eb);
@@ -197,14 +210,18 @@ clear = _function("moeoff_clear", None, c_void_p)
 priorities = _function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(c_int32), POINTER(c_int32))
 # void moeoff_publish(moeoff_expert_buffer * eb);
 publish = _function("moeoff_publish", None, c_void_p)
-# int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
-prefetch = _function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32)
-# int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
-preload = _function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32)
+# int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
+prefetch = _function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32)
+# int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
+preload = _function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32)
 # int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate);
 prefetch_cancel = _function("moeoff_prefetch_cancel", c_int32, c_void_p, c_int32)
-# int moeoff_residency(const moeoff_expert_buffer * eb, uint8_t * out);
-residency = _function("moeoff_residency", c_int, c_void_p, POINTER(c_uint8))
+# int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
+residency = _function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
+# int moeoff_set_rule(moeoff_expert_buffer * eb, struct moeoff_rule rule);
+set_rule = _function("moeoff_set_rule", c_int, c_void_p, Rule)
+# int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
+force_versions = _function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
 # int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes);
 set_gate_callback = _function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
 # void moeoff_drain(moeoff_expert_buffer * eb);

@@ -17,15 +17,17 @@ from . import hooks  # first: it prepares the process for llama.cpp  # isort: sk
 import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
+from .attach import attach_driver, wants_gate_input
 from .buffer import ExpertBuffer
 from .companion import Choice
-from .driver import Driver, attach_driver, wants_gate_input
+from .driver import Driver
 from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from .footprint import require_room
 from .layout import Layout
 from .log import set_log
 from .memory import DEFAULT_SHARE, available, format_size, parse_size, peak_rss, rss
-from .plan import RESERVE, Needs, Plan
+from .plan import RESERVE, Needs, Plan, Pools
+from .precision import LOSSLESS, Precision
 from .stats import Stats
 from .strategy import get_strategy
 from .timing import Timing
@@ -34,7 +36,6 @@ from .warm import recall, remember
 _KEYWORDS = {
     name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD
 } - {"self"}
-
 
 LOOK_SECONDS = 0.1  # between two looks at how much memory the rest of the process takes
 
@@ -66,6 +67,11 @@ class Llama(llama_cpp.Llama):
         gate_input: gate events carry the router's input (see `set_gate_callback`).
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
         warm: remembers on closing which experts were resident and loads them in the background on the next start.
+        precision: which experts may be served in lower precision, or not at all; the default is lossless.
+        deterministic: lossy decisions look at the gates alone and not at what is resident, so that the text does not depend on
+            timing, memory or what was asked before. An expert that is resident may then be served in low precision.
+        replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
+            results are the same bit for bit whatever is resident.
         progress: called with the loaded fraction, 0 to 1, while the weights outside the experts are read.
         on_stats: called with the `Stats` of each answer when it ends.
         **llama_cpp_kwargs: those of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
@@ -92,6 +98,9 @@ class Llama(llama_cpp.Llama):
         gate_input: bool = False,
         trace: str | os.PathLike | None = None,
         warm: bool = False,
+        precision: Precision = LOSSLESS,
+        deterministic: bool = False,
+        replay: str | os.PathLike | None = None,
         progress: Callable[[float], None] | None = None,
         on_stats: Callable[[Stats], None] | None = None,
         **llama_cpp_kwargs,
@@ -106,6 +115,9 @@ class Llama(llama_cpp.Llama):
         if memory is not None and expert_memory is not None:
             raise OptionError("give memory or expert_memory, not both")
         self.strategy = get_strategy(strategy)
+        if not self.strategy.eager and not (precision.lossless and replay is None):
+            raise OptionError(f"strategy {strategy!r} serves every expert in its own precision")
+        self.precision = precision
         self._driver: Driver | None = None
         gate_input = gate_input or wants_gate_input(self.strategy, trace)
         budget = parse_size(memory) if memory is not None else None
@@ -117,6 +129,7 @@ class Llama(llama_cpp.Llama):
         layout.require_experts()
         require_room(layout, llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512, budget or available())
         choice = Choice.make(layout, experts, tier, verify_reads)
+        low = choice.low(precision.tier) if precision.tier else None
 
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         llama_cpp_kwargs["n_threads"] = llama_cpp_kwargs.get("n_threads") or n_cores
@@ -149,14 +162,19 @@ class Llama(llama_cpp.Llama):
                 except ValueError as error:  # llama_cpp's word for every failed load; llama.cpp's log has the reason
                     raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
             self._stack.callback(self._buffer.close)
-            self._buffer.attach(layout, choice)
+            self._buffer.attach(layout, choice, low)
+            b = self._buffer
+            self._pools = Pools(b.arena_floor, b.arena_full, b.low_arena_floor, b.low_arena_full, precision.low_share)
             self.plan = self._divide(budget, arena)
-            self._buffer.start(self.plan.arena)
-            self._driver = attach_driver(self._buffer, self.strategy, layout, trace, n_lanes=n_lanes)
+            high, low_arena = self._pools.split(self.plan.arena)
+            self._buffer.start(high, low_arena)
+            if not precision.lossless:
+                self._buffer.set_rule(precision.t1, precision.t2, precision.prefill_low_share, blind=deterministic)
+            self._driver = attach_driver(self._buffer, self.strategy, layout, trace, n_lanes=n_lanes, precision=precision, replay=replay)
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:
-                recall(self._buffer, layout, self.plan.arena)
+                recall(self._buffer, layout, high)
         except BaseException:
             self.close()
             raise
@@ -175,7 +193,7 @@ class Llama(llama_cpp.Llama):
 
     def _divide(self, budget: int | None, arena: int | None) -> Plan:
         """Sizes the arena from what the loaded model and context take."""
-        floor, full = self._buffer.arena_floor, self._buffer.arena_full
+        floor, full = self._pools.floor + self._pools.low_floor, self._pools.full + self._pools.low_full
         if arena is not None:
             if arena < floor:
                 raise BudgetError(f"{format_size(arena)} for experts is too small: this model needs at least {format_size(floor)}")
@@ -262,8 +280,9 @@ class Llama(llama_cpp.Llama):
         """
         buffer, needs = self.expert_buffer, self.plan.needs
         grown = max(self._outside_arena() + RESERVE - needs.total, 0)  # beyond what was planned
-        plan = Plan.divide(parse_size(memory), replace(needs, python=needs.python + grown), buffer.arena_floor, buffer.arena_full)
-        buffer.set_arena_bytes(plan.arena)
+        pools = self._pools
+        plan = Plan.divide(parse_size(memory), replace(needs, python=needs.python + grown), pools.floor + pools.low_floor, pools.full + pools.low_full)
+        buffer.set_arena_bytes(*pools.split(plan.arena))
         self.plan = plan
 
     def _outside_arena(self) -> int:
@@ -277,7 +296,7 @@ class Llama(llama_cpp.Llama):
         room = self.plan.budget - (rss() - stats.arena_committed) - RESERVE // 4
         arena = stats.arena_bytes
         if room < arena and arena > self.plan.arena_floor:
-            self._buffer.set_arena_bytes(max(room - RESERVE // 4, self.plan.arena_floor))
+            self._buffer.set_arena_bytes(*self._pools.split(max(room - RESERVE // 4, self.plan.arena_floor)))
 
     def context_memory(self) -> tuple[int, int, int, int]:
         """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""

@@ -32,6 +32,14 @@ def metrics_text(stats: Stats, desk: Desk) -> str:
     metric("expert_misses_total", "counter", "Expert slices that had to be read.", ("", stats.demand_misses))
     metric("expert_evictions_total", "counter", "Expert slices dropped for others.", ("", stats.evictions))
     metric("expert_read_bytes_total", "counter", "Bytes of experts read from disk.", ("", stats.bytes_read))
+    metric(
+        "expert_uses_total",
+        "counter",
+        "Experts that gates chose for a token, by the precision that served them.",
+        ('{precision="high"}', stats.expert_uses - stats.served_low - stats.skipped),
+        ('{precision="low"}', stats.served_low),
+        ('{precision="none"}', stats.skipped),
+    )
     metric("stall_seconds_total", "counter", "Time compute waited for experts, mean over its threads.", ("", stats.stall_seconds))
     metric("requests_waiting", "gauge", "Requests in the queue before the model.", ("", desk.waiting))
     metric("arena_bytes", "gauge", "Memory that experts may take.", ("", stats.arena_bytes))

@@ -34,8 +34,31 @@ class Needs:
 
 
 @dataclass(frozen=True)
+class Pools:
+    """What the arenas for high and low versions may take, in bytes. Without low versions the low side is 0.
+
+    Attributes:
+        floor, full: smallest arena for high versions, and the one that holds all.
+        low_floor, low_full: the same of the low versions.
+        low_share: of both together, for low versions, as far as floors and fulls allow.
+    """
+
+    floor: int
+    full: int
+    low_floor: int = 0
+    low_full: int = 0
+    low_share: float = 0.0
+
+    def split(self, arena: int) -> tuple[int, int]:
+        """Arenas for high and low versions, together at most `arena`, which is at least both floors."""
+        low = max(min(int(arena * self.low_share), self.low_full), self.low_floor)
+        high = max(min(arena - low, self.full), self.floor)
+        return high, min(arena - high, self.low_full)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """A budget and the arena that it leaves for experts, in bytes. A budget of 0: only the arena is bounded."""
+    """A budget and the arena (high and low versions together) that it leaves for experts, in bytes. A budget of 0: only the arena is bounded."""
 
     budget: int
     needs: Needs

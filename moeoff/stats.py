@@ -9,7 +9,8 @@ from .buffer import ExpertBuffer
 from .timing import Timing
 
 _COUNTERS = (
-    "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds"
+    "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
+    "expert_uses served_low skipped low_bytes_read"
 ).split()
 
 
@@ -18,6 +19,8 @@ class Stats:
     """The fields of --stats-json. Names stay stable; sizes in bytes, times in seconds, rates per second.
 
     hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
+    expert_uses counts what gates chose, an expert for a token; of these served_low were computed in low precision and skipped
+    not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
     """
 
@@ -42,6 +45,21 @@ class Stats:
     gen_tokens: int = 0
     gen_tps: float = 0.0
     cpu_seconds: float = 0.0
+    expert_uses: int = 0
+    served_low: int = 0
+    skipped: int = 0
+    low_bytes_read: int = 0
+    low_arena_bytes: int = 0
+    max_loss: float | None = None
+    estimated_loss: float | None = None
+
+    @property
+    def receipt(self) -> str:
+        """What was given up, in words; empty if nothing was."""
+        if not self.served_low and not self.skipped:
+            return ""
+        uses = max(self.expert_uses, 1)
+        return f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped"
 
     @classmethod
     def collect(cls, buffer: ExpertBuffer, *, model: str, strategy: str, budget: int, peak: int) -> Stats:
@@ -64,6 +82,11 @@ class Stats:
             lane_busy_seconds=s.lane_busy_ns / 1e9,
             driver_seconds=s.driver_ns / 1e9,
             direct_io=not buffer.buffered and s.direct_reads == s.reads,
+            expert_uses=s.expert_uses,
+            served_low=s.served_low,
+            skipped=s.skipped,
+            low_bytes_read=s.low_bytes_read,
+            low_arena_bytes=s.low_arena_bytes,
         )
 
     def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:

@@ -5,7 +5,7 @@
 
 A record is written whole or not at all as far as a reader can tell: a tail that is cut, or whose checksum is wrong, ends the
 trace. A file that exists is continued if its header describes the same model. No text or token is stored.
-Version 2 added the reads; version 1 is read, and becomes 2 when it is continued.
+Version 2 added the reads and the decisions of lossy runs; version 1 is read, and becomes 2 when it is continued.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ VERSIONS = (1, 2)  # that can be read
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS = 1, 2
+NEW_SEQUENCE, PROBS, DECISIONS = 1, 2, 4
 PAGE = 4096
 # one finished read: when it was queued, how long it waited for a lane and how long it took; level and result as `hooks.Read`
 READ = np.dtype([("t_queued", "<i8"), ("wait_us", "<u4"), ("read_us", "<u4"), ("nbytes", "<u4"), ("tensor", "<u2"), ("expert", "<u2"), ("level", "u1"), ("result", "u1")])  # fmt: skip
@@ -126,6 +126,9 @@ class TraceWriter:
         """One `GateEvent`; `probs` [n_tokens, n_experts] float32 as well if known."""
         payload = event.ids.astype("<u2").tobytes() + event.weights.astype("<f2").tobytes()
         flags = NEW_SEQUENCE if self._new_sequence else 0
+        if event.versions is not None and event.versions.any():
+            payload += event.versions.astype("u1").tobytes()
+            flags |= DECISIONS
         if probs is not None:
             if probs.shape[1] < self._n_experts:
                 probs = np.pad(probs, ((0, 0), (0, self._n_experts - probs.shape[1])))
@@ -216,8 +219,12 @@ class Trace:
             n = n_tokens * n_used
             ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
             weights = np.frombuffer(payload, "<f2", n, 2 * n).reshape(n_tokens, n_used).astype(np.float32)
-            probs = np.frombuffer(payload, "<f2", -1, 4 * n).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
-            events.append(Event(gate, ids, weights, probs))
+            at = 4 * n
+            versions = None
+            if flags & DECISIONS:
+                versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
+            probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
+            events.append(Event(gate, ids, weights, probs, versions=versions))
             starts.append(bool(flags & NEW_SEQUENCE))
             hits.append(n_hit)
             misses.append(n_miss)
@@ -248,6 +255,10 @@ class Trace:
     @property
     def n_tokens(self) -> int:
         return sum(len(e.ids) for e in self.events if e.gate == 0)
+
+    def decisions(self) -> bytes:
+        """The versions that served every event, for `ExpertBuffer.force`."""
+        return b"".join(bytes(e.ids.size) if e.versions is None else e.versions.tobytes() for e in self.events)
 
     def counts(self) -> np.ndarray:
         """[n_gates, n_experts] int64: how many tokens used each expert."""

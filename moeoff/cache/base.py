@@ -50,6 +50,7 @@ class Event:
         weights: [n_tokens, n_used] float32.
         probs: [n_tokens, n_experts] float32, the router's probabilities of all experts, or None where nobody computed them.
         gate_input: [n_tokens, n_embd] float32, what the router read, or None.
+        versions: [n_tokens, n_used] uint8, what served each: 0 high precision, 1 low, 2 nothing; None: all high.
     """
 
     gate: int
@@ -57,6 +58,7 @@ class Event:
     weights: np.ndarray
     probs: np.ndarray | None = None
     gate_input: np.ndarray | None = None
+    versions: np.ndarray | None = None
 
 
 class Policy:

@@ -11,14 +11,18 @@ class Hobbit(Policy):
 
     R is the token of the last use, F the uses in this text, H those in high precision (unimportance <= T1, §3.2), T the
     tokens so far, l_i the layer that is evicting. The table holds p times T, which orders the same and leaves all rows but
-    the event's alone where w_fld is 0. The default weights are chosen by hand, not yet fitted as the paper asks.
+    the event's alone where w_fld is 0. With low_cost = B_l/B_h, what a low-precision miss costs beside a high one (§3.4's
+    penalty), w_lfu and w_lhu share their sum so that w_lfu F + w_lhu H is what the misses of these uses would have cost. The default weights are chosen by hand, not yet fitted as the paper asks.
     """
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
-    defaults = {"lru": 0.05, "lfu": 0.45, "lhu": 0.45, "fld": 0.05, "t1": T1}
+    defaults = {"lru": 0.05, "lfu": 0.45, "lhu": 0.45, "fld": 0.05, "t1": T1, "low_cost": None}
 
     def start(self) -> None:
         o, n = self.options, self.shape.n_gates
+        if o["low_cost"] is not None:  # H + low_cost (F - H)
+            both = o["lfu"] + o["lhu"]
+            o = self.options = o | {"lfu": both * o["low_cost"], "lhu": both * (1 - o["low_cost"])}
         i = np.arange(n)
         self._fld = (o["fld"] * (1 - ((i[None] - i[:, None]) % n) / n)).astype(np.float32)[:, :, None]  # [l_i, l_t]
         self._last = np.zeros_like(self.priorities)

@@ -1,6 +1,7 @@
 // Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, lanes whose
-// reads fail or dawdle, all at once, over arenas from two slots to everything. Every byte that a computing thread sees
-// is checked. Built with ThreadSanitizer or AddressSanitizer by scripts/native_stress.sh.
+// reads fail or dawdle, all at once, over arenas from two slots to everything. In most rounds every slice has two versions and
+// the rule changes all the time: each op must get the versions that its own gate event decided. Every byte that a computing
+// thread sees is checked. Built with ThreadSanitizer or AddressSanitizer by scripts/native_stress.sh.
 //
 // usage: stress_store SECONDS [SEED]
 
@@ -59,10 +60,11 @@ struct context {
     unsigned             seed;
     meeting              meet;
     std::vector<int32_t> experts;
+    std::vector<uint8_t> versions; // of each of them
     const tensor *       op   = nullptr;
     bool                 quit = false;
     std::unique_ptr<std::atomic<int>[]> done { new std::atomic<int>[n_expert] };
-    std::atomic<uint64_t> computed {0}, failed {0};
+    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0};
 
     // one thread's part of an op, as the MUL_MAT_ID kernel does it
     void compute() {
@@ -72,11 +74,13 @@ struct context {
             const uint64_t seen   = s.generation();
             const size_t   before = left;
             for (size_t i = 0; i < experts.size(); i++) {
-                const slice & sl = s.at(*op, experts[i]);
+                const slice & sl = s.at(*op, experts[i], versions[i]);
                 if (mine[i] || !store::settled(sl)) {
                     continue;
                 }
+                REQUIRE(versions[i] == SKIP ? sl.source.type < 0 : sl.version == versions[i] && sl.expert == experts[i]);
                 if (sl.data) {
+                    low += versions[i] == LOW;
                     for (uint64_t b = 0; b < sl.source.nbytes; b += 97) {
                         REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
                     }
@@ -84,10 +88,11 @@ struct context {
                 } else if (sl.source.type >= 0) {
                     failed++;
                 }
+                skipped += versions[i] == SKIP;
                 mine[i] = 1;
                 left--;
                 if (done[i].fetch_add(1) + 1 == n_threads) {
-                    s.finish(*op, experts[i]);
+                    s.finish(*op, experts[i], versions[i]);
                 }
             }
             if (left == before) {
@@ -115,7 +120,8 @@ struct context {
                 const int n_tokens = rng() % 4 ? 1 : 5;
                 const int n_used   = 3;
                 std::vector<int32_t> ids((size_t) n_tokens * n_used);
-                std::vector<float>   weights(ids.size(), 0.5f);
+                std::vector<float>   weights(ids.size(), 0.5f); // unimportance 0, 1/3, 2/3
+                std::vector<uint8_t> decided(n_expert, HIGH), said(n_expert);
                 std::vector<float>   input((size_t) n_tokens * 16, 1.0f);
                 std::vector<char>    is_in(n_expert, 0);
                 experts.clear();
@@ -127,11 +133,15 @@ struct context {
                     }
                 }
                 gate & g = *s.gates[layer];
-                if (rng() % 50 != 0) { // some graphs have no gate node
+                const bool has_gate = rng() % 50 != 0; // some graphs have no gate node
+                if (has_gate) {
                     moeoff_gate_event e = {};
                     e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16;
                     e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data();
                     s.gate_event(g, e, n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float));
+                    for (int i = 0; e.versions && i < n_tokens * n_used; i++) {
+                        decided[ids[i]] = e.versions[i];
+                    }
                 }
                 if (rng() % 100 == 0) {
                     continue; // an aborted graph: its slices were asked for and are never used
@@ -144,7 +154,13 @@ struct context {
                     for (size_t i = 0; i < experts.size(); i++) {
                         done[i] = 0;
                     }
-                    s.begin(*op, experts.data(), (int32_t) experts.size());
+                    s.versions(*op, ids.data(), said.data());
+                    versions.clear();
+                    for (const int32_t e : experts) {
+                        REQUIRE(!has_gate || said[e] == decided[e]);
+                        versions.push_back(said[e]);
+                    }
+                    s.begin(*op, experts.data(), versions.data(), (int32_t) experts.size());
                     meet.wait();
                     compute();
                     meet.wait();
@@ -162,7 +178,7 @@ static std::atomic<uint64_t> delivered {0};
 static void on_gate(const moeoff_gate_event * e, void *) {
     REQUIRE(e->n_used == 3 && e->n_embd == 16 && e->gate_input[15] == 1.0f);
     for (int i = 0; i < e->n_tokens * e->n_used; i++) {
-        REQUIRE(e->ids[i] >= 0 && e->ids[i] < n_expert && e->weights[i] == 0.5f);
+        REQUIRE(e->ids[i] >= 0 && e->ids[i] < n_expert && e->weights[i] == 0.5f && (!e->versions || e->versions[i] <= SKIP));
     }
     delivered++;
 }
@@ -173,6 +189,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
     params.flags       = MOEOFF_FLAG_DIRECT_IO | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
     params.n_lanes     = 1 + (int32_t) (rng() % 4);
     params.read_chunk  = page_size;
+    const bool two_versions = rng() % 4 != 0;
     store s(params);
     std::string error;
     REQUIRE(s.add_file(path, error) == 0);
@@ -192,14 +209,23 @@ static void round_of(const char * path, double seconds, unsigned seed) {
                 sources.push_back({ 0, e == 7 && layer == 2 ? -1 : 1, offset, nbytes, 0 });
                 offset += nbytes + 32;
             }
-            REQUIRE(s.set_sources((int32_t) (s.tensors.size() - 1), sources.data(), n_expert, error));
+            const int32_t index = (int32_t) (s.tensors.size() - 1);
+            REQUIRE(s.set_sources(index, HIGH, sources.data(), n_expert, error));
+            for (auto & source : sources) {
+                source.offset = offset;
+                source.nbytes = source.nbytes / 2 - 100;
+                offset       += source.nbytes + 32;
+            }
+            REQUIRE(!two_versions || s.set_sources(index, LOW, sources.data(), n_expert, error));
             (void) t;
         }
     }
-    const uint64_t floor = s.arena_floor();
-    const uint64_t full  = s.arena_full();
-    REQUIRE(s.set_limit(floor, error));
-    REQUIRE(!s.set_limit(floor - 1, error));
+    const uint64_t floor = s.arena_floor(HIGH), low_floor = s.arena_floor(LOW);
+    const uint64_t full  = s.arena_full(HIGH),  low_full  = s.arena_full(LOW);
+    REQUIRE(two_versions == (low_full > 0));
+    REQUIRE(s.set_limit(floor, low_floor, error));
+    REQUIRE(!s.set_limit(floor - 1, low_floor, error));
+    REQUIRE(!s.set_limit(floor, two_versions ? low_floor - 1 : 1, error));
 
     std::atomic<bool> stop {false};
     std::atomic<unsigned> n_reads {seed};
@@ -221,7 +247,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
     std::vector<std::unique_ptr<context>> contexts;
     std::vector<std::thread> threads;
     for (int i = 0; i < n_contexts; i++) {
-        contexts.emplace_back(new context { s, stop, seed + (unsigned) i, {}, {} });
+        contexts.emplace_back(new context { s, stop, seed + (unsigned) i, {}, {}, {} });
         threads.emplace_back([c = contexts.back().get()] { c->run(); });
     }
     threads.emplace_back([&] { // the policy
@@ -229,26 +255,40 @@ static void round_of(const char * path, double seconds, unsigned seed) {
         while (!stop) {
             const int32_t gate = (int32_t) (r() % n_layers);
             const int32_t experts[2] = { (int32_t) (r() % n_expert), (int32_t) (r() % n_expert) };
-            switch (r() % 8) {
+            switch (r() % 10) {
                 case 0: s.prefetch_cancel(r() % 2 ? -1 : gate); break;
                 case 1: {
                     const float p = (float) (r() % 5);
-                    __atomic_store(&s.priorities[(size_t) gate * n_expert + experts[0]], &p, __ATOMIC_RELAXED);
+                    __atomic_store(&s.all.priorities[(size_t) gate * n_expert + experts[0]], &p, __ATOMIC_RELAXED);
                     s.publish();
                     break;
                 }
-                default: s.prefetch(gate, experts, 2, r() % 16, r() % 4 != 0); break;
+                case 2: {
+                    std::string e;
+                    const float t[] = { 0.0f, 0.3f, 0.4f, 0.9f, 1.0f };
+                    const size_t i = r() % 5, j = i + r() % (5 - i);
+                    const bool done = s.set_rule({ t[i], t[j], (float) (r() % 3) / 2, (r() % 2) * (uint32_t) MOEOFF_RULE_BLIND }, e);
+                    REQUIRE(done || !two_versions);
+                    break;
+                }
+                case 3: {
+                    std::string e;
+                    const uint8_t v[6] = { HIGH, SKIP, two_versions ? LOW : HIGH, HIGH, HIGH, two_versions ? LOW : SKIP };
+                    REQUIRE(s.force(v, 1 + r() % 6, e) > 0);
+                    break;
+                }
+                default: s.prefetch(gate, experts, 2, r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0); break;
             }
             std::this_thread::sleep_for(std::chrono::microseconds(r() % 200));
         }
     });
     threads.emplace_back([&] { // the memory of the machine
         std::mt19937 r(seed + 200);
-        std::vector<uint8_t> resident(s.gates.size() * s.n_experts);
+        std::vector<uint8_t> resident(s.gates.size() * s.all.n_experts);
         while (!stop) {
             std::string e;
-            REQUIRE(s.set_limit(floor + r() % (full - floor), e));
-            s.residency(resident.data());
+            REQUIRE(s.set_limit(floor + r() % (full - floor), low_floor + (two_versions ? r() % (low_full - low_floor) : 0), e));
+            s.residency(r() % 2 ? HIGH : LOW, resident.data());
             if (r() % 10 == 0) {
                 s.clear();
             }
@@ -265,11 +305,11 @@ static void round_of(const char * path, double seconds, unsigned seed) {
     }
     s.prefetch_cancel(-1);
     s.driver.drain();
-    REQUIRE(s.set_limit(floor, error));
+    REQUIRE(s.set_limit(floor, low_floor, error));
     for (int i = 0; i < 200; i++) { // what is in flight lands
         moeoff_stats stats;
         s.get_stats(stats);
-        if (stats.arena_committed <= floor) {
+        if (stats.arena_committed - stats.low_arena_committed <= floor && stats.low_arena_committed <= low_floor) {
             break;
         }
         REQUIRE(i < 199);
@@ -277,15 +317,20 @@ static void round_of(const char * path, double seconds, unsigned seed) {
     }
     moeoff_stats stats;
     s.get_stats(stats);
-    uint64_t computed = 0, failed = 0;
+    uint64_t computed = 0, failed = 0, low = 0, skipped = 0;
     for (auto & c : contexts) {
         computed += c->computed;
         failed   += c->failed;
+        low      += c->low;
+        skipped  += c->skipped;
     }
     REQUIRE(computed > 0);
-    printf("flags %u, %d lanes: %llu slices computed, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
+    const bool eager = params.flags & MOEOFF_FLAG_EAGER;
+    REQUIRE((low > 0) == (two_versions && eager) && (skipped > 0) == eager);
+    REQUIRE((stats.low_bytes_read > 0) >= (low > 0) && stats.low_bytes_read <= stats.bytes_read);
+    printf("flags %u, %d lanes: %llu slices computed, %llu low, %llu skipped, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
            "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_lanes,
-           (unsigned long long) computed, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,
+           (unsigned long long) computed, (unsigned long long) low, (unsigned long long) skipped, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,
            (unsigned long long) stats.evictions, (unsigned long long) stats.prefetch_issued, (unsigned long long) stats.prefetch_useful,
            (unsigned long long) stats.prefetch_dropped, (unsigned long long) stats.read_errors, (unsigned long long) stats.events_dropped);
     fflush(stdout);

@@ -14,7 +14,7 @@ static int64_t clock_ns(clockid_t id) {
 int64_t now_ns()        { return clock_ns(CLOCK_MONOTONIC); }
 int64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
 
-// a record in the ring: this header, then ids, weights, gate input
+// a record in the ring: this header, then ids, weights, gate input, versions
 struct record {
     uint64_t          nbytes; // of the whole record; 0: the rest of the ring is skipped
     moeoff_gate_event event;
@@ -48,7 +48,7 @@ void event_driver::stop() {
 void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride) {
     const size_t n_pairs = (size_t) event.n_tokens * event.n_used;
     const size_t n_input = (size_t) event.n_tokens * event.n_embd;
-    const size_t nbytes  = align_up(sizeof(record) + n_pairs * (sizeof(int32_t) + sizeof(float)) + n_input * sizeof(float));
+    const size_t nbytes  = align_up(sizeof(record) + n_pairs * (sizeof(int32_t) + sizeof(float)) + n_input * sizeof(float) + (event.versions ? n_pairs : 0));
 
     std::lock_guard<std::mutex> lock(mutex);
     if (stopping || ring.empty()) {
@@ -72,6 +72,7 @@ void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weigh
     int32_t * ids     = (int32_t *) (p + sizeof(record));
     float   * weights = (float *) (ids + n_pairs);
     float   * input   = weights + n_pairs;
+    uint8_t * version = (uint8_t *) (input + n_input);
     for (int32_t t = 0; t < event.n_tokens; t++) {
         memcpy(ids + (size_t) t * event.n_used, (const char *) event.ids + t * ids_stride, event.n_used * sizeof(int32_t));
         for (int32_t k = 0; k < event.n_used; k++) {
@@ -81,9 +82,13 @@ void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weigh
             memcpy(input + (size_t) t * event.n_embd, (const char *) event.gate_input + t * input_stride, event.n_embd * sizeof(float));
         }
     }
+    if (event.versions) {
+        memcpy(version, event.versions, n_pairs);
+    }
     r.event.ids        = ids;
     r.event.weights    = weights;
     r.event.gate_input = n_input ? input : nullptr;
+    r.event.versions   = event.versions ? version : nullptr;
     memcpy(p, &r, sizeof(r));
     head  = (head + nbytes) % ring.size();
     used += nbytes;

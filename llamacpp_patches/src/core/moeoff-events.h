@@ -21,7 +21,7 @@ class event_driver {
     void stop(); // delivers nothing more; must not be called from the callback
     bool running() const { return thread.joinable(); }
 
-    // rows of ids and weights may be strided (bytes); the ring holds them densely
+    // rows of ids, weights and input may be strided (bytes); the ring holds them densely
     void post(moeoff_gate_event event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride);
     void drain();
 

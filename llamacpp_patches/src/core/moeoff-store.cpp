@@ -9,6 +9,7 @@
 namespace moeoff {
 
 store::store(const moeoff_params & p) : flags(p.flags), params(p) {
+    skipped.state = READY;
     reader = [this](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & error) {
         const int err = sources.read(src.file, src.offset, src.nbytes, dst, params.read_chunk, cancel, direct, error);
         if (err == 0 && src.hash != 0 && hash64(dst + src.offset % page_size, src.nbytes, 0) != src.hash) {
@@ -46,10 +47,12 @@ tensor * store::add_tensor(const moeoff_tensor_info & info, bool second_block) {
     }
     t->info.gate = g->index;
     g->tensors[info.matrix] = (int32_t) tensors.size();
-    n_experts = std::max(n_experts, g->n_expert);
+    all.n_experts = std::max(all.n_experts, g->n_expert);
     t->first  = tensors.empty() ? 0 : tensors.back()->first + (uint32_t) tensors.back()->info.ne[2];
     t->types  = { info.type };
-    pending_sources.emplace_back();
+    for (auto & lists : pending_sources) {
+        lists.emplace_back();
+    }
     tensors.push_back(std::move(t));
     return tensors.back().get();
 }
@@ -58,7 +61,7 @@ int store::add_file(const std::string & path, std::string & error) {
     return sources.add(path, params.flags & MOEOFF_FLAG_DIRECT_IO, error);
 }
 
-bool store::set_sources(int32_t i, const moeoff_source * src, int32_t n, std::string & error) {
+bool store::set_sources(int32_t i, version v, const moeoff_source * src, int32_t n, std::string & error) {
     if (started()) {
         error = "sources cannot change after the start";
         return false;
@@ -68,8 +71,6 @@ bool store::set_sources(int32_t i, const moeoff_source * src, int32_t n, std::st
         return false;
     }
     tensor & t = *tensors[i];
-    t.types.clear();
-    t.max_nbytes = 0;
     for (int32_t e = 0; e < n; e++) {
         if (src[e].type < 0) {
             continue;
@@ -82,21 +83,27 @@ bool store::set_sources(int32_t i, const moeoff_source * src, int32_t n, std::st
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " lies beyond the end of its file";
             return false;
         }
-        t.max_nbytes = std::max(t.max_nbytes, src[e].nbytes);
-        if (std::find(t.types.begin(), t.types.end(), src[e].type) == t.types.end()) {
-            t.types.push_back(src[e].type);
+    }
+    pending_sources[v][i].assign(src, src + n);
+    t.types.clear();
+    t.max_nbytes = 0;
+    for (const auto & lists : pending_sources) {
+        for (const auto & s : lists[i]) {
+            t.max_nbytes = std::max(t.max_nbytes, s.type < 0 ? 0 : s.nbytes);
+            if (s.type >= 0 && std::find(t.types.begin(), t.types.end(), s.type) == t.types.end()) {
+                t.types.push_back(s.type);
+            }
         }
     }
     if (t.types.empty()) {
         t.types.push_back(t.info.type); // all "none"; the kernel still sizes its work area by a type
     }
-    pending_sources[i].assign(src, src + n);
     return true;
 }
 
-uint64_t store::arena_full() const {
+uint64_t store::arena_full(version v) const {
     uint64_t sum = 0;
-    for (const auto & list : pending_sources) {
+    for (const auto & list : pending_sources[v]) {
         for (const auto & s : list) {
             sum += s.type < 0 ? 0 : arena::slot_bytes(s.nbytes);
         }
@@ -104,9 +111,9 @@ uint64_t store::arena_full() const {
     return sum;
 }
 
-uint64_t store::arena_floor() const {
+uint64_t store::arena_floor(version v) const {
     uint64_t largest = 0;
-    for (const auto & list : pending_sources) {
+    for (const auto & list : pending_sources[v]) {
         for (const auto & s : list) {
             largest = std::max(largest, s.type < 0 ? 0 : arena::slot_bytes(s.nbytes));
         }
@@ -119,38 +126,45 @@ bool store::start(std::string & error) {
         error = "already started";
         return false;
     }
-    if (params.arena_bytes < arena_floor()) {
-        error = "an arena of " + std::to_string(params.arena_bytes) + " bytes is below the floor of " + std::to_string(arena_floor());
+    if (!check_limit(params.arena_bytes, low_bytes, error)) {
         return false;
     }
     const size_t n = tensors.empty() ? 0 : tensors.back()->first + (size_t) tensors.back()->info.ne[2];
-    slices = std::vector<slice>(n);
+    all.n_high = (uint32_t) n;
+    all.slices = std::vector<slice>(arena_full(LOW) > 0 ? 2 * n : n);
     for (const auto & t : tensors) {
-        const auto & list = pending_sources[&t - tensors.data()];
-        if (list.empty()) {
-            error = std::string(t->info.name) + ": no sources";
-            return false;
-        }
-        for (int32_t e = 0; e < (int32_t) list.size(); e++) {
-            slice & s = slices[t->first + e];
-            s.source  = list[e];
-            s.gate    = t->info.gate;
-            s.expert  = e;
-            s.matrix  = t->info.matrix;
-            if (s.source.type < 0) {
-                s.state = READY;
-            } else {
-                s.cls = slots.add_class(s.source.nbytes, 1);
+        for (const version v : { HIGH, LOW }) {
+            const auto & list = pending_sources[v][&t - tensors.data()];
+            if (list.empty() && (v == HIGH || all.has_low())) {
+                error = std::string(t->info.name) + ": no " + (v == LOW ? "low " : "") + "sources";
+                return false;
+            }
+            for (int32_t e = 0; e < (all.has_low() || v == HIGH ? (int32_t) list.size() : 0); e++) {
+                slice & s = slice_at(*t, e, v);
+                s.source  = list[e];
+                s.version = v;
+                s.gate    = t->info.gate;
+                s.expert  = e;
+                s.matrix  = t->info.matrix;
+                if (s.source.type < 0) {
+                    s.state = READY;
+                } else {
+                    s.cls = pool_of(s).slots.add_class(s.source.nbytes, 1);
+                }
             }
         }
     }
-    if (!slots.reserve(params.arena_bytes)) {
-        error = "cannot reserve " + std::to_string(slots.full_bytes()) + " bytes of address space: " + strerror(errno);
-        return false;
+    const uint64_t limits[n_pools] = { params.arena_bytes, low_bytes };
+    for (const version v : { HIGH, LOW }) {
+        if (!pools[v].slots.reserve(limits[v])) {
+            error = "cannot reserve " + std::to_string(pools[v].slots.full_bytes()) + " bytes of address space: " + strerror(errno);
+            return false;
+        }
     }
-    priorities.assign(gates.size() * n_experts, 0.0f);
+    all.priorities.assign(gates.size() * all.n_experts, 0.0f);
     stall_ns  = std::vector<std::atomic<uint64_t>>(gates.size());
-    is_chosen.assign(n_experts, 0);
+    is_chosen.assign(all.n_experts, 0);
+    version_of.assign(all.n_experts, HIGH);
     stopping  = false;
     for (int i = 0; i < params.n_lanes; i++) {
         lanes.emplace_back([this] { lane(); });
@@ -165,9 +179,9 @@ void store::stop() {
         stopping = true;
         for (auto & q : queue) {
             while (!q.empty()) {
-                slice & s = slices[q.front()];
+                slice & s = all.slices[q.front()];
                 q.pop_front();
-                give_slot(s);
+                pool_of(s).give_slot(s);
                 settle(s, s.users > 0 ? FAILED : ABSENT);
             }
         }
@@ -182,87 +196,6 @@ void store::stop() {
 
 // --- who is where ---
 
-store::rank store::rank_of(uint32_t index) const {
-    const slice & s = slices[index];
-    float priority; // the policy writes the table in place, at any time
-    __atomic_load(&priorities[(size_t) s.gate * n_experts + s.expert], &priority, __ATOMIC_RELAXED);
-    return { priority, s.last_use, index };
-}
-
-bool store::evictable(const slice & s, request level) const {
-    if (s.users > 0) {
-        return false;
-    }
-    return level == DEMAND || (!wanted(s) && !(level == PREFETCH && s.prefetched));
-}
-
-// a slice has become evictable or resident: the candidates no longer hold the lowest ranks if it goes before one of them
-void store::reconsider(const slice & s) {
-    if (!candidates.empty() && s.resident_i >= 0 && rank_of(index_of(s)) < candidates.front()) {
-        candidates.clear();
-    }
-}
-
-slice * store::victim(request level) {
-    for (int scan = 0; scan < 2; scan++) {
-        while (!candidates.empty()) {
-            const rank c = candidates.back();
-            slice &    s = slices[c.index];
-            const rank r = rank_of(c.index);
-            if (s.resident_i >= 0 && r.priority == c.priority && r.last_use == c.last_use && evictable(s, GATE)) {
-                if (level == PREFETCH && s.prefetched) {
-                    break; // stays a candidate for the others
-                }
-                candidates.pop_back();
-                return &s;
-            }
-            candidates.pop_back();
-        }
-        if (scan == 1) {
-            break;
-        }
-        // one scan serves many evictions
-        candidates.clear();
-        for (const uint32_t i : resident) {
-            if (!evictable(slices[i], level == PREFETCH ? PREFETCH : GATE)) {
-                continue;
-            }
-            const rank r = rank_of(i);
-            if (candidates.size() == n_candidates) {
-                if (!(r < candidates.front())) {
-                    continue;
-                }
-                std::pop_heap(candidates.begin(), candidates.end());
-                candidates.back() = r;
-            } else {
-                candidates.push_back(r);
-            }
-            std::push_heap(candidates.begin(), candidates.end());
-        }
-        std::sort(candidates.begin(), candidates.end(), [](const rank & a, const rank & b) { return b < a; });
-    }
-    if (level != DEMAND) {
-        return nullptr;
-    }
-    // everything left is wanted: what the graph will use last goes first
-    slice * best = nullptr;
-    for (const uint32_t i : resident) {
-        slice & s = slices[i];
-        if (evictable(s, DEMAND) && (!best || s.matrix > best->matrix)) {
-            best = &s;
-        }
-    }
-    return best;
-}
-
-void store::give_slot(slice & s) {
-    if (s.slot >= 0) {
-        slots.give(s.cls, s.slot);
-        s.slot = -1;
-        s.data = nullptr;
-    }
-}
-
 void store::forget_prefetch(slice & s) {
     if (s.prefetched) {
         s.prefetched = false;
@@ -271,22 +204,28 @@ void store::forget_prefetch(slice & s) {
 }
 
 void store::evict(slice & s) {
-    const uint32_t last = resident.back();
-    resident[s.resident_i]    = last;
-    slices[last].resident_i   = s.resident_i;
-    resident.pop_back();
-    s.resident_i = -1;
+    pool & p = pool_of(s);
+    p.leave(s);
     forget_prefetch(s);
     s.state.store(ABSENT, std::memory_order_release);
-    give_slot(s);
+    p.give_slot(s);
+    reconsider_low(s);
+}
+
+// the high version of a slice has come or gone
+void store::reconsider_low(const slice & s) {
+    if (s.version == HIGH && all.has_low()) {
+        pools[LOW].reconsider(all.slices[all.index_of(s) + all.n_high]);
+    }
 }
 
 // the last resort: slots that wait for a lane on behalf of somebody less urgent
-bool store::rob_queue(request level) {
+bool store::rob_queue(uint8_t v, request level) {
     for (int below = PREFETCH; below < level; below++) {
         for (auto it = queue[below].rbegin(); it != queue[below].rend(); ++it) {
-            if (slices[*it].slot >= 0) {
-                give_slot(slices[*it]);
+            slice & s = all.slices[*it];
+            if (s.slot >= 0 && s.version == v) {
+                pools[v].give_slot(s);
                 return true;
             }
         }
@@ -295,11 +234,12 @@ bool store::rob_queue(request level) {
 }
 
 bool store::take_slot(slice & s, request level) {
-    while ((s.slot = slots.take(s.cls)) < 0) {
-        if (slice * v = victim(level)) {
+    pool & p = pool_of(s);
+    while ((s.slot = p.slots.take(s.cls)) < 0) {
+        if (slice * v = p.victim(level)) {
             evict(*v);
             stats.evictions++;
-        } else if (!rob_queue(level)) {
+        } else if (!rob_queue(s.version, level)) {
             return false;
         }
     }
@@ -307,16 +247,16 @@ bool store::take_slot(slice & s, request level) {
 }
 
 void store::fit_limit() {
-    while (!slots.trim()) {
-        slice * v = victim(DEMAND);
-        if (!v) {
-            if (!rob_queue(DEMAND)) {
-                return; // in use or in flight; the next finish() or read tries again
+    for (const version v : { HIGH, LOW }) {
+        pool & p = pools[v];
+        while (p.slots.committed_bytes() > p.slots.limit_bytes() && !p.slots.trim()) {
+            if (slice * s = p.victim(DEMAND)) {
+                evict(*s);
+                stats.evictions++;
+            } else if (!rob_queue(v, DEMAND)) {
+                break; // in use or in flight; the next finish() or read tries again
             }
-            continue;
         }
-        evict(*v);
-        stats.evictions++;
     }
 }
 
@@ -324,11 +264,11 @@ void store::fit_limit() {
 
 void store::unqueue(slice & s) {
     auto & q = queue[s.level];
-    q.erase(std::find(q.begin(), q.end(), index_of(s)));
+    q.erase(std::find(q.begin(), q.end(), all.index_of(s)));
 }
 
-// may_evict becomes false once nothing is left to evict, which spares the others of the same batch the search
-void store::ask(slice & s, request level, bool & may_evict) {
+// may_evict[version] becomes false once nothing is left to evict, which spares the others of the same batch the search
+void store::ask(slice & s, request level, bool * may_evict) {
     if (level > PREFETCH) {
         forget_prefetch(s); // somebody relies on it now: no gate may pass it over
     }
@@ -350,10 +290,10 @@ void store::ask(slice & s, request level, bool & may_evict) {
         s.state.store(QUEUED, std::memory_order_relaxed);
     }
     s.level = level;
-    if (s.slot < 0 && may_evict) {
-        may_evict = take_slot(s, level);
+    if (s.slot < 0 && may_evict[s.version]) {
+        may_evict[s.version] = take_slot(s, level);
     }
-    queue[level].push_back(index_of(s));
+    queue[level].push_back(all.index_of(s));
 }
 
 void store::wake_lanes() {
@@ -362,86 +302,153 @@ void store::wake_lanes() {
     }
 }
 
-// the gate has spoken and did not choose these
+// the gate has spoken and did not choose these, or not in this version
 int32_t store::pass_over(gate & g) {
     int32_t n = 0;
     for (const int32_t ti : g.tensors) {
-        if (ti < 0 || g.n_prefetch == 0) {
-            continue;
-        }
-        const tensor & t = *tensors[ti];
-        for (int32_t e = 0; e < g.n_expert; e++) {
-            slice & s = slices[t.first + e];
-            if (!s.prefetched || is_chosen[e]) {
+        for (const version v : { HIGH, LOW }) {
+            if (ti < 0 || g.n_prefetch == 0 || (v == LOW && !all.has_low())) {
                 continue;
             }
-            const uint8_t state = s.state.load(std::memory_order_relaxed);
-            if (state == LOADING) {
-                s.cancel.store(true, std::memory_order_relaxed);
-                n++;
-                continue;
-            }
-            forget_prefetch(s);
-            if (state == QUEUED) {
-                unqueue(s);
-                give_slot(s);
-                s.state.store(ABSENT, std::memory_order_relaxed);
-                stats.prefetch_dropped++;
-                n++;
-            } else {
-                reconsider(s);
+            for (int32_t e = 0; e < g.n_expert; e++) {
+                slice & s = slice_at(*tensors[ti], e, v);
+                if (!s.prefetched || is_chosen[e] & (1 << v)) {
+                    continue;
+                }
+                const uint8_t state = s.state.load(std::memory_order_relaxed);
+                if (state == LOADING) {
+                    s.cancel.store(true, std::memory_order_relaxed);
+                    n++;
+                    continue;
+                }
+                forget_prefetch(s);
+                if (state == QUEUED) {
+                    unqueue(s);
+                    pool_of(s).give_slot(s);
+                    s.state.store(ABSENT, std::memory_order_relaxed);
+                    stats.prefetch_dropped++;
+                    n++;
+                } else {
+                    pool_of(s).reconsider(s);
+                }
             }
         }
     }
     return n;
 }
 
+bool store::resident(const gate & g, int32_t expert, version v) const {
+    for (const int32_t ti : g.tensors) {
+        if (ti >= 0 && all.slices[index_at(*tensors[ti], expert, v)].state.load(std::memory_order_relaxed) != READY) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// fills version_of for the chosen experts and remembers it for the ops of this graph
+void store::decide(gate & g, const choice & c) {
+    rule.decide(c, chosen, [&](int32_t e, version v) { return (v == HIGH || all.has_low()) && resident(g, e, v); }, version_of.data());
+    const void * graph = c.event.ids;
+    decision *   d     = nullptr;
+    for (auto & other : g.decisions) {
+        if (other.graph == graph) {
+            d = &other;
+        }
+    }
+    if (!d && g.decisions.size() < max_decisions) {
+        g.decisions.emplace_back();
+        d = &g.decisions.back();
+    }
+    if (!d) { // of contexts long freed
+        d = &*std::min_element(g.decisions.begin(), g.decisions.end(), [](const decision & a, const decision & b) { return a.seq < b.seq; });
+    }
+    d->graph = graph;
+    d->seq   = all.n_events;
+    d->version_of.assign(g.n_expert, HIGH);
+    for (const int32_t e : chosen) {
+        d->version_of[e] = version_of[e];
+        is_chosen[e]     = (uint8_t) (1u << version_of[e]);
+    }
+    decided.store(true, std::memory_order_release);
+}
+
 void store::gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride) {
-    const uint32_t f = flags.load(std::memory_order_relaxed);
+    static thread_local std::vector<uint8_t> versions; // the event's, until it is posted
+    const uint32_t f     = flags.load(std::memory_order_relaxed);
+    const choice   c     = { event, ids_stride, weights_stride, weights_step };
+    const bool     eager = f & MOEOFF_FLAG_EAGER;
     {
         guard lock(mutex);
-        n_events++;
+        all.n_events++;
         clock++;
         chosen.clear();
         for (int32_t t = 0; t < event.n_tokens; t++) {
-            const int32_t * row = (const int32_t *) ((const char *) event.ids + t * ids_stride);
             for (int32_t k = 0; k < event.n_used; k++) {
-                if (!is_chosen[row[k]]) {
-                    is_chosen[row[k]] = 1;
-                    chosen.push_back(row[k]);
+                const int32_t e = c.id(t, k);
+                if (!is_chosen[e]) {
+                    is_chosen[e] = 1 << HIGH;
+                    chosen.push_back(e);
                 }
             }
+        }
+        if (eager && rule.active()) {
+            decide(g, c);
+            versions.clear();
+            for (int32_t t = 0; t < event.n_tokens; t++) {
+                for (int32_t k = 0; k < event.n_used; k++) {
+                    const uint8_t v = version_of[c.id(t, k)];
+                    stats.served_low += v == LOW;
+                    stats.skipped    += v == SKIP;
+                    versions.push_back(v);
+                }
+            }
+            event.versions = versions.data();
+        } else if (!g.decisions.empty()) {
+            g.decisions.erase(std::remove_if(g.decisions.begin(), g.decisions.end(), [&](const decision & d) { return d.graph == event.ids; }), g.decisions.end());
         }
         if (g.n_prefetch > 0) {
             pass_over(g);
         }
-        for (const int32_t ti : g.tensors) {
-            if (ti < 0 || !(f & MOEOFF_FLAG_EAGER)) {
-                continue;
+        const auto each_slice = [&](const auto & what) {
+            for (const int32_t ti : g.tensors) {
+                for (const int32_t e : chosen) {
+                    if (ti >= 0 && version_of[e] != SKIP) {
+                        what(slice_at(*tensors[ti], e, version_of[e]));
+                    }
+                }
             }
-            for (const int32_t e : chosen) {
-                touch(slices[tensors[ti]->first + e], event);
-            }
-        }
-        bool may_evict = true;
-        for (const int32_t ti : g.tensors) {
-            if (ti < 0 || !(f & MOEOFF_FLAG_EAGER)) {
-                continue;
-            }
-            for (const int32_t e : chosen) {
-                ask(slices[tensors[ti]->first + e], GATE, may_evict);
-            }
+        };
+        if (eager) {
+            bool may_evict[n_pools] = { true, true };
+            each_slice([&](slice & s) { touch(s, event); });
+            each_slice([&](slice & s) { ask(s, GATE, may_evict); });
         }
         for (const int32_t e : chosen) {
-            is_chosen[e] = 0;
+            is_chosen[e]  = 0;
+            version_of[e] = HIGH;
         }
         wake_lanes();
         stats.gate_events++;
-        event.seq = n_events;
+        stats.expert_uses += (uint64_t) event.n_tokens * (uint64_t) event.n_used;
+        event.seq = all.n_events;
     }
     if (driver.running()) {
         event.t_ns = now_ns();
         driver.post(event, ids_stride, weights_stride, weights_step, input_stride);
+    }
+}
+
+void store::versions(const tensor & t, const void * graph, uint8_t * out) const {
+    memset(out, HIGH, (size_t) t.info.ne[2]);
+    if (!decided.load(std::memory_order_acquire)) {
+        return;
+    }
+    guard lock(mutex);
+    for (const auto & d : gates[t.info.gate]->decisions) {
+        if (d.graph == graph) {
+            memcpy(out, d.version_of.data(), std::min(d.version_of.size(), (size_t) t.info.ne[2]));
+        }
     }
 }
 
@@ -462,14 +469,17 @@ void store::touch(slice & s, moeoff_gate_event & event) {
         forget_prefetch(s);
     }
     s.last_use = clock;
-    s.want_seq = n_events;
+    s.want_seq = all.n_events;
 }
 
-void store::begin(const tensor & t, const int32_t * experts, int32_t n) {
+void store::begin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
     guard lock(mutex);
     bool counted = true;
     for (int32_t i = 0; i < n; i++) {
-        slice & s = slices[t.first + experts[i]];
+        if (version_of[i] == SKIP) {
+            continue;
+        }
+        slice & s = slice_at(t, experts[i], version_of[i]);
         s.users++;
         if (s.want_seq == 0 && s.cls >= 0) {
             if (counted) {
@@ -480,16 +490,21 @@ void store::begin(const tensor & t, const int32_t * experts, int32_t n) {
             touch(s, unused);
         }
     }
-    bool may_evict = true;
+    bool may_evict[n_pools] = { true, true };
     for (int32_t i = 0; i < n; i++) {
-        ask(slices[t.first + experts[i]], DEMAND, may_evict);
+        if (version_of[i] != SKIP) {
+            ask(slice_at(t, experts[i], version_of[i]), DEMAND, may_evict);
+        }
     }
     wake_lanes();
 }
 
-void store::finish(const tensor & t, int32_t expert) {
+void store::finish(const tensor & t, int32_t expert, uint8_t v) {
+    if (v == SKIP) {
+        return;
+    }
     guard lock(mutex);
-    slice & s = slices[t.first + expert];
+    slice & s = slice_at(t, expert, v);
     if (--s.users > 0) {
         return;
     }
@@ -502,11 +517,9 @@ void store::finish(const tensor & t, int32_t expert) {
     } else if (!(flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_KEEP)) {
         evict(s);
     } else {
-        reconsider(s);
+        pool_of(s).reconsider(s);
     }
-    if (slots.committed_bytes() > slots.limit_bytes()) {
-        fit_limit();
-    }
+    fit_limit();
     wake_lanes();
 }
 
@@ -525,12 +538,12 @@ void store::wait(uint64_t seen, const tensor & t, int32_t n_threads) {
 
 slice * store::next_job() {
     for (const request level : { DEMAND, GATE, PREFETCH }) {
-        bool may_evict = true;
+        bool may_evict[n_pools] = { true, true };
         for (auto it = queue[level].begin(); it != queue[level].end(); ++it) {
-            slice & s = slices[*it];
+            slice & s = all.slices[*it];
             if (s.slot < 0) {
-                if (may_evict ? !take_slot(s, level) : (s.slot = slots.take(s.cls)) < 0) {
-                    may_evict = false; // nor for the others of this level; a free slot of another class may still serve
+                if (may_evict[s.version] ? !take_slot(s, level) : (s.slot = pool_of(s).slots.take(s.cls)) < 0) {
+                    may_evict[s.version] = false; // nor for the others of this level; a free slot of another class may still serve
                     continue;
                 }
             }
@@ -553,14 +566,14 @@ void store::lane() {
         cv_work.wait(lock, [&] { return stopping || (s = next_job()) != nullptr; });
         if (stopping) {
             if (s) {
-                give_slot(*s);
+                pool_of(*s).give_slot(*s);
                 settle(*s, s->users > 0 ? FAILED : ABSENT);
             }
             return;
         }
         s->state.store(LOADING, std::memory_order_relaxed);
         s->cancel.store(false, std::memory_order_relaxed);
-        uint8_t *     dst = slots.data(s->cls, s->slot);
+        uint8_t *     dst = pool_of(*s).slots.data(s->cls, s->slot);
         const int64_t t0  = now_ns();
         stats.queue_wait_ns += (uint64_t) (t0 - s->t_queued);
         n_reading++;
@@ -578,6 +591,7 @@ void store::lane() {
         stats.direct_reads += direct;
         if (err == 0) {
             stats.bytes_read += s->source.nbytes;
+            stats.low_bytes_read += s->version == LOW ? s->source.nbytes : 0;
         }
         if (flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_LOG_READS) {
             log_read(*s, t0, t1, err);
@@ -594,22 +608,23 @@ void store::log_read(const slice & s, int64_t t_start, int64_t t_done, int err) 
 }
 
 void store::read_done(slice & s, int err, const std::string & error) {
+    pool & p = pool_of(s);
     if (err == 0) {
-        s.data       = slots.data(s.cls, s.slot) + s.source.offset % page_size;
-        s.resident_i = (int32_t) resident.size();
-        resident.push_back(index_of(s));
+        s.data = p.slots.data(s.cls, s.slot) + s.source.offset % page_size;
+        p.enter(s);
         settle(s, READY);
+        reconsider_low(s);
         if (s.users == 0) {
             if (s.level == PREFETCH && s.cancel.load(std::memory_order_relaxed)) {
                 forget_prefetch(s); // passed over too late to stop it: an ordinary resident now
             }
-            reconsider(s);
+            p.reconsider(s);
         }
     } else if (err == ECANCELED && (s.users > 0 || s.level > PREFETCH || !s.cancel.load(std::memory_order_relaxed))) {
         s.state.store(QUEUED, std::memory_order_relaxed); // chosen after all: from the start again
-        queue[s.level].push_front(index_of(s));
+        queue[s.level].push_front(all.index_of(s));
     } else {
-        give_slot(s);
+        p.give_slot(s);
         forget_prefetch(s);
         s.want_seq = 0;
         if (err == ECANCELED) {
@@ -623,9 +638,7 @@ void store::read_done(slice & s, int err, const std::string & error) {
         }
         settle(s, s.users > 0 ? FAILED : ABSENT);
     }
-    if (slots.committed_bytes() > slots.limit_bytes()) {
-        fit_limit();
-    }
+    fit_limit();
     cv_settled.notify_all();
 }
 
@@ -633,17 +646,22 @@ void store::read_done(slice & s, int err, const std::string & error) {
 
 void store::publish() {
     guard lock(mutex);
-    candidates.clear();
+    for (auto & p : pools) {
+        p.forget_order();
+    }
 }
 
-int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, bool expected) {
+int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected) {
     if (gi < 0 || gi >= (int32_t) gates.size() || !started()) {
         return -1;
     }
     guard lock(mutex);
+    if (v != HIGH && (v != LOW || !all.has_low() || low_bytes == 0)) {
+        return -1;
+    }
     gate &  g = *gates[gi];
     int32_t n_queued = 0;
-    bool    may_evict = true;
+    bool    may_evict[n_pools] = { true, true };
     for (int32_t i = 0; i < n; i++) {
         if (experts[i] < 0 || experts[i] >= g.n_expert) {
             return -1;
@@ -654,7 +672,7 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
             continue;
         }
         for (int32_t i = 0; i < n; i++) {
-            slice & s = slices[tensors[g.tensors[m]]->first + experts[i]];
+            slice & s = slice_at(*tensors[g.tensors[m]], experts[i], v);
             if (s.state.load(std::memory_order_relaxed) == ABSENT) {
                 s.prefetched  = expected;
                 g.n_prefetch += expected;
@@ -683,23 +701,43 @@ int32_t store::prefetch_cancel(int32_t gi) {
 
 void store::clear() {
     guard lock(mutex);
-    candidates.clear();
-    for (size_t i = resident.size(); i-- > 0;) {
-        slice & s = slices[resident[i]];
-        if (s.users == 0 && !wanted(s)) {
-            evict(s);
+    for (auto & p : pools) {
+        p.forget_order();
+        for (size_t i = p.residents().size(); i-- > 0;) {
+            slice & s = all.slices[p.residents()[i]];
+            if (s.users == 0 && !all.wanted(s)) {
+                evict(s);
+            }
         }
     }
 }
 
-bool store::set_limit(uint64_t bytes, std::string & error) {
-    if (bytes < arena_floor()) {
-        error = "an arena of " + std::to_string(bytes) + " bytes is below the floor of " + std::to_string(arena_floor());
+bool store::check_limit(uint64_t high, uint64_t low, std::string & error) const {
+    const bool     low_needed = rule.uses_low() || rule.n_forced() > 0;
+    const uint64_t bytes[n_pools] = { high, low };
+    for (const version v : { HIGH, LOW }) {
+        const uint64_t floor = arena_floor(v);
+        if (bytes[v] < floor && (v == HIGH || low > 0 || low_needed)) {
+            error = "an arena of " + std::to_string(bytes[v]) + " bytes" + (v == LOW ? " for low versions" : "") + " is below the floor of " + std::to_string(floor);
+            return false;
+        }
+    }
+    if (low > 0 && arena_full(LOW) == 0) {
+        error = "an arena for low versions, and there are none";
         return false;
     }
+    return true;
+}
+
+bool store::set_limit(uint64_t high, uint64_t low, std::string & error) {
     guard lock(mutex);
-    params.arena_bytes = bytes;
-    slots.set_limit(bytes);
+    if (!check_limit(high, low, error)) {
+        return false;
+    }
+    params.arena_bytes = high;
+    low_bytes          = low;
+    pools[HIGH].slots.set_limit(high);
+    pools[LOW].slots.set_limit(low);
     if (started()) {
         fit_limit();
         wake_lanes(); // a larger arena may serve what could get no slot
@@ -707,12 +745,44 @@ bool store::set_limit(uint64_t bytes, std::string & error) {
     return true;
 }
 
-void store::residency(uint8_t * out) const {
+bool store::set_rule(const moeoff_rule & r, std::string & error) {
+    if (!(0.0f <= r.t1 && r.t1 <= r.t2 && r.t2 <= 1.0f && 0.0f <= r.prefill_low_share && r.prefill_low_share <= 1.0f)) {
+        error = "a rule needs 0 <= t1 <= t2 <= 1 and a share between 0 and 1";
+        return false;
+    }
     guard lock(mutex);
-    memset(out, 0, gates.size() * n_experts);
-    for (const uint32_t i : resident) {
-        const slice & s = slices[i];
-        out[(size_t) s.gate * n_experts + s.expert] |= (uint8_t) (1u << s.matrix);
+    judge next;
+    next.rule = r;
+    if (next.uses_low() && low_bytes == 0) {
+        error = "the rule needs low versions and an arena for them";
+        return false;
+    }
+    rule.rule     = r;
+    all.low_spare = !(r.flags & MOEOFF_RULE_BLIND);
+    for (auto & p : pools) {
+        p.forget_order();
+    }
+    return true;
+}
+
+int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
+    guard lock(mutex);
+    for (int64_t i = 0; i < n; i++) {
+        if (versions[i] > SKIP || (versions[i] == LOW && low_bytes == 0)) {
+            error = "decision " + std::to_string(i) + " is " + std::to_string(versions[i]) + (versions[i] > SKIP ? "" : ", and there is no arena for low versions");
+            return -1;
+        }
+    }
+    rule.force(versions, (size_t) std::max<int64_t>(n, 0));
+    return (int64_t) rule.n_forced();
+}
+
+void store::residency(version v, uint8_t * out) const {
+    guard lock(mutex);
+    memset(out, 0, gates.size() * all.n_experts);
+    for (const uint32_t i : pools[v].residents()) {
+        const slice & s = all.slices[i];
+        out[(size_t) s.gate * all.n_experts + s.expert] |= (uint8_t) (1u << s.matrix);
     }
 }
 
@@ -728,10 +798,12 @@ void store::get_stats(moeoff_stats & out) const {
     guard lock(mutex);
     out = stats;
     out.stall_ns        = total_stall_ns.load(std::memory_order_relaxed);
-    out.arena_bytes     = params.arena_bytes;
-    out.arena_committed = slots.committed_bytes();
-    out.arena_peak      = slots.peak_bytes();
-    out.resident_slices = resident.size();
+    out.arena_bytes         = params.arena_bytes + low_bytes;
+    out.arena_committed     = pools[HIGH].slots.committed_bytes() + pools[LOW].slots.committed_bytes();
+    out.arena_peak          = pools[HIGH].slots.peak_bytes() + pools[LOW].slots.peak_bytes();
+    out.resident_slices     = pools[HIGH].residents().size() + pools[LOW].residents().size();
+    out.low_arena_bytes     = low_bytes;
+    out.low_arena_committed = pools[LOW].slots.committed_bytes();
     driver.add_stats(out);
 }
 
@@ -753,10 +825,10 @@ bool store::take_error(std::string & message) {
     // the graph has ended: what it had asked for must not fail into the next one
     for (auto & q : queue) {
         for (size_t i = q.size(); i-- > 0;) {
-            slice & s = slices[q[i]];
+            slice & s = all.slices[q[i]];
             if (s.users == 0) {
                 q.erase(q.begin() + (ptrdiff_t) i);
-                give_slot(s);
+                pool_of(s).give_slot(s);
                 forget_prefetch(s);
                 s.want_seq = 0;
                 s.state.store(ABSENT, std::memory_order_relaxed);

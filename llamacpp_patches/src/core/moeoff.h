@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 4
+#define MOEOFF_ABI_VERSION 5
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -43,10 +43,32 @@ enum moeoff_matrix {
     MOEOFF_N_MATRIX       = 4,
 };
 
+// A slice may have two versions, of any types and sizes. SKIP is no version but a decision: the expert's output is zero
+enum moeoff_version {
+    MOEOFF_VERSION_HIGH = 0,
+    MOEOFF_VERSION_LOW  = 1,
+    MOEOFF_VERSION_SKIP = 2,
+};
+
+enum moeoff_rule_flag {
+    MOEOFF_RULE_BLIND = 1, // decide without looking at what is resident, so that decisions depend on the gates alone
+};
+
+// Which version serves a chosen expert whose high version is not resident. A single token (HOBBIT §3.2): s is the sum of
+// the larger gate weights of that token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped. Several
+// tokens (Fate §4.5): of the experts chosen, this share is served low, those that the fewest tokens chose.
+// Nothing is lost at t1 = 1, prefill_low_share = 0, the default.
+struct moeoff_rule {
+    float    t1;
+    float    t2;
+    float    prefill_low_share;
+    uint32_t flags;        // moeoff_rule_flag
+};
+
 struct moeoff_params {
     uint32_t flags;        // moeoff_flag
     int32_t  n_lanes;      // I/O threads
-    uint64_t arena_bytes;  // upper bound of the resident slices, slot padding included
+    uint64_t arena_bytes;  // upper bound of the resident high versions, slot padding included
     uint64_t read_chunk;   // a read is split into pieces of this size, a prefetch can be given up between two
 };
 
@@ -85,6 +107,7 @@ struct moeoff_gate_event {
     const int32_t * ids;         // [n_tokens, n_used]
     const float   * weights;     // [n_tokens, n_used]
     const float   * gate_input;  // [n_tokens, n_embd] or NULL
+    const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, no rule was asked
 };
 
 struct moeoff_stats {
@@ -103,11 +126,17 @@ struct moeoff_stats {
     uint64_t queue_wait_ns;     // from asking to the start of the read, summed over reads
     uint64_t lane_busy_ns;      // summed over lanes
     uint64_t driver_ns;         // CPU time inside the gate callback
-    uint64_t arena_bytes;       // allowed now
+    uint64_t arena_bytes;       // allowed now, both versions together
     uint64_t arena_committed;   // in use now, slot padding included
-    uint64_t arena_peak;
-    uint64_t resident_slices;
+    uint64_t arena_peak;        // sum of the two versions' peaks
+    uint64_t resident_slices;   // of both versions
     uint64_t direct_reads;      // of reads, those with O_DIRECT
+    uint64_t expert_uses;       // what gates chose: an expert for a token
+    uint64_t served_low;        // of expert_uses, served by the low version
+    uint64_t skipped;           // of expert_uses, served by nothing
+    uint64_t low_bytes_read;    // of bytes_read
+    uint64_t low_arena_bytes;     // of arena_bytes
+    uint64_t low_arena_committed; // of arena_committed
 };
 
 // a read that has ended. level: of the most urgent request for it until then, 0 prefetch, 1 gate, 2 demand: compute was waiting
@@ -152,13 +181,15 @@ MOEOFF_API int     moeoff_tensor(const moeoff_expert_buffer * eb, int32_t i, str
 MOEOFF_API int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path);
 // one source for each expert of tensor i
 MOEOFF_API int     moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
-// the smallest arena that can make progress; needs all sources
-MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb);
-// the arena that holds every slice
-MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb);
+// the low versions; for every tensor or for none
+MOEOFF_API int     moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+// the smallest arena for a version that can make progress, 0 if there are no such versions; needs all sources
+MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
+// the arena that holds every slice of a version
+MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);
 MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
-// between decodes: shrinking evicts at once
-MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t bytes);
+// between decodes: shrinking evicts at once. Each version has an arena of its own; low may be 0 while no rule needs it
+MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
 MOEOFF_API int     moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
 // drops every resident slice that nothing uses
 MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
@@ -170,12 +201,20 @@ MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gate
 // after a change of priorities: makes the next eviction look at all of them
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // queues what is absent of these experts; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued
-MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
+MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 // the same, loaded whatever the gates say and not counted as prefetched: a warm start
-MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices);
+MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
-// [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice is resident
-MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, uint8_t * out);
+// [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident
+MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
+
+// --- precision; without EAGER every expert is served high ---
+
+// fails if it would need low versions and there are none, or no arena for them
+MOEOFF_API int     moeoff_set_rule(moeoff_expert_buffer * eb, struct moeoff_rule rule);
+// The next gate events take their decisions from here, not from the rule: appends n of them, in the order and shape of
+// moeoff_gate_event.versions. Returns how many are left in all, or -1. They are dropped when an event needs more than are left.
+MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 
 // --- events ---
 

@@ -14,13 +14,17 @@ static int fail(const std::string & message) {
     return -1;
 }
 
+static bool is_version(int32_t v) { return v == moeoff::HIGH || v == moeoff::LOW; }
+
 #define FIELD(type, field) "," #field ":" + std::to_string(offsetof(type, field))
 
 int32_t moeoff_abi_version(void) { return MOEOFF_ABI_VERSION; }
 
 const char * moeoff_abi_layout(void) {
     static const std::string text =
-        "moeoff_params:" + std::to_string(sizeof(moeoff_params)) +
+        "moeoff_rule:" + std::to_string(sizeof(moeoff_rule)) +
+            FIELD(moeoff_rule, t1) + FIELD(moeoff_rule, t2) + FIELD(moeoff_rule, prefill_low_share) + FIELD(moeoff_rule, flags) +
+        ";moeoff_params:" + std::to_string(sizeof(moeoff_params)) +
             FIELD(moeoff_params, flags) + FIELD(moeoff_params, n_lanes) + FIELD(moeoff_params, arena_bytes) + FIELD(moeoff_params, read_chunk) +
         ";moeoff_source:" + std::to_string(sizeof(moeoff_source)) +
             FIELD(moeoff_source, file) + FIELD(moeoff_source, type) + FIELD(moeoff_source, offset) + FIELD(moeoff_source, nbytes) + FIELD(moeoff_source, hash) +
@@ -31,7 +35,7 @@ const char * moeoff_abi_layout(void) {
             FIELD(moeoff_gate_event, seq) + FIELD(moeoff_gate_event, t_ns) + FIELD(moeoff_gate_event, gate) + FIELD(moeoff_gate_event, layer) +
             FIELD(moeoff_gate_event, n_tokens) + FIELD(moeoff_gate_event, n_used) + FIELD(moeoff_gate_event, n_embd) +
             FIELD(moeoff_gate_event, n_hit) + FIELD(moeoff_gate_event, n_miss) + FIELD(moeoff_gate_event, reserved) +
-            FIELD(moeoff_gate_event, ids) + FIELD(moeoff_gate_event, weights) + FIELD(moeoff_gate_event, gate_input) +
+            FIELD(moeoff_gate_event, ids) + FIELD(moeoff_gate_event, weights) + FIELD(moeoff_gate_event, gate_input) + FIELD(moeoff_gate_event, versions) +
         ";moeoff_stats:" + std::to_string(sizeof(moeoff_stats)) +
             FIELD(moeoff_stats, demand_hits) + FIELD(moeoff_stats, demand_misses) + FIELD(moeoff_stats, evictions) +
             FIELD(moeoff_stats, reads) + FIELD(moeoff_stats, bytes_read) + FIELD(moeoff_stats, read_errors) +
@@ -40,6 +44,8 @@ const char * moeoff_abi_layout(void) {
             FIELD(moeoff_stats, queue_wait_ns) + FIELD(moeoff_stats, lane_busy_ns) + FIELD(moeoff_stats, driver_ns) +
             FIELD(moeoff_stats, arena_bytes) + FIELD(moeoff_stats, arena_committed) + FIELD(moeoff_stats, arena_peak) +
             FIELD(moeoff_stats, resident_slices) + FIELD(moeoff_stats, direct_reads) +
+            FIELD(moeoff_stats, expert_uses) + FIELD(moeoff_stats, served_low) + FIELD(moeoff_stats, skipped) + FIELD(moeoff_stats, low_bytes_read) +
+            FIELD(moeoff_stats, low_arena_bytes) + FIELD(moeoff_stats, low_arena_committed) +
         ";moeoff_read:" + std::to_string(sizeof(moeoff_read)) +
             FIELD(moeoff_read, seq) + FIELD(moeoff_read, t_queued) + FIELD(moeoff_read, t_start) + FIELD(moeoff_read, t_done) +
             FIELD(moeoff_read, nbytes) + FIELD(moeoff_read, tensor) + FIELD(moeoff_read, expert) + FIELD(moeoff_read, level) +
@@ -81,11 +87,15 @@ int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path) {
 }
 
 int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
-    return eb->store->set_sources(i, sources, n_expert, last_error) ? 0 : -1;
+    return eb->store->set_sources(i, moeoff::HIGH, sources, n_expert, last_error) ? 0 : -1;
 }
 
-uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb) { return eb->store->arena_floor(); }
-uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb) { return eb->store->arena_full(); }
+int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
+    return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error) ? 0 : -1;
+}
+
+uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version) { return is_version(version) ? eb->store->arena_floor((moeoff::version) version) : 0; }
+uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version) { return is_version(version) ? eb->store->arena_full((moeoff::version) version) : 0; }
 
 int moeoff_start(moeoff_expert_buffer * eb) {
     try {
@@ -95,7 +105,7 @@ int moeoff_start(moeoff_expert_buffer * eb) {
     }
 }
 
-int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t bytes) { return eb->store->set_limit(bytes, last_error) ? 0 : -1; }
+int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low) { return eb->store->set_limit(high, low, last_error) ? 0 : -1; }
 
 int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags) {
     const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT;
@@ -110,25 +120,34 @@ void moeoff_clear(moeoff_expert_buffer * eb) { eb->store->clear(); }
 
 float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts) {
     *n_gates   = (int32_t) eb->store->gates.size();
-    *n_experts = eb->store->n_experts;
-    return eb->store->priorities.data();
+    *n_experts = eb->store->all.n_experts;
+    return eb->store->all.priorities.data();
 }
 
 void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }
 
-int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices) {
-    return eb->store->prefetch(gate, experts, n, matrices, true);
+int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version) {
+    return eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, true);
 }
 
-int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices) {
-    return eb->store->prefetch(gate, experts, n, matrices, false);
+int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version) {
+    return eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, false);
 }
 
 int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }
 
-int moeoff_residency(const moeoff_expert_buffer * eb, uint8_t * out) {
-    eb->store->residency(out);
+int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out) {
+    if (!is_version(version)) {
+        return fail("no version " + std::to_string(version));
+    }
+    eb->store->residency((moeoff::version) version, out);
     return 0;
+}
+
+int moeoff_set_rule(moeoff_expert_buffer * eb, moeoff_rule rule) { return eb->store->set_rule(rule, last_error) ? 0 : -1; }
+
+int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n) {
+    return eb->store->force(versions, n, last_error);
 }
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes) {

@@ -28,9 +28,10 @@ struct work_item {
     int32_t              expert;
     int32_t              n_rows;
     int32_t              first_row;      // into the row mappings
+    int32_t              version;
     std::atomic<int32_t> next_chunk;
     std::atomic<int32_t> n_threads_done;
-    char                 pad[cache_line - 3 * sizeof(int32_t) - 2 * sizeof(std::atomic<int32_t>)];
+    char                 pad[cache_line - 4 * sizeof(int32_t) - 2 * sizeof(std::atomic<int32_t>)];
 };
 
 // the formats that rows of src1 are needed in; one unless the experts' types differ
@@ -42,7 +43,7 @@ struct activation {
 struct layout {
     activation activations[GGML_TYPE_COUNT];
     int        n_activations = 0;
-    size_t     header, items, counts, rows, done, scratch, end;
+    size_t     header, items, counts, versions, rows, done, scratch, end;
 };
 
 static ggml_type activation_type(int32_t type) {
@@ -99,6 +100,7 @@ static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads)
     l.header  = area(sizeof(op_header));
     l.items   = area(n_act * sizeof(work_item));
     l.counts  = area(n_as * 2 * sizeof(int32_t)); // rows of each expert, then its item
+    l.versions = area(n_as);
     l.rows    = area(n_row * sizeof(row_mapping));
     l.done    = area((size_t) n_threads * GGML_PAD(n_act, cache_line));
     l.scratch = area(scratch);
@@ -138,8 +140,10 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
     auto * items  = (work_item *) (wdata + l.items);
     auto * counts = (int32_t *) (wdata + l.counts);
     auto * item_i = counts + n_as;
+    auto * versions = (uint8_t *) (wdata + l.versions);
     auto * rows   = (row_mapping *) (wdata + l.rows);
 
+    t.owner->versions(t, ids->data, versions);
     memset(counts, 0, n_as * sizeof(int32_t));
     for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
         for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
@@ -155,11 +159,12 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
             if (ready) {
                 item_i[e] = -1;
             }
-            if (counts[e] == 0 || item_i[e] >= 0 || (ready && !store::settled(t.owner->at(t, e)))) {
+            if (counts[e] == 0 || item_i[e] >= 0 || (ready && !store::settled(t.owner->at(t, e, versions[e])))) {
                 continue;
             }
             work_item * item = new (&items[n_items]) work_item;
             item->expert         = e;
+            item->version        = versions[e];
             item->n_rows         = 0;
             item->n_threads_done = 0;
             item_i[e] = n_items++;
@@ -181,9 +186,10 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
 
     int32_t * experts = counts; // no longer needed as counts
     for (int32_t i = 0; i < n_items; i++) {
-        experts[i] = items[i].expert;
+        experts[i]  = items[i].expert;
+        versions[i] = (uint8_t) items[i].version; // by item from here on
     }
-    t.owner->begin(t, experts, n_items);
+    t.owner->begin(t, experts, versions, n_items);
 }
 
 struct op_args {
@@ -309,7 +315,7 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
 
     if ((owner.flags & MOEOFF_FLAG_SERIAL) && owner.fits(t, n_items)) {
         for (int32_t i = 0; i < n_items; i++) {
-            const slice & s = owner.at(t, items[i].expert);
+            const slice & s = owner.at(t, items[i].expert, (uint8_t) items[i].version);
             for (uint64_t seen = owner.generation(); !store::settled(s); seen = owner.generation()) {
                 owner.wait(seen, t, params->nth);
             }
@@ -322,7 +328,7 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
         const int32_t  before = left;
         for (int32_t i = 0; i < n_items; i++) {
             work_item &   item = items[i];
-            const slice & s    = owner.at(t, item.expert);
+            const slice & s    = owner.at(t, item.expert, (uint8_t) item.version);
             if (done[i] || !store::settled(s)) {
                 continue;
             }
@@ -330,7 +336,7 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
             done[i] = 1;
             left--;
             if (item.n_threads_done.fetch_add(1, std::memory_order_acq_rel) + 1 == params->nth) {
-                owner.finish(t, item.expert);
+                owner.finish(t, item.expert, (uint8_t) item.version);
             }
         }
         if (left == before) {

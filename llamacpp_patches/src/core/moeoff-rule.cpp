@@ -1,0 +1,74 @@
+#include "moeoff-rule.h"
+
+#include <algorithm>
+#include <numeric>
+
+namespace moeoff {
+
+// HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled to 1.
+// Among equal weights the one that the router lists first counts as the larger.
+void judge::by_weight(const choice & c, uint8_t * version_of) {
+    const int32_t n = c.event.n_used;
+    order.resize(n);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [&c](int32_t a, int32_t b) { return c.weight(0, a) > c.weight(0, b); });
+    float total = 0.0f;
+    for (const int32_t k : order) {
+        total += c.weight(0, k);
+    }
+    float before = 0.0f;
+    for (const int32_t k : order) {
+        const float s = total > 0.0f ? before / total : 0.0f; // no sensible weights: everything is important
+        version_of[c.id(0, k)] = s <= rule.t1 ? HIGH : s <= rule.t2 ? LOW : SKIP;
+        before += c.weight(0, k);
+    }
+    version_of[c.id(0, order[0])] = HIGH; // the first is always important
+}
+
+// Fate §4.5: of the experts that a batch chose, the share chosen by the fewest tokens; among equals the higher index
+void judge::by_popularity(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of) {
+    count.assign(1 + *std::max_element(chosen.begin(), chosen.end()), 0);
+    for (int32_t t = 0; t < c.event.n_tokens; t++) {
+        for (int32_t k = 0; k < c.event.n_used; k++) {
+            count[c.id(t, k)]++;
+        }
+    }
+    order = chosen;
+    std::sort(order.begin(), order.end(), [this](int32_t a, int32_t b) { return count[a] != count[b] ? count[a] < count[b] : a > b; });
+    const size_t n_low = (size_t) ((double) rule.prefill_low_share * (double) order.size());
+    for (size_t i = 0; i < order.size(); i++) {
+        version_of[order[i]] = i < n_low ? LOW : HIGH;
+    }
+}
+
+void judge::decide(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of) {
+    const size_t n = (size_t) c.event.n_tokens * c.event.n_used;
+    if (!forced.empty() && forced.size() < n) {
+        forced.clear(); // of another run: whoever put them there sees that none are left
+    }
+    if (!forced.empty()) {
+        for (size_t i = n; i-- > 0;) { // an expert's first place in the batch decides
+            version_of[c.id((int32_t) (i / c.event.n_used), (int32_t) (i % c.event.n_used))] = forced[i];
+        }
+        forced.erase(forced.begin(), forced.begin() + (ptrdiff_t) n);
+        return;
+    }
+    if (c.event.n_tokens == 1) {
+        by_weight(c, version_of);
+    } else {
+        by_popularity(c, chosen, version_of);
+    }
+    if (rule.flags & MOEOFF_RULE_BLIND) {
+        return;
+    }
+    // only a miss is served by less
+    for (const int32_t e : chosen) {
+        if (version_of[e] != HIGH && resident(e, HIGH)) {
+            version_of[e] = HIGH;
+        } else if (version_of[e] == SKIP && resident(e, LOW)) {
+            version_of[e] = LOW;
+        }
+    }
+}
+
+} // namespace moeoff

@@ -1,0 +1,46 @@
+#pragma once
+
+// Which version serves each expert that a gate has chosen: the thresholds of HOBBIT §3.2 for a single token, the share of
+// Fate §4.5 for a batch, or decisions recorded in an earlier run. Knows nothing of slices; the store's lock guards it.
+
+#include "moeoff-pool.h"
+
+#include <deque>
+#include <functional>
+
+namespace moeoff {
+
+// what a gate said, its rows possibly strided (bytes)
+struct choice {
+    const moeoff_gate_event & event;
+    size_t ids_stride, weights_stride, weights_step;
+
+    int32_t id(int32_t t, int32_t k) const { return ((const int32_t *) ((const char *) event.ids + t * ids_stride))[k]; }
+    float   weight(int32_t t, int32_t k) const { return *(const float *) ((const char *) event.weights + t * weights_stride + k * weights_step); }
+};
+
+class judge {
+  public:
+    moeoff_rule rule = { 1.0f, 1.0f, 0.0f, 0 };
+
+    // false: all is served in high precision, nobody need be asked
+    bool active() const { return rule.t1 < 1.0f || rule.prefill_low_share > 0.0f || !forced.empty(); }
+    bool uses_low() const { return rule.t1 < rule.t2 || rule.prefill_low_share > 0.0f; }
+
+    // appends decisions [n_tokens, n_used] of gate events to come
+    void   force(const uint8_t * versions, size_t n) { forced.insert(forced.end(), versions, versions + n); }
+    size_t n_forced() const { return forced.size(); }
+
+    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version there?
+    // Experts chosen by nobody keep what they had.
+    void decide(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of);
+
+  private:
+    void by_weight(const choice & c, uint8_t * version_of);
+    void by_popularity(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of);
+
+    std::deque<uint8_t>  forced;
+    std::vector<int32_t> order, count; // scratch
+};
+
+} // namespace moeoff

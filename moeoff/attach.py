@@ -1,0 +1,68 @@
+"""Puts a strategy together for a started buffer: policy, predictor, trace and replay, under one driver."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict
+
+from . import predict
+from .buffer import ExpertBuffer
+from .cache import create, get_policy
+from .driver import Driver
+from .layout import Layout
+from .precision import LOSSLESS, Precision
+from .prefetch import Prefetcher
+from .replay import Replay
+from .router import Router
+from .strategy import Strategy
+from .trace import Model, TraceWriter
+
+
+def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> bool:
+    """Whether gate events must carry the router's input. A trace does, so that any policy can be replayed on it."""
+    return (
+        trace is not None
+        or (strategy.policy is not None and get_policy(strategy.policy).wants_probs)
+        or (strategy.predictor is not None and predict.get_predictor(strategy.predictor).wants_gate_input)
+    )
+
+
+def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike | None = None, *, n_lanes: int = 4,
+                  precision: Precision = LOSSLESS, replay: str | os.PathLike | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
+    """The driver of a started buffer, or None if native needs nobody.
+
+    A policy that weighs uses by the precision they need learns of `precision`.
+
+    Args:
+        options: of the policy.
+
+    Raises:
+        OptionError: the trace file is something else, or an option that the policy does not know.
+    """
+    stats = buffer.stats()
+    arena = stats.arena_bytes - stats.low_arena_bytes
+    everything = arena >= buffer.arena_full  # nothing is ever evicted or expected
+    policy_name = None if everything and not options else strategy.policy
+    if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
+        policy_name = None  # what native does by itself
+    predictor_name = None if everything else strategy.predictor
+    if policy_name is None and predictor_name is None and trace is None and replay is None:
+        return None
+    model = Model.of(buffer, os.path.basename(layout.files[0]), max(layout.n_expert_used, 1))
+    router = prefetcher = policy = writer = None
+    if predictor_name is not None or wants_gate_input(strategy, trace):
+        layers = {t.gate: t.layer for t in model.tensors}
+        router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
+    if predictor_name is not None:
+        predictor = predict.create(predictor_name, router, None, **strategy.options)
+        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged)
+    if policy_name is not None:
+        if not precision.lossless and "low_cost" in get_policy(policy_name).defaults:
+            options = {"t1": precision.t1, "low_cost": buffer.low_arena_full / buffer.arena_full} | options
+        policy = create(policy_name, model.shape(arena), None if prefetcher else buffer.priorities, **options)
+    if trace is not None:
+        session = {"strategy": strategy.name, "arena_bytes": arena}
+        if not precision.lossless:
+            session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
+        writer = TraceWriter(trace, model, session)
+    return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold)

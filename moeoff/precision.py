@@ -1,0 +1,64 @@
+"""How much precision may be given up, and where: the numbers behind the expert buffer's rule.
+
+Knows nothing of what they cost in quality: that is measured for each model, and whoever sets them answers for it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .errors import OptionError
+
+LOW_SHARE = 0.2  # of the experts' memory, for low versions: scripts/bench_low_share.py
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which experts may be served in low precision, or not at all. The default is lossless.
+
+    A resident expert is always served in its own precision. What else happens to one that is chosen and not resident:
+
+    Attributes:
+        t1, t2: for a single token (HOBBIT §3.2). An expert's unimportance s is the sum of the larger gate weights of the same
+            token, all scaled to 1 (equation 2): s <= t1 is read in high precision, t1 < s <= t2 in low, s > t2 is skipped. The
+            first expert is always read in high precision.
+        prefill_low_share: for a batch of tokens (Fate §4.5). Of the experts chosen, this share is read in low precision: those
+            that the fewest tokens chose, rounded down. Nothing is skipped.
+        tier: of the companion, the low precision; needed if anything is read in it.
+        low_share: of the experts' memory, kept for low versions.
+
+    Raises:
+        OptionError: out of range, or low precision without a tier.
+    """
+
+    t1: float = 1.0
+    t2: float = 1.0
+    prefill_low_share: float = 0.0
+    tier: str | None = None
+    low_share: float = LOW_SHARE
+
+    def __post_init__(self):
+        if not all(math.isfinite(x) for x in (self.t1, self.t2, self.prefill_low_share, self.low_share)):
+            raise OptionError(f"precision: thresholds and shares are numbers: {self}")
+        if not 0 <= self.t1 <= self.t2 <= 1:
+            raise OptionError(f"precision: 0 <= t1 <= t2 <= 1 must hold, not t1 {self.t1} and t2 {self.t2}")
+        if not 0 <= self.prefill_low_share <= 1:
+            raise OptionError(f"precision: the share of low experts in prefill lies between 0 and 1, not {self.prefill_low_share}")
+        if not 0 < self.low_share < 1:
+            raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
+        if self.uses_low and not self.tier:
+            raise OptionError("precision: low precision needs the name of a tier, as Q2_K")
+
+    @property
+    def uses_low(self) -> bool:
+        """Something may be served by low versions."""
+        return self.t1 < self.t2 or self.prefill_low_share > 0
+
+    @property
+    def lossless(self) -> bool:
+        """Nothing is served by less than its own precision."""
+        return self.t1 >= 1 and self.prefill_low_share <= 0
+
+
+LOSSLESS = Precision()

@@ -1,0 +1,34 @@
+"""Decisions of a recorded run, taken again: a lossy run then gives the same numbers whatever is resident."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from .buffer import ExpertBuffer, GateEvent
+from .errors import OptionError
+from .trace import Model, Trace
+
+
+class Replay:
+    """A recorded run's decisions, given to a started buffer, and whether the run follows the recorded one.
+
+    Raises:
+        OptionError: no trace, or one of another model, or it needs low versions and there is no arena for them.
+    """
+
+    def __init__(self, path: str | os.PathLike, buffer: ExpertBuffer, model: Model):
+        trace = Trace.read(path)
+        if trace.model != model:
+            raise OptionError(f"{path}: is a trace of another model ({trace.model.name})")
+        self._path, self._events, self._at = path, trace.events, 0
+        buffer.force(trace.decisions())
+
+    def follow(self, event: GateEvent) -> None:
+        """Raises `OptionError` if the recorded run had another event here. After its end everything is allowed."""
+        if self._at < len(self._events):
+            recorded = self._events[self._at]
+            self._at += 1
+            if event.gate != recorded.gate or not np.array_equal(event.ids, recorded.ids):
+                raise OptionError(f"{self._path}: another run: at event {self._at} it chose other experts (the prompts, seeds and batch sizes must be the same)")
