@@ -59,7 +59,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     if policy_name is not None:
         if not precision.lossless and "low_cost" in get_policy(policy_name).defaults:
             options = {"t1": precision.t1, "low_cost": buffer.low_arena_full / buffer.arena_full} | options
-        policy = create(policy_name, model.shape(arena), None if prefetcher else buffer.priorities, **options)
+        policy = create(policy_name, model.shape(arena), buffer.priorities, **options)
     if trace is not None:
         session = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:
