@@ -87,6 +87,7 @@ class Conversion:
         self.offsets: list[int] = []  # in the file
         self.jobs: list[Job] = []
         self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type wanted, type taken, row length): slices
+        self.stand_ins: set[int] = set()  # tensors whose type is not the one wanted: nobody expects ggml's Q2_0 there
         groups: dict[tuple[int, bool], list[Span]] = {}
         for span in sorted(layout.experts.values(), key=lambda span: place(span.name)):
             where: Place = place(span.name)
@@ -108,6 +109,7 @@ class Conversion:
                     wanted, type = tier.wanted(span, expert), tier.type(span, expert)
                     self._check(span, type)
                     if type != wanted:
+                        self.stand_ins.add(len(self.tensors))
                         key = (type_name(wanted), type_name(type), span.shape[0])
                         self.fallbacks[key] = self.fallbacks.get(key, 0) + 1
                     targets.setdefault((span.name, expert), []).append(len(self.tensors))
@@ -135,7 +137,7 @@ class Conversion:
             "general.alignment": pack(ALIGNMENT),
             "moeoff.format_version": pack(FORMAT_VERSION),
             "moeoff.tiers": pack_array([tier.name for tier in self.tiers]),
-            "moeoff.quantized": pack("ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "")),
+            "moeoff.quantized": pack(f"ggml_quantize_chunk{imatrix and ' with '}{imatrix}; Q2_0 in place of other types with searched scales"),
             "moeoff.source.name": pack(os.path.basename(self.layout.files[0])),
             "moeoff.source.size": _u64(self.layout.expert_bytes),
             "moeoff.source.hash": _u64(hash64(np.array(source_hashes, "<u8").tobytes())),
@@ -263,7 +265,7 @@ class Conversion:
                     if values is None:
                         values = dequantize(data, span.type, (rows, n_cols))
                     try:
-                        piece = quantize(values, tensor.type, self.weights(weights, tensor.type, n_cols))
+                        piece = quantize(values, tensor.type, self.weights(weights, tensor.type, n_cols), search=target in self.stand_ins)
                     except ModelError as error:
                         raise ModelError(f"{self.layout.files[span.file]}: expert {job.expert} of {span.name}: {error}") from None
                 hasher.update(piece)

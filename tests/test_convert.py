@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from damage import mutate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -91,11 +92,11 @@ def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert
             tensor, data, values = sources[name]
             rows = slice(expert * tensor.shape[1], (expert + 1) * tensor.shape[1])
             wanted = {"keep": tensor.type, "twin": twin(tensor.type)}.get(tier) if tier in ("keep", "twin") else type_from_name(tier)
-            wanted = nearest(wanted, tensor.shape[2])
-            if tier == "twin" and (type_name(wanted) == "Q2_0" or row_bytes(wanted, 256) >= row_bytes(tensor.type, 256)):
-                wanted = tensor.type
-            assert s.type == wanted and s.offset % ALIGNMENT == 0 and s.shape == tensor.shape[1:]
-            expected = data[rows] if s.type == tensor.type else quantize(values[rows], s.type)
+            held = nearest(wanted, tensor.shape[2])
+            if tier == "twin" and row_bytes(held, 256) >= row_bytes(tensor.type, 256):
+                held = tensor.type
+            assert s.type == held and s.offset % ALIGNMENT == 0 and s.shape == tensor.shape[1:]
+            expected = data[rows] if s.type == tensor.type else quantize(values[rows], s.type, search=s.type != wanted)
             assert os.pread(file.fileno(), s.nbytes, s.offset) == expected.tobytes()
             assert s.hash == hash64(expected.tobytes())
             assert companion.source_hashes[name, expert] == hash64(data[rows].tobytes())
@@ -109,26 +110,6 @@ def test_nearest_and_twins():
 
 
 # --- damage ---
-
-
-def mutate(data: bytes, rng: random.Random) -> bytes:
-    at = rng.randrange(min(len(data), 3000)) if rng.random() < 0.5 else rng.randrange(len(data))
-    kind = rng.randrange(7)
-    if kind == 0:
-        return data[:at] + bytes([data[at] ^ (1 << rng.randrange(8))]) + data[at + 1 :]
-    if kind == 1:
-        return data[:at] + rng.randbytes(8) + data[at + 8 :]
-    if kind == 2:
-        return data[:at]
-    if kind == 3:
-        return data[:at] + data[at + rng.randrange(1, 5000) :]
-    if kind == 4:
-        return data[:at] + rng.randbytes(rng.randrange(1, 100)) + data[at:]
-    if kind == 5:
-        value = rng.choice([0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1])
-        return data[:at] + struct.pack("<Q", value) + data[at + 8 :]
-    end = min(at + rng.randrange(1, 5000), len(data))
-    return data[:at] + bytes(end - at) + data[end:]
 
 
 def fuzz(folder: Path, n: int, seed: int) -> None:
