@@ -20,9 +20,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .companion import ALIGNMENT, FORMAT_VERSION, MIB, hash64, seal, slice_name, source_sample
+from .companion import ALIGNMENT, FORMAT_VERSION, Hasher, hash64, seal, slice_name, source_sample
 from .container import Tensor, header_bytes, pack, pack_array
-from .errors import Cancelled, ModelError, OptionError
+from .errors import Cancelled, ModelError, OptionError, WriteError
 from .imatrix import Imatrix
 from .layout import Layout, Span
 from .memory import format_size
@@ -45,24 +45,6 @@ class Job:
     offset: int
     nbytes: int
     targets: tuple[int, ...]  # indices of tensors
-
-
-class _Hasher:
-    """hash64 of bytes that come in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._value, self._rest = 0, b""
-
-    def update(self, data) -> None:
-        data = memoryview(data).cast("B")
-        if self._rest:
-            data = memoryview(self._rest + bytes(data))
-        whole = len(data) // MIB * MIB
-        self._value = hash64(data[:whole], self._value) if whole else self._value
-        self._rest = bytes(data[whole:])
-
-    def value(self) -> int:
-        return hash64(self._rest, self._value) if self._rest else self._value
 
 
 class Conversion:
@@ -179,20 +161,25 @@ class Conversion:
         Raises:
             ModelError: the source cannot be read, or has values that cannot be quantized.
             OptionError: `out` exists, or there is no room for it.
-            OSError: `out` cannot be written.
+            WriteError: `out` cannot be written.
         """
         if not force and os.path.lexists(out):
             raise OptionError(f"{out} exists: give --force to replace it, or another name with -o")
         if os.path.exists(out) and any(os.path.samefile(out, path) for path in self.layout.files):
             raise OptionError(f"{out} is the model itself: give another name with -o")
-        folder = os.path.dirname(os.path.abspath(out))
-        if not os.path.isdir(folder):
+        if not os.path.isdir(os.path.dirname(os.path.abspath(out))):
             raise OptionError(f"{out}: there is no such folder")
+        try:
+            self._write_new(out, threads, resume, progress)
+        except OSError as error:
+            raise WriteError(f"{out}: cannot be written: {error.strerror}") from None
+
+    def _write_new(self, out: str, threads: int, resume: bool, progress: Callable[[int], None] | None) -> None:
         part = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.part")
         with Part(part, keep=resume) as file:
             done = file.resume(self.fingerprint, len(self.tiers), self._ranges, threads) if resume else {}
             left = self.total_bytes - os.fstat(file.fd).st_blocks * 512
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(os.path.dirname(os.path.abspath(out))).free
             if left > free:
                 raise OptionError(f"{out}: needs {format_size(left)}, and there are {format_size(free)} free: make room, or write elsewhere with -o")
             os.ftruncate(file.fd, self.total_bytes)
@@ -251,7 +238,7 @@ class Conversion:
         weights = self.imatrix.columns(span.name, job.expert, span.shape[2], n_cols) if self.imatrix else None
         copies = all(tensor.type == span.type for tensor in tensors)
         step = max(1, _PIECE_BYTES // source_row if copies else _PIECE_VALUES // n_cols)
-        hashers = [_Hasher() for _ in range(1 + len(tensors))]
+        hashers = [Hasher() for _ in range(1 + len(tensors))]
         for row in range(0, n_rows, step):
             if stop.is_set():
                 raise Cancelled("the conversion was stopped")

@@ -73,7 +73,7 @@ def convert(
     Raises:
         ModelError: the model or the importance matrix is missing, damaged, or cannot be converted.
         OptionError: a tier, plan or type makes no sense; the companion exists, or the disk is too full for it.
-        OSError: the companion cannot be written. Like every error and Ctrl-C it leaves no file, unless `resume`.
+        WriteError: the companion cannot be written. Like every error and Ctrl-C it leaves no file, unless `resume`.
     """
     layout = Layout.read(model)
     layout.require_experts()

@@ -11,6 +11,7 @@ import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from moeoff import ModelError, OptionError, conversion
 from moeoff.companion import ALIGNMENT, Companion, hash64
 from moeoff.container import ModelFile, ModelWriter, Tensor, pack
 from moeoff.convert import convert
+from moeoff.errors import WriteError
 from moeoff.imatrix import Imatrix
 from moeoff.quantize import fits, quantize, row_bytes, type_from_name, type_name
 from moeoff.tiers import nearest, twin
@@ -171,6 +173,8 @@ def test_refuses_to_overwrite(tmp_path):
     assert Path(path).read_bytes() != before
     with pytest.raises(OptionError, match="the model itself"):
         convert(model, output=model, force=True)
+    with pytest.raises(ModelError, match="a companion, not a model"):
+        convert(path)
     with pytest.raises(OptionError, match="no such folder"):
         convert(model, output=tmp_path / "no" / "x.gguf")
 
@@ -292,6 +296,21 @@ def test_a_disk_too_small(large, tmp_path):
     assert leftovers(tmp_path) == []
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else")
+@pytest.mark.parametrize("mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: cannot be written: Permission denied")])
+def test_without_rights(mode, message):
+    """Not root's: a model that cannot be read, a folder that cannot be written."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        folder = Path(name)
+        folder.chmod(0o755)
+        model = write_model(folder)
+        model.chmod(mode)
+        code = f"import os; from moeoff.convert import convert; os.setgroups([]); os.setuid(65534); convert({str(model)!r}, tiers='keep')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert message in done.stderr.splitlines()[-1]
+        assert leftovers(folder) == []
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
 def test_a_full_tmpfs(large, tmp_path):
     small = tmp_path / "m-small"
@@ -303,7 +322,7 @@ def test_a_full_tmpfs(large, tmp_path):
         usage = shutil.disk_usage
         shutil.disk_usage = lambda path: usage("/")  # others fill the disk while we write
         try:
-            with pytest.raises(OSError, match="No space left"):
+            with pytest.raises(WriteError, match="x.gguf: cannot be written: No space left"):
                 convert(large, output=small / "x.gguf")
         finally:
             shutil.disk_usage = usage
