@@ -156,8 +156,12 @@ def convert(**options) -> None:
     from .convert import convert as command
     from .memory import format_size
 
-    with bar("converting") as progress:
-        done = command(**options, progress=progress)
+    try:
+        with bar("converting") as progress:
+            done = command(**options, progress=progress)
+    except KeyboardInterrupt:
+        click.echo("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"), err=True)
+        raise
     for line in done.fallbacks:
         click.echo(line, err=True)
     tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())

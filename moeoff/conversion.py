@@ -238,15 +238,16 @@ class Conversion:
         weights = self.imatrix.columns(span.name, job.expert, span.shape[2], n_cols) if self.imatrix else None
         copies = all(tensor.type == span.type for tensor in tensors)
         step = max(1, _PIECE_BYTES // source_row if copies else _PIECE_VALUES // n_cols)
-        hashers = [Hasher() for _ in range(1 + len(tensors))]
+        source = Hasher()
+        hashers = [source if tensor.type == span.type else Hasher() for tensor in tensors]
         for row in range(0, n_rows, step):
             if stop.is_set():
                 raise Cancelled("the conversion was stopped")
             rows = min(step, n_rows - row)
             data = self._read(sources[span.file], span, job.offset + row * source_row, rows * source_row)
-            hashers[0].update(data)
+            source.update(data)
             values = None
-            for tensor, target, hasher in zip(tensors, job.targets, hashers[1:]):
+            for tensor, target, hasher in zip(tensors, job.targets, hashers):
                 piece = data
                 if tensor.type != span.type:
                     if values is None:
@@ -255,9 +256,9 @@ class Conversion:
                         piece = quantize(values, tensor.type, self.weights(weights, tensor.type, n_cols), search=target in self.stand_ins)
                     except ModelError as error:
                         raise ModelError(f"{self.layout.files[span.file]}: expert {job.expert} of {span.name}: {error}") from None
-                hasher.update(piece)
+                    hasher.update(piece)
                 _write(out, piece, self.offsets[target] + row * row_bytes(tensor.type, n_cols))
-        return tuple(hasher.value() for hasher in hashers)
+        return tuple(hasher.value() for hasher in [source, *hashers])
 
     @staticmethod
     def weights(weights: np.ndarray | None, type: int, n_cols: int) -> np.ndarray | None:
