@@ -114,12 +114,13 @@ class Conversion:
     def header(self, hashes: list[int], source_hashes: list[int]) -> bytes:
         """Everything before the slices; its size does not depend on the hashes."""
         imatrix = os.path.basename(self.imatrix.path) if self.imatrix else ""
+        searched = "; Q2_0 with searched scales" if any(type_name(self.tensors[i].type) == "Q2_0" for i in self.stand_ins) else ""
         metadata = {
             "general.architecture": pack("moeoff-experts"),
             "general.alignment": pack(ALIGNMENT),
             "moeoff.format_version": pack(FORMAT_VERSION),
             "moeoff.tiers": pack_array([tier.name for tier in self.tiers]),
-            "moeoff.quantized": pack(f"ggml_quantize_chunk{imatrix and ' with '}{imatrix}; Q2_0 in place of other types with searched scales"),
+            "moeoff.quantized": pack("ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "") + searched),
             "moeoff.source.name": pack(os.path.basename(self.layout.files[0])),
             "moeoff.source.size": _u64(self.layout.expert_bytes),
             "moeoff.source.hash": _u64(hash64(np.array(source_hashes, "<u8").tobytes())),
