@@ -91,6 +91,10 @@ def run(**options) -> None:
 @click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages from here ask, as https://example.org or *; may be repeated.")
 @click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
 @click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
+@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
+@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
+@click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own.")
+@click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read.")
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
 @click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
@@ -152,8 +156,12 @@ def convert(**options) -> None:
     from .convert import convert as command
     from .memory import format_size
 
-    with bar("converting") as progress:
-        done = command(**options, progress=progress)
+    try:
+        with bar("converting") as progress:
+            done = command(**options, progress=progress)
+    except KeyboardInterrupt:
+        click.echo("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"), err=True)
+        raise
     for line in done.fallbacks:
         click.echo(line, err=True)
     tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())

@@ -149,6 +149,10 @@ def serve(
     cors: Sequence[str] = (),
     memory: str | None = None,
     expert_memory: str | None = None,
+    experts: str | None = None,
+    no_experts: bool = False,
+    tier: str | None = None,
+    verify_reads: bool = False,
     strategy: str = "lru",
     warm: bool = True,
     threads: int | None = None,
@@ -164,6 +168,8 @@ def serve(
         MoeoffError: the model, the budget, an option or the address is no good.
     """
     set_log(verbose)
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
     if n_gpu_layers and not binding.llama_supports_gpu_offload():
         raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
     model = model or demo_model()
@@ -177,6 +183,9 @@ def serve(
                 model,
                 memory=memory,
                 expert_memory=expert_memory,
+                experts=experts or not no_experts,
+                tier=tier,
+                verify_reads=verify_reads,
                 strategy=strategy,
                 warm=warm,
                 progress=progress,
