@@ -89,6 +89,20 @@ class Driver:
         if held:
             self._buffer.publish()
 
+    def begin(self, batch) -> None:
+        """Before a decode.
+
+        Args:
+            batch: llama_batch.
+        """
+        if not self.needed:
+            return
+        if batch.pos[0] == 0:
+            self.new_sequence()
+        if self.prefetcher is not None and self.prefetcher.predictor.wants_tokens:
+            self._buffer.drain()
+            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]))
+
     def new_sequence(self) -> None:
         """Between decodes: the next event is the first of a text. Waits for the events before it."""
         if not self.needed:

@@ -153,7 +153,9 @@ def serve(
     no_experts: bool = False,
     tier: str | None = None,
     verify_reads: bool = False,
-    strategy: str = "lru",
+    strategy: str = "auto",
+    profile: str | None = None,
+    no_profile: bool = False,
     warm: bool = True,
     threads: int | None = None,
     ctx_size: int | None = None,
@@ -170,6 +172,8 @@ def serve(
     set_log(verbose)
     if experts and no_experts:
         raise OptionError("give --experts or --no-experts, not both")
+    if profile and no_profile:
+        raise OptionError("give --profile or --no-profile, not both")
     if n_gpu_layers and not binding.llama_supports_gpu_offload():
         raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
     model = model or demo_model()
@@ -187,6 +191,7 @@ def serve(
                 tier=tier,
                 verify_reads=verify_reads,
                 strategy=strategy,
+                profile=profile or not no_profile,
                 warm=warm,
                 progress=progress,
                 n_ctx=n_ctx,
