@@ -333,7 +333,9 @@ class Llama(llama_cpp.Llama):
 
     def stats(self) -> Stats:
         """What happened since the model was opened, or since `reset_stats()`."""
-        return Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
+        stats = Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
+        prefetcher = self._driver.prefetcher if self._driver is not None else None
+        return replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain) if prefetcher is not None else stats
 
     def reset_stats(self) -> None:
         self.expert_buffer.reset_stats()

@@ -40,6 +40,15 @@ class Prefetcher:
         self._credit = 0.0  # slices
         self._seen = (0, 0)  # lane_busy_ns, reads
 
+    @property
+    def on(self) -> bool:
+        return self.judge is None or self.judge.on
+
+    @property
+    def gain(self) -> float | None:
+        """Speed with prefetching relative to without, minus 1, when it was last compared."""
+        return self.judge.gain if self.judge is not None else None
+
     def observe(self, event: GateEvent) -> None:
         """After a gate has spoken."""
         single = len(event.ids) == 1
@@ -47,13 +56,13 @@ class Prefetcher:
             self._measure(event)
         else:
             self._last_t = self._token_t = 0
-        if single and self._misses < _FEW_MISSES or (self.judge is not None and not self.judge.on):
+        if single and self._misses < _FEW_MISSES or not self.on:
             return
         self._act(self.predictor.observe(event), single)
 
     def begin(self, tokens: np.ndarray) -> None:
         """Before a batch; nothing decodes."""
-        if self.judge is None or self.judge.on:
+        if self.on:
             self._act(self.predictor.begin(tokens), len(tokens) == 1)
 
     def _measure(self, event: GateEvent) -> None:
