@@ -16,10 +16,11 @@ from .score import FLOOR, PROB_RATES, STATE_RATE, USE_RATES
 # distance, up to which share of the experts in memory)
 HORIZONS = ((0.75, 0.10, 0.35), (0.85, 0.05, 0.65), (0.93, 0.03, 1.0))
 RANK = 48
+MAX_MATRIX = 9216  # numbers; OpenBLAS would take more threads for a larger one, from those that compute
 ALPHAS = (300.0, 1000.0, 3000.0, 10000.0, 30000.0)
 BLOCK = 256  # tokens; every fifth block decides between the alphas
 MAX_VALUES = 64 << 20
-MAX_FEATURES = 1536
+MAX_FEATURES = 1024
 MIN_TOKENS = 64
 
 
@@ -64,11 +65,12 @@ def dense(trace) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(probs), uses
 
 
-def fit_score(trace, rank: int = RANK, horizons=HORIZONS) -> dict[str, np.ndarray]:
+def fit_score(trace, rank: int | None = None, horizons=HORIZONS) -> dict[str, np.ndarray]:
     """Arrays for `Score(weights=...)`, or for an .npz of `np.savez`.
 
     Args:
         trace: decoded token by token, of text like that to come; its kinds of text in turn rather than one after the other.
+        rank: width of the bottleneck; by default `RANK`, less if there are more than 96 experts.
         horizons: of `HORIZONS`' form, the shares ascending.
 
     Returns:
@@ -84,6 +86,7 @@ def fit_score(trace, rank: int = RANK, horizons=HORIZONS) -> dict[str, np.ndarra
     probs, uses = dense(trace)
     n, t, e = probs.shape
     discounts = [h[0] for h in horizons]
+    rank = rank or max(min(RANK, MAX_MATRIX // (2 * e)), 8)
     state = np.empty((n, t, 2 * e), np.float32)
     for g in range(n):
         state[g, :, :e] = np.log(probs[g] + FLOOR)
@@ -141,15 +144,16 @@ def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts, rank: int) ->
             at = slice((h * n + g) * e, (h * n + g + 1) * e)
             for i, rows in enumerate((~held, held)):
                 moments[i, :, at] = features[rows].T @ y[rows]
-    values, vectors = np.linalg.eigh(grams[0].astype(np.float64))
-    turned, errors = vectors.T @ moments[0], []
-    for alpha in ALPHAS:
-        w = vectors @ (turned / (values[:, None] + alpha))
-        errors.append(np.sum(w * (grams[1] @ w)) - 2 * np.sum(w * moments[1]))
-    values, vectors = np.linalg.eigh((grams[0] + grams[1]).astype(np.float64))
-    root = np.sqrt(np.maximum(values, 0))[:, None]
-    w = (vectors.T @ (moments[0] + moments[1])) / (values[:, None] + ALPHAS[int(np.argmin(errors))])  # in the vectors' basis
-    fitted = root * w
+    # the squared error on what was held out, up to a constant, from sums over all outputs in the basis of the eigenvectors
+    values, vectors = np.linalg.eigh(grams[0])
+    turned = vectors.T @ moments[0]
+    quadratic = (turned @ turned.T) * (vectors.T @ grams[1] @ vectors)
+    linear = np.einsum("fo,fo->f", turned, vectors.T @ moments[1])
+    shrunk = [1 / (values + alpha) for alpha in ALPHAS]
+    alpha = ALPHAS[int(np.argmin([d @ quadratic @ d - 2 * linear @ d for d in shrunk]))]
+    values, vectors = np.linalg.eigh(grams[0] + grams[1])
+    w = (vectors.T @ (moments[0] + moments[1])) / (np.maximum(values, 0)[:, None] + alpha)  # in the vectors' basis
+    fitted = np.sqrt(np.maximum(values, 0))[:, None] * w
     size, left = np.linalg.eigh(fitted @ fitted.T)
     right = fitted.T @ left[:, -rank:] / np.sqrt(np.maximum(size[-rank:], 1e-12))  # [H n E, rank], orthonormal
     return (vectors @ (w @ right)).astype(np.float32), right.astype(np.float32).reshape(len(discounts), n, e, rank), centre
