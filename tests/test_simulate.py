@@ -268,6 +268,8 @@ def test_run_records(moeoff_command, tmp_path):
     for _ in range(2):  # the second run goes on in the same file
         done = moeoff_command("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))
         assert done.returncode == 0, done.stderr
+    shown = moeoff_command("simulate", str(tmp_path / "t"), "--memory", "50%")
+    assert "% with compute waiting" in shown.stdout
     trace = Trace.read(tmp_path / "t")
     assert trace.starts.sum() == 2 and trace.notes[0]["strategy"] == "score" and trace.events[0].probs is not None
 
