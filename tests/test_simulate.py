@@ -183,9 +183,9 @@ def test_replay_of_a_live_lru_run(demo, tmp_path):
 
 @pytest.mark.parametrize("name", ["decay", "hobbit", "arc", "score"])
 def test_replay_of_a_live_policy_run(demo, tmp_path, name):
-    """Held between tokens, the policy's timing is not the threads': every hit and eviction must be the same."""
+    """Without the presets' prefetching. Held between tokens, the policy's timing is not the threads': all hits and evictions agree."""
     arena = int(Layout.read(demo).expert_bytes * 0.8)
-    with Llama(demo, expert_memory=arena, strategy=name, trace=tmp_path / "t", **OPTIONS) as llm:
+    with Llama(demo, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
         llm._driver._hold = True
         llm._driver.as_traced = True  # the policy sees the half precision that the file keeps
         decode(llm, driver=llm._driver)
@@ -203,10 +203,13 @@ def residency_of(trace, result):
     return out
 
 
-@pytest.mark.parametrize("name", ["lru", "lfu", "decay", "edgemoe", "hobbit", "arc", "score"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("lfu", "decay", "edgemoe", "hobbit", "arc")]
+
+
+@pytest.mark.parametrize("name", ["lru", "score", *SLOW])
 def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
-    """Free running, the policy is late by however long Python takes: within a point all the same, over 512 tokens."""
-    with Llama(demo, expert_memory=int(Layout.read(demo).expert_bytes * 0.8), strategy=name, trace=tmp_path / "t", **OPTIONS) as llm:
+    """Without prefetching. Free running, the policy is late by however long Python takes: within a point all the same, over 512 tokens."""
+    with Llama(demo, expert_memory=int(Layout.read(demo).expert_bytes * 0.8), strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
         decode(llm, 64, n_seq=8)
         stats = llm.stats()
     trace = Trace.read(tmp_path / "t")
