@@ -766,7 +766,7 @@ bool store::set_rule(const moeoff_rule & r, std::string & error) {
         return false;
     }
     guard lock(mutex);
-    judge next;
+    decider next;
     next.rule = r;
     if (next.uses_low() && low_bytes == 0) {
         error = "the rule needs low versions and an arena for them";

@@ -43,7 +43,8 @@ enum moeoff_matrix {
     MOEOFF_N_MATRIX       = 4,
 };
 
-// A slice may have two versions, of any types and sizes. SKIP is no version but a decision: the expert's output is zero
+// A slice may have two versions, of any types and sizes. SKIP is no version but a decision: all matrices of the expert give
+// zeros (biases stay, the other experts' weights are not rescaled)
 enum moeoff_version {
     MOEOFF_VERSION_HIGH = 0,
     MOEOFF_VERSION_LOW  = 1,
