@@ -69,7 +69,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         section = predict.get_predictor(predictor_name).profile_section
         arrays = profile.section(section) if profile is not None and section is not None else None
         predictor = predict.create(predictor_name, router, arrays, **strategy.options)
-        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged)
+        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged, rule=precision)
     if policy_name is not None:
         if profile is not None and policy_name in _CALIBRATED:
             options = (_CALIBRATED[policy_name](profile) or {}) | options

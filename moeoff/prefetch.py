@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import hooks
 from .buffer import ExpertBuffer, GateEvent
 from .judge import Judge
+from .precision import LOSSLESS, Precision
 from .predict import Prediction, Predictor
 
 _RATE = 0.05  # of the running means
@@ -24,10 +26,12 @@ class Prefetcher:
     n_lanes: of the buffer.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
     judged: prefetching that loses wall-clock is switched off by comparison.
+    rule: reads in low precision what it would serve low if the gate chose as predicted, and nothing that it would skip.
     """
 
-    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int, *, share: float = 0.0, judged: bool = True):
-        self._buffer, self.predictor = buffer, predictor
+    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int, *, share: float = 0.0, judged: bool = True,
+                 rule: Precision = LOSSLESS):  # fmt: skip
+        self._buffer, self.predictor, self._rule = buffer, predictor, rule
         n_experts = buffer.priorities.shape[1]
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
@@ -87,20 +91,44 @@ class Prefetcher:
     def _act(self, predictions: list[Prediction], single: bool) -> None:
         for p in predictions:
             if not single:
-                self._buffer.prefetch(p.gate, self._union(p.scores))
+                self._read_union(p)
                 continue
             best = p.scores[0].argsort()[: -self._n_candidates - 1 : -1]
-            queued = self._buffer.prefetch(p.gate, best.tolist(), limit=int(self._credit))
+            queued = self._read(p.gate, best, p.scores[0][best], int(self._credit))
             self._credit -= queued
             if queued:
                 return  # something was absent: look no further ahead (HOBBIT §3.3)
 
-    def _union(self, scores: np.ndarray) -> list[int]:
+    def _read(self, gate: int, best: np.ndarray, scores: np.ndarray, limit: int) -> int:
+        """Protects the candidates and queues up to `limit` slices of them; returns how many."""
+        if self._rule.lossless:
+            return self._buffer.prefetch(gate, best.tolist(), limit=limit)
+        versions = self._versions(scores)
+        queued = self._buffer.prefetch(gate, best[versions == hooks.HIGH].tolist(), limit=limit)
+        self._buffer.prefetch(gate, best[versions != hooks.HIGH].tolist(), limit=0)  # those that are resident will serve
+        if (low := best[versions == hooks.LOW].tolist()):
+            queued += self._buffer.prefetch(gate, low, low=True, limit=limit - queued)
+        return queued
+
+    def _versions(self, scores: np.ndarray) -> np.ndarray:
+        """What the rule would say of these candidates, the likeliest first, if their scores were gate weights (HOBBIT §3.3)."""
+        total = scores[: self._n_used].sum()
+        if total <= 0 or scores[-1] < 0:
+            return np.full(len(scores), hooks.HIGH)
+        s = np.minimum((np.cumsum(scores) - scores) / total, 1)
+        s[0] = 0
+        return np.where(s <= self._rule.t1, hooks.HIGH, np.where(s <= self._rule.t2, hooks.LOW, hooks.SKIP))
+
+    def _read_union(self, p: Prediction) -> None:
         """A batch: everything some token is likely to choose, the most wanted first (Fate §4.3)."""
-        chosen = np.argpartition(scores, -self._n_used, axis=1)[:, -self._n_used :] if self._n_used < scores.shape[1] else np.arange(scores.shape[1])
-        count = np.bincount(chosen.ravel(), minlength=scores.shape[1])
+        chosen = np.argpartition(p.scores, -self._n_used, axis=1)[:, -self._n_used :] if self._n_used < p.scores.shape[1] else np.arange(p.scores.shape[1])
+        count = np.bincount(chosen.ravel(), minlength=p.scores.shape[1])
         order = np.argsort(-count, kind="stable")
-        return order[count[order] > 0].tolist()
+        order = order[count[order] > 0].tolist()
+        n_high = len(order) - int(self._rule.prefill_low_share * len(order))
+        self._buffer.prefetch(p.gate, order[:n_high])
+        if n_high < len(order):
+            self._buffer.prefetch(p.gate, order[n_high:], low=True)
 
     def reset_sequence(self) -> None:
         """A new text begins."""

@@ -679,6 +679,9 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
         }
         for (int32_t i = 0; i < n; i++) {
             slice & s = slice_at(*tensors[g.tensors[m]], experts[i], v);
+            if (v == LOW && all.low_spare && slice_at(*tensors[g.tensors[m]], experts[i], HIGH).resident_i >= 0) {
+                continue; // the high version will serve
+            }
             const bool absent = s.state.load(std::memory_order_relaxed) == ABSENT;
             if (absent && n_queued == limit) {
                 continue;
@@ -763,7 +766,7 @@ bool store::set_rule(const moeoff_rule & r, std::string & error) {
         return false;
     }
     guard lock(mutex);
-    judge next;
+    decider next;
     next.rule = r;
     if (next.uses_low() && low_bytes == 0) {
         error = "the rule needs low versions and an arena for them";

@@ -171,7 +171,7 @@ class store {
     slice                     skipped; // serves every expert that is skipped
     pool                      pools[n_pools] { pool(all), pool(all) };
     uint64_t                  low_bytes = 0; // of the low arena; params has the high one
-    judge                     rule;
+    decider                   rule;
     std::atomic<bool>         decided {false}; // some gate may have decisions
     std::deque<uint32_t>      queue[N_REQUEST];
     std::vector<std::thread>  lanes;

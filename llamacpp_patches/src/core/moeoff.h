@@ -43,7 +43,8 @@ enum moeoff_matrix {
     MOEOFF_N_MATRIX       = 4,
 };
 
-// A slice may have two versions, of any types and sizes. SKIP is no version but a decision: the expert's output is zero
+// A slice may have two versions, of any types and sizes. SKIP is no version but a decision: all matrices of the expert give
+// zeros (biases stay, the other experts' weights are not rescaled)
 enum moeoff_version {
     MOEOFF_VERSION_HIGH = 0,
     MOEOFF_VERSION_LOW  = 1,
@@ -202,7 +203,8 @@ MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gate
 // after a change of priorities: makes the next eviction look at all of them
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // these experts are expected: what is resident of them stays, what is absent is queued, up to limit slices (-1: all), until
-// the gate speaks; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued
+// the gate speaks; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
+// Low versions of what is resident in high precision are left out, unless the rule is blind
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit);
 // queues what is absent, to be loaded whatever the gates say, and does not count it as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
