@@ -81,6 +81,11 @@ _view_2d = _function("ggml_view_2d", c_void_p, c_void_p, c_void_p, c_int64, c_in
 _view_3d = _function("ggml_view_3d", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t)
 # struct ggml_tensor * ggml_mul_mat_id(ctx, struct ggml_tensor * as, struct ggml_tensor * b, struct ggml_tensor * ids);
 _mul_mat_id = _function("ggml_mul_mat_id", c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+# struct ggml_tensor * ggml_custom_4d(ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
+#                                     struct ggml_tensor ** args, int n_args, ggml_custom_op_t fun, int n_tasks, void * userdata);
+_custom_4d = _function("ggml_custom_4d", c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64, POINTER(c_void_p), c_int, c_void_p, c_int, c_void_p)
+# void * moeoff_gate_of(const struct ggml_tensor * tensor);
+_gate_of = _function("moeoff_gate_of", c_void_p, c_void_p)
 # struct ggml_cgraph * ggml_new_graph(struct ggml_context * ctx);
 _new_graph = _function("ggml_new_graph", c_void_p, c_void_p)
 # void ggml_build_forward_expand(struct ggml_cgraph * cgraph, struct ggml_tensor * tensor);
@@ -181,6 +186,12 @@ class Context:
 
     def mul_mat_id(self, experts: int, rows: int, ids: int) -> int:
         return _mul_mat_id(self._handle, experts, rows, ids)
+
+    def gate_node(self, experts: int, ids: int, weights: int) -> int:
+        """The node by which llama.cpp's MoE block tells the expert buffer what was chosen; experts is allocated already."""
+        args = (c_void_p * 2)(ids, weights)
+        function = ctypes.cast(lib.moeoff_gate_node, c_void_p)
+        return _custom_4d(self._handle, I32, 1, 1, 1, 1, args, 2, function, 1, _gate_of(experts))
 
     def graph(self, *outputs: int) -> int:
         graph = _new_graph(self._handle)
