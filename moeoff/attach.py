@@ -55,7 +55,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
     if predictor_name is not None:
         predictor = predict.create(predictor_name, router, None, **strategy.options)
-        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged)
+        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged, rule=precision)
     if policy_name is not None:
         if not precision.lossless and "low_cost" in get_policy(policy_name).defaults:
             options = {"t1": precision.t1, "low_cost": buffer.low_arena_full / buffer.arena_full} | options

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from . import hooks
 from .buffer import ExpertBuffer, GateEvent
 from .cache import Event
 from .judge import Judge
+from .precision import LOSSLESS, Precision
 from .predict import Prediction, Predictor, top_k
 
 BOOST = np.float32(1e6)  # of an expert that is predicted: above anything a policy writes
@@ -29,11 +31,12 @@ class Prefetcher:
     reads: False only protects.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
     judged: prefetching that loses wall-clock is switched off by comparison.
+    rule: reads in low precision what it would serve low if the gate chose as predicted, and nothing that it would skip.
     """
 
     def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int, *, reads: bool = True,
-                 share: float = 0.0, judged: bool = True):  # fmt: skip
-        self._buffer, self.predictor = buffer, predictor
+                 share: float = 0.0, judged: bool = True, rule: Precision = LOSSLESS):  # fmt: skip
+        self._buffer, self.predictor, self._rule = buffer, predictor, rule
         n_gates, n_experts = buffer.priorities.shape
         self._n_used, self._n_lanes, self._reads = n_used, n_lanes, reads
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
@@ -106,7 +109,7 @@ class Prefetcher:
             best = top_k(p.scores, self._n_candidates)[0]
             best = best[np.argsort(-scores[best])]
             self.boosts[p.gate] = best[: self._n_used]
-            if self._reads and self._credit >= 1 and not self._read(p.gate, best.tolist()):
+            if self._reads and self._credit >= 1 and not self._read(p.gate, best.tolist(), self._versions(scores[best])):
                 break  # something was absent: look no further ahead (HOBBIT §3.3)
         return True
 
@@ -116,15 +119,26 @@ class Prefetcher:
             free = self._gap / self._t_slice - self._misses
             self._credit = min(max(self._credit, 0.0) + max(free, 0.0), float(self._n_used * self._n_matrices))
 
-    def _read(self, gate: int, experts: list[int]) -> bool:
+    def _versions(self, scores: np.ndarray) -> np.ndarray:
+        """What the rule would say of these candidates, the likeliest first, if their scores were gate weights (HOBBIT §3.3)."""
+        total = scores[: self._n_used].sum()
+        if self._rule.lossless or total <= 0 or scores[-1] < 0:
+            return np.full(len(scores), hooks.HIGH)
+        s = np.minimum((np.cumsum(scores) - scores) / total, 1)
+        s[0] = 0
+        return np.where(s <= self._rule.t1, hooks.HIGH, np.where(s <= self._rule.t2, hooks.LOW, hooks.SKIP))
+
+    def _read(self, gate: int, experts: list[int], versions: np.ndarray) -> bool:
         """Reads what is absent of the likeliest; returns whether everything was there."""
         complete = True
-        for rank, expert in enumerate(experts):
+        for rank, (expert, version) in enumerate(zip(experts, versions, strict=True)):
+            if version == hooks.SKIP:
+                break
             if self._precision[rank] < _LEAST_PRECISION:
                 self._skipped[rank] += 1
                 if self._skipped[rank] % _EXPLORE:
                     continue
-            n = self._buffer.prefetch(gate, (expert,))
+            n = self._buffer.prefetch(gate, (expert,), low=version == hooks.LOW)
             if n:
                 complete = False
                 self._issued[gate].append((expert, rank))
@@ -140,7 +154,11 @@ class Prefetcher:
         chosen = top_k(p.scores, self._n_used)
         count = np.bincount(chosen.ravel(), minlength=p.scores.shape[1])
         order = np.argsort(-count, kind="stable")
-        self._buffer.prefetch(p.gate, order[count[order] > 0].tolist())
+        order = order[count[order] > 0].tolist()
+        n_high = len(order) - int(self._rule.prefill_low_share * len(order))
+        self._buffer.prefetch(p.gate, order[:n_high])
+        if n_high < len(order):
+            self._buffer.prefetch(p.gate, order[n_high:], low=True)
 
     def reset_sequence(self) -> None:
         self.predictor.reset_sequence()

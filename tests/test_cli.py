@@ -14,6 +14,7 @@ from moeoff.run import demo_model
 DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_tps gen_tokens gen_tps hit_rate demand_hits
 demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
+expert_uses served_low skipped low_bytes_read low_arena_bytes max_loss estimated_loss
 direct_io strategy""".split()
 
 
@@ -217,4 +218,4 @@ import moeoff.hooks
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "speaks version 999 of the expert buffer's interface, this moeoff version 4" in done.stderr
+    assert "speaks version 999 of the expert buffer's interface, this moeoff version 5" in done.stderr

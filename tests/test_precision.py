@@ -8,6 +8,7 @@ import math
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,10 +21,13 @@ from test_kernel import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain, slot_bytes
 import moeoff
 from moeoff import OptionError, hooks
 from moeoff.buffer import ExpertBuffer
+from moeoff.cache import Event, Shape, create
 from moeoff.convert import convert
 from moeoff.errors import MoeoffError
 from moeoff.plan import Pools
 from moeoff.precision import Precision
+from moeoff.predict import Prediction
+from moeoff.prefetch import Prefetcher
 from moeoff.quantize import type_from_name
 from moeoff.trace import Trace
 
@@ -293,6 +297,9 @@ def test_prefetch_by_version(tmp_path, backend):
         assert (stats.prefetch_useful, stats.demand_misses) == (2 * N_USED, 2 * N_USED)
         assert block.resident(False).sum() == N_USED  # passed over, but resident all the same
 
+        buffer.prefetch_cancel()
+        assert buffer.prefetch(0, range(N_EXPERT), low=True) == 2 * (N_EXPERT - N_USED)  # the others are served high
+
 
 def test_low_versions_of_resident_experts_go_first(tmp_path, backend):
     """What is resident in high precision does not need its low version: of a full low pool that one is evicted."""
@@ -343,6 +350,47 @@ def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
         assert (high, low) == (pools.full, pools.low_full)
     elif high < pools.full and low < pools.low_full:
         assert high + low == arena
+
+
+def test_the_penalty_enters_hobbits_priorities():
+    """With B_l/B_h a use counts by what its miss would have cost (HOBBIT §3.4): the high ones 1, the low ones B_l/B_h."""
+    policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, fld=0, t1=0.5, low_cost=0.3)
+    for ids, weights in (([0, 1], [0.9, 0.1]), ([0, 2], [0.6, 0.4]), ([3, 0], [0.8, 0.2])):
+        policy.update(Event(0, np.array([ids], np.int32), np.array([weights], np.float32)))
+    both = 0.45 + 0.45  # 0 is first twice and second once, 3 first, 1 and 2 second: unimportance 0 or above 0.5
+    np.testing.assert_allclose(policy.priorities[0], both * np.array([2.3, 0.3, 0.3, 1.0]), rtol=1e-6)
+
+
+class Recorder:
+    """As much of a buffer as the prefetcher asks of one; remembers what was prefetched."""
+
+    def __init__(self):
+        self.priorities = np.zeros((2, 8), np.float32)
+        self.tensors = [SimpleNamespace(gate=g) for g in (0, 0, 1, 1)]
+        self.prefetched = []
+
+    def prefetch(self, gate, experts, low=False):
+        self.prefetched.append((gate, list(experts), low))
+        return 2 * len(experts)
+
+    def stats(self):
+        return hooks.Stats()
+
+
+def test_prefetches_by_predicted_weight():
+    """Predicted scores stand in for weights: what the rule would serve low is read low, what it would skip is not read."""
+    scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)  # unimportance 0, 0.4, 0.7, 0.9
+    rule = Precision(0.5, 0.8, 0.5, "Q4_0")
+    for precision, expected in ((rule, [(1, False), (3, False), (4, True)]), (Precision(), [(1, False), (3, False), (4, False), (2, False)])):
+        buffer = Recorder()
+        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, n_lanes=1, judged=False, rule=precision)
+        prefetcher._credit = 8.0
+        prefetcher._act([Prediction(1, scores)], single=True)
+        assert [(e[0], low) for _, e, low in buffer.prefetched] == expected
+    buffer = Recorder()
+    batch = np.array([[9, 8, 1, 0], [9, 8, 1, 0], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32).repeat(2, axis=1)[:, ::2]
+    Prefetcher(buffer, SimpleNamespace(), n_used=2, n_lanes=1, judged=False, rule=rule)._act([Prediction(0, batch)], single=False)
+    assert buffer.prefetched == [(0, [0, 1], False), (0, [2, 3], True)]  # chosen by 4, 2, 1, 1 tokens
 
 
 @pytest.mark.parametrize(
@@ -412,17 +460,18 @@ def test_lossless_with_a_low_pool(model):
     assert stats.served_low == stats.skipped == 0 and stats.low_arena_bytes > 0 and stats.receipt == ""
 
 
-def test_replay_is_bit_identical(model, tmp_path):
+@pytest.mark.parametrize("strategy", ["lru", "hobbit"])
+def test_replay_is_bit_identical(strategy, model, tmp_path):
     """What a lossy run computed comes back from its trace, whatever is resident, prefetched or asked by the rule."""
     trace = tmp_path / "trace"
-    recorded, stats = logits(model, precision=LOSSY, trace=trace)
+    recorded, stats = logits(model, precision=LOSSY, trace=trace, strategy=strategy)
     assert stats.served_low > 50 and stats.skipped > 10 and "low precision" in stats.receipt
     versions = np.frombuffer(Trace.read(trace).decisions(), np.uint8)
     assert np.bincount(versions).tolist() == [stats.expert_uses - stats.served_low - stats.skipped, stats.served_low, stats.skipped]
     elsewhere, _ = logits(model, precision=LOSSY, expert_memory="3M")
     assert (elsewhere != recorded).any()  # decisions depend on what is resident
     for memory, precision in (("700K", LOSSY), ("3M", LOSSY), ("12M", Precision(tier="Q4_0"))):
-        again, replayed = logits(model, precision=precision, replay=trace, expert_memory=memory, n_lanes=1)
+        again, replayed = logits(model, precision=precision, replay=trace, expert_memory=memory, strategy=strategy, n_lanes=1)
         assert_bit_equal(again, recorded)
         assert (replayed.served_low, replayed.skipped) == (stats.served_low, stats.skipped)
 

@@ -1,6 +1,7 @@
 """Traces on disk: they come back as they were written, survive a cut, and go on where they ended."""
 
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -167,3 +168,20 @@ def test_checked_in_trace():
     trace = Trace.read(Path(__file__).parent / "data" / "small.trace")
     assert trace.model.n_gates == 12 and trace.n_tokens == 96 and trace.starts.sum() == 3
     assert not any("/" in str(v) for n in trace.notes for v in n.values())
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_decisions_round_trip(tmp_path, probs):
+    """Only events in which something was given up have decisions; the others count as all high."""
+    rng = np.random.default_rng(3)
+    events = [(replace(e, versions=[None, np.zeros((5, 2), np.uint8), rng.integers(0, 3, (5, 2)).astype(np.uint8)][i % 3]), p) for i, (e, p) in enumerate(gate_events(9, 5))]
+    with TraceWriter(tmp_path / "t", MODEL) as writer:
+        for event, p in events:
+            writer.write(event, p if probs else None)
+    trace = Trace.read(tmp_path / "t")
+    expected = [np.zeros((5, 2), np.uint8) if e.versions is None else e.versions for e, _ in events]
+    assert trace.decisions() == np.concatenate(expected).tobytes()
+    for i, (event, (live, p)) in enumerate(zip(trace.events, events, strict=True)):
+        assert (event.ids == live.ids).all() and (event.weights == live.weights).all()
+        assert (event.probs == p).all() if probs else event.probs is None
+        assert (event.versions is None) == (i % 3 != 2) and (i % 3 != 2 or (event.versions == live.versions).all())

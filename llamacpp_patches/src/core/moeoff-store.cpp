@@ -673,6 +673,9 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
         }
         for (int32_t i = 0; i < n; i++) {
             slice & s = slice_at(*tensors[g.tensors[m]], experts[i], v);
+            if (v == LOW && all.low_spare && slice_at(*tensors[g.tensors[m]], experts[i], HIGH).resident_i >= 0) {
+                continue; // the high version will serve
+            }
             if (s.state.load(std::memory_order_relaxed) == ABSENT) {
                 s.prefetched  = expected;
                 g.n_prefetch += expected;

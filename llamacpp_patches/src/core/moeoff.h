@@ -200,7 +200,8 @@ MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
 // after a change of priorities: makes the next eviction look at all of them
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
-// queues what is absent of these experts; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued
+// queues what is absent of these experts; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
+// Low versions of what is resident in high precision are left out, unless the rule is blind
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 // the same, loaded whatever the gates say and not counted as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
