@@ -181,6 +181,34 @@ def verify(**options) -> None:
     click.echo(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")
 
 
+@main.command(name="eval", context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
+@click.option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
+@click.option("--ctx", type=click.IntRange(min=4), default=512, show_default=True, help="Tokens in a window; its second half is scored.")
+@click.option("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")
+@click.option("--mode", type=click.Choice(["prefill", "decode"]), default="prefill", show_default=True, help="decode: feed the scored half token by token.")
+@click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
+@click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
+@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
+@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
+@click.option("--tier", metavar="NAME", help="Precision of the companion to evaluate, as Q2_K. Default: the model's own.")
+@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
+@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
+@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@_one_sentence
+def eval_(**options) -> None:
+    """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
+
+    What is lossy is compared with the lossless model on the same windows: loss of perplexity, KL divergence, and how often
+    both find the same token the likeliest.
+    """
+    from .evaluation import evaluation as command
+
+    command(**options)
+
+
 @main.command(context_settings=CONTEXT)
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
 @click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
