@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as _binding
 
 from .attach import attach_driver, wants_gate_input
 from .buffer import ExpertBuffer
-from .companion import Choice
+from .companion import Choice, Companion
 from .driver import Driver
 from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from .footprint import require_room
@@ -92,7 +92,7 @@ class Llama(llama_cpp.Llama):
         strategy: str = "lru",
         n_lanes: int = 4,
         direct_io: bool = True,
-        experts: str | os.PathLike | bool = "auto",
+        experts: Companion | str | os.PathLike | bool = "auto",
         tier: str | None = None,
         verify_reads: bool = False,
         gate_input: bool = False,

@@ -81,7 +81,7 @@ class Scores:
         """Summed up over some of the windows, by default all."""
         nll = self.nll[windows]
         perplexity = math.exp(nll.mean())
-        error = perplexity * nll.std() / math.sqrt(nll.size - 1)
+        error = perplexity * float(nll.std()) / math.sqrt(nll.size - 1)
         if self.kl is None:
             return Quality(len(nll), nll.size, perplexity, error)
         loss = Estimate.mean(nll - self.reference_nll[windows]).map(math.expm1)
