@@ -210,6 +210,27 @@ def eval_(**options) -> None:
 
 
 @main.command(context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), required=True, help="GGUF with routed experts; of a split one the first part.")
+@click.option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text like what the model will see; may be repeated.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="Default: MODEL.profile.npz, where it is found on its own.")
+@click.option("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
+@click.option("--memory", metavar="SIZE", help="Bound of the process while the model runs. Default: 80% of what is available.")
+@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of what is trained.")
+@_one_sentence
+def calibrate(**options) -> None:
+    """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
+    from .calibrate import calibrate as command
+    from .progress import stages_bar
+
+    with stages_bar() as progress:
+        done = command(**options, progress=progress)
+    click.echo(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
+    if done.recall is not None:
+        click.echo(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict", err=True)
+
+
+@main.command(context_settings=CONTEXT)
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
 @click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")

@@ -62,3 +62,26 @@ class _Bar:
     def stop(self) -> None:
         if self._progress is not None:
             self._progress.stop()
+
+
+@contextmanager
+def stages_bar() -> Iterator[Callable[[str, int, int], None] | None]:
+    """Yields a function that is told a stage's name, what is done of it and all of it; None if nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        tasks: dict[str, int] = {}
+
+        def update(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                for task in tasks.values():
+                    shown.update(task, visible=False)
+                tasks[stage] = shown.add_task(stage, total=total)
+            shown.update(tasks[stage], completed=done, total=total)
+
+        yield update

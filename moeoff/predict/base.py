@@ -6,14 +6,18 @@ section of a profile; without them it learns while it runs, or says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..cache import Event
 from ..errors import OptionError
 from ..router import Router
+
+if TYPE_CHECKING:
+    from ..recording import Recording
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,11 @@ class Predictor:
 
     def reset_sequence(self) -> None:
         """A new text begins."""
+
+    @classmethod
+    def fit(cls, recording: Recording, progress: Callable[[int, int], None] | None = None) -> dict[str, np.ndarray] | None:
+        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it."""
+        return None
 
 
 def top_k(scores: np.ndarray, k: int) -> np.ndarray:

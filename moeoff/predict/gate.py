@@ -5,7 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache import Event
-from .base import Prediction, Predictor
+from .base import Prediction, Predictor, top_k, widened
+
+SHALLOW = 0.85  # of the median layer's recall
 
 
 class _Ahead(Predictor):
@@ -48,6 +50,55 @@ class _Ahead(Predictor):
         router, n = self.router, len(logits)
         scores = router.gated(logits.reshape(n, len(targets), -1))
         return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
+
+
+    @classmethod
+    def fit(cls, recording, progress=None) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs; None if it has none.
+
+        Returns:
+            [n_gates] each: next_norm, whether the next layer's norm predicts better; recall_raw, recall_norm at k without and
+            with it; recall_widened at the 75th percentile of the better; cosine of the gate input with the one before.
+            shallow [1]: Fate's L (§4.4), how many first layers are predicted badly.
+        """
+        if recording.inputs is None:
+            return None
+        router, inputs = recording.router, recording.inputs
+        n, used = router.n_gates, recording.used()[: len(inputs)]
+        arrays = {name: np.zeros(n, np.float32) for name in ("recall_raw", "recall_norm", "recall_widened", "cosine")}
+        arrays["next_norm"] = np.ones(n, bool)
+        for target in range(1, n):
+            x, y = inputs[:, target - 1].astype(np.float32), used[:, target]
+            total, k = max(y.sum(), 1), router.n_used[target]
+            best = -1.0
+            for name, norm in (("recall_raw", False), ("recall_norm", True)):
+                if (found := router.ahead(target - 1, target, norm)) is None:
+                    continue
+                logits = x @ found[0].T + (0 if found[1] is None else found[1])
+                scores = router.selection(target, router.gated(logits))
+                arrays[name][target] = recall = np.take_along_axis(y, top_k(scores, k), axis=1).sum() / total
+                if recall > best:
+                    best, arrays["next_norm"][target] = recall, norm
+                    arrays["recall_widened"][target] = np.take_along_axis(y, widened(scores), axis=1).sum() / total
+            arrays["cosine"][target] = _cosine(x, inputs[:, target].astype(np.float32))
+            if progress:
+                progress(target, n - 1)
+        arrays["shallow"] = np.array([shallow_boundary(np.maximum(arrays["recall_raw"], arrays["recall_norm"]))])
+        return arrays
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean over rows."""
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return float(((a * b).sum(axis=1) / np.maximum(lengths, 1e-12)).mean())
+
+
+def shallow_boundary(recall: np.ndarray) -> int:
+    """Fate §4.4: the first layers whose prediction is worse than 85 % of the median layer's. recall: [n_gates], of gate 0: 0."""
+    if len(recall) < 2:
+        return 0
+    good = np.flatnonzero(recall >= SHALLOW * np.median(recall[1:]))
+    return int(good[0]) if len(good) else 0
 
 
 class CrossLayerGate(_Ahead):

@@ -10,8 +10,13 @@ from ..errors import OptionError
 from ..router import Router
 from .base import Predictor
 from .gate import CrossLayerGate, StackedGate
+from .learned import Learned
+from .path import EAP, ActivationPath
+from .tokens import PreviousToken, TokenTable
 
-PREDICTORS: dict[str, type[Predictor]] = {p.name: p for p in (CrossLayerGate, StackedGate)}
+PREDICTORS: dict[str, type[Predictor]] = {
+    p.name: p for p in (CrossLayerGate, StackedGate, ActivationPath, EAP, TokenTable, PreviousToken, Learned)
+}
 
 
 def register(predictor: type[Predictor], replace: bool = False) -> type[Predictor]:

@@ -1,0 +1,123 @@
+"""Experts of the layers before, and what usually followed them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import Event
+from .base import Prediction, Predictor
+
+FLOOR = 1e-4  # under logarithms
+PRIOR_ONE, PRIOR_TWO = 8.0, 8.0  # observations that the back-off weighs as much as
+TRIPLES = 64 << 20  # bytes of the table of two layers; beyond it the two layers count as independent
+SKIP_WEIGHT = 0.7  # of the layer before the last in that case, measured on the demo model
+
+
+class ActivationPath(Predictor):
+    """EdgeMoE §3.3: P(E_n | E_{n-1}, E_{n-2}), from statistics of other text.
+
+    EdgeMoE's models choose one expert; with k of them the probability is the geometric mean over the k x k pairs of one
+    expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. The first gates look back
+    into the token before. Without a profile one layer is learned while it runs.
+    """
+
+    name, summary = "activation-path", "what followed the experts of the last two layers in other text"
+    profile_section = "path"
+    layers = 2
+
+    def start(self) -> None:
+        n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays
+        self._one = self._skip = self._two = self._counts = None
+        if arrays is None:
+            self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)  # [gate, expert before, expert]
+            self._sums = np.full((n, e, 1), PRIOR_ONE, np.float32)
+        else:
+            self._one = arrays["one"].astype(np.float32)
+            if self.layers == 2 and "two" in arrays:
+                self._two = arrays["two"]
+            elif self.layers == 2:
+                self._skip = arrays["skip"].astype(np.float32) * SKIP_WEIGHT
+            self._log_popularity = np.log(arrays["popularity"] + FLOOR)
+        self.reset_sequence()
+
+    def reset_sequence(self) -> None:
+        self._gate, self._last, self._before = -1, None, None
+
+    def observe(self, event: Event) -> list[Prediction]:
+        ids, n_gates = event.ids, self.router.n_gates
+        follows = event.gate == (self._gate + 1) % n_gates and self._last is not None and len(self._last) == len(ids)
+        if follows and event.gate == 0 and len(ids) > 1:
+            follows = False  # the rows are other tokens
+        before = self._last if follows else None
+        if self._counts is not None and before is not None:
+            rows, columns = before[:, :, None], ids[:, None, :]
+            np.add.at(self._counts[event.gate], (rows, columns), 1)
+            np.add.at(self._sums[event.gate], before.ravel(), ids.shape[1])
+        self._gate, self._last, self._before = event.gate, ids, before
+        target = (event.gate + 1) % n_gates
+        if target == 0 and len(ids) > 1:
+            return []
+        return [Prediction(target, self._scores(target, ids, before))]
+
+    def _scores(self, gate: int, last: np.ndarray, before: np.ndarray | None) -> np.ndarray:
+        if self._counts is not None:
+            return (self._counts[gate][last] / self._sums[gate][last]).mean(axis=1)
+        if self._two is not None and before is not None:
+            pairs = self._two[gate][last[:, :, None], before[:, None, :]]
+            return np.exp(pairs.mean(axis=(1, 2), dtype=np.float32))
+        log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
+        if self._skip is not None and before is not None:
+            log += self._skip[gate][before].sum(axis=1)
+        log -= log.max(axis=1, keepdims=True)
+        return np.exp(log, out=log)
+
+    @classmethod
+    def fit(cls, recording, progress=None) -> dict[str, np.ndarray]:
+        """From a `Recording`.
+
+        Returns:
+            popularity [n_gates, E] share of tokens; one, skip [n_gates, E before, E] log of P(e | before) / P(e), of the last
+            layer and of the one before; two [n_gates, E last, E before, E] log P(e | both), left out if too large.
+        """
+        used = recording.used()
+        _, n, e = used.shape
+        popularity = used.mean(axis=0, dtype=np.float32)
+        arrays = {"popularity": popularity, "one": np.zeros((n, e, e), np.float16), "skip": np.zeros((n, e, e), np.float16)}
+        triples = cls.layers == 2 and 2 * n * e**3 <= TRIPLES
+        if triples:
+            arrays["two"] = np.zeros((n, e, e, e), np.float16)
+        for gate in range(n):
+            last, before = _earlier(used, recording.starts, gate, 1), _earlier(used, recording.starts, gate, 2)
+            y = used[:, gate].astype(np.float32)
+            ratio = {}
+            for name, x in (("one", last), ("skip", before)):
+                x = x.astype(np.float32)
+                ratio[name] = (x.T @ y + PRIOR_ONE * popularity[gate]) / (x.sum(axis=0)[:, None] + PRIOR_ONE)
+                arrays[name][gate] = np.log(ratio[name] + FLOOR) - np.log(popularity[gate] + FLOOR)
+            if triples:
+                for a in range(e):
+                    rows = np.flatnonzero(last[:, a])
+                    b = before[rows].astype(np.float32)
+                    joint = b.T @ y[rows] + PRIOR_TWO * ratio["one"][a]
+                    arrays["two"][gate, a] = np.log(joint / (b.sum(axis=0)[:, None] + PRIOR_TWO) + FLOOR)
+            if progress:
+                progress(gate + 1, n)
+        return arrays
+
+
+class EAP(ActivationPath):
+    """Fate's baseline (§5): the expert activation path one layer back."""
+
+    name, summary = "eap", "what followed the experts of the last layer in other text"
+    layers = 1
+
+
+def _earlier(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) -> np.ndarray:
+    """[n_tokens, E] bool: the experts `steps` gates before, of the token before if need be; none before a text."""
+    at = gate - steps
+    if at >= 0:
+        return used[:, at]
+    out = np.zeros_like(used[:, 0])
+    out[1:] = used[:-1, at % used.shape[1]]
+    out[starts] = False
+    return out

@@ -1,0 +1,85 @@
+"""Predictions before a batch has computed anything: of its tokens, and of the token before."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import Event
+from .base import Prediction, Predictor
+
+PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
+LIMIT = 64 << 20  # bytes of the table; the most frequent tokens are kept
+
+
+class TokenTable(Predictor):
+    """ProMoE §4.2's token-based baseline: for all layers at once, what each token chose in other text.
+
+    Exact where the token alone decides (`Router.tables`). Without a profile it knows only those gates.
+    """
+
+    name, summary, wants_tokens = "token-table", "what this token chose in other text, for all layers at once", True
+    profile_section = "tokens"
+
+    def begin(self, tokens: np.ndarray) -> list[Prediction]:
+        tokens = np.asarray(tokens)
+        out, e = [], self.router.n_experts
+        if self.arrays is not None:
+            known = self.arrays["tokens"]
+            at = np.searchsorted(known, tokens).clip(max=len(known) - 1)
+            rows = self.arrays["shares"][at].astype(np.float32)
+            rows[known[at] != tokens] = self.arrays["popularity"]
+        for gate, table in enumerate(self.router.tables):
+            if table is not None:
+                scores = np.zeros((len(tokens), e), np.float32)
+                np.put_along_axis(scores, table[tokens], 1, axis=1)
+                out.append(Prediction(gate, scores))
+            elif self.arrays is not None:
+                out.append(Prediction(gate, rows[:, gate]))
+        return out
+
+    @classmethod
+    def fit(cls, recording, progress=None) -> dict[str, np.ndarray]:
+        """From a `Recording`.
+
+        Returns:
+            tokens [n] int32 ascending; shares [n, n_gates, E] float16; popularity [n_gates, E] for other tokens.
+        """
+        used = recording.used()
+        popularity = used.mean(axis=0, dtype=np.float32)
+        order = np.argsort(recording.tokens, kind="stable")
+        tokens, first, seen = np.unique(recording.tokens[order], return_index=True, return_counts=True)
+        room = max(LIMIT // (2 * popularity.size), 1)
+        kept = np.sort(np.argsort(-seen, kind="stable")[:room])
+        shares = np.empty((len(kept), *popularity.shape), np.float16)
+        for row, i in enumerate(kept):
+            count = used[order[first[i] : first[i] + seen[i]]].sum(axis=0)
+            shares[row] = (count + PRIOR * popularity) / (seen[i] + PRIOR)
+            if progress:
+                progress(row + 1, len(kept))
+        return {"tokens": tokens[kept].astype(np.int32), "shares": shares, "popularity": popularity}
+
+
+class PreviousToken(Predictor):
+    """The choice of the same layer for the token before; older tokens rank what it did not choose.
+
+    Options:
+        decay: weight of a choice one token older, below one half.
+    """
+
+    name, summary = "previous-token", "what the same layer chose for the token before"
+    defaults = {"decay": 0.5}
+
+    def start(self) -> None:
+        self._scores = np.zeros((self.router.n_gates, self.router.n_experts), np.float32)
+
+    def reset_sequence(self) -> None:
+        self._scores[:] = 0
+
+    def observe(self, event: Event) -> list[Prediction]:
+        row, decay = self._scores[event.gate], self.options["decay"]
+        for ids in event.ids[-8:]:
+            row *= decay
+            row[ids] += 1 - decay
+        target = (event.gate + 1) % self.router.n_gates
+        n = 1 if target == 0 else len(event.ids)
+        return [Prediction(target, np.broadcast_to(self._scores[target], (n, len(row))))]

@@ -1,0 +1,134 @@
+"""A profile: what calibration measured of a model, in one file beside it.
+
+An npz without pickle; keys are "section/array", so that each command writes its own sections and leaves the others. Bound to
+the model by a hash of samples of its experts. Knows nothing of what the sections mean.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+
+from .companion import source_sample
+from .errors import ModelError
+from .layout import Layout
+
+__all__ = ["VERSION", "Profile", "profile_path"]
+
+VERSION = 1
+_HEADER = "moeoff"  # key of the header: JSON in bytes
+_PART = re.compile(r"-00001-of-\d{5}$")
+
+
+def profile_path(model: str | os.PathLike) -> str:
+    """Where a model's profile is looked for, and made by default: MODEL.profile.npz, without the number of a first part."""
+    return _PART.sub("", os.fspath(model).removesuffix(".gguf")) + ".profile.npz"
+
+
+class Profile:
+    """A profile that was read; all of it is in memory.
+
+    Attributes:
+        path: of the file.
+        info: the header's facts: tokens and texts of the calibration, say.
+    """
+
+    def __init__(self, path: str, arrays: dict[str, np.ndarray], info: dict):
+        self.path, self._arrays, self.info = path, arrays, info
+
+    @property
+    def sections(self) -> list[str]:
+        return sorted({key.split("/", 1)[0] for key in self._arrays})
+
+    def section(self, name: str) -> dict[str, np.ndarray] | None:
+        """Its arrays by name, or None if the profile has no such section."""
+        found = {key.split("/", 1)[1]: array for key, array in self._arrays.items() if key.split("/", 1)[0] == name}
+        return found or None
+
+    @classmethod
+    def find(cls, layout: Layout) -> Profile | None:
+        """The profile beside a model, or None if there is none.
+
+        Raises:
+            ModelError: as `read`.
+        """
+        path = profile_path(layout.files[0])
+        return cls.read(path, layout) if os.path.exists(path) else None
+
+    @classmethod
+    def read(cls, path: str | os.PathLike, layout: Layout) -> Profile:
+        """
+        Raises:
+            ModelError: missing, damaged, of another version, or of another model.
+        """
+        path = os.fspath(path)
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                if _HEADER not in file.files:
+                    raise ModelError(f"{path}: not a moeoff profile; make one with moeoff calibrate")
+                header = json.loads(bytes(file[_HEADER]).decode())
+                if header["version"] != VERSION:
+                    raise ModelError(f"{path}: profile version {header['version']}, this moeoff reads {VERSION}: run moeoff calibrate again")
+                if header["source"] != source_sample(layout):
+                    raise ModelError(
+                        f"{path}: was made of another model ({header['model']}), not of {layout.files[0]}: run moeoff calibrate, "
+                        f"or move the profile away"
+                    )
+                arrays = {key: file[key] for key in file.files if key != _HEADER}
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
+        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ModelError(f"{path}: the profile is damaged ({error}): delete it, or run moeoff calibrate again") from None
+        return cls(path, arrays, header["info"])
+
+    @classmethod
+    def write(
+        cls, path: str | os.PathLike, layout: Layout, sections: Mapping[str, Mapping[str, np.ndarray]], info: dict | None = None
+    ) -> Profile:
+        """Replaces these sections of the file, or makes it; others that it has stay. Complete, or not at all.
+
+        Raises:
+            ModelError: the file is there and is no profile of this model, or cannot be written.
+        """
+        path = os.fspath(path)
+        old = cls.read(path, layout) if os.path.exists(path) else cls(path, {}, {})
+        arrays = {key: array for key, array in old._arrays.items() if key.split("/", 1)[0] not in sections}
+        arrays |= {f"{section}/{name}": np.asarray(array) for section, named in sections.items() for name, array in named.items()}
+        if any(array.dtype.hasobject for array in arrays.values()):
+            raise TypeError("a profile holds numbers only")
+        info = old.info | (info or {})
+        header = {"version": VERSION, "source": source_sample(layout), "model": os.path.basename(layout.files[0]), "info": info}
+        raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
+        try:
+            with _replacing(path) as file:
+                np.savez_compressed(file, **{_HEADER: raw}, **arrays)
+        except OSError as error:
+            raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from None
+        return cls(path, arrays, info)
+
+
+@contextmanager
+def _replacing(path: str):
+    """A file that takes `path`'s place when the block has ended well and its bytes are on the disk."""
+    partial = Path(path).with_name(f".{os.path.basename(path)}.{os.getpid()}.part")
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+    finally:
+        partial.unlink(missing_ok=True)
