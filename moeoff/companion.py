@@ -130,6 +130,7 @@ class Companion:
         source_name, source_bytes: of the model: file name (first part), bytes of its routed experts.
         source_hashes: of the model's own slices, by (tensor, expert).
         quantized: how it was made, in words.
+        identity: hash of the header, in which all slices' hashes are.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -149,6 +150,7 @@ class Companion:
             self.source_name: str = self._get(file, "moeoff.source.name", str)
             self.source_bytes: int = self._get(file, "moeoff.source.size", int)
             self.quantized: str = self._get(file, "moeoff.quantized", str)
+            self.identity: int = self._get(file, _SEAL.decode(), int)
             self._sample: int = self._get(file, "moeoff.source.sample", int)
             hashes = self._get(file, "moeoff.hashes", np.ndarray).tolist()
             source_hashes = self._get(file, "moeoff.source.hashes", np.ndarray).tolist()

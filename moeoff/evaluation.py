@@ -41,6 +41,8 @@ def evaluation(
     experts: str | None = None,
     no_experts: bool = False,
     tier: str | None = None,
+    max_loss: str | None = None,
+    deterministic: bool = False,
     threads: int | None = None,
     verbose: bool = False,
     **options,
@@ -59,23 +61,24 @@ def evaluation(
         raise OptionError("give --experts or --no-experts, not both")
     model = model or demo_model()
     options |= {"experts": experts or not no_experts, "n_threads": threads, "verbose": verbose}
-    lossy = tier is not None and tier.lower() != KEEP
+    lossy = max_loss is not None or (tier is not None and tier.lower() != KEEP)
+    lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic}
     with contextlib.ExitStack() as stack:
         reference = None
         if lossy:
-            with open_model(model, ctx, tier=tier, **options):
+            with open_model(model, ctx, **lower, **options):
                 pass  # what is wrong with the options comes before minutes of computing
             with open_model(model, ctx, **(options | {"experts": False, "verify_reads": False})) as llm:
                 windows = read_windows(llm, text, ctx, chunks)
                 with token_bar("lossless", len(windows) * ctx) as progress, interruptible(llm) as call:
                     reference = stack.enter_context(call(Reference.record, llm, windows, mode, progress))
-        with open_model(model, ctx, tier=tier, **options) as llm:
+        with open_model(model, ctx, **lower, **options) as llm:
             windows = read_windows(llm, text, ctx, chunks)
             with token_bar("evaluating", len(windows) * ctx) as progress, interruptible(llm) as call:
                 started = time.perf_counter()
                 scores = call(evaluate, llm, windows, reference, mode=mode, progress=progress)
                 seconds = time.perf_counter() - started
-            stats, arena = llm.stats(), llm.plan
+            stats, budget, precision = llm.stats(), llm.plan.budget, llm.precision
     names = [os.path.basename(path) for path in text]
     by_text = [(name, scores.quality(_windows_of(windows, i))) for i, name in enumerate(names)]
     whole = scores.quality()
@@ -87,20 +90,23 @@ def evaluation(
             "ctx": ctx,
             **_fields(whole),
             "texts": [{"file": path, **_fields(quality)} for path, (_, quality) in zip(text, by_text)],
+            "precision": asdict(precision),
+            **{name: getattr(stats, name) for name in ("expert_uses", "served_low", "skipped", "max_loss", "estimated_loss")},
             "seconds": seconds,
             "bytes_read": scores.bytes_read,
             "strategy": stats.strategy,
-            "budget_bytes": arena.budget,
+            "budget_bytes": budget,
             "arena_bytes": stats.arena_bytes,
             "peak_rss_bytes": peak_rss(),
         }
         print(json.dumps(result))
         return
-    _table(f"{os.path.basename(model)}, {tier or 'lossless'}, {mode}, windows of {ctx} tokens", [*by_text, *([("all", whole)] if len(names) > 1 else [])])
+    what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
+    _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*by_text, *([("all", whole)] if len(names) > 1 else [])])
     n_tokens = len(windows) * ctx
     from .run import dim
 
-    dim(f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s | {scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read")
+    dim(f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s | {scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read{f' | {stats.receipt}' if stats.receipt else ''}")
 
 
 def _windows_of(windows, text: int) -> slice:

@@ -19,7 +19,8 @@ from llama_cpp import llama_cpp as _binding
 
 from .attach import attach_driver, wants_gate_input
 from .buffer import ExpertBuffer
-from .companion import Choice, Companion
+from .companion import KEEP, Choice, Companion
+from .contract import Contract, parse_loss
 from .driver import Driver
 from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from .footprint import require_room
@@ -68,6 +69,8 @@ class Llama(llama_cpp.Llama):
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
         warm: remembers on closing which experts were resident and loads them in the background on the next start.
         precision: which experts may be served in lower precision, or not at all; the default is lossless.
+        max_loss: instead of `precision`: the bound of lost perplexity, as "1%"; takes what `moeoff calibrate --max-loss` measured
+            on this very model.
         deterministic: lossy decisions look at the gates alone and not at what is resident, so that the text does not depend on
             timing, memory or what was asked before. An expert that is resident may then be served in low precision.
         replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
@@ -99,6 +102,7 @@ class Llama(llama_cpp.Llama):
         trace: str | os.PathLike | None = None,
         warm: bool = False,
         precision: Precision = LOSSLESS,
+        max_loss: str | float | None = None,
         deterministic: bool = False,
         replay: str | os.PathLike | None = None,
         progress: Callable[[float], None] | None = None,
@@ -114,10 +118,11 @@ class Llama(llama_cpp.Llama):
             raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
         if memory is not None and expert_memory is not None:
             raise OptionError("give memory or expert_memory, not both")
+        if max_loss is not None:
+            max_loss = parse_loss(max_loss)
+            if precision is not LOSSLESS or tier not in (None, KEEP):
+                raise OptionError("max_loss finds the precision by itself, measured against the model's own: give no other")
         self.strategy = get_strategy(strategy)
-        if not self.strategy.eager and not (precision.lossless and replay is None):
-            raise OptionError(f"strategy {strategy!r} serves every expert in its own precision")
-        self.precision = precision
         self._driver: Driver | None = None
         gate_input = gate_input or wants_gate_input(self.strategy, trace)
         budget = parse_size(memory) if memory is not None else None
@@ -128,7 +133,12 @@ class Llama(llama_cpp.Llama):
         layout = Layout.read(model_path)
         layout.require_experts()
         require_room(layout, llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512, budget or available())
-        choice = Choice.make(layout, experts, tier, verify_reads)
+        choice = Choice.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
+        self.promise = Contract.find(layout, choice, max_loss) if max_loss else None
+        precision = self.promise.precision if self.promise else precision
+        if not self.strategy.eager and not (precision.lossless and replay is None):
+            raise OptionError(f"strategy {strategy!r} serves every expert in its own precision")
+        self.precision = precision
         low = choice.low(precision.tier) if precision.tier else None
 
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -320,7 +330,10 @@ class Llama(llama_cpp.Llama):
 
     def stats(self) -> Stats:
         """What happened since the model was opened, or since `reset_stats()`."""
-        return Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
+        stats = Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
+        if self.promise is None:
+            return stats
+        return replace(stats, max_loss=self.promise.max_loss, estimated_loss=self.promise.estimated_loss)
 
     def reset_stats(self) -> None:
         self.expert_buffer.reset_stats()
