@@ -61,6 +61,7 @@ def main() -> None:
 @click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.")
 @click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there.")
 @click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone.")
+@click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless.")
 @click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory.")
 @click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
@@ -101,6 +102,7 @@ def run(**options) -> None:
 @click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.")
 @click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there.")
 @click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone.")
+@click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless.")
 @click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory.")
 @click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
@@ -193,6 +195,36 @@ def verify(**options) -> None:
     click.echo(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")
 
 
+@main.command(name="eval", context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
+@click.option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
+@click.option("--ctx", type=click.IntRange(min=4), default=512, show_default=True, help="Tokens in a window; its second half is scored.")
+@click.option("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")
+@click.option("--mode", type=click.Choice(["prefill", "decode"]), default="prefill", show_default=True, help="decode: feed the scored half token by token.")
+@click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
+@click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
+@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
+@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
+@click.option("--tier", metavar="NAME", help="Precision of the companion to evaluate, as Q2_K. Default: the model's own.")
+@click.option("--max-loss", metavar="PERCENT", help="Evaluate the precision that calibrate --max-loss found to lose at most this, as 1%.")
+@click.option("--deterministic", is_flag=True, help="With --max-loss: as if no expert were in memory, the most that is ever given up.")
+@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
+@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
+@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@_one_sentence
+def eval_(**options) -> None:
+    """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
+
+    What is lossy is compared with the lossless model on the same windows: loss of perplexity, KL divergence, and how often
+    both find the same token the likeliest.
+    """
+    from .evaluation import evaluation as command
+
+    command(**options)
+
+
 @main.command(context_settings=CONTEXT)
 @click.option("-m", "--model", type=click.Path(), required=True, help="GGUF with routed experts; of a split one the first part.")
 @click.option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text like what the model will see; may be repeated.")
@@ -201,14 +233,40 @@ def verify(**options) -> None:
 @click.option("--memory", metavar="SIZE", help="Bound of the process while the model runs. Default: 80% of what is available.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of what is trained.")
+@click.option("--max-loss", metavar="PERCENT", help="Instead: measure what low precision costs, for run --max-loss, as 1%. Needs a companion.")
+@click.option("--tier", metavar="NAME", help="With --max-loss: the companion's low precision. Default: its first.")
+@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the companion. Default: MODEL.experts.gguf.")
+@click.option("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")
+@click.option("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
+@click.option("--types", metavar="NAMES", help="With --bits-plan: types to choose from, as Q4_K,Q2_K. Default: a ladder below the model's own.")
+@click.option("--measure", is_flag=True, help="With --bits-plan: quantize experts one at a time instead of estimating their importance.")
 @_one_sentence
-def calibrate(**options) -> None:
+def calibrate(max_loss, tier, experts, bits_plan, tolerance, types, measure, seed, **options) -> None:
     """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
-    from .calibrate import calibrate as command
+    from .errors import OptionError
     from .progress import stages_bar
 
+    if max_loss and bits_plan:
+        raise OptionError("give --max-loss or --bits-plan, not both")
+    if bits_plan:
+        from .precision_report import write_plan
+
+        with stages_bar() as progress:
+            path, _ = write_plan(**options, tolerance=tolerance, types=types, measure=measure, progress=progress)
+        click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
+        return
+    if max_loss:
+        from .precision_report import calibrate_loss
+
+        with stages_bar() as progress:
+            negotiated = calibrate_loss(**options, max_loss=max_loss, tier=tier, experts=experts, progress=progress)
+        found = "" if negotiated.chosen else "; nothing but lossless keeps the bound"
+        click.echo(f"{negotiated.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{found}")
+        return
+    from .calibrate import calibrate as command
+
     with stages_bar() as progress:
-        done = command(**options, progress=progress)
+        done = command(**options, seed=seed, progress=progress)
     click.echo(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
     if done.recall is not None:
         click.echo(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict", err=True)

@@ -139,6 +139,7 @@ class Companion:
         source_name, source_bytes: of the model: file name (first part), bytes of its routed experts.
         source_hashes: of the model's own slices, by (tensor, expert).
         quantized: how it was made, in words.
+        identity: hash of the header, in which all slices' hashes are.
     """
 
     def __init__(self, path: str | os.PathLike):
@@ -158,6 +159,7 @@ class Companion:
             self.source_name: str = self._get(file, "moeoff.source.name", str)
             self.source_bytes: int = self._get(file, "moeoff.source.size", int)
             self.quantized: str = self._get(file, "moeoff.quantized", str)
+            self.identity: int = self._get(file, _SEAL.decode(), int)
             self._sample: int = self._get(file, "moeoff.source.sample", int)
             hashes = self._get(file, "moeoff.hashes", np.ndarray).tolist()
             source_hashes = self._get(file, "moeoff.source.hashes", np.ndarray).tolist()
@@ -234,11 +236,11 @@ class Choice:
         return Choice(self.companion, name, self.verify)
 
     @classmethod
-    def make(cls, layout: Layout, experts: str | os.PathLike | bool = "auto", tier: str | None = None, verify: bool = False) -> Choice:
+    def make(cls, layout: Layout, experts: Companion | str | os.PathLike | bool = "auto", tier: str | None = None, verify: bool = False) -> Choice:
         """Finds the companion and checks that it is this model's.
 
         Args:
-            experts: its path; "auto" for the one beside the model, if there is one; False for none.
+            experts: it, or its path; "auto" for the one beside the model, if there is one; False for none.
             tier: one of the companion's. By default "keep", the model's own precision, from whichever file has it.
 
         Raises:
@@ -252,7 +254,7 @@ class Choice:
                 what = "verify_reads" if verify else f"tier {tier}"
                 raise OptionError(f"{what} needs a companion of {layout.files[0]}: make one with moeoff convert, or name it with --experts")
             return cls()
-        companion = Companion(path)
+        companion = path if isinstance(path, Companion) else Companion(path)
         companion.check_belongs(layout)
         if tier is None and not automatic and KEEP not in companion.tiers:
             raise OptionError(f"{companion.path}: holds lower precision only: choose it with --tier {companion.tiers[0]}")

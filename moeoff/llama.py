@@ -20,7 +20,8 @@ from llama_cpp import llama_cpp as _binding
 
 from .attach import attach_driver, wants_gate_input
 from .buffer import ExpertBuffer
-from .companion import Choice
+from .companion import KEEP, Choice, Companion
+from .contract import Contract, parse_loss
 from .driver import Driver
 from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
 from .footprint import require_room
@@ -71,6 +72,8 @@ class Llama(llama_cpp.Llama):
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
         warm: remembers on closing which experts were resident and loads them in the background on the next start.
         precision: which experts may be served in lower precision, or not at all; the default is lossless.
+        max_loss: instead of `precision`: the bound of lost perplexity, as "1%"; takes what `moeoff calibrate --max-loss` measured
+            on this very model.
         deterministic: lossy decisions look at the gates alone and not at what is resident, so that the text does not depend on
             timing, memory or what was asked before. An expert that is resident may then be served in low precision.
         replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
@@ -96,13 +99,14 @@ class Llama(llama_cpp.Llama):
         profile: str | os.PathLike | bool = "auto",
         n_lanes: int = 4,
         direct_io: bool = True,
-        experts: str | os.PathLike | bool = "auto",
+        experts: Companion | str | os.PathLike | bool = "auto",
         tier: str | None = None,
         verify_reads: bool = False,
         gate_input: bool = False,
         trace: str | os.PathLike | None = None,
         warm: bool = False,
         precision: Precision = LOSSLESS,
+        max_loss: str | float | None = None,
         deterministic: bool = False,
         replay: str | os.PathLike | None = None,
         progress: Callable[[float], None] | None = None,
@@ -118,10 +122,11 @@ class Llama(llama_cpp.Llama):
             raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
         if memory is not None and expert_memory is not None:
             raise OptionError("give memory or expert_memory, not both")
+        if max_loss is not None:
+            max_loss = parse_loss(max_loss)
+            if precision is not LOSSLESS or tier not in (None, KEEP):
+                raise OptionError("max_loss finds the precision by itself, measured against the model's own: give no other")
         self.strategy = get_strategy(strategy)
-        if not self.strategy.eager and not (precision.lossless and replay is None):
-            raise OptionError(f"strategy {strategy!r} serves every expert in its own precision")
-        self.precision = precision
         self._driver: Driver | None = None
         gate_input = gate_input or wants_gate_input(self.strategy, trace)
         budget = parse_size(memory) if memory is not None else None
@@ -136,7 +141,12 @@ class Llama(llama_cpp.Llama):
             self.profile = Profile.find(layout)
         else:
             self.profile = Profile.read(profile, layout) if profile else None
-        choice = Choice.make(layout, experts, tier, verify_reads)
+        choice = Choice.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
+        self.promise = Contract.find(layout, self.profile, choice, max_loss) if max_loss else None
+        precision = self.promise.precision if self.promise else precision
+        if not self.strategy.eager and not (precision.lossless and replay is None):
+            raise OptionError(f"strategy {strategy!r} serves every expert in its own precision")
+        self.precision = precision
         low = choice.low(precision.tier) if precision.tier else None
 
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -335,7 +345,11 @@ class Llama(llama_cpp.Llama):
         """What happened since the model was opened, or since `reset_stats()`."""
         stats = Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
         prefetcher = self._driver.prefetcher if self._driver is not None else None
-        return replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain) if prefetcher is not None else stats
+        if prefetcher is not None:
+            stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
+        if self.promise is None:
+            return stats
+        return replace(stats, max_loss=self.promise.max_loss, estimated_loss=self.promise.estimated_loss)
 
     def reset_stats(self) -> None:
         self.expert_buffer.reset_stats()

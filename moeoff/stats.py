@@ -63,7 +63,8 @@ class Stats:
         if not self.served_low and not self.skipped:
             return ""
         uses = max(self.expert_uses, 1)
-        return f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped"
+        bound = "" if self.max_loss is None else f" (measured loss at most {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"
+        return f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped{bound}"
 
     @classmethod
     def collect(cls, buffer: ExpertBuffer, *, model: str, strategy: str, budget: int, peak: int) -> Stats:

@@ -9,6 +9,7 @@ Everything lives in the cache folder (MOEOFF_CACHE, else XDG_CACHE_HOME/moeoff, 
                      that after an edit of a patch or a source just what it touches is compiled again
     wheels/<key>/    finished wheels; <key> depends on everything
     archs/<key>/     test-llama-archs with the libraries that it was linked to
+    perplexity/<key>/  llama-perplexity, likewise
 
 The compiler is steered as usual: CMAKE_ARGS="-DGGML_CUDA=ON" (GGML_METAL, GGML_VULKAN, ...), CC, CXX, CFLAGS, CXXFLAGS.
 Progress goes to stderr; the last line on stdout is the result's path.
@@ -199,21 +200,31 @@ def build(fork: Fork, cache: Path) -> Path:
     return wheel
 
 
-def make_archs(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
-    log = place.parent / "archs.log"
-    log.unlink(missing_ok=True)
-    configure = ["cmake", "-S", str(tree), "-B", str(place), *flags(tests=True)]
-    run_logged("configuring the tests", configure, log, lock, **tools.environment)
-    command = ["cmake", "--build", str(place), "--target", "test-llama-archs"]
-    run_logged("compiling test-llama-archs", command, log, lock, **tools.environment)
-    for path in (place / "bin").iterdir():
-        if path.name == "test-llama-archs" or LIBRARY.search(path.name):
-            shutil.copy2(path, part)  # found through the binary's relative run path
+def program_maker(target: str) -> Callable[..., None]:
+    """For `cached`: one of llama.cpp's programs, with the libraries that it finds through its relative run path."""
+
+    def make(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
+        log = place.parent / f"{target}.log"
+        log.unlink(missing_ok=True)
+        configure = ["cmake", "-S", str(tree), "-B", str(place), *flags(tests=True), "-DLLAMA_BUILD_TOOLS=ON"]
+        run_logged("configuring the tests", configure, log, lock, **tools.environment)
+        command = ["cmake", "--build", str(place), "--target", target]
+        run_logged(f"compiling {target}", command, log, lock, **tools.environment)
+        for path in (place / "bin").iterdir():
+            if path.name == target or LIBRARY.search(path.name):
+                shutil.copy2(path, part)
+
+    return make
 
 
 def archs(fork: Fork, cache: Path) -> Path:
     """llama.cpp's test-llama-archs, which writes a small model for each architecture; shares the wheel's objects."""
-    return cached(fork, cache, "archs", make_archs) / "test-llama-archs"
+    return cached(fork, cache, "archs", program_maker("test-llama-archs")) / "test-llama-archs"
+
+
+def perplexity(fork: Fork, cache: Path) -> Path:
+    """llama-perplexity, which `moeoff eval` must agree with."""
+    return cached(fork, cache, "perplexity", program_maker("llama-perplexity")) / "llama-perplexity"
 
 
 def pinned_sdist(fork: Fork, cache: Path) -> Path:
@@ -226,6 +237,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     commands.add_parser("build", help="make the wheel, or find it in the cache; prints its path")
     commands.add_parser("archs", help="make test-llama-archs (expert count: LLAMA_TEST_N_EXPERT); prints its path")
+    commands.add_parser("perplexity", help="make llama-perplexity; prints its path")
     commands.add_parser("check", help="do all patches apply cleanly to the pinned release?")
     for name, text in (
         ("tree", "unpack the release into DIR as a git repository, one commit for each patch"),
@@ -243,6 +255,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(build(fork, cache))
         elif options.command == "archs":
             print(archs(fork, cache))
+        elif options.command == "perplexity":
+            print(perplexity(fork, cache))
         elif options.command == "tree":
             forktree.make_tree(fork, pinned_sdist(fork, cache), options.dir)
             print(options.dir)

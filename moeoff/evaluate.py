@@ -1,0 +1,247 @@
+"""`evaluate`: a model on windows of text, token by token as llama-perplexity scores them, alone or beside the lossless one.
+
+Knows a `Llama` and its logits; how it came by its experts is not known here. Memory: logits of one batch (planned for by
+`Llama(logits_all=True)`) and about 10 MB; what the lossless model said lies in a temporary file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from .errors import OptionError
+from .memory import format_size
+from .quality import Scores, divergence, log_probs
+
+__all__ = ["MODES", "Reference", "Window", "evaluate", "interruptible", "n_scored", "read_windows"]
+
+_LOGGER = logging.getLogger("llama-cpp-python")
+
+MODES = ("prefill", "decode")
+_CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for each temporary
+_FLOOR = -1e4  # of stored log-probabilities, where a model forbids a token
+
+
+@dataclass(frozen=True)
+class Window:
+    """n_ctx tokens of a text, its first one replaced by the beginning-of-text token where the model wants one.
+
+    text: which of the texts, from 0.
+    """
+
+    tokens: tuple[int, ...]
+    text: int
+
+
+def n_scored(n_ctx: int) -> int:
+    """How many tokens of a window are scored: those of its second half that have a successor in it."""
+    return n_ctx - n_ctx // 2 - 1
+
+
+def read_windows(llm, paths: Sequence[str | os.PathLike], n_ctx: int, chunks: int | None = None) -> list[Window]:
+    """The windows that llama-perplexity makes of each file: consecutive, without overlap, the remainder left out.
+
+    Args:
+        chunks: at most so many of each file.
+
+    Raises:
+        OptionError: a file cannot be read, is not UTF-8, or is shorter than a window.
+    """
+    if n_ctx < 4:
+        raise OptionError(f"windows of {n_ctx} tokens are too short: at least 4 are needed")
+    add_bos, bos = llm._model.add_bos_token(), llm.token_bos()
+    windows = []
+    for index, path in enumerate(paths):
+        try:
+            with open(path, encoding="utf-8", newline="") as file:  # newline: as the bytes are
+                text = file.read().removesuffix("\n")
+        except OSError as error:
+            raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
+        except UnicodeDecodeError:
+            raise OptionError(f"{path}: is not UTF-8 text") from None
+        tokens = llm.tokenize(text.encode(), add_bos=True, special=False)
+        n = len(tokens) // n_ctx
+        if n == 0:
+            raise OptionError(f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}: give a longer text or a smaller --ctx")
+        for start in range(0, min(n, chunks or n) * n_ctx, n_ctx):
+            window = tokens[start : start + n_ctx]
+            windows.append(Window((bos, *window[1:]) if add_bos else tuple(window), index))
+    return windows
+
+
+class Reference:
+    """What the lossless model said to each scored token. Use with `with`: the log-probabilities lie in a temporary file.
+
+    They are kept as float16 below the likeliest token's and made to sum to one again when read: KL is exact to about 1e-6.
+    The token's own probability and the likeliest token are kept as they were.
+
+    Attributes:
+        nll: [n_windows, n_scored] float64.
+        top: [n_windows, n_scored] int32.
+    """
+
+    def __init__(self, n_windows: int, n_tokens: int, n_vocab: int):
+        """Raises `OptionError` if the folder of temporary files (TMPDIR) has no room."""
+        self.nll = np.full((n_windows, n_tokens), np.nan)
+        self.top = np.zeros((n_windows, n_tokens), np.int32)
+        self._shape = (n_windows, n_tokens, n_vocab)
+        needed, folder = 2 * n_windows * n_tokens * n_vocab, tempfile.gettempdir()
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise OptionError(
+                f"{folder}: {format_size(needed)} are needed for what the lossless model says, and {format_size(free)} are free: "
+                "evaluate fewer --chunks, or set TMPDIR"
+            )
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  closed on leaving
+
+    @classmethod
+    def record(cls, llm, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None) -> Reference:
+        """Asks the lossless model; see `evaluate`."""
+        reference = cls(len(windows), n_scored(len(windows[0].tokens)), llm.n_vocab())
+        try:
+            _run(llm, windows, mode, False, progress, reference._put)
+        except BaseException:
+            reference.close()
+            raise
+        return reference
+
+    def _put(self, window: int, row: int, logits: np.ndarray, targets: np.ndarray) -> None:
+        logp = log_probs(logits)
+        rows = slice(row, row + len(logits))
+        self.nll[window, rows] = -logp[np.arange(len(targets)), targets]
+        self.top[window, rows] = logits.argmax(axis=1)
+        logp -= logp.max(axis=1, keepdims=True)
+        os.pwrite(self._file.fileno(), np.maximum(logp, _FLOOR).astype("<f2").tobytes(), self._offset(window, row))
+
+    def read(self, window: int, row: int, n: int) -> np.ndarray:
+        """[n, n_vocab] float32 log-probabilities of n scored tokens."""
+        n_vocab = self._shape[2]
+        data = os.pread(self._file.fileno(), 2 * n * n_vocab, self._offset(window, row))
+        return log_probs(np.frombuffer(data, "<f2").reshape(n, n_vocab).astype(np.float32))
+
+    def _offset(self, window: int, row: int) -> int:
+        return 2 * self._shape[2] * (window * self._shape[1] + row)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Reference:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.close()
+
+
+def evaluate(
+    llm,
+    windows: Sequence[Window],
+    reference: Reference | None = None,
+    *,
+    mode: str = "prefill",
+    cold: bool = False,
+    progress: Callable[[int], None] | None = None,
+) -> Scores:
+    """Scores the second half of each window.
+
+    Args:
+        llm: opened with `logits_all=True` and room for a window.
+        reference: what the lossless model said to the same windows, in the same mode.
+        mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds the scored half token by token, as an
+            answer is computed.
+        cold: drops all experts before every batch, so that each is a miss: what a rule about misses does at worst.
+        progress: told the number of tokens computed so far.
+
+    Raises:
+        OptionError: windows longer than the model's context, or an unknown mode.
+        MoeoffError: what `Llama` raises while computing.
+    """
+    shape = (len(windows), n_scored(len(windows[0].tokens)))
+    nll, kl, same = np.empty(shape), np.empty(shape), np.empty(shape, bool)
+
+    def score(window: int, row: int, logits: np.ndarray, targets: np.ndarray) -> None:
+        logp = log_probs(logits)
+        rows = slice(row, row + len(logits))
+        nll[window, rows] = -logp[np.arange(len(targets)), targets]
+        if reference is not None:
+            kl[window, rows] = divergence(reference.read(window, row, len(logits)), logp)
+            same[window, rows] = logits.argmax(axis=1) == reference.top[window, rows]
+
+    before = llm.stats().bytes_read
+    _run(llm, windows, mode, cold, progress, score)
+    bytes_read = llm.stats().bytes_read - before
+    return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll, kl, same, bytes_read)
+
+
+def _run(llm, windows, mode: str, cold: bool, progress, sink: Callable[[int, int, np.ndarray, np.ndarray], None]) -> None:
+    """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens."""
+    n_ctx = len(windows[0].tokens)
+    if mode not in MODES:
+        raise OptionError(f"no mode {mode!r}; there are {', '.join(MODES)}")
+    if n_ctx > llm.n_ctx():
+        raise OptionError(f"windows of {n_ctx} tokens do not fit the context of {llm.n_ctx()}")
+    first, last, n_vocab = n_ctx // 2, n_ctx - 1, llm.n_vocab()
+    step = max(_CHUNK // n_vocab, 1)
+    done = 0
+    with llm._in_progress():  # cancel() works from the first batch to the last
+        for index, window in enumerate(windows):
+            llm.reset()
+            llm._ctx.kv_cache_clear()
+            tokens = np.asarray(window.tokens, np.int32)
+            for start, stop in _batches(n_ctx, llm.n_batch, mode):
+                if cold:
+                    llm.expert_buffer.clear()
+                _decode(llm, tokens, start, stop, first)
+                scored = (max(start, first), min(stop, last))
+                if scored[0] < scored[1]:
+                    logits = np.ctypeslib.as_array(llm._ctx.get_logits(), (scored[1] - scored[0], n_vocab))
+                    for row in range(scored[0], scored[1], step):
+                        end = min(row + step, scored[1])
+                        sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
+                done += stop - start
+                if progress:
+                    progress(done)
+    llm.reset()
+
+
+def _batches(n_ctx: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
+    whole = n_ctx if mode == "prefill" else n_ctx // 2
+    batches = [(start, min(start + n_batch, whole)) for start in range(0, whole, n_batch)]
+    return batches + [(i, i + 1) for i in range(whole, n_ctx - 1)]  # the last token's prediction is not scored
+
+
+def _decode(llm, tokens: np.ndarray, start: int, stop: int, first: int) -> None:
+    batch = llm._batch
+    batch.set_batch(tokens[start:stop].tolist(), start, logits_all=False)
+    for i in range(stop - start):
+        batch.batch.logits[i] = start + i >= first
+    llm._ctx.decode(batch)
+
+
+@contextlib.contextmanager
+def interruptible(llm):
+    """Yields `call(function, *args)`, which computes in another thread, so that Ctrl-C is noticed at once and ends it."""
+    level = _LOGGER.level
+    try:
+        with ThreadPoolExecutor(1, "moeoff-eval") as pool:  # one for all calls: OpenMP keeps a team for each thread that computed
+
+            def call(function, *args, **kwargs):
+                future = pool.submit(function, *args, **kwargs)
+                try:
+                    return future.result()
+                except BaseException:
+                    if not future.done():
+                        _LOGGER.setLevel(logging.CRITICAL)  # llama.cpp logs three errors about a graph that was ended on purpose
+                        llm.cancel()
+                    raise
+
+            yield call
+    finally:
+        _LOGGER.setLevel(level)

@@ -1,0 +1,157 @@
+"""`moeoff eval`: the quality of a model on text, as it would run with these options, as a table or JSON."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+
+from .companion import KEEP
+from .errors import OptionError
+from .evaluate import Reference, evaluate, interruptible, n_scored, read_windows
+from .memory import peak_rss, trim
+from .quality import Estimate, Quality
+
+__all__ = ["evaluation", "open_model", "token_bar"]
+
+N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
+
+
+def open_model(model: str, ctx: int, **options):
+    """The model with room for windows of ctx tokens and the logits of all of them."""
+    from .llama import Llama
+
+    trim()  # what a model closed before this one has left would count against the budget
+    n_batch = min(ctx, N_BATCH)
+    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=n_batch, logits_all=True, **options)
+
+
+def evaluation(
+    *,
+    model: str | None = None,
+    text: Sequence[str],
+    ctx: int = 512,
+    chunks: int | None = None,
+    mode: str = "prefill",
+    as_json: bool = False,
+    experts: str | None = None,
+    no_experts: bool = False,
+    tier: str | None = None,
+    max_loss: str | None = None,
+    deterministic: bool = False,
+    threads: int | None = None,
+    verbose: bool = False,
+    **options,
+) -> None:
+    """Evaluates and prints; see `moeoff eval --help` for the options.
+
+    Args:
+        **options: memory, expert_memory, strategy, verify_reads, flash_attn of `moeoff.Llama`.
+
+    Raises:
+        MoeoffError: the model, a text, the budget or an option is no good.
+    """
+    from .run import demo_model
+
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
+    model = model or demo_model()
+    options |= {"experts": experts or not no_experts, "n_threads": threads, "verbose": verbose}
+    lossy = max_loss is not None or (tier is not None and tier.lower() != KEEP)
+    lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic}
+    with contextlib.ExitStack() as stack:
+        reference = None
+        if lossy:
+            with open_model(model, ctx, **lower, **options):
+                pass  # what is wrong with the options comes before minutes of computing
+            with open_model(model, ctx, **(options | {"experts": False, "verify_reads": False})) as llm:
+                windows = read_windows(llm, text, ctx, chunks)
+                with token_bar("lossless", len(windows) * ctx) as progress, interruptible(llm) as call:
+                    reference = stack.enter_context(call(Reference.record, llm, windows, mode, progress))
+        with open_model(model, ctx, **lower, **options) as llm:
+            windows = read_windows(llm, text, ctx, chunks)
+            with token_bar("evaluating", len(windows) * ctx) as progress, interruptible(llm) as call:
+                started = time.perf_counter()
+                scores = call(evaluate, llm, windows, reference, mode=mode, progress=progress)
+                seconds = time.perf_counter() - started
+            stats, budget, precision = llm.stats(), llm.plan.budget, llm.precision
+    names = [os.path.basename(path) for path in text]
+    by_text = [(name, scores.quality(_windows_of(windows, i))) for i, name in enumerate(names)]
+    whole = scores.quality()
+    if as_json:
+        result = {
+            "model": model,
+            "tier": tier or KEEP,
+            "mode": mode,
+            "ctx": ctx,
+            **_fields(whole),
+            "texts": [{"file": path, **_fields(quality)} for path, (_, quality) in zip(text, by_text)],
+            "precision": asdict(precision),
+            **{name: getattr(stats, name) for name in ("expert_uses", "served_low", "skipped", "max_loss", "estimated_loss")},
+            "seconds": seconds,
+            "bytes_read": scores.bytes_read,
+            "strategy": stats.strategy,
+            "budget_bytes": budget,
+            "arena_bytes": stats.arena_bytes,
+            "peak_rss_bytes": peak_rss(),
+        }
+        print(json.dumps(result))
+        return
+    what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
+    _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*by_text, *([("all", whole)] if len(names) > 1 else [])])
+    n_tokens = len(windows) * ctx
+    from .run import dim
+
+    dim(f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s | {scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read{f' | {stats.receipt}' if stats.receipt else ''}")
+
+
+def _windows_of(windows, text: int) -> slice:
+    inside = [i for i, window in enumerate(windows) if window.text == text]
+    return slice(inside[0], inside[-1] + 1)
+
+
+def _fields(quality: Quality) -> dict:
+    return {name: value for name, value in asdict(quality).items() if value is not None}
+
+
+def _table(title: str, rows: list[tuple[str, Quality]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in ("text", "windows", "perplexity"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    compared = rows[0][1].kl is not None
+    for name in ("loss", "KL", "same top token") if compared else ():
+        table.add_column(f"{name} (95 %)", justify="right")
+    for name, q in rows:
+        cells = [name, str(q.n_windows), f"{q.perplexity:.4f} ± {q.perplexity_error:.5f}"]
+        if compared:
+            cells += [interval(q.loss, "{:+.2%}"), interval(q.kl, "{:.5f}"), interval(q.top1, "{:.2%}")]
+        table.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def interval(estimate: Estimate, form: str) -> str:
+    """ "+0.51% (+0.32% to +0.70%)" """
+    text = form.format(estimate.value)
+    return text if estimate.low is None else f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"
+
+
+@contextlib.contextmanager
+def token_bar(verb: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    """A bar of tokens with the remaining time on a terminal's standard error; None if nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task(verb, total=total)
+        yield lambda done: shown.update(task, completed=done)

@@ -1,0 +1,178 @@
+"""`moeoff calibrate --max-loss`: tries precisions on a model and writes down what each costs.
+
+Measured is the worst case: the rule applied to every expert as if none were resident (`ExpertBuffer.set_rule(blind=True)`).
+A resident expert is served in its own precision, so that any budget gives up less than what was measured. First the share of
+low experts in batches (Fate's p), then, behind prompts computed with that share, HOBBIT's T1 by bisection with T2 = 1, then
+lower T2 (skipping) as long as the bound holds. Whoever tries many candidates and keeps the best flatters it a little; the
+upper bound of a 95 % interval is there to cover that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import hooks
+from .companion import KEEP, Choice, Companion, hash64
+from .contract import SECTION, Candidate, Contract
+from .errors import OptionError
+from .evaluate import Reference, evaluate, interruptible, read_windows
+from .evaluation import open_model
+from .layout import Layout
+from .precision import Precision
+from .profile import Profile, profile_path
+
+__all__ = ["Negotiated", "negotiate"]
+
+SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
+T1S = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
+T2S = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
+MIN_WINDOWS = 8
+CTX = 512
+
+
+@dataclass(frozen=True)
+class Negotiated:
+    """path: of the profile. chosen: for the bound that was asked for; None: lossless only."""
+
+    path: str
+    contract: Contract
+    chosen: Candidate | None
+
+
+def negotiate(
+    model: str | os.PathLike,
+    text: Sequence[str | os.PathLike],
+    max_loss: float,
+    *,
+    tier: str | None = None,
+    experts: str | os.PathLike | bool = "auto",
+    tokens: int = 16384,
+    output: str | os.PathLike | None = None,
+    progress: Callable[[str, int, int], None] | None = None,
+    **options,
+) -> Negotiated:
+    """Measures precisions of a model with its companion, and writes the profile's section "precision".
+
+    Args:
+        text: texts; their windows are of 512 tokens, or of the model's training context if that is shorter.
+        max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
+            what was measured.
+        tier: low precision, of the companion. Default: its first beside "keep".
+        tokens: in all, as many from each text. Each candidate computes all of them, in decode half of them one by one.
+        output: the profile; beside the model by default, where it is found.
+        **options: of `moeoff.Llama`: memory, n_threads, ...
+
+    Raises:
+        OptionError: no companion or tier, too little text.
+        ModelError: the model or profile is no good.
+    """
+    layout = Layout.read(model)
+    layout.require_experts()
+    companion = Choice.make(layout, experts, KEEP).companion
+    lower = [name for name in companion.tiers if name != KEEP] if companion else []
+    if not lower:
+        raise OptionError(f"{os.fspath(model)}: has no companion with lower precision: make one with moeoff convert, or name it with --experts")
+    tier = tier or lower[0]
+    path = os.fspath(output) if output else profile_path(model)
+    if os.path.exists(path):
+        Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
+    ctx = min(CTX, layout.n_ctx_train or CTX)
+    options = {"flash_attn": True} | options
+    with open_model(os.fspath(model), ctx, experts=companion, tier=KEEP, precision=Precision(tier=tier), deterministic=True, **options) as llm:
+        windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
+        if len(windows) < MIN_WINDOWS:
+            raise OptionError(f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
+        with interruptible(llm) as call:
+            search = _Search(llm, windows, max_loss, _relative_bytes(layout, companion, tier), progress)
+            call(search.run)
+    n_tokens = windows and len(windows) * (ctx - ctx // 2 - 1)
+    said = np.array([window.tokens for window in windows], np.int32)
+    contract = Contract(llm.precision.tier, companion.identity, hash64(said), len(windows), n_tokens, ctx, tuple(search.candidates))
+    Profile.write(path, layout, {SECTION: contract.to_section()})
+    return Negotiated(path, contract, contract.choose(max_loss))
+
+
+def _relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
+    """Bytes of the low versions for each byte of the high ones."""
+    name = next((t for t in companion.tiers if t.lower() == tier.lower()), tier)
+    spans = layout.experts.values()
+    return sum(s.nbytes for span in spans for s in companion.sources(span, name)) / sum(span.nbytes for span in spans)
+
+
+class _Search:
+    def __init__(self, llm, windows, max_loss: float, low_bytes: float, progress):
+        self._llm, self._windows, self._max_loss, self._low_bytes = llm, windows, max_loss, low_bytes
+        self._tell = progress or (lambda what, done, total: None)
+        self._n = len(windows) * len(windows[0].tokens)
+        self._counts = np.zeros(3, np.int64)  # of decode, by version
+        self.candidates: list[Candidate] = []
+
+    def run(self) -> None:
+        self._llm.set_gate_callback(self._count)
+        self._share = 0.0
+        with self._reference("prefill") as reference:
+            for share in SHARES:
+                if self._measure(reference, 1.0, 1.0, share, decode=False):
+                    self._share = share
+                    break
+        with self._reference("decode") as reference:
+            self._decode(reference)
+        self._llm.set_gate_callback(None)
+
+    def _decode(self, reference: Reference) -> None:
+        # in decode the prompt's share adds to whatever is lost after it
+        while self._share and not self._measure(reference, 1.0, 1.0, self._share, decode=True):
+            self._share = next((s for s in SHARES if s < self._share), 0.0)
+        good, bad = len(T1S) - 1, -1  # T1S[good] keeps the bound (1.0 is lossless), T1S[bad] does not
+        while good - bad > 1:
+            middle = (good + bad) // 2
+            if self._measure(reference, T1S[middle], 1.0, self._share, decode=True):
+                good = middle
+            else:
+                bad = middle
+        for t1 in T1S[good : good + 2]:
+            for t2 in T2S:
+                if t2 < t1 or not self._measure(reference, t1, t2, self._share, decode=True):
+                    break
+
+    def _reference(self, mode: str) -> Reference:
+        self._llm.expert_buffer.set_rule(blind=True)
+        return Reference.record(self._llm, self._windows, mode, lambda done: self._tell(f"lossless, {mode}", done, self._n))
+
+    def _measure(self, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
+        """Whether the bound holds. Nothing is measured twice."""
+        for c in self.candidates:
+            if (c.t1, c.t2, c.share, c.decode) == (t1, t2, share, decode):
+                return c.within(self._max_loss)
+        llm = self._llm
+        name = f"T1 {t1:g}, T2 {t2:g}, p {share:g}" if decode else f"p {share:g}"
+        llm.expert_buffer.set_rule(t1, t2, share, blind=True)
+        llm.expert_buffer.drain()
+        self._counts[:] = 0
+        before = llm.stats()
+        scores = evaluate(llm, self._windows, reference, mode="decode" if decode else "prefill", progress=lambda done: self._tell(name, done, self._n))
+        llm.expert_buffer.drain()
+        after = llm.stats()
+        quality = scores.quality()
+        if decode:
+            n = max(int(self._counts.sum()), 1)
+            low, skipped = self._counts[hooks.LOW] / n, self._counts[hooks.SKIP] / n
+        else:
+            uses = max(after.expert_uses - before.expert_uses, 1)
+            low, skipped = (after.served_low - before.served_low) / uses, 0.0
+        given_up = low if decode else share  # of a batch's experts, each read once
+        cost = 1 - skipped - given_up * (1 - self._low_bytes)
+        found = Candidate(t1, t2, share, decode, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
+        self.candidates.append(found)
+        return found.within(self._max_loss)
+
+    def _count(self, event) -> None:
+        if len(event.ids) == 1:
+            if event.versions is None:
+                self._counts[hooks.HIGH] += event.ids.size
+            else:
+                self._counts += np.bincount(event.versions.ravel(), minlength=3)

@@ -1,0 +1,73 @@
+"""What `moeoff calibrate --max-loss` and `--bits-plan` print and write, beyond the profile."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from .bits import BitsPlan, Planner
+from .contract import parse_loss
+from .errors import OptionError
+from .evaluation import interval
+from .layout import Layout
+from .memory import format_size
+from .negotiation import Negotiated, negotiate
+
+__all__ = ["calibrate_loss", "write_plan"]
+
+_CTX = 512
+
+
+def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, justify="left" if name == columns[0] else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)
+
+
+def calibrate_loss(model: str, *, text, max_loss: str, tier, experts, tokens: int, output, memory, threads, progress) -> Negotiated:
+    """Measures, writes the profile, and prints a table of what was tried.
+
+    Raises:
+        MoeoffError: as `negotiate`.
+    """
+    bound = parse_loss(max_loss)
+    done = negotiate(model, text, bound, tier=tier, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
+                     progress=progress)  # fmt: skip
+    rows = []
+    for c in done.contract.candidates:
+        name = f"T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}" if c.decode else f"p {c.share:g}"
+        mark = " <-" if c is done.chosen else "" if c.within(bound) else " (too much)"
+        rows.append([f"{'decode' if c.decode else 'batches'}: {name}{mark}", f"{c.low:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
+                     interval(c.loss, "{:+.2%}"), interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
+    title = f"{os.path.basename(model)} with {done.contract.tier}, {done.contract.n_tokens} tokens scored, as if no expert were in memory"
+    _table(title, ["precision", "low", "skipped", "bytes", "loss (95 %)", "KL (95 %)", "same top"], rows)
+    return done
+
+
+def write_plan(model: str, *, text, output, tolerance: str, types, measure: bool, tokens: int, memory, threads, progress) -> tuple[str, BitsPlan]:
+    """Finds a plan and writes it; prints it beside one type for all. Returns its path, too.
+
+    Raises:
+        MoeoffError: as `Planner`; OptionError if the file is there.
+    """
+    bound = parse_loss(tolerance)
+    path = os.fspath(output) if output else model.removesuffix(".gguf") + ".bits.json"
+    if os.path.exists(path):
+        raise OptionError(f"{path}: exists: move it away, or name another with -o")
+    layout = Layout.read(model)
+    ctx = min(_CTX, layout.n_ctx_train or _CTX)
+    with Planner(model, text, types=types.split(",") if types else None, importance="measured" if measure else "estimated", ctx=ctx,
+                 chunks=max(tokens // (ctx * len(text)), 1), memory=memory, n_threads=threads, progress=progress) as planner:  # fmt: skip
+        plan = planner.plan(bound)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(plan.to_json())
+    rows = [[name, format_size(nbytes), interval(q.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]
+    rows.append([f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}", format_size(plan.n_bytes), interval(plan.quality.loss, "{:+.2%}")])
+    _table(f"{os.path.basename(model)}, {plan.quality.n_tokens} tokens scored", ["experts", "size", "loss (95 %)"], rows)
+    return path, plan

@@ -1,0 +1,120 @@
+"""How good predictions are: perplexity, and how far from the lossless model's. Numbers in, numbers out; knows no model.
+
+Confidence intervals are of 95 %, by Student's t over the means of windows: tokens of one window depend on each other,
+windows hardly do. What is compared is compared token by token on the same text, so that the text's own difficulty cancels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import numpy as np
+
+__all__ = ["Estimate", "Quality", "Scores", "divergence", "log_probs", "spearman"]
+
+_Z = NormalDist().inv_cdf(0.975)
+_T = {1: 12.706, 2: 4.303, 3: 3.182}  # where the expansion below is poor
+
+
+def log_probs(logits: np.ndarray) -> np.ndarray:
+    """[n, n_vocab] float32 logits to natural logarithms of probabilities. As in llama-perplexity the sum is a double."""
+    shifted = logits - logits.max(axis=1, keepdims=True)
+    shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
+    return shifted
+
+
+def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """KL(p || q) in nats: [n, n_vocab] log-probabilities, as `log_probs` gives them, to [n] float64. p must be finite."""
+    return (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
+
+
+def student(n: int) -> float:
+    """Half the width, in standard errors, of the 95 % interval of a mean of n values, n > 1 (Cornish-Fisher expansion)."""
+    v, z = n - 1, _Z
+    expansion = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
+    return _T.get(v) or z + sum(term / v**i for i, term in enumerate(expansion, 1))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured value and its 95 % confidence interval; low and high are None where one window cannot tell."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    @classmethod
+    def mean(cls, values: np.ndarray) -> Estimate:
+        """Of [n_windows, n_scored] values; windows are the sample."""
+        means = values.mean(axis=1)
+        centre = float(means.mean())
+        if len(means) < 2:
+            return cls(centre, None, None)
+        half = student(len(means)) * float(means.std(ddof=1)) / math.sqrt(len(means))
+        return cls(centre, centre - half, centre + half)
+
+    def map(self, function) -> Estimate:
+        """Through an increasing function."""
+        return Estimate(*(None if v is None else function(v) for v in (self.value, self.low, self.high)))
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a model said to each scored token, [n_windows, n_scored] each.
+
+    Attributes:
+        nll: -ln of the probability of the token that came, float64.
+        reference_nll, kl, same_top: beside the lossless model: its nll, KL(lossless || this) in nats, and whether both find
+            the same token the likeliest. None where there was none to compare with.
+        bytes_read: of experts, for all of it.
+    """
+
+    nll: np.ndarray
+    reference_nll: np.ndarray | None = None
+    kl: np.ndarray | None = None
+    same_top: np.ndarray | None = None
+    bytes_read: int = 0
+
+    def quality(self, windows: slice = slice(None)) -> Quality:
+        """Summed up over some of the windows, by default all."""
+        nll = self.nll[windows]
+        perplexity = math.exp(nll.mean())
+        error = perplexity * float(nll.std()) / math.sqrt(nll.size - 1)
+        if self.kl is None:
+            return Quality(len(nll), nll.size, perplexity, error)
+        loss = Estimate.mean(nll - self.reference_nll[windows]).map(math.expm1)
+        kl, top1 = Estimate.mean(self.kl[windows]), Estimate.mean(self.same_top[windows])
+        return Quality(len(nll), nll.size, perplexity, error, loss, kl, top1)
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Quality on a text.
+
+    Attributes:
+        n_windows, n_tokens: of the text; tokens are those that were scored.
+        perplexity, perplexity_error: as llama-perplexity states them: the error is the standard error over tokens.
+        loss: relative increase of perplexity over the lossless model, 0.01 is 1 %.
+        kl: mean KL(lossless || this) in nats.
+        top1: share of tokens where both find the same token the likeliest.
+    """
+
+    n_windows: int
+    n_tokens: int
+    perplexity: float
+    perplexity_error: float
+    loss: Estimate | None = None
+    kl: Estimate | None = None
+    top1: Estimate | None = None
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """Rank correlation of two arrays of the same length; ties share their mean rank."""
+
+    def ranks(x: np.ndarray) -> np.ndarray:
+        _, inverse, counts = np.unique(x, return_inverse=True, return_counts=True)
+        return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
+
+    return float(np.corrcoef(ranks(np.ravel(a)), ranks(np.ravel(b)))[0, 1])
