@@ -94,16 +94,18 @@ class Prefetcher:
                 self._read_union(p)
                 continue
             best = p.scores[0].argsort()[: -self._n_candidates - 1 : -1]
-            queued = self._read(p.gate, best, p.scores[0][best], int(self._credit))
+            queued = self._read(p, best, int(self._credit))
             self._credit -= queued
             if queued:
                 return  # something was absent: look no further ahead (HOBBIT §3.3)
 
-    def _read(self, gate: int, best: np.ndarray, scores: np.ndarray, limit: int) -> int:
+    def _read(self, p: Prediction, best: np.ndarray, limit: int) -> int:
         """Protects the candidates and queues up to `limit` slices of them; returns how many."""
+        gate = p.gate
         if self._rule.lossless:
             return self._buffer.prefetch(gate, best.tolist(), limit=limit)
-        versions = self._versions(scores)
+        scores = self.predictor.router.gated(p.scores[0]) if p.logits else p.scores[0]
+        versions = self._versions(scores[best])
         queued = self._buffer.prefetch(gate, best[versions == hooks.HIGH].tolist(), limit=limit)
         self._buffer.prefetch(gate, best[versions != hooks.HIGH].tolist(), limit=0)  # those that are resident will serve
         if (low := best[versions == hooks.LOW].tolist()):

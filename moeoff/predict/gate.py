@@ -52,7 +52,7 @@ class _Ahead(Predictor):
         if router.by_probs:
             scores = router.gated(scores)
             return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
-        return [Prediction(gate, scores[:, i]) for i, gate in enumerate(targets)]
+        return [Prediction(gate, scores[:, i], True) for i, gate in enumerate(targets)]
 
     @classmethod
     def fit(cls, recording, progress=None) -> dict[str, np.ndarray] | None:
