@@ -12,6 +12,7 @@ import numpy as np
 
 from .errors import ModelError
 from .layout import Layout, Span
+from .product import product
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]
 
@@ -135,7 +136,7 @@ class Router:
 
     def logits(self, gate: int, x: np.ndarray) -> np.ndarray:
         """[n_tokens, n_experts] float32, of gate inputs [n_tokens, n_embd]."""
-        out = x @ self.weights[gate].T
+        out = product(x, self.weights[gate])
         if self.bias[gate] is not None:
             out += self.bias[gate]
         return out

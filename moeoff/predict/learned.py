@@ -8,6 +8,7 @@ import numpy as np
 
 from ..cache import Event
 from ..errors import OptionError
+from ..product import product
 from .base import Prediction, Predictor
 
 STRIDES = (1, 2)
@@ -44,10 +45,10 @@ class Learned(Predictor):
         if step is None or event.gate_input is None:
             return []
         first, first_bias, second, second_bias = step
-        hidden = event.gate_input @ first.T
+        hidden = product(event.gate_input, first)
         hidden += first_bias
         np.maximum(hidden, 0, out=hidden)
-        logits = hidden @ second.T
+        logits = product(hidden, second)
         logits += second_bias
         np.negative(logits, out=logits)
         np.exp(np.minimum(logits, 80, out=logits), out=logits)
