@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import asdict
 
 from . import predict
@@ -12,10 +13,19 @@ from .driver import Driver
 from .layout import Layout
 from .precision import LOSSLESS, Precision
 from .prefetch import Prefetcher
+from .profile import Profile
 from .replay import Replay
 from .router import Router
 from .strategy import Strategy
 from .trace import Model, TraceWriter
+
+# what each policy takes of a profile, as its options
+_CALIBRATED: dict[str, Callable[[Profile], dict | None]] = {
+    "score": lambda p: (s := p.section("score")) and {"weights": s},
+    "hobbit": lambda p: (s := p.section("hobbit")) and {name: float(value) for name, value in s.items()},
+    "arc": lambda p: (s := p.section("gate")) and {"shallow": int(s["shallow"][0])},
+    "static": lambda p: (s := p.section("popularity")) and {"counts": s["counts"]},
+}
 
 
 def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> bool:
@@ -28,16 +38,18 @@ def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> boo
 
 
 def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike | None = None, *, n_lanes: int = 4,
-                  precision: Precision = LOSSLESS, replay: str | os.PathLike | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
+                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
     """The driver of a started buffer, or None if native needs nobody.
 
     A policy that weighs uses by the precision they need learns of `precision`.
 
     Args:
+        profile: what calibration measured of the model.
         options: of the policy.
 
     Raises:
-        OptionError: the trace file is something else, or an option that the policy does not know.
+        OptionError: the trace file is something else, or an option that the policy does not know, or a predictor that needs a
+            profile and has none.
     """
     stats = buffer.stats()
     arena = stats.arena_bytes - stats.low_arena_bytes
@@ -54,12 +66,16 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         layers = {t.gate: t.layer for t in model.tensors}
         router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
     if predictor_name is not None:
-        predictor = predict.create(predictor_name, router, None, **strategy.options)
+        section = predict.get_predictor(predictor_name).profile_section
+        arrays = profile.section(section) if profile is not None and section is not None else None
+        predictor = predict.create(predictor_name, router, arrays, **strategy.options)
         prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged, rule=precision)
     if policy_name is not None:
+        if profile is not None and policy_name in _CALIBRATED:
+            options = (_CALIBRATED[policy_name](profile) or {}) | options
         if not precision.lossless and "low_cost" in get_policy(policy_name).defaults:
             options = {"t1": precision.t1, "low_cost": buffer.low_arena_full / buffer.arena_full} | options
-        policy = create(policy_name, model.shape(arena), None if prefetcher else buffer.priorities, **options)
+        policy = create(policy_name, model.shape(arena), buffer.priorities, **options)
     if trace is not None:
         session = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,12 +22,13 @@ from .errors import ModelError, MoeoffError, OptionError, ReadError
 from .layout import EXPERT_PATTERN, Layout, Span
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
+_PY = ctypes.pythonapi
+_EVENT = struct.Struct("=Qq8i4Q")  # struct moeoff_gate_event
 RING_BYTES = 8 << 20  # gate events that may wait for the driver
 READ_DTYPE = np.dtype(hooks.Read)
 
 
-@dataclass(frozen=True)
-class GateEvent:
+class GateEvent(NamedTuple):
     """What one gate said in one graph: a copy that outlives the callback.
 
     Attributes:
@@ -53,19 +55,23 @@ class GateEvent:
     versions: np.ndarray | None = None
 
     @classmethod
-    def copy(cls, event: hooks.GateEvent) -> GateEvent:
-        shape = (event.n_tokens, event.n_used)
+    def copy(cls, address: int) -> GateEvent:
+        """Of a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
+        seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_hit, n_miss, _, ids, _, _, versions = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
+        n, shape = n_tokens * n_used, (n_tokens, n_used)
+        n_input = n_tokens * n_embd
+        data = ctypes.string_at(ids, 8 * n + 4 * n_input + (n if versions else 0))
         return cls(
-            seq=event.seq,
-            t_ns=event.t_ns,
-            gate=event.gate,
-            layer=event.layer,
-            ids=np.ctypeslib.as_array(event.ids, shape).copy(),
-            weights=np.ctypeslib.as_array(event.weights, shape).copy(),
-            gate_input=np.ctypeslib.as_array(event.gate_input, (event.n_tokens, event.n_embd)).copy() if event.n_embd else None,
-            n_hit=event.n_hit,
-            n_miss=event.n_miss,
-            versions=np.ctypeslib.as_array(event.versions, shape).copy() if event.versions else None,
+            seq,
+            t_ns,
+            gate,
+            layer,
+            np.frombuffer(data, np.int32, n).reshape(shape),
+            np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
+            np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_tokens, n_embd) if n_embd else None,
+            n_hit,
+            n_miss,
+            np.frombuffer(data, np.uint8, n, 8 * n + 4 * n_input).reshape(shape) if versions else None,
         )
 
 
@@ -232,20 +238,24 @@ class ExpertBuffer:
     def publish(self) -> None:
         hooks.publish(self.handle)
 
-    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False) -> int:
-        """Queues what is absent of these experts behind all demand; returns the number of slices queued.
+    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False, limit: int = -1) -> int:
+        """These experts are expected: what is resident of them stays, what is absent is queued behind all demand.
 
-        The gate gives up what it does not choose, or chooses in the other version. low: the low versions.
+        The gate gives up what it does not choose, or chooses in the other version. Returns the number of slices queued.
+
+        Args:
+            low: the low versions.
+            limit: of the slices queued, -1 for none.
         """
-        return self._queue(hooks.prefetch, gate, experts, matrices, low)
+        return self._queue(hooks.prefetch, gate, experts, matrices, low, limit)
 
     def preload(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False) -> int:
         """Like `prefetch`, but whatever the gates say, and not counted as prefetched: a warm start."""
         return self._queue(hooks.preload, gate, experts, matrices, low)
 
-    def _queue(self, function, gate: int, experts: Sequence[int], matrices: int, low: bool) -> int:
+    def _queue(self, function, gate: int, experts: Sequence[int], matrices: int, low: bool, *limit: int) -> int:
         array = (ctypes.c_int32 * len(experts))(*experts)
-        queued = function(self.handle, gate, array, len(experts), matrices, hooks.LOW if low else hooks.HIGH)
+        queued = function(self.handle, gate, array, len(experts), matrices, hooks.LOW if low else hooks.HIGH, *limit)
         if queued < 0:
             raise OptionError(f"gate {gate} has no such experts, or no such versions of them, or the buffer has not been started")
         return queued
@@ -298,10 +308,18 @@ class ExpertBuffer:
             native = hooks.GateCallback()
         else:
 
+            kept = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
+
             def deliver(event, _user):
+                if not event:
+                    while kept:
+                        _PY.PyGILState_Release(kept.pop())
+                    return
+                if not kept:
+                    kept.append(_PY.PyGILState_Ensure())
                 if self._exception is None:
                     try:
-                        callback(GateEvent.copy(event.contents))
+                        callback(GateEvent.copy(event))
                     except BaseException as error:  # must not cross the C frame below
                         self._exception = error
 

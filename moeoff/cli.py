@@ -58,7 +58,9 @@ def main() -> None:
 @click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
 @click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own.")
 @click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read.")
-@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
+@click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.")
+@click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there.")
+@click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone.")
 @click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless.")
 @click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory.")
 @click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
@@ -93,7 +95,13 @@ def run(**options) -> None:
 @click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages from here ask, as https://example.org or *; may be repeated.")
 @click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
 @click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
-@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
+@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
+@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
+@click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own.")
+@click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read.")
+@click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.")
+@click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there.")
+@click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone.")
 @click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless.")
 @click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory.")
 @click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
@@ -156,8 +164,12 @@ def convert(**options) -> None:
     from .convert import convert as command
     from .memory import format_size
 
-    with bar("converting") as progress:
-        done = command(**options, progress=progress)
+    try:
+        with bar("converting") as progress:
+            done = command(**options, progress=progress)
+    except KeyboardInterrupt:
+        click.echo("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"), err=True)
+        raise
     for line in done.fallbacks:
         click.echo(line, err=True)
     tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())

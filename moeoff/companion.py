@@ -21,7 +21,7 @@ from .errors import ModelError, OptionError
 from .layout import Layout, Span
 from .quantize import row_bytes
 
-__all__ = ["ALIGNMENT", "FORMAT_VERSION", "KEEP", "Choice", "Companion", "Slice", "companion_path", "hash64", "hash_range", "seal", "slice_name", "source_sample"]
+__all__ = ["ALIGNMENT", "FORMAT_VERSION", "KEEP", "Choice", "Companion", "Hasher", "Slice", "companion_path", "hash64", "hash_range", "seal", "slice_name", "source_sample"]
 
 FORMAT_VERSION = 1
 ALIGNMENT = 4096  # of every slice: a direct read takes whole pages
@@ -39,25 +39,34 @@ def hash64(data, seed: int = 0) -> int:
     return hooks.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed)
 
 
+class Hasher:
+    """hash64 of bytes that come in pieces of any size."""
+
+    def __init__(self) -> None:
+        self._value, self._rest = 0, b""
+
+    def update(self, data) -> None:
+        data = memoryview(data).cast("B")
+        if self._rest:
+            data = memoryview(self._rest + bytes(data))
+        whole = len(data) // MIB * MIB
+        self._value = hash64(data[:whole], self._value) if whole else self._value
+        self._rest = bytes(data[whole:])
+
+    def value(self) -> int:
+        return hash64(self._rest, self._value) if self._rest else self._value
+
+
 def hash_range(fd: int, offset: int, nbytes: int) -> int | None:
     """hash64 of a range of a file; None if the file ends before the range does."""
-    value = 0
+    hasher = Hasher()
     while nbytes > 0:
         data = os.pread(fd, min(nbytes, 4 * MIB), offset)
         if not data:
             return None
-        if len(data) % MIB and len(data) < nbytes:  # a short read: go on at a whole MiB
-            data = data[: len(data) // MIB * MIB] or _read_exactly(fd, offset, min(nbytes, MIB))
-        value = hash64(data, value)
+        hasher.update(data)
         offset, nbytes = offset + len(data), nbytes - len(data)
-    return value
-
-
-def _read_exactly(fd: int, offset: int, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes and (more := os.pread(fd, nbytes - len(data), offset + len(data))):
-        data += more
-    return data
+    return hasher.value()
 
 
 def companion_path(model: str | os.PathLike) -> str:

@@ -147,7 +147,7 @@ class ModelFile:
             raise ModelError(
                 f"{self.path}: expected a single value under {key!r}, found {'an array' if raw else 'nothing'}"
             )
-        return raw[12:].decode() if code == _STRING else struct.unpack_from("<" + _FORMATS[code], raw, 4)[0]
+        return unpack(raw)
 
     def offset(self, name: str) -> int:
         """Where a tensor's bytes begin in the file."""

@@ -130,16 +130,14 @@ class Contract:
         return cls(str(s["tier"]), *(int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")), candidates)
 
     @classmethod
-    def find(cls, layout: Layout, choice: Choice, max_loss: float) -> Promise:
-        """What the profile beside a model promises within a bound.
+    def find(cls, layout: Layout, profile: Profile | None, choice: Choice, max_loss: float) -> Promise:
+        """What a model's profile promises within a bound.
 
         Raises:
             OptionError: there is no profile, or it has no contract, or one with another companion; says what to do.
-            ModelError: the profile is damaged or another model's.
         """
         model = layout.files[0]
         way = f"moeoff calibrate -m {model} --text FILE --max-loss {max_loss:g}"
-        profile = Profile.find(layout)
         section = profile.section(SECTION) if profile else None
         if section is None:
             raise OptionError(f"--max-loss needs a measurement of this very model, and there is none: make a companion with moeoff convert, then {way}")

@@ -20,9 +20,9 @@ from functools import cached_property
 
 import numpy as np
 
-from .companion import ALIGNMENT, FORMAT_VERSION, MIB, hash64, seal, slice_name, source_sample
+from .companion import ALIGNMENT, FORMAT_VERSION, Hasher, hash64, seal, slice_name, source_sample
 from .container import Tensor, header_bytes, pack, pack_array
-from .errors import Cancelled, ModelError, OptionError
+from .errors import Cancelled, ModelError, OptionError, WriteError
 from .imatrix import Imatrix
 from .layout import Layout, Span
 from .memory import format_size
@@ -47,24 +47,6 @@ class Job:
     targets: tuple[int, ...]  # indices of tensors
 
 
-class _Hasher:
-    """hash64 of bytes that come in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._value, self._rest = 0, b""
-
-    def update(self, data) -> None:
-        data = memoryview(data).cast("B")
-        if self._rest:
-            data = memoryview(self._rest + bytes(data))
-        whole = len(data) // MIB * MIB
-        self._value = hash64(data[:whole], self._value) if whole else self._value
-        self._rest = bytes(data[whole:])
-
-    def value(self) -> int:
-        return hash64(self._rest, self._value) if self._rest else self._value
-
-
 class Conversion:
     """A planned companion of a model.
 
@@ -87,6 +69,7 @@ class Conversion:
         self.offsets: list[int] = []  # in the file
         self.jobs: list[Job] = []
         self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type wanted, type taken, row length): slices
+        self.stand_ins: set[int] = set()  # tensors whose type is not the one wanted: nobody expects ggml's Q2_0 there
         groups: dict[tuple[int, bool], list[Span]] = {}
         for span in sorted(layout.experts.values(), key=lambda span: place(span.name)):
             where: Place = place(span.name)
@@ -108,6 +91,7 @@ class Conversion:
                     wanted, type = tier.wanted(span, expert), tier.type(span, expert)
                     self._check(span, type)
                     if type != wanted:
+                        self.stand_ins.add(len(self.tensors))
                         key = (type_name(wanted), type_name(type), span.shape[0])
                         self.fallbacks[key] = self.fallbacks.get(key, 0) + 1
                     targets.setdefault((span.name, expert), []).append(len(self.tensors))
@@ -130,12 +114,13 @@ class Conversion:
     def header(self, hashes: list[int], source_hashes: list[int]) -> bytes:
         """Everything before the slices; its size does not depend on the hashes."""
         imatrix = os.path.basename(self.imatrix.path) if self.imatrix else ""
+        searched = "; Q2_0 with searched scales" if any(type_name(self.tensors[i].type) == "Q2_0" for i in self.stand_ins) else ""
         metadata = {
             "general.architecture": pack("moeoff-experts"),
             "general.alignment": pack(ALIGNMENT),
             "moeoff.format_version": pack(FORMAT_VERSION),
             "moeoff.tiers": pack_array([tier.name for tier in self.tiers]),
-            "moeoff.quantized": pack("ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "")),
+            "moeoff.quantized": pack("ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "") + searched),
             "moeoff.source.name": pack(os.path.basename(self.layout.files[0])),
             "moeoff.source.size": _u64(self.layout.expert_bytes),
             "moeoff.source.hash": _u64(hash64(np.array(source_hashes, "<u8").tobytes())),
@@ -177,20 +162,25 @@ class Conversion:
         Raises:
             ModelError: the source cannot be read, or has values that cannot be quantized.
             OptionError: `out` exists, or there is no room for it.
-            OSError: `out` cannot be written.
+            WriteError: `out` cannot be written.
         """
         if not force and os.path.lexists(out):
             raise OptionError(f"{out} exists: give --force to replace it, or another name with -o")
         if os.path.exists(out) and any(os.path.samefile(out, path) for path in self.layout.files):
             raise OptionError(f"{out} is the model itself: give another name with -o")
-        folder = os.path.dirname(os.path.abspath(out))
-        if not os.path.isdir(folder):
+        if not os.path.isdir(os.path.dirname(os.path.abspath(out))):
             raise OptionError(f"{out}: there is no such folder")
+        try:
+            self._write_new(out, threads, resume, progress)
+        except OSError as error:
+            raise WriteError(f"{out}: cannot be written: {error.strerror}") from None
+
+    def _write_new(self, out: str, threads: int, resume: bool, progress: Callable[[int], None] | None) -> None:
         part = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.part")
         with Part(part, keep=resume) as file:
             done = file.resume(self.fingerprint, len(self.tiers), self._ranges, threads) if resume else {}
             left = self.total_bytes - os.fstat(file.fd).st_blocks * 512
-            free = shutil.disk_usage(folder).free
+            free = shutil.disk_usage(os.path.dirname(os.path.abspath(out))).free
             if left > free:
                 raise OptionError(f"{out}: needs {format_size(left)}, and there are {format_size(free)} free: make room, or write elsewhere with -o")
             os.ftruncate(file.fd, self.total_bytes)
@@ -249,26 +239,27 @@ class Conversion:
         weights = self.imatrix.columns(span.name, job.expert, span.shape[2], n_cols) if self.imatrix else None
         copies = all(tensor.type == span.type for tensor in tensors)
         step = max(1, _PIECE_BYTES // source_row if copies else _PIECE_VALUES // n_cols)
-        hashers = [_Hasher() for _ in range(1 + len(tensors))]
+        source = Hasher()
+        hashers = [source if tensor.type == span.type else Hasher() for tensor in tensors]
         for row in range(0, n_rows, step):
             if stop.is_set():
                 raise Cancelled("the conversion was stopped")
             rows = min(step, n_rows - row)
             data = self._read(sources[span.file], span, job.offset + row * source_row, rows * source_row)
-            hashers[0].update(data)
+            source.update(data)
             values = None
-            for tensor, target, hasher in zip(tensors, job.targets, hashers[1:]):
+            for tensor, target, hasher in zip(tensors, job.targets, hashers):
                 piece = data
                 if tensor.type != span.type:
                     if values is None:
                         values = dequantize(data, span.type, (rows, n_cols))
                     try:
-                        piece = quantize(values, tensor.type, self.weights(weights, tensor.type, n_cols))
+                        piece = quantize(values, tensor.type, self.weights(weights, tensor.type, n_cols), search=target in self.stand_ins)
                     except ModelError as error:
                         raise ModelError(f"{self.layout.files[span.file]}: expert {job.expert} of {span.name}: {error}") from None
-                hasher.update(piece)
+                    hasher.update(piece)
                 _write(out, piece, self.offsets[target] + row * row_bytes(tensor.type, n_cols))
-        return tuple(hasher.value() for hasher in hashers)
+        return tuple(hasher.value() for hasher in [source, *hashers])
 
     @staticmethod
     def weights(weights: np.ndarray | None, type: int, n_cols: int) -> np.ndarray | None:

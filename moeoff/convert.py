@@ -73,7 +73,7 @@ def convert(
     Raises:
         ModelError: the model or the importance matrix is missing, damaged, or cannot be converted.
         OptionError: a tier, plan or type makes no sense; the companion exists, or the disk is too full for it.
-        OSError: the companion cannot be written. Like every error and Ctrl-C it leaves no file, unless `resume`.
+        WriteError: the companion cannot be written. Like every error and Ctrl-C it leaves no file, unless `resume`.
     """
     layout = Layout.read(model)
     layout.require_experts()
@@ -136,7 +136,8 @@ def _guess(conversion: Conversion, threads: int) -> float:
                     data = os.pread(files[span.file].fileno(), rows * row, job.offset)
                     weights = conversion.imatrix.columns(span.name, job.expert, span.shape[2], span.shape[0]) if conversion.imatrix else None
                     started = time.perf_counter()
-                    quantize(dequantize(data, span.type, (rows, span.shape[0])), type, conversion.weights(weights, type, span.shape[0]))
+                    values = dequantize(data, span.type, (rows, span.shape[0]))
+                    quantize(values, type, conversion.weights(weights, type, span.shape[0]), search=target in conversion.stand_ins)
                     costs[span.type, type] = (time.perf_counter() - started) / (rows * span.shape[0])
                 seconds += costs[span.type, type] * span.shape[0] * span.shape[1] / threads
     return seconds

@@ -12,7 +12,7 @@ import numpy as np
 
 from .buffer import ExpertBuffer, GateEvent
 from .cache import Event, Policy
-from .prefetch import BOOST, Prefetcher
+from .prefetch import Prefetcher
 from .replay import Replay
 from .router import Router
 from .trace import TraceWriter
@@ -26,7 +26,7 @@ class Driver:
         policy: writes into `buffer.priorities`.
         trace: gets every event.
         router: gives Event.probs of the gate input.
-        prefetcher: its boosts are added to what the policy wrote, which has a table of its own then.
+        prefetcher: sees every event first.
         replay: the recorded run whose decisions are taken again; a run that leaves it raises at the next decode.
         hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
     """
@@ -40,7 +40,6 @@ class Driver:
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
         self._updates = policy is not None and not policy.static
-        self._table = buffer.priorities
         self.needed = self._updates or any(part is not None for part in (trace, prefetcher, replay))
         if trace is not None:
             buffer.log_reads()
@@ -49,41 +48,30 @@ class Driver:
 
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
-        boosted = self.prefetcher is not None and self.prefetcher.observe(event)  # first: the lanes may be idle
+        if self.prefetcher is not None:
+            self.prefetcher.observe(event)  # first: the lanes may be idle
         if self._replay is not None:
             self._replay.follow(event)
         if self.listener is not None:
             self.listener(event)
         if self.trace is None and not self._updates:
-            if boosted:
-                self._publish()
             return
         probs = self._probs(event)
         if self.trace is not None:
             self.trace.write(event, probs)
             self.trace.write_reads(self._buffer.take_reads())
-        if self._updates:
-            weights = event.weights
-            if self.as_traced:
-                weights = weights.astype(np.float16).astype(np.float32)
-                probs = None if probs is None else probs.astype(np.float16).astype(np.float32)
-            seen = Event(event.gate, event.ids, weights, probs, event.gate_input, event.versions)
-            with self._lock:
-                if self._hold:
-                    self._held.append(seen)
-                    return
-                self.policy.update(seen)
-        self._publish()
-
-    def _publish(self) -> None:
-        """The policy's table is the native one, unless predictions are to be added to it."""
-        if self.prefetcher is not None:
-            if self.policy is not None:
-                np.copyto(self._table, self.policy.priorities)
-            else:
-                self._table[:] = 0
-            for gate, experts in self.prefetcher.boosts.items():
-                self._table[gate, experts] += BOOST
+        if not self._updates:
+            return
+        weights = event.weights
+        if self.as_traced:
+            weights = weights.astype(np.float16).astype(np.float32)
+            probs = None if probs is None else probs.astype(np.float16).astype(np.float32)
+        seen = Event(event.gate, event.ids, weights, probs, event.gate_input, event.versions)
+        with self._lock:
+            if self._hold:
+                self._held.append(seen)
+                return
+            self.policy.update(seen)
         self._buffer.publish()
 
     def _probs(self, event: GateEvent) -> np.ndarray | None:
@@ -99,7 +87,21 @@ class Driver:
             for event in held:
                 self.policy.update(event)
         if held:
-            self._publish()
+            self._buffer.publish()
+
+    def begin(self, batch) -> None:
+        """Before a decode.
+
+        Args:
+            batch: llama_batch.
+        """
+        if not self.needed:
+            return
+        if batch.pos[0] == 0:
+            self.new_sequence()
+        if self.prefetcher is not None and self.prefetcher.predictor.wants_tokens:
+            self._buffer.drain()
+            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]))
 
     def new_sequence(self) -> None:
         """Between decodes: the next event is the first of a text. Waits for the events before it."""
@@ -115,7 +117,7 @@ class Driver:
         if self.policy is not None:
             with self._lock:
                 self.policy.reset_sequence()
-        self._publish()
+        self._buffer.publish()
 
     def close(self, note: dict | None = None) -> None:
         """Delivers what is left and closes the trace. Before the buffer closes."""

@@ -21,6 +21,10 @@ class ReadError(MoeoffError):
     """Experts could not be read while the model was computing. The model stays usable."""
 
 
+class WriteError(MoeoffError, OSError):
+    """A file could not be written: no room, no rights, a broken disk."""
+
+
 class Cancelled(MoeoffError):
     """`Llama.cancel()` ended what was being computed. The model stays usable."""
 

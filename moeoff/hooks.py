@@ -125,8 +125,8 @@ class BuftOverride(Structure):
     _fields_ = [("pattern", c_char_p), ("buft", c_void_p)]
 
 
-# typedef void (*moeoff_gate_callback)(const struct moeoff_gate_event * event, void * user);
-GateCallback = ctypes.CFUNCTYPE(None, POINTER(GateEvent), c_void_p)
+# typedef void (*moeoff_gate_callback)(const struct moeoff_gate_event * event, void * user);  -- the event as an address: cheaper
+GateCallback = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 
 
 def _mirror() -> str:
@@ -210,8 +210,8 @@ clear = _function("moeoff_clear", None, c_void_p)
 priorities = _function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(c_int32), POINTER(c_int32))
 # void moeoff_publish(moeoff_expert_buffer * eb);
 publish = _function("moeoff_publish", None, c_void_p)
-# int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
-prefetch = _function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32)
+# int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit);
+prefetch = _function("moeoff_prefetch", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32, c_int32)
 # int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 preload = _function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32), c_int32, c_uint32, c_int32)
 # int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate);

@@ -165,6 +165,8 @@ class Layout:
 
     def require_experts(self) -> None:
         """Raises `ModelError` if there is nothing to offload."""
+        if self.architecture == "moeoff-experts":
+            raise ModelError(f"{self.files[0]}: a companion, not a model: give the model that it was made of")
         if not self.experts:
             raise ModelError(
                 f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp"

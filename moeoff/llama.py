@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import os
 import sys
@@ -29,6 +30,7 @@ from .log import set_log
 from .memory import DEFAULT_SHARE, available, format_size, parse_size, peak_rss, rss
 from .plan import RESERVE, Needs, Plan, Pools
 from .precision import LOSSLESS, Precision
+from .profile import Profile
 from .stats import Stats
 from .strategy import get_strategy
 from .timing import Timing
@@ -59,7 +61,8 @@ class Llama(llama_cpp.Llama):
         model_path: a GGUF with routed experts; of a split model the first part.
         memory: bound of this process's resident memory, "6G", "80%" or bytes. The default is 80 % of what is available.
         expert_memory: bound of the experts' arena alone, instead of `memory`.
-        strategy: what stays in memory, by name: `moeoff.strategy.strategy_names()`, docs/strategies.md.
+        strategy: what stays in memory and what is prefetched, by name: `moeoff.strategy.strategy_names()`, docs/strategies.md.
+        profile: of `moeoff calibrate`; "auto" takes the one beside the model if there is one, False none.
         n_lanes: I/O threads.
         direct_io: False reads through the page cache.
         experts: companion file of `moeoff convert`; "auto" takes the one beside the model if there is one, False none.
@@ -92,7 +95,8 @@ class Llama(llama_cpp.Llama):
         *,
         memory: str | int | None = None,
         expert_memory: str | int | None = None,
-        strategy: str = "lru",
+        strategy: str = "auto",
+        profile: str | os.PathLike | bool = "auto",
         n_lanes: int = 4,
         direct_io: bool = True,
         experts: Companion | str | os.PathLike | bool = "auto",
@@ -133,8 +137,12 @@ class Llama(llama_cpp.Llama):
         layout = Layout.read(model_path)
         layout.require_experts()
         require_room(layout, llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512, budget or available())
+        if profile is True or profile == "auto":
+            self.profile = Profile.find(layout)
+        else:
+            self.profile = Profile.read(profile, layout) if profile else None
         choice = Choice.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
-        self.promise = Contract.find(layout, choice, max_loss) if max_loss else None
+        self.promise = Contract.find(layout, self.profile, choice, max_loss) if max_loss else None
         precision = self.promise.precision if self.promise else precision
         if not self.strategy.eager and not (precision.lossless and replay is None):
             raise OptionError(f"strategy {strategy!r} serves every expert in its own precision")
@@ -180,7 +188,10 @@ class Llama(llama_cpp.Llama):
             self._buffer.start(high, low_arena)
             if not precision.lossless:
                 self._buffer.set_rule(precision.t1, precision.t2, precision.prefill_low_share, blind=deterministic)
-            self._driver = attach_driver(self._buffer, self.strategy, layout, trace, n_lanes=n_lanes, precision=precision, replay=replay)
+            self._attach = functools.partial(
+                attach_driver, self._buffer, self.strategy, layout, trace, n_lanes=n_lanes, profile=self.profile, precision=precision, replay=replay
+            )
+            self._driver = self._attach()
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:
@@ -223,8 +234,8 @@ class Llama(llama_cpp.Llama):
 
         def guarded(batch) -> None:
             self._layout.check_unchanged()
-            if self._driver is not None and batch.batch.pos[0] == 0:
-                self._driver.new_sequence()
+            if self._driver is not None:
+                self._driver.begin(batch.batch)
             started = time.perf_counter()
             with self._in_progress():
                 try:
@@ -294,6 +305,8 @@ class Llama(llama_cpp.Llama):
         plan = Plan.divide(parse_size(memory), replace(needs, python=needs.python + grown), pools.floor + pools.low_floor, pools.full + pools.low_full)
         buffer.set_arena_bytes(*pools.split(plan.arena))
         self.plan = plan
+        if self._driver is None:  # nobody was needed as long as everything fitted
+            self._driver = self._attach()
 
     def _outside_arena(self) -> int:
         return rss() - self._buffer.stats().arena_committed
@@ -331,6 +344,9 @@ class Llama(llama_cpp.Llama):
     def stats(self) -> Stats:
         """What happened since the model was opened, or since `reset_stats()`."""
         stats = Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
+        prefetcher = self._driver.prefetcher if self._driver is not None else None
+        if prefetcher is not None:
+            stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
         if self.promise is None:
             return stats
         return replace(stats, max_loss=self.promise.max_loss, estimated_loss=self.promise.estimated_loss)

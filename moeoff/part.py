@@ -31,6 +31,8 @@ class Part:
         self._stack.callback(os.close, self.fd)
         try:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.path.samestat(os.fstat(self.fd), os.stat(self.path)):
+                raise FileNotFoundError  # another one has just finished: what was opened is its companion now
         except OSError:
             self._stack.close()
             raise OptionError(f"{self.path}: another conversion is writing this companion") from None

@@ -1,8 +1,7 @@
-"""Prefetching: what a predictor expects becomes reads, as many as fit between two gates, and protection from eviction.
+"""Prefetching: what a predictor expects is protected from eviction, and read as far as it fits between two gates.
 
-Runs on the driver thread. Owns no memory and no policy; `boosts` is added to the policy's table by the driver. A prefetch
-queues behind all demand, and the gate that does not choose it gives it up before or between its chunks (ProMoE's early
-preemption), natively.
+Runs on the driver thread; owns no memory and no policy. A prefetch queues behind all demand, and the gate that does not choose
+it gives it up before or between its chunks (ProMoE §5, early preemption), natively.
 """
 
 from __future__ import annotations
@@ -11,15 +10,12 @@ import numpy as np
 
 from . import hooks
 from .buffer import ExpertBuffer, GateEvent
-from .cache import Event
 from .judge import Judge
 from .precision import LOSSLESS, Precision
-from .predict import Prediction, Predictor, top_k
+from .predict import Prediction, Predictor
 
-BOOST = np.float32(1e6)  # of an expert that is predicted: above anything a policy writes
 _RATE = 0.05  # of the running means
-_LEAST_PRECISION = 0.4  # an expert is worth a read if so many of its rank were chosen
-_EXPLORE = 16  # every so many reads of a rank that is not worth it one is made all the same, to notice when it is
+_FEW_MISSES = 0.01  # slices per gate, below which there is nothing to predict for
 
 
 class Prefetcher:
@@ -28,130 +24,106 @@ class Prefetcher:
     predictor: its `observe` is called for every event.
     n_used: experts for each token.
     n_lanes: of the buffer.
-    reads: False only protects.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
     judged: prefetching that loses wall-clock is switched off by comparison.
     rule: reads in low precision what it would serve low if the gate chose as predicted, and nothing that it would skip.
     """
 
-    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int, *, reads: bool = True,
-                 share: float = 0.0, judged: bool = True, rule: Precision = LOSSLESS):  # fmt: skip
+    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int, *, share: float = 0.0, judged: bool = True,
+                 rule: Precision = LOSSLESS):  # fmt: skip
         self._buffer, self.predictor, self._rule = buffer, predictor, rule
-        n_gates, n_experts = buffer.priorities.shape
-        self._n_used, self._n_lanes, self._reads = n_used, n_lanes, reads
+        n_experts = buffer.priorities.shape[1]
+        self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
-        self._n_matrices = max(np.bincount([t.gate for t in buffer.tensors], minlength=1).max(), 1)
-        self.judge = Judge() if judged and reads else None
-        self.boosts: dict[int, np.ndarray] = {}  # gate -> experts
-        self._issued: list[list[tuple[int, int]]] = [[] for _ in range(n_gates)]  # (expert, rank) read ahead for each gate
-        self._precision = np.full(self._n_candidates, 0.75)  # of each rank
-        self._skipped = np.zeros(self._n_candidates, int)
-        self._last_t = self._token_t = self._token_misses = 0
+        self._most = float(n_used * max(np.bincount([t.gate for t in buffer.tensors])))  # slices of one gate
+        self.judge = Judge() if judged else None
+        self._last_t = self._token_t = 0
         self._gap = 0.0  # ns from gate to gate
-        self._misses = float(n_used)  # slices that a gate finds absent
+        self._misses = self._most / 2  # slices that a gate finds absent
         self._t_slice = 0.0  # ns, all lanes busy
         self._credit = 0.0  # slices
-        self._seen = (0, 0)
-
-    def observe(self, event: GateEvent | Event) -> bool:
-        """After a gate has spoken; returns whether `boosts` has changed."""
-        single = len(event.ids) == 1
-        changed = self.boosts.pop(event.gate, None) is not None
-        self._measure(event, single)
-        if single and self._misses < 0.01 or not self._on:
-            return changed  # everything is there: nothing to predict for
-        predictions = self.predictor.observe(event)
-        return self._act(predictions, single) or changed
-
-    def begin(self, tokens: np.ndarray) -> bool:
-        """Before a batch."""
-        return self._act(self.predictor.begin(tokens), len(tokens) == 1) if self._on else False
+        self._seen = (0, 0)  # lane_busy_ns, reads
 
     @property
-    def _on(self) -> bool:
+    def on(self) -> bool:
         return self.judge is None or self.judge.on
 
-    def _measure(self, event, single: bool) -> None:
-        gate, now = event.gate, event.t_ns
-        issued, self._issued[gate] = self._issued[gate], []
-        if not single:
+    @property
+    def gain(self) -> float | None:
+        """Speed with prefetching relative to without, minus 1, when it was last compared."""
+        return self.judge.gain if self.judge is not None else None
+
+    def observe(self, event: GateEvent) -> None:
+        """After a gate has spoken."""
+        single = len(event.ids) == 1
+        if single:
+            self._measure(event)
+        else:
             self._last_t = self._token_t = 0
+        if single and self._misses < _FEW_MISSES or not self.on:
             return
-        if issued:
-            chosen = event.ids[0].tolist()
-            for expert, rank in issued:
-                self._precision[rank] += _RATE * ((expert in chosen) - self._precision[rank])
+        self._act(self.predictor.observe(event), single)
+
+    def begin(self, tokens: np.ndarray) -> None:
+        """Before a batch; nothing decodes."""
+        if self.on:
+            self._act(self.predictor.begin(tokens), len(tokens) == 1)
+
+    def _measure(self, event: GateEvent) -> None:
+        now = event.t_ns
         if self._last_t:
             self._gap += _RATE * (now - self._last_t - self._gap) if self._gap else now - self._last_t
         self._last_t = now
         self._misses += _RATE * (event.n_miss - self._misses)
-        if gate == 0:
+        if event.gate == 0:
             if self._token_t and self.judge is not None:
                 self.judge.token(now - self._token_t)
             self._token_t = now
             stats = self._buffer.stats()
             busy, reads = stats.lane_busy_ns - self._seen[0], stats.reads - self._seen[1]
             if reads > 0:
-                self._seen = (stats.lane_busy_ns, stats.reads)
-                t = busy / reads / self._n_lanes
-                self._t_slice += 4 * _RATE * (t - self._t_slice) if self._t_slice else t
+                self._t_slice = busy / reads / self._n_lanes
+            self._seen = (stats.lane_busy_ns, stats.reads)
+        # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap that demand leaves to the lanes, and adds up
+        if self._t_slice:
+            self._credit = min(self._credit + max(self._gap / self._t_slice - self._misses, 0.0), self._most)
 
-    def _act(self, predictions: list[Prediction], single: bool) -> bool:
-        if not predictions:
-            return False
-        if not single:
-            for p in predictions:
-                self._read_union(p)
-            return False
-        self._allow()
+    def _act(self, predictions: list[Prediction], single: bool) -> None:
         for p in predictions:
-            scores = p.scores[0]
-            best = top_k(p.scores, self._n_candidates)[0]
-            best = best[np.argsort(-scores[best])]
-            self.boosts[p.gate] = best[: self._n_used]
-            if self._reads and self._credit >= 1 and not self._read(p.gate, best.tolist(), self._versions(scores[best])):
-                break  # something was absent: look no further ahead (HOBBIT §3.3)
-        return True
+            if not single:
+                self._read_union(p)
+                continue
+            best = p.scores[0].argsort()[: -self._n_candidates - 1 : -1]
+            queued = self._read(p, best, int(self._credit))
+            self._credit -= queued
+            if queued:
+                return  # something was absent: look no further ahead (HOBBIT §3.3)
 
-    def _allow(self) -> None:
-        """n = T / t_expert (Fate §4.3) in slices: T is the part of the gap that demand leaves the lanes, and may add up."""
-        if self._t_slice and self._gap:
-            free = self._gap / self._t_slice - self._misses
-            self._credit = min(max(self._credit, 0.0) + max(free, 0.0), float(self._n_used * self._n_matrices))
+    def _read(self, p: Prediction, best: np.ndarray, limit: int) -> int:
+        """Protects the candidates and queues up to `limit` slices of them; returns how many."""
+        gate = p.gate
+        if self._rule.lossless:
+            return self._buffer.prefetch(gate, best.tolist(), limit=limit)
+        scores = self.predictor.router.gated(p.scores[0]) if p.logits else p.scores[0]
+        versions = self._versions(scores[best])
+        queued = self._buffer.prefetch(gate, best[versions == hooks.HIGH].tolist(), limit=limit)
+        self._buffer.prefetch(gate, best[versions != hooks.HIGH].tolist(), limit=0)  # those that are resident will serve
+        if (low := best[versions == hooks.LOW].tolist()):
+            queued += self._buffer.prefetch(gate, low, low=True, limit=limit - queued)
+        return queued
 
     def _versions(self, scores: np.ndarray) -> np.ndarray:
         """What the rule would say of these candidates, the likeliest first, if their scores were gate weights (HOBBIT §3.3)."""
         total = scores[: self._n_used].sum()
-        if self._rule.lossless or total <= 0 or scores[-1] < 0:
+        if total <= 0 or scores[-1] < 0:
             return np.full(len(scores), hooks.HIGH)
         s = np.minimum((np.cumsum(scores) - scores) / total, 1)
         s[0] = 0
         return np.where(s <= self._rule.t1, hooks.HIGH, np.where(s <= self._rule.t2, hooks.LOW, hooks.SKIP))
 
-    def _read(self, gate: int, experts: list[int], versions: np.ndarray) -> bool:
-        """Reads what is absent of the likeliest; returns whether everything was there."""
-        complete = True
-        for rank, (expert, version) in enumerate(zip(experts, versions, strict=True)):
-            if version == hooks.SKIP:
-                break
-            if self._precision[rank] < _LEAST_PRECISION:
-                self._skipped[rank] += 1
-                if self._skipped[rank] % _EXPLORE:
-                    continue
-            n = self._buffer.prefetch(gate, (expert,), low=version == hooks.LOW)
-            if n:
-                complete = False
-                self._issued[gate].append((expert, rank))
-                self._credit -= n
-                if self._credit < 1:
-                    break
-        return complete
-
     def _read_union(self, p: Prediction) -> None:
         """A batch: everything some token is likely to choose, the most wanted first (Fate §4.3)."""
-        if not self._reads:
-            return
-        chosen = top_k(p.scores, self._n_used)
+        chosen = np.argpartition(p.scores, -self._n_used, axis=1)[:, -self._n_used :] if self._n_used < p.scores.shape[1] else np.arange(p.scores.shape[1])
         count = np.bincount(chosen.ravel(), minlength=p.scores.shape[1])
         order = np.argsort(-count, kind="stable")
         order = order[count[order] > 0].tolist()
@@ -161,6 +133,6 @@ class Prefetcher:
             self._buffer.prefetch(p.gate, order[n_high:], low=True)
 
     def reset_sequence(self) -> None:
+        """A new text begins."""
         self.predictor.reset_sequence()
-        self.boosts.clear()
         self._last_t = self._token_t = 0

@@ -21,6 +21,7 @@ from math import prod
 import numpy as np
 
 from moeoff.errors import ModelError
+from moeoff.q2_0 import quantize_q2_0
 
 __all__ = [
     "dequantize",
@@ -35,7 +36,7 @@ __all__ = [
 
 # GGML_TYPE_COUNT of the pinned ggml.h; the accessors do not check their argument in release builds, so we must.
 _N_TYPES = 43
-_F32, _F16, _BF16 = 0, 1, 30
+_F32, _F16, _BF16, _Q2_0 = 0, 1, 30, 42
 # Types that ggml_quantize_chunk aborts on: Q8_1, Q8_K (activations only), I8, I16, I32, I64, F64.
 _NOT_WRITTEN = frozenset({9, 15, 24, 25, 26, 27, 28})
 
@@ -147,10 +148,11 @@ def needs_imatrix(type: int) -> bool:
     return bool(_library().quantize_requires_imatrix(int(type)))
 
 
-def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> np.ndarray:
+def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, search: bool = False) -> np.ndarray:
     """Quantize rows: f32 [n_rows, n_cols] -> uint8 [n_rows, row_bytes(type, n_cols)].
 
     imatrix: f32 [n_cols], the importance of each column (any positive scale), or None.
+    search: Q2_0 with searched scales (`moeoff.q2_0`) instead of ggml's; of no effect on other types.
     Raises ModelError if the row length does not fit, the values are not finite, the type cannot be written by ggml
     (Q8_1, Q8_K, integers), or it needs an imatrix and none is given. F32, F16 and BF16 are plain conversions and take
     any value.
@@ -171,6 +173,8 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None) -> 
         raise ModelError(f"{type_name(type)} needs an importance matrix; give imatrix, f32 [{n_cols}]")
     if type not in (_F32, _F16, _BF16) and not np.isfinite(rows).all():
         raise ModelError(f"cannot quantize to {type_name(type)}: the values are not all finite")
+    if search and type == _Q2_0:
+        return quantize_q2_0(rows, weights)
     if n_rows:
         _library().quantize_chunk(
             int(type),

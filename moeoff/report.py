@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import sys
 
+import numpy as np
+
 from .cache import get_policy
 from .errors import OptionError
 from .memory import format_size, parse_size
 from .simulate import Result, simulate
-from .trace import Trace
+from .trace import DEMAND_LEVEL, Trace
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
@@ -42,11 +44,32 @@ def report(*, traces: tuple[str, ...], strategy: tuple[str, ...] = (), memory: t
 
         draw(plot, trace, results)
     rows = [r.to_dict() | {"strategy": name, "gap_recovered": _gap(r, results)} for r, name in zip(results, names * len(arenas), strict=True)]
+    reads = _reads(trace)
     if as_json:
-        print(json.dumps({"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "results": rows}, indent=2))
+        head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "recorded_reads": reads}
+        print(json.dumps(head | {"results": rows}, indent=2))
     else:
         print(_table(rows, trace.model.full_bytes))
+        if reads:
+            print(
+                f"\nin the recorded runs: {reads['reads']:,} reads, {100 * reads['late']:.0f} % with compute waiting; medians: "
+                f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
+            )
     return results
+
+
+def _reads(trace: Trace) -> dict | None:
+    """What the trace says of the runs it was recorded in; traces of version 1 say nothing."""
+    done = trace.reads[trace.reads["result"] == 0]
+    if not len(done):
+        return None
+    return {
+        "reads": len(done),
+        "lost": trace.reads_lost,
+        "late": float(np.mean(done["level"] == DEMAND_LEVEL)),
+        "median_wait_us": float(np.median(done["wait_us"])),
+        "median_read_us": float(np.median(done["read_us"])),
+    }
 
 
 def _arena(size: str, full: int) -> int:

@@ -124,6 +124,11 @@ class Router:
             layout.architecture == "llama4",
         )
 
+    @property
+    def by_probs(self) -> bool:
+        """Whether the choice needs more than the order of the logits: a selection bias, or groups."""
+        return self.n_groups > 1 or any(bias is not None for bias in self.selection_bias)
+
     def knows(self, gate: int) -> bool:
         """Whether the gate's choice can be told from its input."""
         return self.weights[gate] is not None and self.tables[gate] is None

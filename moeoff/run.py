@@ -38,7 +38,9 @@ def run(
     no_experts: bool = False,
     tier: str | None = None,
     verify_reads: bool = False,
-    strategy: str = "lru",
+    strategy: str = "auto",
+    profile: str | None = None,
+    no_profile: bool = False,
     max_loss: str | None = None,
     deterministic: bool = False,
     warm: bool = True,
@@ -61,6 +63,8 @@ def run(
     """
     if experts and no_experts:
         raise OptionError("give --experts or --no-experts, not both")
+    if profile and no_profile:
+        raise OptionError("give --profile or --no-profile, not both")
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
@@ -92,6 +96,7 @@ def run(
         tier=tier,
         verify_reads=verify_reads,
         strategy=strategy,
+        profile=profile or not no_profile,
         trace=trace,
         max_loss=max_loss,
         deterministic=deterministic,

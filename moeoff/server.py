@@ -149,7 +149,13 @@ def serve(
     cors: Sequence[str] = (),
     memory: str | None = None,
     expert_memory: str | None = None,
-    strategy: str = "lru",
+    experts: str | None = None,
+    no_experts: bool = False,
+    tier: str | None = None,
+    verify_reads: bool = False,
+    strategy: str = "auto",
+    profile: str | None = None,
+    no_profile: bool = False,
     max_loss: str | None = None,
     deterministic: bool = False,
     warm: bool = True,
@@ -166,6 +172,10 @@ def serve(
         MoeoffError: the model, the budget, an option or the address is no good.
     """
     set_log(verbose)
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
+    if profile and no_profile:
+        raise OptionError("give --profile or --no-profile, not both")
     if n_gpu_layers and not binding.llama_supports_gpu_offload():
         raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
     model = model or demo_model()
@@ -179,7 +189,11 @@ def serve(
                 model,
                 memory=memory,
                 expert_memory=expert_memory,
+                experts=experts or not no_experts,
+                tier=tier,
+                verify_reads=verify_reads,
                 strategy=strategy,
+                profile=profile or not no_profile,
                 max_loss=max_loss,
                 deterministic=deterministic,
                 warm=warm,

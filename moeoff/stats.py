@@ -21,6 +21,8 @@ class Stats:
     hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
     expert_uses counts what gates chose, an expert for a token; of these served_low were computed in low precision and skipped
     not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
+    prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
+    when it was last compared; None: the strategy does not prefetch or does not compare.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
     """
 
@@ -44,6 +46,8 @@ class Stats:
     prompt_tps: float = 0.0
     gen_tokens: int = 0
     gen_tps: float = 0.0
+    prefetch_on: bool | None = None
+    prefetch_gain: float | None = None
     cpu_seconds: float = 0.0
     expert_uses: int = 0
     served_low: int = 0

@@ -114,10 +114,8 @@ class Tier:
     def type(self, span: Span, expert: int) -> int:
         """The type that the expert gets; where it is the source's the bytes are copied."""
         type = nearest(self.wanted(span, expert), span.shape[0])
-        # nobody has asked for a twin's type by name: one as bad as Q2_0 (an error of 70 %), or no smaller, is not made
-        if self.name == TWIN and (type_name(type) == "Q2_0" or bits_per_weight(type) >= bits_per_weight(span.type)):
-            return span.type
-        return type
+        # nobody has asked for a twin's type by name: one that is no smaller is not made
+        return span.type if self.name == TWIN and bits_per_weight(type) >= bits_per_weight(span.type) else type
 
 
 def read_plan(path: str | os.PathLike, experts: dict[str, Span]) -> Tier:

@@ -30,7 +30,8 @@ GATE, SESSION, READS = 1, 2, 3
 NEW_SEQUENCE, PROBS, DECISIONS = 1, 2, 4
 PAGE = 4096
 # one finished read: when it was queued, how long it waited for a lane and how long it took; level and result as `hooks.Read`
-READ = np.dtype([("t_queued", "<i8"), ("wait_us", "<u4"), ("read_us", "<u4"), ("nbytes", "<u4"), ("tensor", "<u2"), ("expert", "<u2"), ("level", "u1"), ("result", "u1")])  # fmt: skip
+_READ_FIELDS = "t_queued:<i8 wait_us:<u4 read_us:<u4 nbytes:<u4 tensor:<u2 expert:<u2 level:u1 result:u1"
+READ = np.dtype([tuple(field.split(":")) for field in _READ_FIELDS.split()])
 PREFETCH_LEVEL, GATE_LEVEL, DEMAND_LEVEL = 0, 1, 2
 
 

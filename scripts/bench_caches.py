@@ -1,7 +1,8 @@
 """Every cache policy against text: records traces of teacher-forced decoding, fits, replays, and prints docs/strategies.md's table.
 
     bench_caches.py record --model M.gguf --out DIR --text math=FILE --text code=FILE [--tokens N] [--ctx N]
-    bench_caches.py fit    --trace FILE... --out WEIGHTS.npz        (the learned score; needs scikit-learn)
+    bench_caches.py fit    --trace FILE... --out WEIGHTS.npz        (the learned score, and HOBBIT's weights on stdout)
+    bench_caches.py papers --trace NAME=FILE --trace NAME=FILE      (EdgeMoE Fig. 13 and HOBBIT Fig. 18 on this model)
     bench_caches.py table  --trace NAME=FILE --trace NAME=FILE [--calibration FILE...]
 """
 
@@ -39,10 +40,13 @@ def fit(traces: list[Path], out: Path) -> None:
     import numpy as np
 
     from moeoff.cache.learn import fit_score
+    from moeoff.cache.learn_hobbit import fit_hobbit
     from moeoff.trace import Trace
 
-    np.savez_compressed(out, **fit_score(Trace.join([Trace.read(t) for t in traces])))
+    trace = mixed([Trace.read(t) for t in traces])
+    np.savez_compressed(out, **fit_score(trace))
     print(f"{out}: {out.stat().st_size} bytes", file=sys.stderr)
+    print("hobbit:", fit_hobbit(trace, max_events=3 * 1024 * trace.model.n_gates))
 
 
 def mixed(traces: list, piece: int = 256):
@@ -54,14 +58,14 @@ def mixed(traces: list, piece: int = 256):
     return Trace.join([t.slice(i, i + n) for i in range(0, longest, n) for t in traces if i < len(t.events)])
 
 
-def table(traces: dict[str, Path], calibration: list[Path], shares: list[int], names: list[str], n_tokens: int, seed: int = 0) -> None:
+def table(traces: dict[str, Path], calibration: list[Path], shares: list[int], names: list[str], start: int, n_tokens: int, seed: int = 0) -> None:
     """The table of docs/strategies.md on stdout."""
     from moeoff.simulate import simulate
     from moeoff.trace import Trace
 
     counts = Trace.join([Trace.read(t) for t in calibration]).counts() if calibration else None
     read = {name: Trace.read(path) for name, path in traces.items()}
-    read = {name: t.slice(0, n_tokens * t.model.n_gates) for name, t in read.items()}
+    read = {name: t.slice(start * t.model.n_gates, (start + n_tokens) * t.model.n_gates) for name, t in read.items()}
     read["mixed"] = mixed(list(read.values()))
     for name, trace in read.items():
         full = trace.model.full_bytes
@@ -82,6 +86,45 @@ def table(traces: dict[str, Path], calibration: list[Path], shares: list[int], n
             print(f"| {policy} | " + " | ".join(cells) + " |", flush=True)
 
 
+def papers(traces: dict[str, Path], shares: list[int], start: int, n_tokens: int) -> None:
+    """EdgeMoE's Fig. 13 (hit rates) and HOBBIT's Fig. 18 (penalties against random, resetting with each text or not)."""
+    from moeoff.cache import Policy, register
+    from moeoff.simulate import simulate
+    from moeoff.trace import Trace
+
+    @register
+    class Random(Policy):
+        name, summary = "random", "HOBBIT's baseline"
+
+        def update(self, event):
+            self.priorities[event.gate] = self.rng.random(self.shape.n_experts)
+
+    read = [Trace.read(path) for path in traces.values()]
+    trace = mixed([t.slice(start * t.model.n_gates, (start + n_tokens) * t.model.n_gates) for t in read])
+    arenas = [int(trace.model.full_bytes * s / 100) for s in shares]
+    head = " | ".join(f"{s} %" for s in shares) + " |\n|---|" + "---:|" * len(shares)
+
+    def row(name: str, values: list[str]) -> None:
+        print(f"| {name} | " + " | ".join(values) + " |", flush=True)
+
+    done = {}
+    variants = {"hobbit-model": ("hobbit", {"sequence": False})}
+    for name in ("random", "lru", "lfu", "lfu-model", "hobbit", "hobbit-model", "edgemoe", "edgemoe-printed"):
+        policy, options = variants.get(name, (name, {}))
+        done[name] = [simulate(trace, policy, arena, **options) for arena in arenas]
+    print(f"EdgeMoE Fig. 13, {trace.n_tokens:,} tokens: hit rate, %\n\n| policy | {head}")
+    for name in ("random", "lru", "lfu-model", "edgemoe", "edgemoe-printed"):
+        row(name, [f"{100 * r.hit_rate:.1f}" for r in done[name]])
+    print(f"\nHOBBIT Fig. 18 (a): miss penalty, random = 1\n\n| policy | {head}")
+    for name in ("lru", "lfu", "hobbit"):
+        row(name, [f"{r.miss_penalty / base.miss_penalty:.3f}" for r, base in zip(done[name], done["random"], strict=True)])
+    for other in ("lru", "lfu"):
+        row(f"hobbit against {other}", [f"{100 * (r.miss_penalty / o.miss_penalty - 1):+.1f} %" for r, o in zip(done["hobbit"], done[other], strict=True)])
+    print(f"\nHOBBIT Fig. 18 (b): hit rate, %: counting since the text began, and ever\n\n| policy | {head}")
+    for name in ("lfu", "hobbit"):
+        row(name, [f"{100 * r.hit_rate:.1f}, {100 * m.hit_rate:.1f}" for r, m in zip(done[name], done[f"{name}-model"], strict=True)])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -94,12 +137,15 @@ def main() -> None:
     p = commands.add_parser("fit")
     p.add_argument("--trace", type=Path, nargs="+", required=True)
     p.add_argument("--out", type=Path, required=True)
-    p = commands.add_parser("table")
-    p.add_argument("--trace", action="append", required=True, metavar="NAME=FILE")
-    p.add_argument("--calibration", type=Path, nargs="*", default=[], help="traces whose counts `static` gets")
-    p.add_argument("--shares", type=int, nargs="+", default=[10, 25, 50, 75, 90])
-    p.add_argument("--strategies", nargs="+")
-    p.add_argument("--tokens", type=int, default=1536, help="of each trace")
+    for name in ("table", "papers"):
+        p = commands.add_parser(name)
+        p.add_argument("--trace", action="append", required=True, metavar="NAME=FILE")
+        p.add_argument("--shares", type=int, nargs="+", default=[10, 25, 50, 75, 90])
+        p.add_argument("--tokens", type=int, default=1536, help="of each trace")
+        p.add_argument("--from", type=int, default=0, dest="start", metavar="TOKEN", help="leave out the tokens before")
+        if name == "table":
+            p.add_argument("--calibration", type=Path, nargs="*", default=[], help="traces whose counts `static` gets")
+            p.add_argument("--strategies", nargs="+")
     args = parser.parse_args()
     if args.command == "record":
         record(args.model, args.out, dict(t.split("=", 1) for t in args.text), args.tokens, args.ctx)
@@ -109,7 +155,9 @@ def main() -> None:
         from moeoff.cache import names
 
         traces = {name: Path(path) for name, path in (t.split("=", 1) for t in args.trace)}
-        table(traces, args.calibration, args.shares, args.strategies or names(), args.tokens)
+        if args.command == "papers":
+            return papers(traces, args.shares, args.start, args.tokens)
+        table(traces, args.calibration, args.shares, args.strategies or names(), args.start, args.tokens)
 
 
 if __name__ == "__main__":

@@ -1,41 +1,102 @@
-"""Speed of `moeoff convert` beside cp on the same disk, and the error of each twin on a model's own experts.
+"""What `moeoff convert` takes and what it buys.
 
-usage: bench_convert.py -m MODEL [-d FOLDER] [--rounds 3] [--tiers keep] [--errors]
+usage: bench_convert.py errors MODEL...            errors of each type on the experts of models
+       bench_convert.py speed MODEL                beside cp on the same disk
+       bench_convert.py memory MODEL               in a memory cgroup (needs root)
+       bench_convert.py cold MODEL --text FILE     decoding from the model and from a `keep` companion (needs root)
 
-Every run starts with the model out of the page cache and ends when the output is on the disk (cp followed by fsync; convert
-does that itself). Runs alternate. The file cp copies is the model whole, convert reads and writes its experts: rates, not
-times, are compared.
+Runs alternate and start with what they read out of the page cache.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import moeoff.hooks  # noqa: F401  isort: skip
 import click
 import numpy as np
 
+from moeoff.convert import convert
 from moeoff.layout import Layout
 from moeoff.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
 
-TYPES = "Q8_0 Q6_K Q5_K Q4_K Q4_0 IQ4_NL IQ4_XS MXFP4 NVFP4 Q3_K IQ3_S IQ3_XXS Q2_K IQ2_S Q2_0 TQ2_0".split()
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_offload import drop_from_page_cache, run  # noqa: E402
+from cgroup import memory_cgroup  # noqa: E402
+
+SEARCHED = "Q2_0, searched scales"
+TYPES = f"Q8_0|Q6_K|Q5_K|Q4_K|Q4_0|IQ4_NL|IQ4_XS|MXFP4|NVFP4|Q3_K|IQ3_S|IQ3_XXS|Q2_K|IQ2_S|{SEARCHED}|Q2_0|TQ2_0".split("|")
+COMMAND = os.path.join(os.path.dirname(sys.executable), "moeoff")
+MODEL = click.argument("model", type=click.Path(exists=True, dir_okay=False))
+FOLDER = click.option("-d", "--folder", type=click.Path(exists=True, file_okay=False), help="Where to write. Default: beside the model.")
+ROUNDS = click.option("--rounds", default=5, show_default=True)
 
 
-def drop(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
+@click.group()
+def main() -> None:
+    pass
+
+
+@contextlib.contextmanager
+def scratch(folder: str | None, model: str, name: str) -> Iterator[Path]:
+    """A path in the folder, or beside the model; what is there afterwards is removed."""
+    path = Path(folder or os.path.dirname(os.path.abspath(model))) / f"bench-convert-{os.getpid()}-{name}.gguf"
+    try:
+        yield path
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def sampled(model: str, n_slices: int, n_rows: int) -> Iterator[tuple[int, np.ndarray]]:
+    """Types and values f32 [at most n_rows, n_cols] of slices spread over a model."""
+    layout, rng = Layout.read(model), np.random.default_rng(0)
+    spans = list(layout.experts.values())
+    for i in rng.choice(len(spans), min(n_slices, len(spans)), replace=False):
+        span, expert = spans[i], int(rng.integers(spans[i].shape[2]))
+        rows = min(span.shape[1], n_rows)
+        with open(layout.files[span.file], "rb") as file:
+            data = os.pread(file.fileno(), rows * row_bytes(span.type, span.shape[0]), span.offset + expert * (span.nbytes // span.shape[2]))
+        yield span.type, dequantize(data, span.type, (rows, span.shape[0]))
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+def errors(models) -> None:
+    """Root mean square of the error, relative to that of the weights, over 24 slices of each model; CPU time of the first."""
+    sums: dict[str, list[list[float]]] = {name: [[] for _ in models] for name in TYPES}
+    seconds: dict[str, float] = dict.fromkeys(TYPES, 0)
+    n_values, own = 0, []
+    for column, model in enumerate(models):
+        for source, values in sampled(model, 24, 256):
+            own = own[:column] + [type_name(source)]
+            n_values += values.size if column == 0 else 0
+            for name in TYPES:
+                type = type_from_name(name.split(",")[0])
+                if not fits(type, values.shape[1]) or type == source:
+                    continue
+                started = time.thread_time()
+                data = quantize(values, type, search=name == SEARCHED)
+                seconds[name] += time.thread_time() - started if column == 0 else 0
+                sums[name][column].append(float(((dequantize(data, type, values.shape) - values) ** 2).sum() / (values**2).sum()))
+    print(f"| type | bits per weight | CPU ns per weight | {' | '.join(f'of {name}' for name in own)} |\n|---|---|---|{'---|' * len(models)}")
+    for name, columns in sums.items():
+        cells = [f"{100 * statistics.mean(column) ** 0.5:.1f} %" if column else "" for column in columns]
+        print(f"| {name} | {row_bytes(type_from_name(name.split(',')[0]), 256) / 32:.2f} | {1e9 * seconds[name] / n_values:.0f} | {' | '.join(cells)} |")
 
 
 def timed(command: list[str], out: Path, model: str) -> float:
-    out.unlink(missing_ok=True)
+    """Seconds until the output is on the disk."""
     os.sync()
-    drop(model)
+    drop_from_page_cache(model)
     started = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     fd = os.open(out, os.O_RDONLY)
@@ -46,48 +107,78 @@ def timed(command: list[str], out: Path, model: str) -> float:
     return seconds
 
 
-def errors(model: str) -> None:
-    """Root mean square of the error, relative to that of the weights, over 24 slices spread over the model."""
-    layout = Layout.read(model)
-    spans = list(layout.experts.values())
-    rng = np.random.default_rng(0)
-    picked = [(spans[i], int(rng.integers(spans[i].shape[2]))) for i in rng.choice(len(spans), min(24, len(spans)), replace=False)]
-    sums: dict[str, list[float]] = {}
-    for span, expert in picked:
-        rows = min(span.shape[1], 256)
-        with open(layout.files[span.file], "rb") as file:
-            data = os.pread(file.fileno(), rows * row_bytes(span.type, span.shape[0]), span.offset + expert * (span.nbytes // span.shape[2]))
-        values = dequantize(data, span.type, (rows, span.shape[0]))
-        for name in TYPES:
-            type = type_from_name(name)
-            if fits(type, span.shape[0]):
-                got = dequantize(quantize(values, type), type, values.shape)
-                sums.setdefault(name, []).append(float(((got - values) ** 2).sum() / (values**2).sum()))
-    print(f"| type | bits per weight | error on {type_name(spans[0].type)} experts |\n|---|---|---|")
-    for name, list_ in sums.items():
-        print(f"| {name} | {row_bytes(type_from_name(name), 256) / 32:.2f} | {100 * statistics.mean(list_) ** 0.5:.1f} % |")
-
-
-@click.command()
-@click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("-d", "--folder", type=click.Path(exists=True, file_okay=False), help="Where to write. Default: beside the model.")
-@click.option("--rounds", default=3, show_default=True)
+@main.command()
+@MODEL
+@FOLDER
+@ROUNDS
 @click.option("--tiers", default="keep", show_default=True)
-@click.option("--errors", "only_errors", is_flag=True, help="Only print the table of errors.")
-def main(model, folder, rounds, tiers, only_errors) -> None:
-    if only_errors:
-        errors(model)
-        return
-    out = Path(folder or os.path.dirname(os.path.abspath(model))) / "bench-convert.gguf"
-    convert = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "convert", model, "-o", str(out), "--tiers", tiers]
+def speed(model, folder, rounds, tiers) -> None:
+    """Bytes of source per second. cp copies the model whole, convert its experts: rates, not times, are compared."""
     expert_bytes, file_bytes = Layout.read(model).expert_bytes, os.path.getsize(model)
     rates: dict[str, list[float]] = {"cp": [], "convert": []}
-    for _ in range(rounds):
-        rates["cp"].append(file_bytes / timed(["cp", "--reflink=never", model, str(out)], out, model))
-        rates["convert"].append(expert_bytes / timed(convert, out, model))
+    with scratch(folder, model, "speed") as out:
+        for _ in range(rounds):
+            rates["cp"].append(file_bytes / timed(["cp", "--reflink=never", model, str(out)], out, model))
+            rates["convert"].append(expert_bytes / timed([COMMAND, "convert", model, "-o", str(out), "--tiers", tiers], out, model))
     for name, list_ in rates.items():
         print(f"{name}: {statistics.median(list_) / 1e6:.0f} MB/s of source ({min(list_) / 1e6:.0f}-{max(list_) / 1e6:.0f})")
-    print(f"convert / cp: {statistics.median(rates['convert']) / statistics.median(rates['cp']):.0%}")
+    ratios = [a / b for a, b in zip(rates["convert"], rates["cp"])]
+    print(f"convert / cp, pairs: median {statistics.median(ratios):.0%} ({min(ratios):.0%}-{max(ratios):.0%})")
+
+
+@main.command()
+@MODEL
+@FOLDER
+@click.option("--limit", default=1024, show_default=True, help="MiB of the cgroup, in which the page cache counts too.")
+@click.option("--tiers", default="keep,twin", show_default=True)
+def memory(model, folder, limit, tiers) -> None:
+    """Peak resident memory of a conversion, and whether it lives in a cgroup."""
+    drop_from_page_cache(model)
+    with scratch(folder, model, "memory") as out, memory_cgroup(limit << 20) as group:
+        code = f"import resource; from moeoff.cli import main; main(['convert', {model!r}, '-o', {str(out)!r}, '--tiers', {tiers!r}], standalone_mode=False)"
+        done = group.run([sys.executable, "-c", code + "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"], capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(f"exit code {done.returncode}: {done.stderr.strip()}")
+        *said, peak = done.stdout.splitlines()
+        print(f"{said[0]}\nmodel {os.path.getsize(model) / 2**30:.2f} GiB; peak resident {int(peak) / 1024:.0f} MiB; with page cache {group.peak_bytes >> 20} of {limit} MiB")
+
+
+@main.command()
+@MODEL
+@FOLDER
+@ROUNDS
+@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--limit", default=1100, show_default=True, help="MiB of the cgroup; --memory is 5% below.")
+@click.option("--n-prompt", default=32, show_default=True)
+@click.option("--n-decode", default=96, show_default=True)
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Add every run's numbers to this JSON file.")
+def cold(model, folder, rounds, text, limit, n_prompt, n_decode, output) -> None:
+    """Decoding tok/s from the model, from a copy of it (what the place on the disk makes of it), and from a `keep` companion."""
+    with scratch(folder, model, "copy") as copy, scratch(folder, model, "keep") as keep:
+        shutil.copyfile(model, copy)
+        convert(model, output=keep, tiers="keep")
+        plans = {"model": (model, False), "copy": (str(copy), False), "keep": (model, str(keep))}
+        rows: dict[str, list[dict]] = {name: [] for name in plans}
+        for index in range(rounds):
+            names = list(plans)
+            for name in names[index % 3 :] + names[: index % 3]:
+                path, experts = plans[name]
+                drop_from_page_cache(str(keep))
+                row = run(limit << 20, "moeoff", path, text, n_prompt, n_decode, 300, memory=int(limit * 0.95) << 20, experts=experts)
+                if "failed" in row:
+                    sys.exit(f"{name}: {row['failed']}")
+                rows[name].append(row | {"mb_per_s": row["mb_per_token"] * row["gen_tps"]})
+    if output:
+        before = json.loads(Path(output).read_text()) if os.path.exists(output) else {}
+        rows = {name: before.get(name, []) + list_ for name, list_ in rows.items()}
+        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
+    print("| experts read from | decode tok/s | MB/s read | of the model's tok/s, pairs |\n|---|---|---|---|")
+    for name, list_ in rows.items():
+        cells = []
+        for values in ([row["gen_tps"] for row in list_], [row["mb_per_s"] for row in list_]):
+            cells.append(f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})")
+        ratios = [row["gen_tps"] / base["gen_tps"] for row, base in zip(list_, rows["model"])]
+        print(f"| {name} | {' | '.join(cells)} | {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) |")
 
 
 if __name__ == "__main__":

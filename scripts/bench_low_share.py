@@ -14,7 +14,7 @@ from pathlib import Path
 import moeoff
 from moeoff.precision import Precision
 
-SHARES = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 
 def measure(model: str, texts: list[bytes], n_tokens: int, arena: float, precision: Precision) -> tuple[float, float, float]:

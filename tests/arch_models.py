@@ -149,15 +149,12 @@ class Block:
     router_input: np.ndarray | None
 
 
-class Watched(moeoff.Llama):
-    """Notes what the graph's own nodes read; `blocks` has it in the order of computing."""
+class WithCallback(moeoff.Llama):
+    """Shows every node of the graph to `_watch`, as llama.cpp's cb_eval does."""
 
     def __init__(self, *args, **kwargs):
-        self.blocks: list[Block] = []
-        self._router_input: np.ndarray | None = None
         self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._watch)
         super().__init__(*args, **kwargs)
-        self.blocks.clear()
 
     @property
     def context_params(self):
@@ -167,6 +164,16 @@ class Watched(moeoff.Llama):
     def context_params(self, params) -> None:
         params.cb_eval = self._on_node
         self._context_params = params
+
+
+class Watched(WithCallback):
+    """Notes what the graph's own nodes read; `blocks` has it in the order of computing."""
+
+    def __init__(self, *args, **kwargs):
+        self.blocks: list[Block] = []
+        self._router_input: np.ndarray | None = None
+        super().__init__(*args, **kwargs)
+        self.blocks.clear()
 
     def _watch(self, node: int, ask: bool, _user: object) -> bool:
         tensor = ggml_api.Tensor.from_address(node)

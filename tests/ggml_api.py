@@ -221,9 +221,16 @@ def read(tensor: int, shape: tuple[int, ...]) -> np.ndarray:
 
 def matrix(tensor: Tensor) -> np.ndarray:
     """A copy of a two-dimensional F32 or I32 tensor in host memory, [ne1, ne0]."""
-    assert tensor.type in (F32, I32) and tensor.nb[0] == 4 and tensor.ne[2] == tensor.ne[3] == 1
-    rows = [ctypes.string_at(tensor.data + i * tensor.nb[1], 4 * tensor.ne[0]) for i in range(tensor.ne[1])]
-    return np.frombuffer(b"".join(rows), np.float32 if tensor.type == F32 else np.int32).reshape(tensor.ne[1], tensor.ne[0])
+    return cube(tensor)[0]
+
+
+def cube(tensor: Tensor) -> np.ndarray:
+    """A copy of an F32 or I32 tensor of up to three dimensions in host memory, [ne2, ne1, ne0]."""
+    assert tensor.type in (F32, I32) and tensor.nb[0] == 4 and tensor.ne[3] == 1
+    n_cols, n_rows, n_planes = tensor.ne[:3]
+    places = [tensor.data + k * tensor.nb[2] + i * tensor.nb[1] for k in range(n_planes) for i in range(n_rows)]
+    data = b"".join(ctypes.string_at(place, 4 * n_cols) for place in places)
+    return np.frombuffer(data, np.float32 if tensor.type == F32 else np.int32).reshape(n_planes, n_rows, n_cols)
 
 
 class Backend:

@@ -64,17 +64,21 @@ class TestContract:
 
     def test_update_cost(self, name):
         """20 us for each event at 64 x 256 experts, 8 used; the best of several rounds, because others use the machine too."""
-        shape = Shape(64, 256, 8, 8000)
-        events = random_events(192, shape)
-        best = float("inf")
-        for _ in range(8):
-            policy = create(name, shape)
-            policy.prepare(events)
-            started = time.perf_counter()
-            for event in events:
-                policy.update(event)
-            best = min(best, time.perf_counter() - started)
-        assert best / len(events) < 20e-6
+        assert update_cost(name) < 20e-6
+
+
+def update_cost(name, **options):
+    shape = Shape(64, 256, 8, 8000)
+    events = random_events(192, shape)
+    best = float("inf")
+    for _ in range(12):
+        policy = create(name, shape, **options)
+        policy.prepare(events)
+        started = time.perf_counter()
+        for event in events:
+            policy.update(event)
+        best = min(best, time.perf_counter() - started)
+    return best / len(events)
 
 
 def test_lfu_counts_within_a_sequence():

@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import ggml_api
 import numpy as np
 import pytest
-from arch_models import ARCHITECTURES, find_writer, open_moeoff, open_stock, run, write_model
+from arch_models import ARCHITECTURES, WithCallback, find_writer, open_moeoff, open_stock, run, write_model
+from damage import flip_bit, mutate
 from split_model import split_model
 from stock import Stock, assert_bit_equal, greedy_logits
+from test_kernel import Op, Plain
 
 import moeoff
 from moeoff import ModelError, OptionError, ReadError
-from moeoff.companion import Companion, companion_path, hash64
+from moeoff.companion import Companion, companion_path
 from moeoff.container import ModelFile, ModelWriter, pack
 from moeoff.convert import convert
 from moeoff.layout import Layout
-from moeoff.quantize import dequantize, quantize, type_name
+from moeoff.quantize import quantize, type_name
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 << 30}
 
 
-def requantized(model: str | Path, out: Path, types: dict[str, int]) -> Path:
+def requantized(model: str | Path, out: Path, types: dict[str, int], search: bool = False) -> Path:
     """The model with these types for these tensors, made by `quantize` from whole tensors."""
     with ModelFile(model) as file:
         tensors = [replace(t, type=types.get(t.name, t.type)) for t in file.tensors.values()]
         with ModelWriter(out, file.metadata, tensors, file.alignment, file.version) as writer:
             for tensor in tensors:
                 same = tensor.type == file.tensors[tensor.name].type
-                writer.write(file.data(tensor.name) if same else quantize(file.rows(tensor.name), tensor.type))
+                writer.write(file.data(tensor.name) if same else quantize(file.rows(tensor.name), tensor.type, search=search))
     return out
 
 
@@ -69,7 +73,7 @@ def test_keep_is_lossless_and_found(model):
     # it was the companion that was read: damage there is noticed
     slice_ = Companion(made.path).slices["blk.0.ffn_up_exps.weight", 0, "keep"]
     for expert in range(32):
-        damage(made.path, Companion(made.path).slices["blk.0.ffn_up_exps.weight", expert, "keep"].offset + slice_.nbytes // 2)
+        flip_bit(made.path, Companion(made.path).slices["blk.0.ffn_up_exps.weight", expert, "keep"].offset + slice_.nbytes // 2)
     with moeoff.Llama(model, **OPTIONS | {"verify_reads": True}) as llm:
         with pytest.raises(ReadError, match="not the ones that were converted"):
             greedy_logits(llm, PROMPT, 1)
@@ -78,18 +82,12 @@ def test_keep_is_lossless_and_found(model):
     assert not np.array_equal(lower, expected)
 
 
-def damage(path: str, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        byte = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte[0] ^ 1]))
-
-
-@pytest.mark.parametrize("tier", ["Q2_0", "Q4_0", "MXFP4", "F16", "twin", "Q4_K"])
+@pytest.mark.parametrize("tier", ["Q2_0", "Q4_0", "MXFP4", "F16", "twin", "Q4_K", "Q2_K"])
 def test_a_tier_is_the_requantized_stock_file(model, tmp_path, tier):
     made = convert(model, tiers=tier)
-    out = requantized(model, tmp_path / "stock.gguf", types_of(made.path, tier))
+    stands_in = tier == "Q2_K"  # the rows hold none of its blocks
+    assert not stands_in or set(map(type_name, types_of(made.path, tier).values())) == {"Q2_0"}
+    out = requantized(model, tmp_path / "stock.gguf", types_of(made.path, tier), search=stands_in)
     assert_bit_equal(companion_logits(model, tier=tier), stock_logits(out))
     assert_bit_equal(companion_logits(model), stock_logits(model))  # without keep the model itself is the high tier
 
@@ -115,33 +113,72 @@ def test_split_model(demo, tmp_path):
         pass
 
 
+class Products(WithCallback):
+    """Notes every product with experts: name, rows float32 [n_tokens, n_rows_in, n_cols], ids [n_tokens, n_used], result's bits."""
+
+    def __init__(self, *args, **kwargs):
+        self.products: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
+        super().__init__(*args, **kwargs)
+        self.products.clear()
+
+    def _watch(self, node: int, ask: bool, _user: object) -> bool:
+        tensor = ggml_api.Tensor.from_address(node)
+        if ggml_api.op_name(tensor) != b"MUL_MAT_ID":
+            return not ask
+        if not ask:
+            experts, rows, ids = (tensor.src[i].contents for i in range(3))
+            self.products.append((experts.name.decode(), ggml_api.cube(rows), ggml_api.matrix(ids), ggml_api.cube(tensor).view(np.uint32)))
+        return True
+
+
 def test_mixed_types_in_a_layer(model, tmp_path):
-    """Each expert as its plan says; with experts of one type each, a router's row picks rows of the respective stock file."""
+    """Each expert as its plan says, and computed as stock computes it.
+
+    Stock cannot hold such a tensor. But with the rows and ids that a product really had, stock's own product with a tensor of
+    one type gives the rows of the experts that have that type: each row of the result must be that one, bit for bit. Between the
+    products everything is llama.cpp's.
+    """
     plan = {"default": "Q4_0", "layers": {"0": {"0": "Q2_0", "1": "F16", "default": "Q8_0"}, "3": "MXFP4", "5": {"31": "keep"}}}
+    for layer in (4, 6):  # neighbours differ
+        plan["layers"][str(layer)] = {str(e): ("Q2_0", "F16", "MXFP4", "keep")[e % 4] for e in range(32)}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     made = convert(model, bits=tmp_path / "plan.json")
     slices = Companion(made.path).slices
     for (name, expert, tier), s in slices.items():
-        layer = name.split(".")[1]
-        by = plan["layers"].get(layer, {})
+        by = plan["layers"].get(name.split(".")[1], {})
         want = by if isinstance(by, str) else by.get(str(expert), by.get("default", "Q4_0"))
         assert tier == "bits" and type_name(s.type) == {"keep": "Q8_0"}.get(want, want)
-    # stock cannot mix types in a tensor, F16 can hold what they all stand for, but computes with it otherwise: so near, not equal
+
+    with Products(model, tier="bits", verify_reads=True, **OPTIONS | {"expert_memory": "4M"}) as llm:
+        greedy_logits(llm, PROMPT, 4)
+        products = llm.products
+    assert len({name for name, *_ in products}) == 36
+    types_seen = set()
+    backend = ggml_api.Backend()
     with ModelFile(model) as source:
-        mixed = {}
-        for (name, expert, _), s in slices.items():
-            whole = mixed.setdefault(name, source.rows(name).reshape(source.tensors[name].shape).copy())
-            requantized_rows = quantize(whole[expert], s.type) if s.type != source.tensors[name].type else source.data(name).reshape(len(whole), whole.shape[1], -1)[expert]
-            assert s.hash == hash64(np.ascontiguousarray(requantized_rows))  # the respective stock file's rows
-            if s.type != source.tensors[name].type:
-                whole[expert] = dequantize(quantize(whole[expert], s.type), s.type, whole[expert].shape)
-        tensors = [replace(t, type=0) if t.name in mixed else t for t in source.tensors.values()]
-        with ModelWriter(tmp_path / "f32.gguf", source.metadata, tensors) as writer:
-            for t in tensors:
-                writer.write(mixed[t.name].view(np.uint8) if t.name in mixed else source.data(t.name))
-    got, near = companion_logits(model, tier="bits"), stock_logits(tmp_path / "f32.gguf")
-    n = len(PROMPT)
-    assert np.sqrt(((got - near)[:n] ** 2).mean()) < 0.03 * near[:n].std()
+        for name, rows, ids, result in products:
+            tensor = source.tensors[name]
+            type_of = np.array([slices[name, expert, "bits"].type for expert in range(32)])[ids]
+            expected = np.zeros_like(result)
+            for type in np.unique(type_of).tolist():
+                data = source.data(name) if type == tensor.type else quantize(source.rows(name), type)
+                with Plain(data.reshape(32, -1), type, tensor.shape[:0:-1]) as plain:
+                    with Op(plain, n_tokens=len(ids), n_rows_in=rows.shape[1], n_used=ids.shape[1]) as op:
+                        op.give(rows, ids)
+                        expected[type_of == type] = op.compute(backend, 0)[type_of == type]
+            types_seen.add(frozenset(map(type_name, np.unique(type_of).tolist())))
+            np.testing.assert_array_equal(result, expected, err_msg=name)
+    backend.close()
+    assert frozenset(["Q2_0", "F16", "MXFP4", "Q8_0"]) in types_seen
+
+
+def test_types_that_differ_by_layer(model, tmp_path):
+    """A plan that a stock file can follow: the same logits."""
+    plan = {"default": "Q4_0", "layers": {"0": "F16", "3": "MXFP4", "5": "keep", "11": "Q2_0"}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    made = convert(model, bits=tmp_path / "plan.json")
+    out = requantized(model, tmp_path / "stock.gguf", types_of(made.path, "bits"))
+    assert_bit_equal(companion_logits(model, tier="bits"), stock_logits(out))
 
 
 def test_plan_of_one_type_equals_the_tier(model, tmp_path):
@@ -176,6 +213,49 @@ def compare_architecture(architecture: str, folder: Path) -> None:
     with open_stock(out) as stock, open_moeoff(path, tier="Q4_K") as model:
         np.testing.assert_array_equal(run(model), run(stock))
     shutil.rmtree(folder)
+
+
+# --- damage ---
+
+
+def fuzz(model: str, n: int, seed: int) -> dict[str, int]:
+    """Any damage: refused on opening, or noticed on reading, or the logits are as ever because nothing read was damaged."""
+    made = convert(model, tiers="keep,Q2_0")
+    good = Path(made.path).read_bytes()
+    begin = min(s.offset for s in Companion(made.path).slices.values())
+    options = OPTIONS | {"verify_reads": True, "expert_memory": "4M", "n_ctx": 16}
+    expected = {tier: companion_logits(model, tier=tier) for tier in ("keep", "Q2_0")}
+    rng, seen = random.Random(seed), dict.fromkeys(["refused", "noticed", "untouched"], 0)
+    for i in range(n):
+        # the header's damage has its own test: here mostly that of slices
+        data = mutate(good, rng) if i % 5 == 0 else good[:begin] + mutate(good[begin:], rng)
+        data = data if i % 2 else data[: len(good)] + bytes(max(len(good) - len(data), 0))  # also where the size does not tell
+        Path(made.path).write_bytes(data)
+        tier = rng.choice(["keep", "Q2_0"])
+        try:
+            with moeoff.Llama(model, tier=tier, **options) as llm:
+                logits = greedy_logits(llm, PROMPT, 0)
+        except ReadError as error:
+            assert made.path in str(error) and "\n" not in str(error)
+            seen["noticed"] += 1
+        except ModelError as error:
+            assert made.path in str(error) and "\n" not in str(error)
+            seen["refused"] += 1
+        else:
+            assert_bit_equal(logits, expected[tier][: len(logits)])
+            seen["untouched"] += 1
+    return seen
+
+
+def test_fuzz_of_reading(model):
+    seen = fuzz(model, 30, 1)
+    assert min(seen.values()) > 0, seen
+
+
+@pytest.mark.slow
+def test_fuzz_of_reading_1000(model):
+    seen = fuzz(model, 1000, 2)
+    assert min(seen.values()) > 100, seen
 
 
 # --- refusals ---
@@ -266,7 +346,7 @@ def test_command_line(model, moeoff_command):
     assert plain.returncode == 0 and plain.stdout == moeoff_command(*run_, "--verify-reads").stdout
     assert moeoff_command(*run_, "--tier", "q2_k").returncode == 0
     s = next(iter(Companion(path).slices.values()))
-    damage(path, s.offset + 5)
+    flip_bit(path, s.offset + 5)
     done = moeoff_command("verify", path)
     assert done.returncode == 1 and "damaged in 1 of" in done.stderr and "blk.0.ffn_up_exps.weight.0.keep" in done.stderr
     assert moeoff_command("verify", path, "-m", os.devnull).returncode == 1

@@ -162,6 +162,11 @@ class Op:
         write(self._ids, ids)
         return ids[:, : self.n_used]
 
+    def give(self, rows: np.ndarray, ids: np.ndarray) -> None:
+        """These rows and experts instead of random ones."""
+        write(self._rows, rows)
+        write(self._ids, ids)
+
     def compute(self, backend: Backend, i: int, n_threads: int = 2, status: int = SUCCESS) -> np.ndarray:
         """uint32 bits [n_tokens, n_used, n_rows] of the i-th tensor's result."""
         write(self._outputs[i], np.full(self.out_shape, 0x7FBADBAD, np.uint32))  # a NaN where nothing is written

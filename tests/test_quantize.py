@@ -70,6 +70,50 @@ def test_chunked_is_whole(name, sizes):
     )
 
 
+def searched(rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:
+    """What comes back from Q2_0 with searched scales."""
+    type = type_from_name("Q2_0")
+    data = quantize(rows, type, imatrix, search=True)
+    assert data.dtype == np.uint8 and data.shape == (len(rows), row_bytes(type, rows.shape[1]))
+    return dequantize(data, type, rows.shape)
+
+
+def test_searched_q2_0():
+    """Half of ggml's error; never above it, block by block; and nearly that of every scale tried by brute force."""
+    rows = normal(64, 512)
+    blocks = rows.reshape(-1, 64)
+    ours = ((searched(rows) - rows).reshape(-1, 64) ** 2).sum(axis=1)
+    type = type_from_name("Q2_0")
+    ggml = ((dequantize(quantize(rows, type), type, rows.shape) - rows).reshape(-1, 64) ** 2).sum(axis=1)
+    assert (ours <= ggml).all() and np.sqrt(ours.sum()) < 0.36 * np.sqrt((rows**2).sum())
+    best = np.full(len(blocks), np.inf)
+    for scale in np.linspace(-3, 3, 601)[:, None]:
+        if scale != 0:
+            best = np.minimum(best, ((np.clip(np.rint(blocks / scale), -1, 2) * scale - blocks) ** 2).sum(axis=1))
+    assert ours.sum() < 1.02 * best.sum()
+
+
+def test_searched_q2_0_minds_the_importance():
+    rows = normal(64, 512)
+    weights = np.random.default_rng(1).exponential(size=512).astype(np.float32)
+    error = lambda found: (weights * (found - rows) ** 2).sum()  # noqa: E731
+    assert error(searched(rows, weights)) < 0.95 * error(searched(rows))
+    assert np.array_equal(searched(rows, np.full(512, 3, np.float32)), searched(rows))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [0, 1e-44, 1e-20, 1e-6, 1, 1e4, 1e38])
+def test_searched_q2_0_of_any_size(scale):
+    rows = normal(3, 128) * np.float32(scale)
+    found = searched(rows)
+    assert np.isfinite(found).all()
+    if 1e-6 <= scale <= 1e4:  # what F16 holds as a scale
+        assert ((found - rows) ** 2).sum() < 0.2 * (rows**2).sum()
+    exact = np.random.default_rng(2).integers(-1, 3, (4, 64)).astype(np.float32) * np.float32(-0.5)
+    assert np.array_equal(searched(exact), exact)
+    assert not searched(rows, np.zeros(128, np.float32)).any() and searched(rows[:0]).shape == (0, 128)
+
+
 def test_threads_do_not_disturb_each_other():
     inputs = [(normal(40, 512, seed), type) for seed in range(3) for type in type_numbers()]
     expected = [quantize(rows, type, flat_imatrix(type, 512)) for rows, type in inputs]

@@ -227,6 +227,40 @@ def test_shutdown_cuts_the_answer_and_ends_cleanly(demo, sig, expected):
     assert refused in ([503], [])  # [] if the model had said all it had to say
 
 
+def test_companion(demo, tmp_path):
+    """A lower tier answers as the model alone does in it; damage is this request's error, and the server goes on."""
+    import moeoff
+    from moeoff.companion import Companion
+    from moeoff.convert import convert
+
+    path = convert(demo, tiers="Q4_0", output=tmp_path / "demo.experts.gguf").path
+    with moeoff.Llama(demo, experts=path, tier="Q4_0", expert_memory="4M", n_ctx=512, flash_attn=True) as llm:
+        expected = llm.create_chat_completion(**local(ask(PROMPTS[0])))["choices"][0]["message"]["content"]
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--experts", path, "--tier", "q4_0", "--verify-reads")
+    answer = server.client().chat.completions.create(**ask(PROMPTS[0]))
+    assert answer.choices[0].message.content == expected
+    good = (tmp_path / "demo.experts.gguf").read_bytes()
+    bad = bytearray(good)
+    for s in Companion(path).slices.values():
+        bad[s.offset] ^= 1
+    with open(path, "r+b") as file:
+        file.write(bad)
+    with pytest.raises(openai.InternalServerError, match="not the ones that were converted"):
+        server.client().chat.completions.create(**ask(PROMPTS[1]))
+    with open(path, "r+b") as file:
+        file.write(good)
+    assert server.client().chat.completions.create(**ask(PROMPTS[0])).choices[0].message.content == expected
+    code, text = server.stop(signal.SIGTERM)
+    assert code == 0 and "Traceback" not in text
+
+
+def test_companion_options(demo, moeoff_command):
+    done = moeoff_command("serve", "-m", demo, "--port", "0", "--experts", "x.gguf", "--no-experts")
+    assert done.returncode == 1 and "not both" in done.stderr
+    done = moeoff_command("serve", "-m", demo, "--port", "0", "--tier", "Q4_0", "--no-experts")
+    assert done.returncode == 1 and "needs a companion" in done.stderr and "Traceback" not in done.stderr
+
+
 def test_port_that_is_taken(moeoff_command):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         done = moeoff_command("serve", "--port", str(sock.getsockname()[1]))

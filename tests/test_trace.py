@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from moeoff import Llama, OptionError
-from moeoff.buffer import GateEvent
-from moeoff.buffer import READ_DTYPE
+from moeoff.buffer import READ_DTYPE, GateEvent
 from moeoff.trace import DEMAND_LEVEL, PREFETCH_LEVEL, Model, TensorInfo, Trace, TraceWriter
 
 MODEL = Model("small.gguf", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)))

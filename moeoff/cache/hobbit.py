@@ -12,11 +12,12 @@ class Hobbit(Policy):
     R is the token of the last use, F the uses in this text, H those in high precision (unimportance <= T1, §3.2), T the
     tokens so far, l_i the layer that is evicting. The table holds p times T, which orders the same and leaves all rows but
     the event's alone where w_fld is 0. With low_cost = B_l/B_h, what a low-precision miss costs beside a high one (§3.4's
-    penalty), w_lfu and w_lhu share their sum so that w_lfu F + w_lhu H is what the misses of these uses would have cost. The default weights are chosen by hand, not yet fitted as the paper asks.
+    penalty), w_lfu and w_lhu share their sum so that w_lfu F + w_lhu H is what the misses of these uses would have cost. The
+    default weights are those that `moeoff.cache.learn_hobbit` fits for the demo model. sequence=False never resets.
     """
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
-    defaults = {"lru": 0.05, "lfu": 0.45, "lhu": 0.45, "fld": 0.05, "t1": T1, "low_cost": None}
+    defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "low_cost": None, "sequence": True}
 
     def start(self) -> None:
         o, n = self.options, self.shape.n_gates
@@ -56,6 +57,8 @@ class Hobbit(Policy):
             self.priorities[gate] = row
 
     def reset_sequence(self) -> None:
+        if not self.options["sequence"]:
+            return
         for array in (self._last, self._all, self.priorities):
             array[:] = 0
         self._tokens = 1

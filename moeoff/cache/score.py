@@ -1,9 +1,11 @@
-"""Ours: a learned score of how soon and how often an expert will be used again.
+"""Ours: a learned score of how soon an expert will be used again.
 
-Target: sum over future tokens of discount^k x used. Two linear stages, fitted on traces by `moeoff.cache.learn`:
-all layers' router probabilities (now, and a running mean) go through a narrow bottleneck to what every expert can expect; that,
-and the expert's own running means of probabilities and uses at several rates, give the score. A linear term in the distance of
-the layer breaks near ties. Only the event's row is computed; the distance is added to all.
+Target: discount^(tokens until the next use). Two linear stages, fitted on traces by `moeoff.cache.learn`: all layers' router
+probabilities (now, and a running mean) go through a narrow bottleneck to what every expert can expect; that, and the expert's own
+running means of probabilities and uses at several rates, give the score. A linear term in the distance of the layer breaks
+near ties. There is one set of coefficients for each of several discounts: the larger the buffer, the further it looks.
+
+An event changes its own row. What the bottleneck knows since is added to as many of the rows before it as `REFRESH` allows.
 """
 
 from __future__ import annotations
@@ -14,45 +16,62 @@ from pathlib import Path
 
 import numpy as np
 
+from ..errors import OptionError
 from .base import Event, Policy, Shape, used
 
+NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
 FLOOR = 1e-4  # under the logarithm
 STATE_RATE = 0.15  # of the running mean of log probabilities that the bottleneck sees
 PROB_RATES = (0.1, 0.02)
 USE_RATES = (0.3, 0.05, 0.01)
-RATES = np.array([*PROB_RATES, *USE_RATES], np.float32)[:, None]
+REFRESH = 12_000  # multiplications for each event
 # without weights fitted to the model: chosen by hand after the demo model's second stage, not fitted
-GENERIC = (0.0, 0.5, 0.9, 0.1, 0.25, 0.15)
+GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
 
 
 class Score(Policy):
     """Options:
-    weights: path of an .npz by `moeoff.cache.learn`. None: those that moeoff has for this model (by its file's name), or else
-        generic coefficients without the bottleneck; "generic" asks for these.
-    position: weight of the layer's distance, 0 to leave it out.
+    weights: what `moeoff.cache.learn.fit_score` gives, or the path of an .npz with it. None: those that moeoff has for this model
+        (by its file's name), or else generic coefficients without the bottleneck; "generic" asks for these.
+    position: weight of the layer's distance, 0 to leave it out; None for that of the weights.
+
+    Raises:
+        OptionError: weights of another shape.
     """
 
     name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
-    defaults = {"weights": None, "position": 0.03}
+    defaults = {"weights": None, "position": None}
 
     def start(self) -> None:
         n, e = self.shape.n_gates, self.shape.n_experts
         w = load_weights(self.shape, self.options["weights"])
-        self._coef = w["coef"] if w else np.tile(np.array(GENERIC, np.float32), (n, 1))
-        self._bottleneck = w
-        self._means = np.full((n, len(RATES), e), 1 / e, np.float32)
+        position = self.options["position"]
+        if w:
+            share = self.shape.capacity / (n * e)
+            h = min(int(np.searchsorted(w["share"], share)), len(w["share"]) - 1)
+            self._coef, self._back, self._bias = w["coef"][h], w["back"][h], w["bias"][h]
+            position = w["position"][h] if position is None else position
+        else:
+            self._coef = np.tile(np.array(GENERIC, np.float32), (n, 1))
+        self._keep, self._mix = mixing(1)
+        self._now = np.zeros((2, e), np.float32)  # probabilities and uses
+        self._bottleneck = w is not None
+        self._means = np.full((n, len(self._keep), e), 1 / e, np.float32)
         self._means[:, len(PROB_RATES) :] *= self.shape.n_used
         if w:
-            self._project, self._back, self._mean, self._bias = w["project"], w["back"], w["mean"], w["bias"]
-            self._state = self._mean.reshape(n, 2, e).copy()
-            self._parts = np.zeros((n, self._project.shape[1]), np.float32)
+            self._project = w["project"]
+            self._state = w["mean"].reshape(n, 2, e).copy()
+            self._parts = np.einsum("grx,gx->gr", self._project, w["mean"])
+            self._origin = self._parts.sum(axis=0)
             self._sum = np.zeros(self._project.shape[1], np.float32)
+            self._own = np.zeros((n, e), np.float32)
+            self._n_refresh = max(REFRESH // self._back[0].size, 1)
+        # [layer that evicts, layer]: when the layer runs next, counted from this token's first; the evicting one has chosen already
         i = np.arange(n)
-        distance = (i[None] - i[:, None]) % n
-        distance[distance == 0] = n
-        self._near = (-self.options["position"] * distance / n).astype(np.float32)[:, :, None]  # [layer that evicts, layer]
+        runs = i[None] + n * (i[None] <= i[:, None])
+        self._near = (-(0.03 if position is None else position) * runs / n).astype(np.float32)[:, :, None]
+        self._next = -1
         self._scores = np.zeros_like(self.priorities)
-        self._keep = 1 - RATES
 
     def update(self, event: Event) -> None:
         gate, n_tokens = event.gate, len(event.ids)
@@ -62,44 +81,68 @@ class Score(Policy):
         else:  # nobody computed them: the chosen experts' weights
             probs = np.zeros(self.shape.n_experts, np.float32)
             np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
+        keep, mix = (self._keep, self._mix) if n_tokens == 1 else mixing(n_tokens)
+        self._now[0] = probs
+        self._now[1] = 0
+        self._now[1][experts] = count / n_tokens
         means = self._means[gate]
-        if n_tokens == 1:
-            keep, rates = self._keep, RATES
-        else:
-            keep = self._keep**n_tokens
-            rates, count = 1 - keep, count / n_tokens
         means *= keep
-        means[:2] += rates[:2] * probs
-        means[2:, experts] += rates[2:] * count
-        coef = self._coef[gate]
-        row = np.dot(coef[1:], means, out=self._scores[gate])
+        means += mix @ self._now
+        row = np.dot(self._coef[gate], means, out=self._own[gate] if self._bottleneck else self._scores[gate])
+        rows = slice(gate, gate + 1)
         if self._bottleneck:
             state = self._state[gate]
             np.log(probs + FLOOR, out=state[0])
             state[1] += STATE_RATE * (state[0] - state[1])
-            part = self._project[gate] @ (state.ravel() - self._mean[gate])
-            self._sum += part
-            self._sum -= self._parts[gate]
+            part = self._project[gate] @ state.ravel()
+            self._sum += part - self._parts[gate]
             self._parts[gate] = part
-            row += self._back[gate] @ self._sum
+            if gate == 0:  # rounding must not add up for ever
+                np.sum(self._parts, axis=0, out=self._sum)
+                self._sum -= self._origin
             row += self._bias[gate]
-        np.add(self._scores, self._near[(gate + 1) % self.shape.n_gates], out=self.priorities)
+            rows = slice(max(gate + 1 - self._n_refresh, 0), gate + 1)
+            np.add(self._back[rows] @ self._sum, self._own[rows], out=self._scores[rows])
+        # from one gate to the next only the next one's place changes, apart from the rows above
+        ahead = (gate + 1) % self.shape.n_gates
+        near = self._near[ahead]
+        if ahead == 0 or gate != self._next:
+            np.add(self._scores, near, out=self.priorities)
+        else:
+            np.add(self._scores[rows], near[rows], out=self.priorities[rows])
+            np.add(self._scores[ahead], near[ahead], out=self.priorities[ahead])
+        self._next = ahead
 
 
-def load_weights(shape: Shape, path: str | None) -> dict[str, np.ndarray] | None:
+def mixing(n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """What the running means keep after so many tokens [n, 1], and what they take of probabilities and uses [n, 2]."""
+    rates = np.array([*PROB_RATES, *USE_RATES], np.float32)[:, None]
+    keep = (1 - rates) ** n_tokens
+    return keep, (1 - keep) * np.repeat(np.eye(2, dtype=np.float32), (len(PROB_RATES), len(USE_RATES)), axis=0)
+
+
+def load_weights(shape: Shape, source: str | dict | None) -> dict[str, np.ndarray] | None:
     """Weights for a model of this shape, ready for `Score`, or None if there are none."""
-    if path == "generic":
+    if source == "generic":
         return None
-    if path is None:
-        bundled = resources.files("moeoff") / "data" / f"score-{Path(shape.model).name.split('-q')[0]}.npz"
-        if not shape.model or not bundled.is_file():
+    bundled = source is None
+    if bundled:
+        file = resources.files("moeoff") / "data" / f"score-{Path(shape.model).name.split('-q')[0]}.npz"
+        if not shape.model or not file.is_file():
             return None
-        path = str(bundled)
-    arrays = _read(str(path))
-    return arrays if arrays["bias"].shape == (shape.n_gates, shape.n_experts) else None
+        source = str(file)
+    arrays = {name: np.ascontiguousarray(source[name], np.float32) for name in NAMES} if isinstance(source, dict) else _read(str(source))
+    if arrays["bias"].shape[1:] != (shape.n_gates, shape.n_experts):
+        if bundled:  # another model of that name
+            return None
+        raise OptionError(f"the score's weights are for {arrays['bias'].shape[1:]} gates and experts, the model has {shape.n_gates, shape.n_experts}")
+    return arrays
 
 
 @functools.lru_cache(maxsize=4)
 def _read(path: str) -> dict[str, np.ndarray]:
-    with np.load(path, allow_pickle=False) as file:
-        return {name: np.ascontiguousarray(file[name], np.float32) for name in ("project", "back", "mean", "bias", "coef")}
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: np.ascontiguousarray(file[name], np.float32) for name in NAMES}
+    except (OSError, ValueError, KeyError) as error:
+        raise OptionError(f"{path}: are no weights of the score: {error}") from None

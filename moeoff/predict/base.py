@@ -28,10 +28,12 @@ class Prediction:
         gate: row of the priority table: a later gate of the same batch, or an earlier one of the next token.
         scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. One row where the prediction
             is of the next token. Valid until the predictor's next call.
+        logits: the scores are a router's logits, not weights.
     """
 
     gate: int
     scores: np.ndarray
+    logits: bool = False
 
 
 class Predictor:

@@ -47,10 +47,12 @@ class _Ahead(Predictor):
         logits = event.gate_input @ weight.T
         if bias is not None:
             logits += bias
-        router, n = self.router, len(logits)
-        scores = router.gated(logits.reshape(n, len(targets), -1))
-        return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
-
+        router = self.router
+        scores = logits.reshape(len(logits), len(targets), -1)
+        if router.by_probs:
+            scores = router.gated(scores)
+            return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
+        return [Prediction(gate, scores[:, i], True) for i, gate in enumerate(targets)]
 
     @classmethod
     def fit(cls, recording, progress=None) -> dict[str, np.ndarray] | None:

@@ -277,7 +277,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
                     REQUIRE(s.force(v, 1 + r() % 6, e) > 0);
                     break;
                 }
-                default: s.prefetch(gate, experts, 2, r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0); break;
+                default: s.prefetch(gate, experts, 2, r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0, (int32_t) (r() % 8) - 1); break;
             }
             std::this_thread::sleep_for(std::chrono::microseconds(r() % 200));
         }

@@ -130,6 +130,8 @@ void event_driver::run() {
         }
     }
     cv_idle.notify_all();
+    lock.unlock();
+    callback(nullptr, user);
 }
 
 void event_driver::drain() {

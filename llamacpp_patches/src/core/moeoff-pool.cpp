@@ -33,6 +33,9 @@ pool::rank pool::rank_of(uint32_t index) const {
     if (s.version == LOW && all.low_spare && all.slices[index - all.n_high].resident_i >= 0) {
         priority = -std::numeric_limits<float>::infinity();
     }
+    if (s.expected) {
+        priority = std::numeric_limits<float>::infinity();
+    }
     return { priority, s.last_use, index };
 }
 
@@ -40,7 +43,7 @@ bool pool::evictable(const slice & s, request level) const {
     if (s.users > 0) {
         return false;
     }
-    return level == DEMAND || (!all.wanted(s) && !(level == PREFETCH && s.prefetched));
+    return level == DEMAND || (!all.wanted(s) && !(level == PREFETCH && s.expected));
 }
 
 void pool::reconsider(const slice & s) {
@@ -57,7 +60,7 @@ slice * pool::victim(request level) {
             slice &    s = all.slices[c.index];
             const rank r = rank_of(c.index);
             if (s.resident_i >= 0 && r.priority == c.priority && r.last_use == c.last_use && evictable(s, GATE)) {
-                if (level == PREFETCH && s.prefetched) {
+                if (level == PREFETCH && s.expected) {
                     break; // stays a candidate for the others
                 }
                 candidates.pop_back();

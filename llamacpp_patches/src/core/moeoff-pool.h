@@ -24,7 +24,8 @@ struct slice {
     std::atomic<bool>      cancel {false};  // a prefetch in flight that nobody wants any more
     uint8_t                level      = PREFETCH; // of the pending request
     uint8_t                version    = HIGH;
-    bool                   prefetched = false; // resident by prefetch, not chosen yet
+    bool                   expected   = false; // by a prefetch; until its gate speaks nothing else should go before it
+    bool                   prefetched = false; // read because it was expected, not chosen yet
     uint16_t               users      = 0;
     int32_t                cls        = -1;    // -1: "none", nothing to read
     int32_t                slot       = -1;    // taken when it is queued, or by a lane if none was to be had then

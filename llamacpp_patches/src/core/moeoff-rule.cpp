@@ -7,7 +7,7 @@ namespace moeoff {
 
 // HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled to 1.
 // Among equal weights the one that the router lists first counts as the larger.
-void judge::by_weight(const choice & c, uint8_t * version_of) {
+void decider::by_weight(const choice & c, uint8_t * version_of) {
     const int32_t n = c.event.n_used;
     order.resize(n);
     std::iota(order.begin(), order.end(), 0);
@@ -26,7 +26,7 @@ void judge::by_weight(const choice & c, uint8_t * version_of) {
 }
 
 // Fate §4.5: of the experts that a batch chose, the share chosen by the fewest tokens; among equals the higher index
-void judge::by_popularity(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of) {
+void decider::by_popularity(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of) {
     count.assign(1 + *std::max_element(chosen.begin(), chosen.end()), 0);
     for (int32_t t = 0; t < c.event.n_tokens; t++) {
         for (int32_t k = 0; k < c.event.n_used; k++) {
@@ -41,7 +41,7 @@ void judge::by_popularity(const choice & c, const std::vector<int32_t> & chosen,
     }
 }
 
-void judge::decide(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of) {
+void decider::decide(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of) {
     const size_t n = (size_t) c.event.n_tokens * c.event.n_used;
     if (!forced.empty() && forced.size() < n) {
         forced.clear(); // of another run: whoever put them there sees that none are left

@@ -19,7 +19,7 @@ struct choice {
     float   weight(int32_t t, int32_t k) const { return *(const float *) ((const char *) event.weights + t * weights_stride + k * weights_step); }
 };
 
-class judge {
+class decider {
   public:
     moeoff_rule rule = { 1.0f, 1.0f, 0.0f, 0 };
 

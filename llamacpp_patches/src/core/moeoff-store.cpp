@@ -196,17 +196,25 @@ void store::stop() {
 
 // --- who is where ---
 
-void store::forget_prefetch(slice & s) {
-    if (s.prefetched) {
-        s.prefetched = false;
-        gates[s.gate]->n_prefetch--;
+void store::expect(slice & s) {
+    if (!s.expected) {
+        s.expected = true;
+        gates[s.gate]->n_expected++;
     }
+}
+
+void store::forget(slice & s) {
+    if (s.expected) {
+        s.expected = false;
+        gates[s.gate]->n_expected--;
+    }
+    s.prefetched = false;
 }
 
 void store::evict(slice & s) {
     pool & p = pool_of(s);
     p.leave(s);
-    forget_prefetch(s);
+    forget(s);
     s.state.store(ABSENT, std::memory_order_release);
     p.give_slot(s);
     reconsider_low(s);
@@ -270,7 +278,7 @@ void store::unqueue(slice & s) {
 // may_evict[version] becomes false once nothing is left to evict, which spares the others of the same batch the search
 void store::ask(slice & s, request level, bool * may_evict) {
     if (level > PREFETCH) {
-        forget_prefetch(s); // somebody relies on it now: no gate may pass it over
+        forget(s); // somebody relies on it now: no gate may pass it over
     }
     const uint8_t state = s.state.load(std::memory_order_relaxed);
     if (state == READY || state == FAILED) {
@@ -307,12 +315,12 @@ int32_t store::pass_over(gate & g) {
     int32_t n = 0;
     for (const int32_t ti : g.tensors) {
         for (const version v : { HIGH, LOW }) {
-            if (ti < 0 || g.n_prefetch == 0 || (v == LOW && !all.has_low())) {
+            if (ti < 0 || g.n_expected == 0 || (v == LOW && !all.has_low())) {
                 continue;
             }
             for (int32_t e = 0; e < g.n_expert; e++) {
                 slice & s = slice_at(*tensors[ti], e, v);
-                if (!s.prefetched || is_chosen[e] & (1 << v)) {
+                if (!s.expected || is_chosen[e] & (1 << v)) {
                     continue;
                 }
                 const uint8_t state = s.state.load(std::memory_order_relaxed);
@@ -321,7 +329,7 @@ int32_t store::pass_over(gate & g) {
                     n++;
                     continue;
                 }
-                forget_prefetch(s);
+                forget(s);
                 if (state == QUEUED) {
                     unqueue(s);
                     pool_of(s).give_slot(s);
@@ -407,7 +415,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, s
         } else if (!g.decisions.empty()) {
             g.decisions.erase(std::remove_if(g.decisions.begin(), g.decisions.end(), [&](const decision & d) { return d.graph == event.ids; }), g.decisions.end());
         }
-        if (g.n_prefetch > 0) {
+        if (g.n_expected > 0) {
             pass_over(g);
         }
         const auto each_slice = [&](const auto & what) {
@@ -464,10 +472,8 @@ void store::touch(slice & s, moeoff_gate_event & event) {
         stats.demand_misses++;
         event.n_miss++;
     }
-    if (s.prefetched) {
-        stats.prefetch_useful++;
-        forget_prefetch(s);
-    }
+    stats.prefetch_useful += s.prefetched;
+    forget(s);
     s.last_use = clock;
     s.want_seq = all.n_events;
 }
@@ -616,7 +622,7 @@ void store::read_done(slice & s, int err, const std::string & error) {
         reconsider_low(s);
         if (s.users == 0) {
             if (s.level == PREFETCH && s.cancel.load(std::memory_order_relaxed)) {
-                forget_prefetch(s); // passed over too late to stop it: an ordinary resident now
+                forget(s); // passed over too late to stop it: an ordinary resident now
             }
             p.reconsider(s);
         }
@@ -625,7 +631,7 @@ void store::read_done(slice & s, int err, const std::string & error) {
         queue[s.level].push_front(all.index_of(s));
     } else {
         p.give_slot(s);
-        forget_prefetch(s);
+        forget(s);
         s.want_seq = 0;
         if (err == ECANCELED) {
             stats.prefetch_dropped++;
@@ -651,7 +657,7 @@ void store::publish() {
     }
 }
 
-int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected) {
+int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit) {
     if (gi < 0 || gi >= (int32_t) gates.size() || !started()) {
         return -1;
     }
@@ -676,9 +682,15 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
             if (v == LOW && all.low_spare && slice_at(*tensors[g.tensors[m]], experts[i], HIGH).resident_i >= 0) {
                 continue; // the high version will serve
             }
-            if (s.state.load(std::memory_order_relaxed) == ABSENT) {
-                s.prefetched  = expected;
-                g.n_prefetch += expected;
+            const bool absent = s.state.load(std::memory_order_relaxed) == ABSENT;
+            if (absent && n_queued == limit) {
+                continue;
+            }
+            if (expected) {
+                expect(s);
+            }
+            if (absent) {
+                s.prefetched = expected;
                 ask(s, PREFETCH, may_evict);
                 n_queued++;
             }
@@ -695,7 +707,7 @@ int32_t store::prefetch_cancel(int32_t gi) {
     guard lock(mutex);
     int32_t n = 0;
     for (auto & g : gates) {
-        if ((gi < 0 || g->index == gi) && g->n_prefetch > 0) {
+        if ((gi < 0 || g->index == gi) && g->n_expected > 0) {
             n += pass_over(*g);
         }
     }
@@ -754,7 +766,7 @@ bool store::set_rule(const moeoff_rule & r, std::string & error) {
         return false;
     }
     guard lock(mutex);
-    judge next;
+    decider next;
     next.rule = r;
     if (next.uses_low() && low_bytes == 0) {
         error = "the rule needs low versions and an arena for them";
@@ -832,7 +844,7 @@ bool store::take_error(std::string & message) {
             if (s.users == 0) {
                 q.erase(q.begin() + (ptrdiff_t) i);
                 pool_of(s).give_slot(s);
-                forget_prefetch(s);
+                forget(s);
                 s.want_seq = 0;
                 s.state.store(ABSENT, std::memory_order_relaxed);
             }

@@ -59,7 +59,7 @@ struct gate {
     int32_t  layer       = 0;
     int32_t  n_expert    = 0;
     bool     second_block = false;
-    int32_t  n_prefetch  = 0; // slices queued, in flight or resident that no gate event has chosen or passed over yet
+    int32_t  n_expected  = 0; // slices that no gate event has chosen or passed over yet
     std::array<int32_t, MOEOFF_N_MATRIX> tensors { -1, -1, -1, -1 };
     std::vector<decision> decisions; // empty as long as all is served high
 };
@@ -105,7 +105,7 @@ class store {
     // --- policy and watching ---
     void    publish(); // the priorities have changed
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates say
-    int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected);
+    int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit);
     int32_t prefetch_cancel(int32_t gate);
     void    clear();
     bool    set_limit(uint64_t high, uint64_t low, std::string & error);
@@ -149,7 +149,8 @@ class store {
     bool     take_slot(slice & s, request level);
     bool     rob_queue(uint8_t v, request level);
     void     fit_limit();
-    void     forget_prefetch(slice & s);
+    void     expect(slice & s);
+    void     forget(slice & s); // it is no longer expected
     int32_t  pass_over(gate & g);
     slice *  next_job();
     void     lane();
@@ -170,7 +171,7 @@ class store {
     slice                     skipped; // serves every expert that is skipped
     pool                      pools[n_pools] { pool(all), pool(all) };
     uint64_t                  low_bytes = 0; // of the low arena; params has the high one
-    judge                     rule;
+    decider                   rule;
     std::atomic<bool>         decided {false}; // some gate may have decisions
     std::deque<uint32_t>      queue[N_REQUEST];
     std::vector<std::thread>  lanes;

@@ -43,7 +43,8 @@ enum moeoff_matrix {
     MOEOFF_N_MATRIX       = 4,
 };
 
-// A slice may have two versions, of any types and sizes. SKIP is no version but a decision: the expert's output is zero
+// A slice may have two versions, of any types and sizes. SKIP is no version but a decision: all matrices of the expert give
+// zeros (biases stay, the other experts' weights are not rescaled)
 enum moeoff_version {
     MOEOFF_VERSION_HIGH = 0,
     MOEOFF_VERSION_LOW  = 1,
@@ -152,6 +153,7 @@ struct moeoff_read {
     int32_t  result;    // 0, or an errno; ECANCELED: nobody wanted it any more
 };
 
+// event is NULL once, when the thread that called back is about to end
 typedef void (*moeoff_gate_callback)(const struct moeoff_gate_event * event, void * user);
 
 // --- the handshake: a binding compares these with its own idea before it uses anything else ---
@@ -200,10 +202,11 @@ MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
 // after a change of priorities: makes the next eviction look at all of them
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
-// queues what is absent of these experts; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
+// these experts are expected: what is resident of them stays, what is absent is queued, up to limit slices (-1: all), until
+// the gate speaks; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
 // Low versions of what is resident in high precision are left out, unless the rule is blind
-MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
-// the same, loaded whatever the gates say and not counted as prefetched: a warm start
+MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit);
+// queues what is absent, to be loaded whatever the gates say, and does not count it as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
 // [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident

@@ -126,12 +126,12 @@ float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t 
 
 void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }
 
-int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version) {
-    return eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, true);
+int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit) {
+    return eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, true, limit);
 }
 
 int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version) {
-    return eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, false);
+    return eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, false, -1);
 }
 
 int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }

@@ -1,0 +1,58 @@
+"""Fits HOBBIT's four weights on a trace: the miss penalty of its replay, made small (§3.4)."""
+
+from __future__ import annotations
+
+from ..errors import OptionError
+from .hobbit import Hobbit
+
+NAMES = ("lru", "lfu", "lhu", "fld")
+MAX_EVENTS = 12_288
+SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
+FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
+
+
+def fit_hobbit(trace, shares=SHARES, max_events: int = MAX_EVENTS, progress=None) -> dict[str, float]:
+    """Weights `lru`, `lfu`, `lhu`, `fld`, of sum 1, for `create("hobbit", ...)`.
+
+    The paper gives no procedure: here one weight after the other is multiplied by `FACTORS` as long as that lowers the penalty,
+    the geometric mean over buffer sizes. A weight that reached 0 may come back at the smallest other weight.
+
+    Args:
+        trace: at most `max_events` of it are replayed, from its beginning.
+        progress: called with the number of replays so far.
+
+    Raises:
+        OptionError: an empty trace.
+    """
+    from ..simulate import simulate  # the simulator imports the policies
+
+    if not trace.events:
+        raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")
+    part = trace.slice(0, max_events // trace.model.n_gates * trace.model.n_gates or max_events)
+    known: dict[tuple, float] = {}
+
+    def penalty(weights: tuple[float, ...]) -> float:
+        total = sum(weights)
+        key = tuple(round(w / total, 4) for w in weights)
+        if key not in known:
+            product = 1.0
+            for share in shares:
+                arena = max(int(trace.model.full_bytes * share), 2 * max(t.slot_bytes for t in trace.model.tensors))
+                product *= simulate(part, "hobbit", arena, **dict(zip(NAMES, key, strict=True))).miss_penalty + 1e-9
+                if progress:
+                    progress(len(known) * len(shares))
+            known[key] = product
+        return known[key]
+
+    best = tuple(Hobbit.defaults[name] for name in NAMES)
+    improved = True
+    while improved:
+        improved = False
+        for i in range(len(NAMES)):
+            now = best[i] or min(w for w in best if w > 0)
+            for factor in (*FACTORS, 1.0):
+                tried = (*best[:i], now * factor, *best[i + 1 :])
+                if sum(tried) > 0 and penalty(tried) < penalty(best) * (1 - 1e-4):
+                    best, improved = tried, True
+    total = sum(best)
+    return {name: round(w / total, 4) for name, w in zip(NAMES, best, strict=True)}
