@@ -172,7 +172,7 @@ OPTIONS = {"n_ctx": 64, "n_threads": 2}
 
 def test_replay_of_a_live_lru_run(demo, tmp_path):
     arena = int(Layout.read(demo).expert_bytes * 0.8)
-    with Llama(demo, expert_memory=arena, trace=tmp_path / "t", **OPTIONS) as llm:
+    with Llama(demo, expert_memory=arena, strategy="lru", trace=tmp_path / "t", **OPTIONS) as llm:
         decode(llm)
         stats, residency = llm.stats(), llm.expert_buffer.residency()
     trace = Trace.read(tmp_path / "t")
@@ -292,7 +292,7 @@ def test_a_policy_that_raises_is_heard(demo):
         def update(self, event):
             raise RuntimeError("no")
 
-    with Llama(demo, expert_memory="4M", **OPTIONS) as llm:
+    with Llama(demo, expert_memory="4M", strategy="lru", **OPTIONS) as llm:
         driver = Driver(llm.expert_buffer, Broken(create("lru", ONE.shape(1)).shape))
         with pytest.raises(RuntimeError, match="no"):  # of the decode it happened in, or the next
             llm.eval([10])
