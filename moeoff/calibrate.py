@@ -25,9 +25,8 @@ DEFAULT_TOKENS = 16384
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
 HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
 MAX_EVENTS = 200_000  # of the trace that cache policies are fitted on
-MAX_STATES = 8192  # numbers of a token's state beyond which their regressions take too much memory
 # fits of cache policies, section: module and function(trace) -> arrays
-TRACE_FITS = {"score": ("moeoff.cache.learn", "fit_score"), "hobbit": ("moeoff.cache.learn", "fit_hobbit")}
+TRACE_FITS = {"score": ("moeoff.cache.learn", "fit_score"), "hobbit": ("moeoff.cache.learn_hobbit", "fit_hobbit")}
 
 
 @dataclass(frozen=True)
@@ -126,7 +125,7 @@ def fit(recording: Recording, hidden: int, seed: int = 0, progress: Callable[[st
         options = {"hidden": hidden, "seed": seed} if name in ("learned", "blend") else {}
         if (arrays := predictor.fit(recording, stage, **options)) is not None:
             sections[name] = arrays
-    if recording.probs is not None and 2 * recording.router.n_gates * recording.router.n_experts <= MAX_STATES:
+    if recording.probs is not None:
         trace = recording.trace(MAX_EVENTS // recording.model.n_gates)
         for done, (name, (module, function)) in enumerate(TRACE_FITS.items()):
             fitted = getattr(importlib.import_module(module), function, None)
