@@ -23,7 +23,7 @@ _FIXED = {"llama4": SIGMOID, "mimo2": SIGMOID, "nemotron_h_moe": SIGMOID, "nemot
 # those which take it from the GGUF, and what they take where the GGUF has none
 _FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), SIGMOID) | dict.fromkeys(
     "bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 deepseek4 dflash dots1 dots3note exaone-moe hy_v4 kimi-k3 kimi-linear "
-    "lfm2moe minimax-m2 minimax-m3 smallthinker".split(),
+    "lfm2moe minimax-m2 minimax-m3 mistral4 smallthinker".split(),
     SOFTMAX,
 )
 _GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
