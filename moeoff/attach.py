@@ -10,6 +10,7 @@ from . import predict
 from .buffer import ExpertBuffer
 from .cache import create, get_policy
 from .driver import Driver
+from .errors import OptionError
 from .layout import Layout
 from .precision import LOSSLESS, Precision
 from .prefetch import Prefetcher
@@ -19,6 +20,7 @@ from .router import Router
 from .strategy import Strategy
 from .trace import Model, TraceWriter
 
+_WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input
 # what each policy takes of a profile, as its options
 _CALIBRATED: dict[str, Callable[[Profile], dict | None]] = {
     "score": lambda p: (s := p.section("score")) and {"weights": s},
@@ -66,10 +68,9 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         layers = {t.gate: t.layer for t in model.tensors}
         router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
     if predictor_name is not None:
-        section = predict.get_predictor(predictor_name).profile_section
-        arrays = profile.section(section) if profile is not None and section is not None else None
-        predictor = predict.create(predictor_name, router, arrays, **strategy.options)
-        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, share=strategy.share, judged=strategy.judged, rule=precision)
+        predictor = _predictor(predictor_name, router, profile, layout, **strategy.options)
+        fallback = _predictor(_WITHOUT_INPUT, router, profile, layout) if predictor.wants_gate_input else None
+        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, judged=strategy.judged, rule=precision)
     if policy_name is not None:
         if profile is not None and policy_name in _CALIBRATED:
             options = (_CALIBRATED[policy_name](profile) or {}) | options
@@ -82,3 +83,11 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
             session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
         writer = TraceWriter(trace, model, session)
     return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold)
+
+
+def _predictor(name: str, router: Router, profile: Profile | None, layout: Layout, **options) -> predict.Predictor:
+    kind = predict.get_predictor(name)
+    arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
+    if kind.needs_profile and arrays is None:
+        raise OptionError(f"predictor {name} needs a calibration of this model: moeoff calibrate -m {layout.files[0]} --text FILE")
+    return predict.create(name, router, arrays, **options)

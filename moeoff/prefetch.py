@@ -24,14 +24,16 @@ class Prefetcher:
     predictor: its `observe` is called for every event.
     n_used: experts for each token.
     n_lanes: of the buffer.
+    fallback: takes the predictor's place if events have no gate input and it wants one.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
     judged: prefetching that loses wall-clock is switched off by comparison.
     rule: reads in low precision what it would serve low if the gate chose as predicted, and nothing that it would skip.
     """
 
-    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int, *, share: float = 0.0, judged: bool = True,
+    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int,
+                 fallback: Predictor | None = None, *, share: float = 0.0, judged: bool = True,
                  rule: Precision = LOSSLESS):  # fmt: skip
-        self._buffer, self.predictor, self._rule = buffer, predictor, rule
+        self._buffer, self.predictor, self._fallback, self._rule = buffer, predictor, fallback, rule
         n_experts = buffer.priorities.shape[1]
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
@@ -55,6 +57,8 @@ class Prefetcher:
 
     def observe(self, event: GateEvent) -> None:
         """After a gate has spoken."""
+        if event.gate_input is None and self._fallback is not None:
+            self.predictor, self._fallback = self._fallback, None
         single = len(event.ids) == 1
         if single:
             self._measure(event)

@@ -1,6 +1,7 @@
 import moeoff.hooks  # noqa: F401, I001  prepares the process before anything loads llama.cpp
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -45,3 +46,22 @@ def grown(tmp_path_factory) -> str:
     command = [sys.executable, str(script), str(source), "-o", str(path), "--width", "4", "--ff", "4", "--expert-type", "Q4_K"]
     subprocess.run(command, check=True, capture_output=True)
     return str(path)
+
+
+CALIBRATION_TEXTS = [str(ROOT / "docs" / "design.md"), str(ROOT / "moeoff" / "llama.py")]
+
+
+@pytest.fixture(scope="session")
+def calibrated(demo, tmp_path_factory):
+    """A copy of the demo model with a profile beside it; what calibrate() returned, and all calls of its progress."""
+    import numpy as np
+
+    from moeoff.calibrate import calibrate
+    from moeoff.layout import Layout
+    from moeoff.profile import Profile, profile_path
+
+    model = shutil.copy(demo, tmp_path_factory.mktemp("calibrate") / "model.gguf")
+    Profile.write(profile_path(model), Layout.read(model), {"precision": {"bits": np.arange(3)}})
+    said: list[tuple[str, int, int]] = []
+    done = calibrate(model, text=CALIBRATION_TEXTS, tokens=2048, hidden=16, progress=lambda *args: said.append(args))
+    return str(model), done, said

@@ -14,6 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from conftest import CALIBRATION_TEXTS
+
 from moeoff import calibrate as module
 from moeoff.cache import Shape, create
 from moeoff.calibrate import Calibrated, calibrate, cap_hidden
@@ -25,18 +27,6 @@ from moeoff.profile import Profile, profile_path
 from moeoff.router import Router
 
 ROOT = Path(__file__).parent.parent
-TEXTS = [str(ROOT / "docs" / "design.md"), str(ROOT / "moeoff" / "llama.py")]
-
-
-@pytest.fixture(scope="module")
-def calibrated(demo, tmp_path_factory) -> tuple[str, Calibrated, list[tuple[str, int, int]]]:
-    model = shutil.copy(demo, tmp_path_factory.mktemp("calibrate") / "model.gguf")
-    Profile.write(profile_path(model), Layout.read(model), {"precision": {"bits": np.arange(3)}})
-    said: list[tuple[str, int, int]] = []
-    done = calibrate(model, text=TEXTS, tokens=2048, hidden=16, progress=lambda *args: said.append(args))
-    return model, done, said
-
-
 def test_profile(calibrated):
     model, done, _ = calibrated
     found = Profile.find(Layout.read(model))
@@ -102,7 +92,7 @@ def test_refuses(demo, tmp_path, monkeypatch, change, message):
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "short.txt").write_text("three words only")
     with pytest.raises(OptionError, match=message):
-        calibrate(model, **{"text": TEXTS, "tokens": 1024} | change)
+        calibrate(model, **{"text": CALIBRATION_TEXTS, "tokens": 1024} | change)
     assert not os.path.exists(profile_path(model))
 
 
@@ -112,14 +102,14 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
     Path(profile_path(model)).write_bytes(b"something else")
     started = time.monotonic()
     with pytest.raises(ModelError, match="the profile is damaged"):
-        calibrate(model, text=TEXTS, tokens=1 << 20)
+        calibrate(model, text=CALIBRATION_TEXTS, tokens=1 << 20)
     assert time.monotonic() - started < 5
     assert Path(profile_path(model)).read_bytes() == b"something else"
 
 
 def test_command(moeoff_command, demo, tmp_path, monkeypatch):
     out = tmp_path / "made.npz"
-    done = moeoff_command("calibrate", "-m", demo, "--text", TEXTS[0], "--tokens", "1024", "-o", str(out), timeout=600)
+    done = moeoff_command("calibrate", "-m", demo, "--text", CALIBRATION_TEXTS[0], "--tokens", "1024", "-o", str(out), timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(f"{out}: popularity, gate,") and "are predicted to" in done.stderr
     assert Profile.read(out, Layout.read(demo)).section("gate")["next_norm"].dtype == bool
@@ -130,7 +120,7 @@ def test_command(moeoff_command, demo, tmp_path, monkeypatch):
 def test_ctrl_c_leaves_nothing(demo, tmp_path):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     big = tmp_path / "text.txt"
-    big.write_text(Path(TEXTS[1]).read_text() * 40)
+    big.write_text(Path(CALIBRATION_TEXTS[1]).read_text() * 40)
     command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "calibrate", "-m", model, "--text", str(big), "--tokens", "200000"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     time.sleep(6)

@@ -53,6 +53,7 @@ class Predictor:
     wants_gate_input = False  # reads Event.gate_input
     wants_tokens = False  # begin() must be called with the tokens of each batch
     profile_section: str | None = None
+    needs_profile = False  # says nothing without one
     defaults: dict = {}
 
     def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options):

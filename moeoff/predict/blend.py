@@ -26,6 +26,7 @@ class Blend(Predictor):
     wants_gate_input = True
     wants_tokens = True
     profile_section = "blend"
+    needs_profile = True
 
     def start(self) -> None:
         self._parts, self._waiting, arrays = [], [], self.arrays

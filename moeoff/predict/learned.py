@@ -28,6 +28,7 @@ class Learned(Predictor):
     name, summary = "learned", "a small network on the gate input one or two layers before"
     wants_gate_input = True
     profile_section = "learned"
+    needs_profile = True
     defaults = {"stride": 1}
 
     def start(self) -> None:

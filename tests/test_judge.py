@@ -1,0 +1,44 @@
+"""The online comparison of token times, on made-up ones."""
+
+import numpy as np
+import pytest
+
+from moeoff.judge import BLOCK, HOLD, ORDER, Judge
+
+TRIAL = BLOCK * len(ORDER)
+
+
+def run(judge, n, ns_on, ns_off, rng):
+    for _ in range(n):
+        judge.token(int((ns_on if judge.on else ns_off) * rng.uniform(0.9, 1.1)))
+
+
+@pytest.mark.parametrize("ns_on, ns_off", [(20e6, 24e6), (24e6, 20e6)])
+def test_keeps_what_is_faster(ns_on, ns_off):
+    judge, rng = Judge(), np.random.default_rng(0)
+    run(judge, TRIAL, ns_on, ns_off, rng)
+    assert judge.on == (ns_on < ns_off)
+    assert judge.gain == pytest.approx(ns_off / ns_on - 1, abs=0.04)
+
+
+def test_both_ways_get_the_same_share_of_a_trial():
+    judge, ways = Judge(), []
+    for _ in range(TRIAL):
+        ways.append(judge.on)
+        judge.token(1_000_000)
+    assert sum(ways) == TRIAL // 2
+
+
+def test_one_burst_decides_nothing():
+    judge = Judge()
+    for i in range(TRIAL):
+        judge.token(5_000_000_000 if i == 5 else 20_000_000 if judge.on else 22_000_000)
+    assert judge.on
+
+
+def test_looks_again():
+    judge, rng = Judge(), np.random.default_rng(1)
+    run(judge, TRIAL, 24e6, 20e6, rng)
+    assert not judge.on
+    run(judge, HOLD + TRIAL, 20e6, 24e6, rng)  # the text has changed
+    assert judge.on and judge.gain > 0.1

@@ -1,0 +1,114 @@
+"""Strategies that predict, on the real library: lossless, they read ahead, and they know when not to."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from stock import Stock, assert_bit_equal, greedy_logits
+
+import moeoff
+from moeoff import OptionError
+from moeoff.judge import BLOCK, ORDER
+from moeoff.layout import Layout
+from moeoff.predict import PREDICTORS
+from moeoff.strategy import PRESETS, Strategy, get_strategy, strategy_names
+
+PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
+OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
+PREDICTING = [name for name, s in PRESETS.items() if s.predictor] + [f"lru+{name}" for name in PREDICTORS]
+
+
+def share(model: str, part: float) -> int:
+    return int(Layout.read(model).expert_bytes * part)
+
+
+@pytest.fixture(scope="module")
+def reference(demo):
+    with_stock = Stock(demo, n_ctx=256, logits_all=True)
+    logits = greedy_logits(with_stock, PROMPT, 24)
+    with_stock.close()
+    return logits
+
+
+@pytest.mark.parametrize("strategy", PREDICTING)
+def test_lossless_and_ahead(calibrated, reference, strategy):
+    model, _, _ = calibrated
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy=strategy, **OPTIONS) as llm:
+        assert_bit_equal(greedy_logits(llm, PROMPT, 24), reference)
+        stats = llm.stats()
+    assert stats.prefetch_issued > 0, "nothing was read ahead"
+    assert 0 < stats.prefetch_useful <= stats.prefetch_issued
+    assert stats.prefetch_on is not None
+
+
+def test_prompts_are_read_ahead(calibrated):
+    model, _, _ = calibrated
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="lru+gate", **OPTIONS) as llm:
+        llm.eval(PROMPT)
+        stats = llm.stats()
+    assert stats.prefetch_useful > 0.3 * (stats.demand_hits + stats.demand_misses)
+
+
+def test_what_is_expected_stays(demo):
+    """A full arena: residents that are expected outlive others of the same rank, until their gate has spoken."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.25), strategy="lru", **OPTIONS) as llm:
+        buffer = llm.expert_buffer
+        llm.eval(PROMPT)
+        resident = np.flatnonzero(buffer.residency()[11])  # the oldest of the last layer would go first
+        buffer.prefetch(11, resident.tolist(), limit=0)
+        before = buffer.stats().prefetch_issued
+        buffer.preload(0, range(32))
+        buffer.preload(1, range(32))
+        while buffer.stats().reads < buffer.stats().demand_misses:
+            pass
+        kept = np.flatnonzero(buffer.residency()[11])
+        assert before == buffer.stats().prefetch_issued == 0, "limit=0 reads nothing"
+        assert set(resident) <= set(kept)
+
+
+def test_limit(demo):
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy="lru", **OPTIONS) as llm:
+        assert llm.expert_buffer.prefetch(3, range(32), limit=5) == 5
+        assert llm.expert_buffer.prefetch(3, range(32), limit=0) == 0
+        assert llm.expert_buffer.prefetch(4, range(2)) == 6
+
+
+def test_judged_strategies_say_what_they_found(demo):
+    n = BLOCK * len(ORDER) + 40
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.3), strategy="auto", n_ctx=512, n_threads=2) as llm:
+        llm.eval(PROMPT[:4])
+        for token in range(n):
+            llm.eval([100 + token])
+        stats = llm.stats()
+    assert stats.prefetch_gain is not None and -0.9 < stats.prefetch_gain < 9
+    assert stats.prefetch_on == (stats.prefetch_gain >= 0)
+
+
+def test_nobody_predicts_when_everything_is_there(demo):
+    with moeoff.Llama(demo, expert_memory=share(demo, 2), strategy="auto", **OPTIONS) as llm:
+        llm.eval(PROMPT)
+        stats = llm.stats()
+        assert stats.prefetch_on is None and stats.driver_seconds == 0
+
+
+def test_a_smaller_budget_calls_the_driver(demo):
+    with moeoff.Llama(demo, memory="400M", strategy="auto", n_ctx=256, n_threads=2) as llm:
+        assert llm.stats().prefetch_on is None
+        llm.set_memory(llm.plan.needs.total + (6 << 20))
+        llm.eval(PROMPT)
+        assert llm.stats().prefetch_on is not None and llm.stats().prefetch_issued > 0
+
+
+def test_learned_needs_a_profile(demo):
+    with pytest.raises(OptionError, match="moeoff calibrate -m"):
+        moeoff.Llama(demo, strategy="promoe", profile=False, expert_memory=share(demo, 0.5), **OPTIONS)
+
+
+def test_names():
+    assert set(PRESETS) <= set(strategy_names())
+    assert {"fate", "edgemoe", "hobbit", "promoe", "eap", "lru", "on-demand", "auto"} <= set(strategy_names())
+    assert get_strategy("score+gate").predictor == "gate" and get_strategy("hobbit+none").predictor is None
+    assert get_strategy(own := Strategy("own", "", policy="lfu")) is own
+    for wrong in ("magic", "lru+magic", "magic+gate", "belady+gate"):
+        with pytest.raises(OptionError):
+            get_strategy(wrong)
