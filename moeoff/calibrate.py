@@ -67,7 +67,7 @@ def calibrate(
     Args:
         output: the profile; MODEL.profile.npz by default, where it is picked up.
         tokens: in all, as many from each text.
-        memory: bound of the process while the model runs; fits add up to about 1 GiB.
+        memory: bound of the process while the model runs; what is kept for the fits adds up to a quarter of the rest, 2 GiB at most.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
 
     Raises:

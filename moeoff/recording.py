@@ -16,13 +16,14 @@ from .buffer import GateEvent
 from .cache import Event
 from .errors import OptionError
 from .llama import Llama
+from .memory import available
 from .router import Router
 from .trace import Model, Trace
 
 __all__ = ["LENGTH", "Recording", "record", "sequences"]
 
 LENGTH = 256  # tokens of a sequence
-LIMIT = 256 << 20  # bytes of gate inputs, and of probabilities
+LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
 
 
@@ -144,11 +145,11 @@ def record(
     n, g, k, e = sum(map(len, texts)), header.n_gates, max(router.n_used), router.n_experts
     ids, weights = np.full((n, g, k), -1, np.int32), np.zeros((n, g, k), np.float32)
     kept: dict[str, np.ndarray | None] = {"inputs": None, "probs": None}
-    at = 0
+    at, limit = 0, min(LIMIT, available() // 8)
 
     def keep(what: str, gate: int, rows: np.ndarray) -> None:
         if kept[what] is None:
-            kept[what] = np.zeros((min(n, max(LIMIT // (2 * g * rows.shape[1]), 1)), g, rows.shape[1]), np.float16)
+            kept[what] = np.zeros((min(n, max(limit // (2 * g * rows.shape[1]), 1)), g, rows.shape[1]), np.float16)
         place = kept[what][at : at + len(rows), gate]
         place[:] = np.clip(rows[: len(place)], -65504, 65504)
 
