@@ -267,7 +267,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
                     std::string e;
                     const float t[] = { 0.0f, 0.3f, 0.4f, 0.9f, 1.0f };
                     const size_t i = r() % 5, j = i + r() % (5 - i);
-                    const bool done = s.set_rule({ t[i], t[j], (float) (r() % 3) / 2, (r() % 2) * (uint32_t) MOEOFF_RULE_BLIND }, e);
+                    const bool done = s.set_rule({ t[i], t[j], (float) (r() % 3) / 2, (uint32_t) (r() % 2 * MOEOFF_RULE_BLIND) }, e);
                     REQUIRE(done || !two_versions);
                     break;
                 }
