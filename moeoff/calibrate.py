@@ -23,11 +23,10 @@ __all__ = ["Calibrated", "calibrate", "cap_hidden", "fit"]
 
 DEFAULT_TOKENS = 16384
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
-HIDDEN_SIZES = (32, 64, 128, 256)  # the smallest is taken even if it costs more
+HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
 MAX_EVENTS = 200_000  # of the trace that cache policies are fitted on
-MAX_STATES = 8192  # numbers of a token's state beyond which their regressions take too much memory
 # fits of cache policies, section: module and function(trace) -> arrays
-TRACE_FITS = {"score": ("moeoff.cache.learn", "fit_score"), "hobbit": ("moeoff.cache.learn", "fit_hobbit")}
+TRACE_FITS = {"score": ("moeoff.cache.learn", "fit_score"), "hobbit": ("moeoff.cache.learn_hobbit", "fit_hobbit")}
 
 
 @dataclass(frozen=True)
@@ -123,10 +122,10 @@ def fit(recording: Recording, hidden: int, seed: int = 0, progress: Callable[[st
         if name is None or name in sections:
             continue
         stage = progress and functools.partial(progress, f"fitting {name}")
-        options = {"hidden": hidden, "seed": seed} if name == "learned" else {}
+        options = {"hidden": hidden, "seed": seed} if name in ("learned", "blend") else {}
         if (arrays := predictor.fit(recording, stage, **options)) is not None:
             sections[name] = arrays
-    if recording.probs is not None and 2 * recording.router.n_gates * recording.router.n_experts <= MAX_STATES:
+    if recording.probs is not None:
         trace = recording.trace(MAX_EVENTS // recording.model.n_gates)
         for done, (name, (module, function)) in enumerate(TRACE_FITS.items()):
             fitted = getattr(importlib.import_module(module), function, None)
@@ -144,5 +143,5 @@ def cap_hidden(layout: Layout, router: Router) -> int:
     active += sum(np.prod(span.shape) for name, span in layout.dense.items() if not name.startswith("token_embd"))
     d = max((w.shape[1] for w in router.weights if w is not None), default=0)
     per_unit = (router.n_gates - 1) * (d + router.n_experts)
-    fitting = [n for n in HIDDEN_SIZES if n * per_unit <= HIDDEN_SHARE * active]
-    return max(fitting, default=HIDDEN_SIZES[0])
+    sizes = [factor * router.n_experts for factor in HIDDEN_FACTORS]
+    return max((n for n in sizes if n * per_unit <= HIDDEN_SHARE * active), default=sizes[0])

@@ -32,7 +32,7 @@ from .plan import RESERVE, Needs, Plan, Pools
 from .precision import LOSSLESS, Precision
 from .profile import Profile
 from .stats import Stats
-from .strategy import get_strategy
+from .strategy import Strategy, get_strategy
 from .timing import Timing
 from .warm import recall, remember
 
@@ -95,7 +95,7 @@ class Llama(llama_cpp.Llama):
         *,
         memory: str | int | None = None,
         expert_memory: str | int | None = None,
-        strategy: str = "auto",
+        strategy: str | Strategy = "auto",
         profile: str | os.PathLike | bool = "auto",
         n_lanes: int = 4,
         direct_io: bool = True,
@@ -120,6 +120,8 @@ class Llama(llama_cpp.Llama):
             raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
         if llama_cpp_kwargs.pop("use_mmap", False) or llama_cpp_kwargs.get("use_mlock", False):
             raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
+        if llama_cpp_kwargs.get("n_gpu_layers") and not _binding.llama_supports_gpu_offload():
+            raise OptionError("n_gpu_layers: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
         if memory is not None and expert_memory is not None:
             raise OptionError("give memory or expert_memory, not both")
         if max_loss is not None:
@@ -145,7 +147,7 @@ class Llama(llama_cpp.Llama):
         self.promise = Contract.find(layout, self.profile, choice, max_loss) if max_loss else None
         precision = self.promise.precision if self.promise else precision
         if not self.strategy.eager and not (precision.lossless and replay is None):
-            raise OptionError(f"strategy {strategy!r} serves every expert in its own precision")
+            raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
         self.precision = precision
         low = choice.low(precision.tier) if precision.tier else None
 

@@ -84,6 +84,14 @@ class Recording:
         zeros = np.zeros(len(events), np.int64)
         return Trace(self.model, events, starts, zeros, zeros, zeros, [])
 
+    def take(self, tokens: np.ndarray) -> Recording:
+        """Of these tokens [n_tokens] bool alone; whole sequences."""
+        parts = {name: getattr(self, name)[tokens] for name in ("tokens", "starts", "ids", "weights")}
+        for name in ("inputs", "probs"):
+            array = getattr(self, name)
+            parts[name] = None if array is None else array[tokens[: len(array)]]
+        return Recording(self.model, self.router, **parts)
+
     def split(self, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
         """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to judge by (ProMoE §4.3: 9:1)."""
         number = np.cumsum(self.starts) - 1

@@ -12,6 +12,7 @@ import numpy as np
 
 from .errors import ModelError
 from .layout import Layout, Span
+from .product import product
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]
 
@@ -22,7 +23,7 @@ _FIXED = {"llama4": SIGMOID, "mimo2": SIGMOID, "nemotron_h_moe": SIGMOID, "nemot
 # those which take it from the GGUF, and what they take where the GGUF has none
 _FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), SIGMOID) | dict.fromkeys(
     "bailingmoe2 bailingmoe3 deepseek2 deepseek2-ocr deepseek32 deepseek4 dflash dots1 dots3note exaone-moe hy_v4 kimi-k3 kimi-linear "
-    "lfm2moe minimax-m2 minimax-m3 smallthinker".split(),
+    "lfm2moe minimax-m2 minimax-m3 mistral4 smallthinker".split(),
     SOFTMAX,
 )
 _GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
@@ -135,7 +136,7 @@ class Router:
 
     def logits(self, gate: int, x: np.ndarray) -> np.ndarray:
         """[n_tokens, n_experts] float32, of gate inputs [n_tokens, n_embd]."""
-        out = x @ self.weights[gate].T
+        out = product(x, self.weights[gate])
         if self.bias[gate] is not None:
             out += self.bias[gate]
         return out

@@ -21,6 +21,11 @@ def demo_model() -> str:
     return str(importlib.resources.files("moeoff") / "data" / DEMO_MODEL)
 
 
+def default_ctx(layout) -> int:
+    """Tokens of context if nobody states them: enough for a chat, and no more than the model was trained with."""
+    return min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX)
+
+
 def run(
     *,
     model: str | None = None,
@@ -148,23 +153,17 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _open(model: str, *, n_ctx: int | None, n_gpu_layers: int, verbose: bool, **options):
+def _open(model: str, *, n_ctx: int | None, **options):
     """Loads the model with a bar on the terminal."""
-    from llama_cpp import llama_cpp as binding
-
     from .layout import Layout
     from .llama import Llama
     from .progress import loading_bar
 
-    if n_gpu_layers and not binding.llama_supports_gpu_offload():
-        raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
     layout = Layout.read(model)
     with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
         return Llama(
             model,
-            n_ctx=n_ctx or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX),
-            n_gpu_layers=n_gpu_layers,
-            verbose=verbose,
+            n_ctx=n_ctx or default_ctx(layout),
             progress=progress,
             **options,
         )

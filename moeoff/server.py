@@ -30,13 +30,11 @@ except ModuleNotFoundError as error:
 
 from . import __version__
 from .desk import Desk, current_ticket, error_body
-from .footprint import require_room
 from .layout import Layout
-from .log import set_log
-from .memory import available, format_size, parse_size
+from .memory import format_size
 from .metrics import metrics_text
 from .progress import loading_bar
-from .run import DEFAULT_CTX, demo_model
+from .run import default_ctx, demo_model
 
 GRACE_SECONDS = 10  # for what is in flight when a signal comes
 
@@ -171,18 +169,12 @@ def serve(
     Raises:
         MoeoffError: the model, the budget, an option or the address is no good.
     """
-    set_log(verbose)
     if experts and no_experts:
         raise OptionError("give --experts or --no-experts, not both")
     if profile and no_profile:
         raise OptionError("give --profile or --no-profile, not both")
-    if n_gpu_layers and not binding.llama_supports_gpu_offload():
-        raise OptionError("-ngl: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
     model = model or demo_model()
     layout = Layout.read(model)
-    layout.require_experts()
-    n_ctx = ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX)
-    require_room(layout, n_ctx, parse_size(memory) if memory is not None else available())
     with _bind(host, port) as sock:
         with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
             llm = ServedLlama(
@@ -198,7 +190,7 @@ def serve(
                 deterministic=deterministic,
                 warm=warm,
                 progress=progress,
-                n_ctx=n_ctx,
+                n_ctx=ctx_size or default_ctx(layout),
                 n_threads=threads,
                 n_gpu_layers=n_gpu_layers,
                 flash_attn=flash_attn,

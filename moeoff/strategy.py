@@ -58,12 +58,14 @@ def strategy_names() -> list[str]:
     return [*PRESETS, *(n for n in names(live=True) if n not in PRESETS)]
 
 
-def get_strategy(name: str) -> Strategy:
-    """A preset, a policy, or "POLICY+PREDICTOR" (either may be "none": LRU without Python, and no predictor).
+def get_strategy(name: str | Strategy) -> Strategy:
+    """A composition of one's own as it is; or by name: a preset, a policy, or "POLICY+PREDICTOR" (either may be "none": LRU without Python, and no predictor).
 
     Raises:
         OptionError: there is no such strategy, or it needs to know the future.
     """
+    if isinstance(name, Strategy):
+        return name
     if name in PRESETS:
         return PRESETS[name]
     policy_name, plus, predictor = name.partition("+")

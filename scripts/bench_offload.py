@@ -35,19 +35,25 @@ def drop_from_page_cache(path: str) -> None:
     os.close(fd)
 
 
-def run(limit: int, engine: str, model: str, text: str, n_prompt: int, n_decode: int, timeout: float, **options) -> dict:
+def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, timeout: float, run=subprocess.run, **options) -> dict:
+    """One cold run of bench_worker.py in a process of its own; {"failed": why} if it did not end well."""
     drop_from_page_cache(model)
     command = [sys.executable, WORKER, engine, model, text, str(n_prompt), str(n_decode)]
     command += [f"{key}={str(value).lower() if isinstance(value, bool) else value}" for key, value in options.items()]
+    try:
+        result = run(command, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not finished after {timeout:.0f} s"}
+    if result.returncode != 0:
+        return {"failed": "killed" if result.returncode == -9 else (result.stderr.strip().splitlines() or ["failed"])[-1]}
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def run(limit: int, engine: str, model: str, text: str, n_prompt: int, n_decode: int, timeout: float, **options) -> dict:
+    """The same in a memory cgroup of `limit` bytes."""
     with memory_cgroup(limit) as group:
-        try:
-            result = group.run(command, capture_output=True, text=True, timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"not finished after {timeout:.0f} s"}
-        if result.returncode != 0:
-            reason = "killed" if result.returncode == -9 else (result.stderr.strip().splitlines() or ["failed"])[-1]
-            return {"failed": reason}
-        return json.loads(result.stdout.splitlines()[-1]) | {"cgroup_peak_mib": group.peak_bytes / (1 << 20)}
+        row = measure(engine, model, text, n_prompt, n_decode, timeout, group.run, **options)
+        return row if "failed" in row else row | {"cgroup_peak_mib": group.peak_bytes / (1 << 20)}
 
 
 def machine() -> str:

@@ -2,7 +2,7 @@
 
 usage: bench_worker.py ENGINE MODEL TEXT N_PROMPT N_DECODE [OPTION=VALUE ...]
 
-ENGINE: moeoff (options of moeoff.Llama), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
+ENGINE: moeoff (options of moeoff.Llama; step=1..4 of the ladder from on-demand to everything), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
 disk (no model: random direct reads of the model's expert slices; option lanes).
 The text is real and its tokens are fed as they are, so that every engine sees the same routing.
 """
@@ -16,6 +16,17 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
+
+
+def _ladder() -> list[dict]:
+    """From the papers' on-demand to everything, one part more at each step."""
+    from moeoff.strategy import Strategy
+
+    cache = Strategy("cache", "", eager=False, serial=True, policy="score")
+    prefetch = replace(cache, name="prefetch", eager=True, predictor="gate")
+    everything = replace(prefetch, name="everything", serial=False)
+    return [{"strategy": "on-demand", "n_lanes": 1}, {"strategy": cache, "n_lanes": 1}, {"strategy": prefetch, "n_lanes": 1}, {"strategy": everything}]
 
 
 def _value(text: str):
@@ -30,6 +41,8 @@ def open_engine(engine: str, model: str, options: dict):
     if engine == "moeoff":
         import moeoff
 
+        if step := options.pop("step", None):
+            options |= _ladder()[step - 1]
         return moeoff.Llama(model, **base | options)
 
     extra = options.pop("use_extra_bufts", True)
@@ -90,6 +103,8 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
             "budget_mib": stats.budget_bytes / (1 << 20),
             "direct_io": stats.direct_io,
             "evictions": stats.evictions,
+            "prefetched_per_token": stats.prefetch_issued / n_decode,
+            "prefetch_precision": stats.prefetch_useful / max(stats.prefetch_issued, 1),
         }
     with open("/proc/self/status") as file:
         result["peak_rss_mib"] = next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024

@@ -369,9 +369,10 @@ class Recorder:
         self.tensors = [SimpleNamespace(gate=g) for g in (0, 0, 1, 1)]
         self.prefetched = []
 
-    def prefetch(self, gate, experts, low=False):
-        self.prefetched.append((gate, list(experts), low))
-        return 2 * len(experts)
+    def prefetch(self, gate, experts, low=False, limit=-1):
+        queued = len(experts) if limit < 0 else min(len(experts), limit)
+        self.prefetched.append((gate, list(experts), low, queued))
+        return queued
 
     def stats(self):
         return hooks.Stats()
@@ -381,16 +382,17 @@ def test_prefetches_by_predicted_weight():
     """Predicted scores stand in for weights: what the rule would serve low is read low, what it would skip is not read."""
     scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)  # unimportance 0, 0.4, 0.7, 0.9
     rule = Precision(0.5, 0.8, 0.5, "Q4_0")
-    for precision, expected in ((rule, [(1, False), (3, False), (4, True)]), (Precision(), [(1, False), (3, False), (4, False), (2, False)])):
+    lossy = [(1, [1, 3], False, 2), (1, [4, 2], False, 0), (1, [4], True, 1)]  # 4 and 2 are protected where they are resident
+    for precision, expected in ((rule, lossy), (Precision(), [(1, [1, 3, 4, 2], False, 4)])):
         buffer = Recorder()
         prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, n_lanes=1, judged=False, rule=precision)
         prefetcher._credit = 8.0
         prefetcher._act([Prediction(1, scores)], single=True)
-        assert [(e[0], low) for _, e, low in buffer.prefetched] == expected
+        assert buffer.prefetched == expected and prefetcher._credit == 8 - sum(n for *_, n in expected)
     buffer = Recorder()
-    batch = np.array([[9, 8, 1, 0], [9, 8, 1, 0], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32).repeat(2, axis=1)[:, ::2]
+    batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
     Prefetcher(buffer, SimpleNamespace(), n_used=2, n_lanes=1, judged=False, rule=rule)._act([Prediction(0, batch)], single=False)
-    assert buffer.prefetched == [(0, [0, 1], False), (0, [2, 3], True)]  # chosen by 4, 2, 1, 1 tokens
+    assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_version_1_is_read_and_continued(tmp_path):
 
 
 def test_every_read_of_a_run(demo, tmp_path):
-    with Llama(demo, expert_memory="4M", n_ctx=64, n_threads=2, trace=tmp_path / "t") as llm:
+    with Llama(demo, expert_memory="4M", n_ctx=64, n_threads=2, strategy="lru", trace=tmp_path / "t") as llm:
         for token in range(300, 324):
             llm.eval([token])
         llm.expert_buffer.preload(0, range(32))
@@ -140,7 +140,7 @@ def test_every_read_of_a_run(demo, tmp_path):
 
 
 def test_the_log_is_off_by_default_and_bounded(demo):
-    with Llama(demo, expert_memory="100M", n_ctx=64, n_threads=2) as llm:
+    with Llama(demo, expert_memory="100M", n_ctx=64, n_threads=2, strategy="lru") as llm:
         buffer = llm.expert_buffer
         n_gates, n_experts = buffer.priorities.shape
 

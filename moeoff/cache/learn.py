@@ -19,7 +19,7 @@ RANK = 48
 MAX_MATRIX = 9216  # numbers; OpenBLAS would take more threads for a larger one, from those that compute
 ALPHAS = (300.0, 1000.0, 3000.0, 10000.0, 30000.0)
 BLOCK = 256  # tokens; every fifth block decides between the alphas
-MAX_VALUES = 64 << 20
+MAX_VALUES = 16 << 20
 MAX_FEATURES = 1024
 MIN_TOKENS = 64
 

@@ -8,11 +8,13 @@ import numpy as np
 
 from ..cache import Event
 from ..errors import OptionError
+from ..product import product
 from .base import Prediction, Predictor
 
 STRIDES = (1, 2)
 EPOCHS, FINE_EPOCHS = 8, 4  # the last ones at a quarter of the learning rate
 RATE, ALPHA, BATCH = 2e-3, 1e-3, 256
+GAIN = 2.0  # of a router's logit, in deviations, in the logit that the network begins with
 COMPONENTS = 256  # of wider gate inputs; a linear map, folded into the first layer
 
 
@@ -44,10 +46,10 @@ class Learned(Predictor):
         if step is None or event.gate_input is None:
             return []
         first, first_bias, second, second_bias = step
-        hidden = event.gate_input @ first.T
+        hidden = product(event.gate_input, first)
         hidden += first_bias
         np.maximum(hidden, 0, out=hidden)
-        logits = hidden @ second.T
+        logits = product(hidden, second)
         logits += second_bias
         np.negative(logits, out=logits)
         np.exp(np.minimum(logits, 80, out=logits), out=logits)
@@ -55,7 +57,7 @@ class Learned(Predictor):
         return [Prediction(event.gate + self.options["stride"], np.reciprocal(logits, out=logits))]
 
     @classmethod
-    def fit(cls, recording, progress=None, hidden: int = 128, seed: int = 0) -> dict[str, np.ndarray] | None:
+    def fit(cls, recording, progress=None, hidden: int = 128, seed: int = 0, strides: tuple[int, ...] = STRIDES) -> dict[str, np.ndarray] | None:
         """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none.
 
         Returns:
@@ -64,6 +66,7 @@ class Learned(Predictor):
         """
         try:
             from sklearn.neural_network import MLPClassifier
+            from threadpoolctl import threadpool_limits  # scikit-learn depends on it
         except ImportError:
             raise OptionError("fitting the learned predictor needs scikit-learn: pip install 'moeoff[fit]'") from None
         if recording.inputs is None:
@@ -73,13 +76,13 @@ class Learned(Predictor):
         used = recording.used()[:n_rows]
         train, held = (mask[:n_rows] for mask in recording.split())
         arrays: dict[str, np.ndarray] = {}
-        for s in STRIDES:
+        for s in strides:
             arrays |= {
                 f"first_{s}": np.zeros((n, hidden, d), np.float16), f"first_bias_{s}": np.zeros((n, hidden), np.float32),
                 f"second_{s}": np.zeros((n, e, hidden), np.float16), f"second_bias_{s}": np.zeros((n, e), np.float32),
                 f"there_{s}": np.zeros(n, bool), f"recall_{s}": np.zeros(n, np.float32),
             }  # fmt: skip
-        jobs = [(g, s) for g in range(n) for s in STRIDES if g + s < n and router.knows(g + s)]
+        jobs = [(g, s) for g in range(n) for s in strides if g + s < n and router.knows(g + s)]
         for done, (g, s) in enumerate(jobs):
             x = recording.inputs[:, g].astype(np.float32)
             if not x.any():
@@ -93,8 +96,11 @@ class Learned(Predictor):
                 continue
             network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, int(train.sum())), learning_rate_init=RATE, random_state=seed)
             best = (-1.0, None, None)
-            with warnings.catch_warnings():
+            # products this small take longer on more threads, and many times longer where other processes want the cores
+            with warnings.catch_warnings(), threadpool_limits(1):
                 warnings.simplefilter("ignore")
+                network.partial_fit(x[train][:2], y[train][:2][:, active].astype(int), classes=np.arange(len(active)))
+                _begin_as_router(network, active, e, y[train].mean(axis=0))
                 for epoch in range(EPOCHS + FINE_EPOCHS):
                     network.partial_fit(x[train], y[train][:, active].astype(int), classes=np.arange(len(active)))
                     if epoch == EPOCHS - 1:
@@ -128,6 +134,25 @@ def _features(x: np.ndarray, router, source: int, target: int) -> tuple[np.ndarr
     seen = x @ fold.T
     scale = 1 / np.maximum(seen.std(axis=0), 1e-6)
     return (fold * scale[:, None]).astype(np.float32), (seen.mean(axis=0) * scale).astype(np.float32)
+
+
+def _begin_as_router(network, active: np.ndarray, n_experts: int, share: np.ndarray) -> None:
+    """Where there is room, the first 2 E units pass on what the router ahead says: training begins at its accuracy.
+
+    The last E features are its logits; relu(z) - relu(-z) = z.
+    """
+    hidden, m = network.coefs_[1].shape[0], network.coefs_[0].shape[0]
+    if hidden < 2 * n_experts:
+        return
+    first, second = network.coefs_
+    first[:, : 2 * n_experts], second[:] = 0, 0
+    for i, expert in enumerate(active):
+        feature = m - n_experts + expert
+        first[feature, 2 * expert], first[feature, 2 * expert + 1] = 1, -1
+        second[2 * expert, i], second[2 * expert + 1, i] = GAIN, -GAIN
+    network.intercepts_[0][: 2 * n_experts] = 0
+    odds = np.clip(share[active], 1e-3, 1 - 1e-3)
+    network.intercepts_[1][:] = np.log(odds / (1 - odds)) - 1
 
 
 def _logits(coefs, intercepts, x: np.ndarray) -> np.ndarray:

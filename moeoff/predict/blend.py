@@ -1,0 +1,128 @@
+"""Ours: what the layer before read, the token and the path at once, weighed by layer."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import Event
+from ..errors import OptionError
+from .base import Prediction, Predictor
+from .learned import Learned
+from .path import ActivationPath
+from .tokens import PreviousToken, TokenTable
+
+FLOOR = 1e-4  # under logarithms
+SOURCES = (Learned, TokenTable, ActivationPath, PreviousToken)
+HELD = 0.2  # share of the sequences on which sources that learned from the others are weighed
+
+
+class Blend(Predictor):
+    """A logistic regression on the logarithms of four predictors' scores, one for each layer. Needs a profile.
+
+    The token knows the first layers, where what the layer before read tells little; later it is the other way round.
+    """
+
+    name, summary = "blend", "learned, token table, path and previous token, weighed by layer"
+    wants_gate_input = True
+    wants_tokens = True
+    profile_section = "blend"
+
+    def start(self) -> None:
+        self._parts, self._waiting, arrays = [], [], self.arrays
+        if arrays is None:
+            return
+        for source in SOURCES:
+            prefix = f"{source.profile_section}_"
+            own = {key.removeprefix(prefix): value for key, value in arrays.items() if key.startswith(prefix)}
+            self._parts.append(source(self.router, own or None))
+        self._weights = arrays["weights"].astype(np.float32)
+        self.reset_sequence()
+
+    def reset_sequence(self) -> None:
+        self._waiting = [{} for _ in self._parts]
+        for part in self._parts:
+            part.reset_sequence()
+
+    def begin(self, tokens: np.ndarray) -> list[Prediction]:
+        if not self._parts:
+            return []
+        self._waiting[1] = {p.gate: p.scores for p in self._parts[1].begin(tokens)}
+        return [Prediction(0, self._mixed(0, len(tokens)))]
+
+    def observe(self, event: Event) -> list[Prediction]:
+        for part, waiting in zip(self._parts, self._waiting):
+            for p in part.observe(event):
+                waiting[p.gate] = p.scores
+        target = event.gate + 1
+        if not self._parts or target >= self.router.n_gates or event.gate_input is None:
+            return []
+        return [Prediction(target, self._mixed(target, len(event.ids)))]
+
+    def _mixed(self, gate: int, n: int) -> np.ndarray:
+        """What there is for the gate, and not of another batch."""
+        out = np.zeros((n, self.router.n_experts), np.float32)
+        for weight, waiting in zip(self._weights[gate], self._waiting):
+            scores = waiting.get(gate)
+            if scores is not None and len(scores) in (1, n) and weight:
+                out += weight * np.log(np.maximum(scores, FLOOR))
+        out -= out.max(axis=1, keepdims=True)
+        return np.exp(out, out=out)
+
+    @classmethod
+    def fit(cls, recording, progress=None, hidden: int = 128, seed: int = 0) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs; None if it has none. The weights are fitted on a fifth of the sequences, with
+        sources that have seen the others; then the sources learn from all.
+
+        Returns:
+            weights [n_gates, 4], and what the sources themselves learned, their names prefixed by their section's.
+        """
+        try:
+            from sklearn.linear_model import LogisticRegression
+        except ImportError:
+            raise OptionError("fitting the blend needs scikit-learn: pip install 'moeoff[fit]'") from None
+        if recording.inputs is None:
+            return None
+        kept = recording.take(np.arange(recording.n_tokens) < len(recording.inputs))
+        train, held = kept.split(HELD)
+        weights = np.zeros((kept.router.n_gates, len(SOURCES)), np.float32)
+        learned = [_learn(source, kept.take(train), hidden, seed) for source in SOURCES]
+        some, used = kept.take(held), kept.used()[held]
+        said = [_replay(source(kept.router, arrays or None), some) for source, arrays in zip(SOURCES, learned)]
+        for gate in range(kept.router.n_gates):
+            columns, there = [], []
+            for i, scores in enumerate(said):
+                if scores[:, gate].any():
+                    x = np.log(np.maximum(scores[:, gate], FLOOR))
+                    columns.append((x - x.mean(axis=1, keepdims=True)).ravel())
+                    there.append(i)
+            y = used[:, gate].ravel()
+            if there and y.any() and not y.all():
+                weights[gate, there] = LogisticRegression(C=1.0).fit(np.stack(columns, axis=1), y).coef_[0]
+            if progress:
+                progress(gate + 1, kept.router.n_gates)
+        arrays = {"weights": np.maximum(weights, 0)}
+        for source in SOURCES:
+            arrays |= {f"{source.profile_section}_{name}": array for name, array in (_learn(source, recording, hidden, seed) or {}).items()}
+        return arrays
+
+
+def _learn(source: type[Predictor], recording, hidden: int, seed: int) -> dict[str, np.ndarray] | None:
+    if source is Learned:
+        return Learned.fit(recording, hidden=hidden, seed=seed, strides=(1,))
+    return source.fit(recording) if source.profile_section else None
+
+
+def _replay(predictor: Predictor, recording) -> np.ndarray:
+    """[n_tokens, n_gates, E] float32: what it said of each gate in a decode, 0 where nothing."""
+    out = np.zeros((*recording.ids.shape[:2], recording.router.n_experts), np.float32)
+    for t in range(recording.n_tokens):
+        if recording.starts[t]:
+            predictor.reset_sequence()
+        for p in predictor.begin(recording.tokens[t : t + 1]):
+            out[t, p.gate] = p.scores[0]
+        for event in recording.events(t, t + 1):
+            for p in predictor.observe(event):
+                later = t + (p.gate <= event.gate)
+                if later < recording.n_tokens and not (later > t and recording.starts[later]):
+                    out[later, p.gate] = p.scores[0]
+    return out

@@ -1,0 +1,141 @@
+"""moeoff calibrate on the demo model: what it writes, what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeoff import calibrate as module
+from moeoff.cache import Shape, create
+from moeoff.calibrate import Calibrated, calibrate, cap_hidden
+from moeoff.errors import ModelError, OptionError
+from moeoff.layout import Layout
+from moeoff.predict import PREDICTORS
+from moeoff.predict import create as create_predictor
+from moeoff.profile import Profile, profile_path
+from moeoff.router import Router
+
+ROOT = Path(__file__).parent.parent
+TEXTS = [str(ROOT / "docs" / "design.md"), str(ROOT / "moeoff" / "llama.py")]
+
+
+@pytest.fixture(scope="module")
+def calibrated(demo, tmp_path_factory) -> tuple[str, Calibrated, list[tuple[str, int, int]]]:
+    model = shutil.copy(demo, tmp_path_factory.mktemp("calibrate") / "model.gguf")
+    Profile.write(profile_path(model), Layout.read(model), {"precision": {"bits": np.arange(3)}})
+    said: list[tuple[str, int, int]] = []
+    done = calibrate(model, text=TEXTS, tokens=2048, hidden=16, progress=lambda *args: said.append(args))
+    return model, done, said
+
+
+def test_profile(calibrated):
+    model, done, _ = calibrated
+    found = Profile.find(Layout.read(model))
+    assert found.path == done.path == profile_path(model)
+    wanted = {predictor.profile_section for predictor in PREDICTORS.values() if predictor.profile_section}
+    assert set(done.sections) >= wanted | {"popularity", "score"}
+    assert set(found.sections) == set(done.sections) | {"precision"}
+    assert np.array_equal(found.section("precision")["bits"], np.arange(3))
+    assert found.info == {"tokens": done.n_tokens, "texts": ["design.md", "llama.py"]}
+    assert abs(done.n_tokens - 2048) < 300
+    counts = found.section("popularity")["counts"]
+    assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * done.n_tokens).all()
+    assert done.recall > 0.6 and 2 <= done.shallow <= 4
+
+
+def test_progress(calibrated):
+    _, done, said = calibrated
+    stages = list(dict.fromkeys(stage for stage, _, _ in said))
+    assert stages[0] == "reading text" and len(stages) > 4
+    for stage in stages:
+        steps = [(at, total) for name, at, total in said if name == stage]
+        assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
+
+
+def test_predictors_take_their_sections(calibrated):
+    model, _, _ = calibrated
+    layout = Layout.read(model)
+    found, router = Profile.find(layout), Router.read(layout, list(range(12)))
+    for name, predictor in PREDICTORS.items():
+        create_predictor(name, router, predictor.profile_section and found.section(predictor.profile_section))
+
+
+def test_score_takes_its_section(calibrated, tmp_path):
+    model, _, _ = calibrated
+    np.savez(tmp_path / "score.npz", **Profile.find(Layout.read(model)).section("score"))
+    policy = create("score", Shape(12, 32, 4, 100.0), weights=str(tmp_path / "score.npz"))
+    assert policy._bottleneck is not None
+
+
+def test_hidden_units_cost_their_share(demo):
+    layout = Layout.read(demo)
+    router = Router.read(layout, list(range(12)))
+    assert cap_hidden(layout, router) == 2 * 32  # of a model this small even the least is more than the share
+    big = replace(layout, experts={n: replace(s, shape=(s.shape[0] * 100, *s.shape[1:])) for n, s in layout.experts.items()})
+    units = cap_hidden(big, router)
+    active = 100 * sum(np.prod(s.shape) for s in layout.experts.values()) * 4 / 32
+    assert units == 256 and units * 11 * (128 + 32) <= module.HIDDEN_SHARE * active * 1.1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"text": []}, "at least one --text"),
+        ({"text": ["/nowhere.txt"]}, "/nowhere.txt: no such text file"),
+        ({"tokens": 100}, "100 tokens are too few"),
+        ({"text": ["empty.txt"]}, "holds no text to calibrate on"),
+        ({"text": ["short.txt"]}, "too few to calibrate on: give more"),
+    ],
+)
+def test_refuses(demo, tmp_path, monkeypatch, change, message):
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("three words only")
+    with pytest.raises(OptionError, match=message):
+        calibrate(model, **{"text": TEXTS, "tokens": 1024} | change)
+    assert not os.path.exists(profile_path(model))
+
+
+def test_another_models_profile_is_in_the_way(demo, tmp_path):
+    """Said before the work, and left alone."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    Path(profile_path(model)).write_bytes(b"something else")
+    started = time.monotonic()
+    with pytest.raises(ModelError, match="the profile is damaged"):
+        calibrate(model, text=TEXTS, tokens=1 << 20)
+    assert time.monotonic() - started < 5
+    assert Path(profile_path(model)).read_bytes() == b"something else"
+
+
+def test_command(moeoff_command, demo, tmp_path, monkeypatch):
+    out = tmp_path / "made.npz"
+    done = moeoff_command("calibrate", "-m", demo, "--text", TEXTS[0], "--tokens", "1024", "-o", str(out), timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"{out}: popularity, gate,") and "are predicted to" in done.stderr
+    assert Profile.read(out, Layout.read(demo)).section("gate")["next_norm"].dtype == bool
+    refused = moeoff_command("calibrate", "-m", demo, "--text", "/nowhere.txt")
+    assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: no such text file\n"
+
+
+def test_ctrl_c_leaves_nothing(demo, tmp_path):
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    big = tmp_path / "text.txt"
+    big.write_text(Path(TEXTS[1]).read_text() * 40)
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "calibrate", "-m", model, "--text", str(big), "--tokens", "200000"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(6)
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130 and "Traceback" not in err
+    assert sorted(os.listdir(tmp_path)) == ["model.gguf", "text.txt"]

@@ -1,0 +1,387 @@
+"""Predictors: one contract for all, brute-force references, and what they are worth on the demo model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moeoff import Llama
+from moeoff.cache import Event
+from moeoff.errors import OptionError
+from moeoff.layout import Layout
+from moeoff.predict import PREDICTORS, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
+from moeoff.predict.gate import shallow_boundary
+from moeoff.predict.path import PRIOR_ONE, PRIOR_TWO
+from moeoff.predict.tokens import PRIOR
+from moeoff.recording import Recording, batch_size, record, sequences
+from moeoff.router import Router
+from moeoff.trace import Model, TensorInfo
+
+ROOT = Path(__file__).parent.parent
+TEXTS = [ROOT / "docs" / "design.md", ROOT / "moeoff" / "llama.py"]
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def recording(demo) -> Recording:
+    with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
+        layers = {t.gate: t.layer for t in model.expert_buffer.tensors}
+        router = Router.read(Layout.read(demo), [layers[g] for g in sorted(layers)])
+        made = record(model, sequences(model, TEXTS, 3072), router, "demo")
+        assert model.expert_buffer.stats().events_dropped == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def sections(recording) -> dict[str, dict[str, np.ndarray]]:
+    out = {}
+    for predictor in PREDICTORS.values():
+        if predictor.profile_section and predictor.profile_section not in out:
+            options = {"hidden": HIDDEN} if predictor.profile_section in ("learned", "blend") else {}
+            out[predictor.profile_section] = predictor.fit(recording, **options)
+    return out
+
+
+def make(name: str, recording: Recording, sections: dict, **options) -> Predictor:
+    return create(name, recording.router, sections.get(get_predictor(name).profile_section), **options)
+
+
+def batch_events(recording: Recording, start: int, stop: int) -> list[Event]:
+    """The tokens as one batch."""
+    part = slice(start, stop)
+    return [
+        Event(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32))
+        for g in range(recording.model.n_gates)
+    ]
+
+
+def drive(predictor: Predictor, events: list[Event], tokens: np.ndarray) -> list[list[tuple[int, np.ndarray]]]:
+    """What it says before and after each event."""
+    out, at = [], 0
+    for event in events:
+        if event.gate == 0:
+            n = len(event.ids)
+            out.append([(p.gate, p.scores.copy()) for p in predictor.begin(tokens[at : at + n])])
+            at += n
+        out.append([(p.gate, p.scores.copy()) for p in predictor.observe(event)])
+    return out
+
+
+@pytest.mark.parametrize("name", names())
+class TestContract:
+    """Inherited by every predictor, by its name."""
+
+    def test_describes_itself(self, name, recording):
+        predictor = get_predictor(name)
+        assert predictor.name == name and predictor.summary
+        with pytest.raises(OptionError, match=f"{name}: unknown option 'nonsense'"):
+            predictor(recording.router, None, nonsense=1)
+
+    @pytest.mark.parametrize("batch", [1, 7])
+    def test_shapes(self, name, batch, recording, sections):
+        n, e = recording.model.n_gates, recording.router.n_experts
+        events = recording.events(0, 3) if batch == 1 else batch_events(recording, 0, batch)
+        said = [p for step in drive(make(name, recording, sections), events, recording.tokens) for p in step]
+        assert said
+        for gate, scores in said:
+            assert 0 <= gate < n
+            assert scores.dtype == np.float32 and scores.shape[1] == e and len(scores) in (1, batch)
+            assert np.isfinite(scores).all()
+        assert {gate for gate, _ in said} >= set(range(3, n))
+
+    def test_predicts_what_is_to_come(self, name, recording, sections):
+        """Never the gate that has just spoken, nor, within a token, an earlier one."""
+        predictor, n = make(name, recording, sections), recording.model.n_gates
+        for event in recording.events(0, 3):
+            for p in predictor.observe(event):
+                assert isinstance(p, Prediction)
+                assert p.gate > event.gate or (event.gate == n - 1 and p.gate == 0)
+
+    def test_without_a_profile(self, name, recording):
+        """Says something sensible or nothing."""
+        for step in drive(create(name, recording.router), recording.events(0, 3), recording.tokens):
+            assert all(np.isfinite(scores).all() for _, scores in step)
+
+    def test_a_new_text_is_a_fresh_start(self, name, recording, sections):
+        events = recording.events(0, 2)
+        fresh = drive(make(name, recording, sections), events, recording.tokens)
+        used = make(name, recording, sections)
+        drive(used, recording.events(5, 9), recording.tokens[5:])
+        used.reset_sequence()
+        for expected, found in zip(fresh, drive(used, events, recording.tokens), strict=True):
+            assert [gate for gate, _ in expected] == [gate for gate, _ in found]
+            for (_, a), (_, b) in zip(expected, found):
+                np.testing.assert_array_equal(a, b)
+
+    def test_events_without_gate_input(self, name, recording, sections):
+        """An architecture that passes logits: whoever needs the input says nothing."""
+        predictor = make(name, recording, sections)
+        found = [p for event in recording.events(0, 2, inputs=False) for p in predictor.observe(event)]
+        assert not (found and predictor.wants_gate_input)
+
+    def test_batches_say_what_tokens_say(self, name, recording, sections):
+        """Row t of a batch is the prediction for token t, where it does not depend on the token before."""
+        if name in ("previous-token", "blend"):  # these do
+            return
+        n = recording.model.n_gates
+        one = drive(make(name, recording, sections), recording.events(0, 4), recording.tokens)
+        many = drive(make(name, recording, sections), batch_events(recording, 0, 4), recording.tokens)
+        single = {(t, gate, i % (n + 1)): s for i, step in enumerate(one) for t in [i // (n + 1)] for gate, s in step}
+        compared = 0
+        for i, step in enumerate(many):
+            for gate, scores in step:
+                if i == 1 and not get_predictor(name).wants_gate_input:
+                    continue  # after the first gate, what the token before chose may count
+                for t, row in enumerate(scores):
+                    np.testing.assert_allclose(row, single[t, gate, i][0], rtol=2e-3, atol=1e-5)
+                    compared += 1
+        assert compared >= 4 * (n - 3)
+
+
+def test_recording_is_what_decode_says(demo, recording):
+    """Ids of a batch are those of token-by-token decode, but for near ties; the last layer is there for all tokens."""
+    assert (recording.ids >= 0).all()
+    first = recording.tokens[:40]
+    events = []
+    with Llama(demo, n_ctx=256) as model:
+        model.set_gate_callback(events.append)
+        for token in first:
+            model.eval([int(token)])
+        model.expert_buffer.drain()
+    same = [set(e.ids[0]) == set(recording.ids[i // 12, i % 12]) for i, e in enumerate(events)]
+    assert len(same) == 480 and np.mean(same) > 0.97
+
+
+def test_split_is_by_sequence(recording):
+    train, held = recording.split()
+    assert (train ^ held).all() and 0.05 < held.mean() < 0.2
+    number = np.cumsum(recording.starts)
+    assert not set(number[train]) & set(number[held])
+
+
+def test_batch_size_is_bounded():
+    assert batch_size(4096, 128) == 256
+    assert batch_size(150_000, 2048) * 150_000 * 4 <= 64 << 20
+    assert batch_size(10_000_000, 128) == 16
+
+
+def test_selections():
+    scores = np.random.default_rng(1).normal(size=(6, 32)).astype(np.float32)
+    order = np.argsort(-scores, axis=1)
+    np.testing.assert_array_equal(np.sort(top_k(scores, 4)), np.sort(order[:, :4]))
+    np.testing.assert_array_equal(widened(scores), order[:, :8])
+    np.testing.assert_array_equal(widened(scores, 50), order[:, :16])
+    assert top_k(scores, 40).shape == (6, 32)
+    assert widened(scores[:, :2]).shape == (6, 1)
+
+
+def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Recording:
+    rng = np.random.default_rng(seed)
+    ids = np.array([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(t)], np.int32)
+    model = Model("tiny", k, tuple(TensorInfo(g, g, 0, e, 1) for g in range(n)))
+    router = Router([None] * n, [k] * n, n_experts=e)
+    starts = np.arange(t) % 20 == 0
+    return Recording(model, router, rng.integers(0, 5, t).astype(np.int32), starts, ids, np.ones(ids.shape, np.float32), None, None)
+
+
+def test_path_by_brute_force():
+    """Every pair of one expert of each of the last two layers, over the token's border, never over a text's."""
+    recording = tiny()
+    arrays = get_predictor("activation-path").fit(recording)
+    ids, starts, (n, e) = recording.ids, recording.starts, (3, 6)
+    flat = [(t, g) for t in range(len(ids)) for g in range(n)]
+
+    def earlier(t, g, steps):
+        i = flat.index((t, g)) - steps
+        if i < 0 or (flat[i][0] != t and starts[t]):
+            return []
+        return list(ids[flat[i]])
+
+    for g in range(n):
+        one, two, n_one, n_two, popular = Counter(), Counter(), Counter(), Counter(), Counter()
+        for t in range(len(ids)):
+            last, before = earlier(t, g, 1), earlier(t, g, 2)
+            popular.update(ids[t, g])
+            n_one.update(last)
+            n_two.update((a, b) for a in last for b in before)
+            one.update((a, x) for a in last for x in ids[t, g])
+            two.update((a, b, x) for a in last for b in before for x in ids[t, g])
+        for a in range(e):
+            for x in range(e):
+                p = popular[x] / len(ids)
+                back = (one[a, x] + PRIOR_ONE * p) / (n_one[a] + PRIOR_ONE)
+                assert arrays["one"][g, a, x] == pytest.approx(np.log(back / p), abs=4e-3)
+                for b in range(e):
+                    pair = (two[a, b, x] + PRIOR_TWO * back) / (n_two[a, b] + PRIOR_TWO)
+                    assert np.exp(float(arrays["two"][g, a, b, x])) == pytest.approx(pair, abs=2e-3)
+    predictor = create("activation-path", recording.router, arrays)
+    events = recording.events(0, 1)
+    predictor.observe(events[0])
+    (found,) = predictor.observe(events[1])
+    expected = [np.mean([arrays["two"][2, a, b, x] for a in ids[0, 1] for b in ids[0, 0]]) for x in range(e)]
+    np.testing.assert_allclose(found.scores[0], np.exp(expected), rtol=2e-3)
+
+
+def test_path_of_a_large_model_keeps_its_size(monkeypatch):
+    """Where the table of pairs is too large, two tables of one layer each predict about as they did."""
+    from moeoff.predict import path
+
+    recording = tiny()
+    monkeypatch.setattr(path, "TRIPLES", 0)
+    arrays = get_predictor("activation-path").fit(recording)
+    assert "two" not in arrays
+    predictor, eap = (create(name, recording.router, arrays) for name in ("activation-path", "eap"))
+    first, second = recording.events(0, 1)[:2]
+    for p in (predictor, eap):
+        p.observe(first)
+    (found,), (near,) = predictor.observe(second), eap.observe(second)
+    assert found.gate == near.gate == 2
+    skip = arrays["skip"][2].astype(float)[recording.ids[0, 0]].sum(axis=0) * path.SKIP_WEIGHT
+    ratio = np.log(found.scores[0]) - np.log(near.scores[0])
+    np.testing.assert_allclose(ratio - ratio[0], skip - skip[0], atol=1e-2)
+
+
+def test_path_learns_while_it_runs():
+    """Without a profile: after enough of the same, it expects the same."""
+    recording = tiny()
+    predictor = create("activation-path", recording.router)
+    loop = [Event(g, np.array([[g, g + 1]]), np.ones((1, 2), np.float32)) for g in range(3)]
+    for _ in range(30):
+        said = {p.gate: p.scores for event in loop for p in predictor.observe(event)}
+    for gate, scores in said.items():
+        assert set(top_k(scores, 2)[0]) == {gate, gate + 1}
+
+
+def test_token_table_by_brute_force():
+    recording = tiny()
+    arrays = get_predictor("token-table").fit(recording)
+    predictor = create("token-table", recording.router, arrays)
+    popularity = recording.used().mean(axis=0)
+    said = {p.gate: p.scores for p in predictor.begin(np.array([3, 77]))}
+    assert sorted(said) == [0, 1, 2]
+    where = np.flatnonzero(recording.tokens == 3)
+    for gate, scores in said.items():
+        expected = [(sum(x in recording.ids[t, gate] for t in where) + PRIOR * popularity[gate, x]) / (len(where) + PRIOR) for x in range(6)]
+        np.testing.assert_allclose(scores[0], expected, rtol=2e-3)
+        np.testing.assert_allclose(scores[1], popularity[gate], rtol=1e-6)
+
+
+def test_tokens_that_decide_alone():
+    """deepseek4's first layers: known before the batch, without a profile, and not for the gate predictors."""
+    table = np.array([[0, 1], [2, 3], [4, 5]], np.int32)
+    router = Router([np.ones((6, 4), np.float32)] * 2, [2, 2], tables=[None, table], n_experts=6)
+    (found,) = create("token-table", router).begin(np.array([2, 0]))
+    assert found.gate == 1
+    np.testing.assert_array_equal(np.sort(top_k(found.scores, 2)), [[4, 5], [0, 1]])
+    event = Event(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), None, np.ones((1, 4), np.float32))
+    assert create("gate", router).observe(event) == []
+
+
+def test_previous_token(recording):
+    """The top k are the previous token's choice."""
+    predictor, n = create("previous-token", recording.router), recording.model.n_gates
+    events = recording.events(0, 4)
+    for i, event in enumerate(events):
+        (found,) = predictor.observe(event)
+        t = i // n + (found.gate == 0) - 1
+        if t >= 0:
+            assert set(top_k(found.scores, 4)[0]) == set(recording.ids[t, found.gate])
+
+
+def test_gates_are_the_routers(recording, sections):
+    """Raw: the next router on this input; the stack's first layer: the same; calibrated: one of the two, by the profile."""
+    router, event = recording.router, recording.events(0, 1)[4]
+    (raw,) = create("gate", router, norm=False).observe(event)
+    np.testing.assert_allclose(raw.scores, router.probs(5, event.gate_input), rtol=1e-5)
+    (normed,) = create("gate", router, norm=True).observe(event)
+    assert not np.array_equal(raw.scores, normed.scores)
+    for chosen, expected in ((False, raw), (True, normed)):
+        arrays = sections["gate"] | {"next_norm": np.full(12, chosen)}
+        np.testing.assert_allclose(create("gate", router, arrays).observe(event)[0].scores, expected.scores, rtol=1e-5)
+    stack = create("stacked", router, p=3, norm=True).observe(event)
+    assert [p.gate for p in stack] == [5, 6, 7]
+    np.testing.assert_allclose(stack[0].scores, normed.scores, rtol=1e-4)
+    assert [p.gate for p in create("stacked", router, p=3).observe(recording.events(0, 1)[10])] == [11]
+
+
+def recall(predictor: Predictor, recording: Recording, tokens: range) -> np.ndarray:
+    """[n_gates] at k, in decode."""
+    n, waiting = recording.model.n_gates, {}
+    hits, seen = np.zeros(n), np.zeros(n)
+    for i, event in enumerate(recording.events(tokens.start, tokens.stop)):
+        t = tokens.start + i // n
+        if event.gate == 0:
+            if recording.starts[t]:
+                predictor.reset_sequence()
+                waiting.clear()
+            waiting |= {p.gate: p.scores.copy() for p in predictor.begin(recording.tokens[t : t + 1])}
+        if event.gate in waiting:
+            hits[event.gate] += np.isin(event.ids[0], top_k(waiting.pop(event.gate), 4)[0]).mean()
+            seen[event.gate] += 1
+        waiting |= {p.gate: p.scores.copy() for p in predictor.observe(event)}
+    return hits / np.maximum(seen, 1)
+
+
+def test_what_they_are_worth(recording, sections):
+    """On the demo model: the router ahead beats the path of two layers, that of one, the token before; all beat chance."""
+    tokens = range(0, 400)
+    found = {name: recall(make(name, recording, sections), recording, tokens)[2:].mean() for name in ("gate", "activation-path", "eap", "previous-token")}
+    assert found["gate"] > 0.7 > found["activation-path"] > found["eap"] > found["previous-token"] > 4 / 32
+
+
+def test_learned_on_text_it_has_not_seen(recording, sections):
+    """Better than the popular experts on the sequences left out, and as good as it says."""
+    arrays, (_, held) = sections["learned"], recording.split()
+    used = recording.used()[held]
+    for gate in (3, 7, 11):
+        predictor = create("learned", recording.router, arrays)
+        x = recording.inputs[held, gate - 1].astype(np.float32)
+        (found,) = predictor.observe(Event(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
+        right = np.take_along_axis(used[:, gate], top_k(found.scores, 4), axis=1).mean()
+        popular = used[:, gate][:, np.argsort(-recording.popularity()[gate])[:4]].mean()
+        assert right > 1.5 * popular
+        assert right == pytest.approx(arrays["recall_1"][gate], abs=0.02)
+    strides = {s: create("learned", recording.router, arrays, stride=s).observe(recording.events(0, 1)[3])[0].gate for s in (1, 2)}
+    assert strides == {1: 4, 2: 5}
+    with pytest.raises(OptionError, match="stride is one of 1, 2, not 3"):
+        create("learned", recording.router, arrays, stride=3)
+
+
+def test_blend_is_better_than_its_parts(demo, recording):
+    """Fitted on three quarters of the text, judged on the rest: at least as good as each source, and layer 0 is predicted."""
+    number = np.cumsum(recording.starts)
+    train, rest = recording.take(number % 4 != 0), recording.take(number % 4 == 0)
+    arrays = get_predictor("blend").fit(train, hidden=HIDDEN)
+    assert arrays["weights"].shape == (12, 4) and (arrays["weights"] >= 0).all() and arrays["weights"].any(axis=1).all()
+    predictor = create("blend", recording.router, arrays)
+    parts = [create("learned", recording.router, {k.removeprefix("learned_"): v for k, v in arrays.items() if k.startswith("learned_")})]
+    parts.append(create("eap", recording.router, {k.removeprefix("path_"): v for k, v in arrays.items() if k.startswith("path_")}))
+    found = recall(predictor, rest, range(0, rest.n_tokens))
+    assert found[0] > 0.25
+    for part in parts:
+        assert found[1:].mean() >= recall(part, rest, range(0, rest.n_tokens))[1:].mean()
+
+
+def test_shallow_boundary():
+    assert shallow_boundary(np.array([0, 0.3, 0.6, 0.7, 0.8, 0.8, 0.8, 0.75])) == 3
+    assert shallow_boundary(np.array([0, 0.8, 0.8])) == 1
+    assert shallow_boundary(np.array([0.0])) == 0
+
+
+def test_registry():
+    class Mine(Predictor):
+        name, summary = "mine", "a user's own"
+
+    try:
+        assert register(Mine) is Mine and "mine" in names()
+        with pytest.raises(OptionError, match="taken"):
+            register(Mine)
+    finally:
+        PREDICTORS.pop("mine", None)
+    with pytest.raises(OptionError, match="unknown predictor 'mine'"):
+        get_predictor("mine")
+    with pytest.raises(OptionError, match="not a subclass"):
+        register(dict)
