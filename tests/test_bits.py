@@ -104,9 +104,9 @@ def test_estimate_against_measurement(planner, plan):
     assert (measured[estimated == 0] < 1e-6).all() and (measured[estimated > 0] > 0).all()
 
 
-def test_wrong_use(demo, text):
+def test_wrong_use(demo, grown, text):
     with pytest.raises(OptionError, match="needs an importance matrix"):
-        Planner(demo, [text], types=["IQ1_S"])
+        Planner(grown, [text], types=["IQ1_S"])
     with pytest.raises(OptionError, match="importance is"):
         Planner(demo, [text], importance="x")
 
