@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 
 from .companion import KEEP, Companion
 from .convert import convert

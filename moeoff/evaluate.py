@@ -190,7 +190,7 @@ def _run(llm, windows, mode: str, cold: bool, progress, sink: Callable[[int, int
     first, last, n_vocab = n_ctx // 2, n_ctx - 1, llm.n_vocab()
     step = max(_CHUNK // n_vocab, 1)
     done = 0
-    with llm._in_progress():  # cancel() works from the first batch to the last
+    with llm.cancellation.in_progress():  # cancel() works from the first batch to the last
         for index, window in enumerate(windows):
             llm.reset()
             llm._ctx.kv_cache_clear()

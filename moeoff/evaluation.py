@@ -12,7 +12,7 @@ from dataclasses import asdict
 
 from .companion import KEEP
 from .errors import OptionError
-from .evaluate import Reference, evaluate, interruptible, n_scored, read_windows
+from .evaluate import Reference, evaluate, interruptible, read_windows
 from .memory import peak_rss, trim
 from .quality import Estimate, Quality
 

@@ -8,9 +8,8 @@ import functools
 import inspect
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from . import hooks  # first: it prepares the process for llama.cpp  # isort: skip
@@ -19,16 +18,18 @@ import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
 from .attach import attach_driver, wants_gate_input
-from .buffer import ExpertBuffer
+from .budget import Budget
+from .buffer import ExpertBuffer, GateEvent
+from .cancel import Cancellation
 from .companion import KEEP, Choice, Companion
 from .contract import Contract, parse_loss
 from .driver import Driver
-from .errors import BudgetError, Cancelled, ModelError, MoeoffError, OptionError
+from .errors import Cancelled, ModelError, MoeoffError, OptionError
 from .footprint import require_room
 from .layout import Layout
 from .log import set_log
-from .memory import DEFAULT_SHARE, available, format_size, parse_size, peak_rss, rss
-from .plan import RESERVE, Needs, Plan, Pools
+from .memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
+from .plan import Needs, Plan
 from .precision import LOSSLESS, Precision
 from .profile import Profile
 from .stats import Stats
@@ -39,9 +40,6 @@ from .warm import recall, remember
 _KEYWORDS = {
     name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD
 } - {"self"}
-
-LOOK_SECONDS = 0.1  # between two looks at how much memory the rest of the process takes
-
 
 def _progress_callback(progress):
     """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; false would end the load."""
@@ -171,10 +169,8 @@ class Llama(llama_cpp.Llama):
         self._warm = warm
         self._on_stats = on_stats
         self._progress = _progress_callback(progress)
-        self._answering = 0  # generators and decodes in progress
-        self._cancelled = False
-        self._state_lock = threading.Lock()
-        self._next_look = 0.0
+        self._listener: Callable[[GateEvent], None] | None = None
+        self.cancellation = Cancellation(self._buffer)
         try:
             with self._buffer.loading() as self._overrides:
                 try:
@@ -183,11 +179,8 @@ class Llama(llama_cpp.Llama):
                     raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
             self._stack.callback(self._buffer.close)
             self._buffer.attach(layout, choice, low)
-            b = self._buffer
-            self._pools = Pools(b.arena_floor, b.arena_full, b.low_arena_floor, b.low_arena_full, precision.low_share)
-            self.plan = self._divide(budget, arena)
-            high, low_arena = self._pools.split(self.plan.arena)
-            self._buffer.start(high, low_arena)
+            self._budget = Budget(self._buffer, budget, arena, self._needs(), precision.low_share)
+            self._buffer.start(*self._budget.arenas)
             if not precision.lossless:
                 self._buffer.set_rule(precision.t1, precision.t2, precision.prefill_low_share, blind=deterministic)
             self._attach = functools.partial(
@@ -197,7 +190,7 @@ class Llama(llama_cpp.Llama):
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:
-                recall(self._buffer, layout, high)
+                recall(self._buffer, layout, self._budget.arenas[0])
         except BaseException:
             self.close()
             raise
@@ -213,15 +206,6 @@ class Llama(llama_cpp.Llama):
         params.progress_callback = self._progress
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         self._model_params = params
-
-    def _divide(self, budget: int | None, arena: int | None) -> Plan:
-        """Sizes the arena from what the loaded model and context take."""
-        floor, full = self._pools.floor + self._pools.low_floor, self._pools.full + self._pools.low_full
-        if arena is not None:
-            if arena < floor:
-                raise BudgetError(f"{format_size(arena)} for experts is too small: this model needs at least {format_size(floor)}")
-            return Plan(0, self._needs(), min(arena, full), floor)
-        return Plan.divide(budget, self._needs(), floor, full)
 
     def _needs(self) -> Needs:
         weights, state, compute, work = self.context_memory()
@@ -239,55 +223,29 @@ class Llama(llama_cpp.Llama):
             if self._driver is not None:
                 self._driver.begin(batch.batch)
             started = time.perf_counter()
-            with self._in_progress():
+            with self.cancellation.in_progress():
                 try:
                     decode(ctx, batch)
                 except RuntimeError:
                     buffer.check()
-                    if self._cancelled:
+                    if self.cancellation.requested:
                         raise Cancelled("the answer was cancelled") from None
                     raise
             buffer.check()
             ended = time.perf_counter()
             timing.add(batch.batch.n_tokens, ended - started)
-            if ended >= self._next_look:
-                self._keep_promise()
-                self._next_look = ended + LOOK_SECONDS
+            self._budget.look(ended)
 
         ctx.decode = guarded
 
-    @contextlib.contextmanager
-    def _in_progress(self) -> Iterator[None]:
-        """While open, `cancel()` has something to cancel."""
-        with self._state_lock:
-            self._answering += 1
-        try:
-            if self._cancelled:
-                raise Cancelled("the answer was cancelled")
-            yield
-        finally:
-            with self._state_lock:
-                self._answering -= 1
-                if self._answering == 0:
-                    self._take_back_cancel()
-
-    def _take_back_cancel(self) -> None:
-        if self._cancelled:
-            self._cancelled = False
-            hooks.set_cancelled(self._buffer.handle, False)
-
     def cancel(self) -> None:
         """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
-        with self._state_lock:
-            if self._answering:
-                self._cancelled = True
-                hooks.set_cancelled(self.expert_buffer.handle, True)
+        self.cancellation.request()
 
     def generate(self, *args, **kwargs):
         before, timing = self.stats(), replace(self.timing)
-        with self._state_lock:  # an answer that was left in the middle may have been cancelled and never noticed
-            self._take_back_cancel()
-        with self._in_progress():
+        self.cancellation.withdraw()
+        with self.cancellation.in_progress():
             try:
                 yield from super().generate(*args, **kwargs)
             finally:
@@ -301,27 +259,15 @@ class Llama(llama_cpp.Llama):
             BudgetError: below what the model needs; the old budget stays.
             OptionError: not a size.
         """
-        buffer, needs = self.expert_buffer, self.plan.needs
-        grown = max(self._outside_arena() + RESERVE - needs.total, 0)  # beyond what was planned
-        pools = self._pools
-        plan = Plan.divide(parse_size(memory), replace(needs, python=needs.python + grown), pools.floor + pools.low_floor, pools.full + pools.low_full)
-        buffer.set_arena_bytes(*pools.split(plan.arena))
-        self.plan = plan
+        self._budget.move(parse_size(memory))
         if self._driver is None:  # nobody was needed as long as everything fitted
             self._driver = self._attach()
+            self.set_gate_callback(self._listener)
 
-    def _outside_arena(self) -> int:
-        return rss() - self._buffer.stats().arena_committed
-
-    def _keep_promise(self) -> None:
-        """If the rest of the process has grown into the reserve, the arena gives way."""
-        if not self.plan.budget:
-            return
-        stats = self._buffer.stats()
-        room = self.plan.budget - (rss() - stats.arena_committed) - RESERVE // 4
-        arena = stats.arena_bytes
-        if room < arena and arena > self.plan.arena_floor:
-            self._buffer.set_arena_bytes(*self._pools.split(max(room - RESERVE // 4, self.plan.arena_floor)))
+    @property
+    def plan(self) -> Plan:
+        """How the budget is divided."""
+        return self._budget.plan
 
     def context_memory(self) -> tuple[int, int, int, int]:
         """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
@@ -337,6 +283,7 @@ class Llama(llama_cpp.Llama):
 
     def set_gate_callback(self, callback) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
+        self._listener = callback
         if self._driver is not None and self._driver.needed:
             self.expert_buffer.drain()
             self._driver.listener = callback

@@ -18,7 +18,7 @@ from conftest import CALIBRATION_TEXTS
 
 from moeoff import calibrate as module
 from moeoff.cache import Shape, create
-from moeoff.calibrate import Calibrated, calibrate, cap_hidden
+from moeoff.calibrate import calibrate, cap_hidden
 from moeoff.errors import ModelError, OptionError
 from moeoff.layout import Layout
 from moeoff.predict import PREDICTORS

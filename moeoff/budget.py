@@ -1,0 +1,74 @@
+"""Keeping the process under its budget: sizes the arenas of a loaded model, and moves them while it runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from .buffer import ExpertBuffer
+from .errors import BudgetError
+from .memory import format_size, rss
+from .plan import RESERVE, Needs, Plan, Pools
+
+LOOK_SECONDS = 0.1  # between two looks at how much memory the rest of the process takes
+
+
+class Budget:
+    """Args:
+    buffer: attached, not started.
+    budget: bytes of the whole process, or None for a bound of the experts alone:
+    arena: bytes.
+    low_share: of the experts' memory, for low versions.
+
+    Attributes:
+        plan: how the budget is divided now.
+
+    Raises:
+        BudgetError: below what the model needs.
+    """
+
+    def __init__(self, buffer: ExpertBuffer, budget: int | None, arena: int | None, needs: Needs, low_share: float):
+        self._buffer, self._next_look = buffer, 0.0
+        self._pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, low_share)
+        if arena is None:
+            self.plan = self._divide(budget, needs)
+        elif arena < self._floor:
+            raise BudgetError(f"{format_size(arena)} for experts is too small: this model needs at least {format_size(self._floor)}")
+        else:
+            self.plan = Plan(0, needs, min(arena, self._full), self._floor)
+
+    @property
+    def _floor(self) -> int:
+        return self._pools.floor + self._pools.low_floor
+
+    @property
+    def _full(self) -> int:
+        return self._pools.full + self._pools.low_full
+
+    def _divide(self, budget: int, needs: Needs) -> Plan:
+        return Plan.divide(budget, needs, self._floor, self._full)
+
+    @property
+    def arenas(self) -> tuple[int, int]:
+        """Bytes for high and for low versions."""
+        return self._pools.split(self.plan.arena)
+
+    def move(self, budget: int) -> None:
+        """Another budget, between answers: the arenas grow or give way at once.
+
+        Raises:
+            BudgetError: below what the model needs; the old budget stays.
+        """
+        needs = self.plan.needs
+        grown = max(rss() - self._buffer.stats().arena_committed + RESERVE - needs.total, 0)  # beyond what was planned
+        self.plan = self._divide(budget, replace(needs, python=needs.python + grown))
+        self._buffer.set_arena_bytes(*self.arenas)
+
+    def look(self, now: float) -> None:
+        """Now and then (`now` in seconds): if the rest of the process has grown into the reserve, the arenas give way."""
+        if now < self._next_look or not self.plan.budget:
+            return
+        self._next_look = now + LOOK_SECONDS
+        stats = self._buffer.stats()
+        room = self.plan.budget - (rss() - stats.arena_committed) - RESERVE // 4
+        if room < stats.arena_bytes and stats.arena_bytes > self.plan.arena_floor:
+            self._buffer.set_arena_bytes(*self._pools.split(max(room - RESERVE // 4, self.plan.arena_floor)))
