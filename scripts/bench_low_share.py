@@ -1,7 +1,7 @@
 """How the experts' memory is best divided between high and low versions: bytes read for each token, by the low versions' share.
 
-Decodes texts token by token with HOBBIT's thresholds in arenas of some shares of all experts. Counts bytes and not seconds, so
-the table does not depend on the machine. The default of `moeoff.precision.LOW_SHARE` comes from here.
+Decodes texts token by token with HOBBIT's thresholds in arenas of some shares of all experts, with LRU and no prefetching.
+Counts bytes and not seconds, so the table does not depend on the machine. The default of `moeoff.precision.LOW_SHARE` comes from here.
 
     python scripts/bench_low_share.py MODEL.gguf prose.txt math.txt --tier Q4_0
 """
@@ -19,9 +19,9 @@ SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
 def measure(model: str, texts: list[bytes], n_tokens: int, arena: float, precision: Precision) -> tuple[float, float, float]:
     """MB read per token, share of uses served low, share skipped, over all texts."""
-    with moeoff.Llama(model, expert_memory=1 << 40, n_ctx=n_tokens) as llm:
+    with moeoff.Llama(model, expert_memory=1 << 40, n_ctx=n_tokens, strategy="lru") as llm:
         full = llm.expert_buffer.arena_full
-    with moeoff.Llama(model, expert_memory=int(arena * full), n_ctx=n_tokens, precision=precision) as llm:
+    with moeoff.Llama(model, expert_memory=int(arena * full), n_ctx=n_tokens, precision=precision, strategy="lru") as llm:
         total = 0
         for text in texts:
             tokens = llm.tokenize(text)[:n_tokens]

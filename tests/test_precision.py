@@ -354,7 +354,7 @@ def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
 
 def test_the_penalty_enters_hobbits_priorities():
     """With B_l/B_h a use counts by what its miss would have cost (HOBBIT §3.4): the high ones 1, the low ones B_l/B_h."""
-    policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, fld=0, t1=0.5, low_cost=0.3)
+    policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, lfu=0.45, lhu=0.45, fld=0, t1=0.5, low_cost=0.3)
     for ids, weights in (([0, 1], [0.9, 0.1]), ([0, 2], [0.6, 0.4]), ([3, 0], [0.8, 0.2])):
         policy.update(Event(0, np.array([ids], np.int32), np.array([weights], np.float32)))
     both = 0.45 + 0.45  # 0 is first twice and second once, 3 first, 1 and 2 second: unimportance 0 or above 0.5

@@ -176,6 +176,9 @@ struct context {
 static std::atomic<uint64_t> delivered {0};
 
 static void on_gate(const moeoff_gate_event * e, void *) {
+    if (!e) {
+        return; // the driver thread ends
+    }
     REQUIRE(e->n_used == 3 && e->n_embd == 16 && e->gate_input[15] == 1.0f);
     for (int i = 0; i < e->n_tokens * e->n_used; i++) {
         REQUIRE(e->ids[i] >= 0 && e->ids[i] < n_expert && e->weights[i] == 0.5f && (!e->versions || e->versions[i] <= SKIP));

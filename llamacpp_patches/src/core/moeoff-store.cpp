@@ -682,11 +682,13 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
             if (v == LOW && all.low_spare && slice_at(*tensors[g.tensors[m]], experts[i], HIGH).resident_i >= 0) {
                 continue; // the high version will serve
             }
-            const bool absent = s.state.load(std::memory_order_relaxed) == ABSENT;
+            const uint8_t state  = s.state.load(std::memory_order_relaxed);
+            const bool    absent = state == ABSENT;
             if (absent && n_queued == limit) {
                 continue;
             }
-            if (expected) {
+            // what an op or a gate is waiting for must not be passed over
+            if (expected && (absent || state == READY || s.level == PREFETCH)) {
                 expect(s);
             }
             if (absent) {
