@@ -14,7 +14,7 @@ from moeoff.run import demo_model
 DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_tps gen_tokens gen_tps hit_rate demand_hits
 demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
-expert_uses served_low skipped low_bytes_read low_arena_bytes max_loss estimated_loss
+expert_uses served_low skipped low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain
 direct_io strategy""".split()
 
 
@@ -41,7 +41,7 @@ def test_stats_json(moeoff_command, demo, tmp_path):
     stats = json.loads(path.read_text())
     assert set(stats) == set(FIELDS)
     assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8  # the last token is sampled and not evaluated
-    assert stats["arena_bytes"] == 4 << 20 and stats["strategy"] == "lru" and stats["model"] == demo
+    assert stats["arena_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
     assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
     assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["lane_busy_seconds"] > 0
 
@@ -56,7 +56,7 @@ def test_stats_json(moeoff_command, demo, tmp_path):
         (["--memory", "50M"], "this model needs"),
         (["--memory", "soon"], "not a size"),
         (["--memory", "1G", "--expert-memory", "1G"], "not both"),
-        (["--strategy", "magic"], "there are: lru"),
+        (["--strategy", "magic"], "there are: auto"),
         (["-ngl", "1"], "no GPU backend"),
         (["--expert-memory", "1K"], "needs at least"),
         (["--stats-json", "/nowhere/stats.json"], "stats.json"),

@@ -281,7 +281,7 @@ def test_not_closed_at_interpreter_exit(demo):
     [
         ({"bogus": 1}, OptionError, "'bogus'"),
         ({"use_mmap": True}, OptionError, "use_mmap"),
-        ({"strategy": "magic"}, OptionError, "there are: lru"),
+        ({"strategy": "magic"}, OptionError, "there are: auto"),
         ({"memory": "1G", "expert_memory": "1G"}, OptionError, "not both"),
         ({"memory": "0"}, OptionError, "positive"),
         ({"memory": "lots"}, OptionError, "not a size"),
