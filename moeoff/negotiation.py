@@ -19,13 +19,13 @@ from . import hooks
 from .companion import KEEP, Choice, Companion, hash64
 from .contract import SECTION, Candidate, Contract
 from .errors import OptionError
-from .evaluate import Reference, evaluate, interruptible, read_windows
+from .evaluate import Reference, Window, evaluate, interruptible, read_windows
 from .evaluation import open_model
 from .layout import Layout
 from .precision import Precision
 from .profile import Profile, profile_path
 
-__all__ = ["Negotiated", "negotiate"]
+__all__ = ["Negotiated", "Trials", "negotiate", "relative_bytes"]
 
 SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
 T1S = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -87,7 +87,7 @@ def negotiate(
         if len(windows) < MIN_WINDOWS:
             raise OptionError(f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
         with interruptible(llm) as call:
-            search = _Search(llm, windows, max_loss, _relative_bytes(layout, companion, tier), progress)
+            search = _Search(Trials(llm, windows, relative_bytes(layout, companion, tier), progress), max_loss)
             call(search.run)
     n_tokens = windows and len(windows) * (ctx - ctx // 2 - 1)
     said = np.array([window.tokens for window in windows], np.int32)
@@ -96,7 +96,60 @@ def negotiate(
     return Negotiated(path, contract, contract.choose(max_loss))
 
 
-def _relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
+class Trials:
+    """Measures precisions of one model on windows of text, every expert taken for a miss.
+
+    Args:
+        llm: opened by `open_model` with a tier for low precision.
+        low_bytes: of the low versions, for each byte of the high ones: `relative_bytes`.
+        progress: told what is being done, how much of it is done and how much there is.
+    """
+
+    def __init__(self, llm, windows: Sequence[Window], low_bytes: float, progress: Callable[[str, int, int], None] | None = None):
+        self._llm, self._windows, self._low_bytes = llm, windows, low_bytes
+        self._tell = progress or (lambda what, done, total: None)
+        self._n = len(windows) * len(windows[0].tokens)
+        self._counts = np.zeros(3, np.int64)  # of decode, by version
+
+    def reference(self, mode: str) -> Reference:
+        self._llm.expert_buffer.set_rule(blind=True)
+        return Reference.record(self._llm, self._windows, mode, lambda done: self._tell(f"lossless, {mode}", done, self._n))
+
+    def measure(self, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> Candidate:
+        """One precision, in decode behind a prompt with that share, or in batches; the reference is of the same mode."""
+        llm = self._llm
+        name = f"T1 {t1:g}, T2 {t2:g}, p {share:g}" if decode else f"p {share:g}"
+        llm.expert_buffer.set_rule(t1, t2, share, blind=True)
+        llm.expert_buffer.drain()
+        self._counts[:] = 0
+        before = llm.stats()
+        llm.set_gate_callback(self._count)
+        try:
+            scores = evaluate(llm, self._windows, reference, mode="decode" if decode else "prefill", progress=lambda done: self._tell(name, done, self._n))
+            llm.expert_buffer.drain()
+        finally:
+            llm.set_gate_callback(None)
+        after = llm.stats()
+        quality = scores.quality()
+        if decode:
+            n = max(int(self._counts.sum()), 1)
+            low, skipped = self._counts[hooks.LOW] / n, self._counts[hooks.SKIP] / n
+        else:
+            uses = max(after.expert_uses - before.expert_uses, 1)
+            low, skipped = (after.served_low - before.served_low) / uses, 0.0
+        given_up = low if decode else share  # of a batch's experts, each read once
+        cost = 1 - skipped - given_up * (1 - self._low_bytes)
+        return Candidate(t1, t2, share, decode, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
+
+    def _count(self, event) -> None:
+        if len(event.ids) == 1:
+            if event.versions is None:
+                self._counts[hooks.HIGH] += event.ids.size
+            else:
+                self._counts += np.bincount(event.versions.ravel(), minlength=3)
+
+
+def relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
     """Bytes of the low versions for each byte of the high ones."""
     name = next((t for t in companion.tiers if t.lower() == tier.lower()), tier)
     spans = layout.experts.values()
@@ -104,24 +157,21 @@ def _relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
 
 
 class _Search:
-    def __init__(self, llm, windows, max_loss: float, low_bytes: float, progress):
-        self._llm, self._windows, self._max_loss, self._low_bytes = llm, windows, max_loss, low_bytes
-        self._tell = progress or (lambda what, done, total: None)
-        self._n = len(windows) * len(windows[0].tokens)
-        self._counts = np.zeros(3, np.int64)  # of decode, by version
+    """Among the precisions above: shares in batches first, then thresholds behind prompts with that share."""
+
+    def __init__(self, trials: Trials, max_loss: float):
+        self._trials, self._max_loss = trials, max_loss
         self.candidates: list[Candidate] = []
 
     def run(self) -> None:
-        self._llm.set_gate_callback(self._count)
         self._share = 0.0
-        with self._reference("prefill") as reference:
+        with self._trials.reference("prefill") as reference:
             for share in SHARES:
                 if self._measure(reference, 1.0, 1.0, share, decode=False):
                     self._share = share
                     break
-        with self._reference("decode") as reference:
+        with self._trials.reference("decode") as reference:
             self._decode(reference)
-        self._llm.set_gate_callback(None)
 
     def _decode(self, reference: Reference) -> None:
         # in decode the prompt's share adds to whatever is lost after it
@@ -139,40 +189,11 @@ class _Search:
                 if t2 < t1 or not self._measure(reference, t1, t2, self._share, decode=True):
                     break
 
-    def _reference(self, mode: str) -> Reference:
-        self._llm.expert_buffer.set_rule(blind=True)
-        return Reference.record(self._llm, self._windows, mode, lambda done: self._tell(f"lossless, {mode}", done, self._n))
-
     def _measure(self, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
         """Whether the bound holds. Nothing is measured twice."""
         for c in self.candidates:
             if (c.t1, c.t2, c.share, c.decode) == (t1, t2, share, decode):
                 return c.within(self._max_loss)
-        llm = self._llm
-        name = f"T1 {t1:g}, T2 {t2:g}, p {share:g}" if decode else f"p {share:g}"
-        llm.expert_buffer.set_rule(t1, t2, share, blind=True)
-        llm.expert_buffer.drain()
-        self._counts[:] = 0
-        before = llm.stats()
-        scores = evaluate(llm, self._windows, reference, mode="decode" if decode else "prefill", progress=lambda done: self._tell(name, done, self._n))
-        llm.expert_buffer.drain()
-        after = llm.stats()
-        quality = scores.quality()
-        if decode:
-            n = max(int(self._counts.sum()), 1)
-            low, skipped = self._counts[hooks.LOW] / n, self._counts[hooks.SKIP] / n
-        else:
-            uses = max(after.expert_uses - before.expert_uses, 1)
-            low, skipped = (after.served_low - before.served_low) / uses, 0.0
-        given_up = low if decode else share  # of a batch's experts, each read once
-        cost = 1 - skipped - given_up * (1 - self._low_bytes)
-        found = Candidate(t1, t2, share, decode, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
+        found = self._trials.measure(reference, t1, t2, share, decode=decode)
         self.candidates.append(found)
         return found.within(self._max_loss)
-
-    def _count(self, event) -> None:
-        if len(event.ids) == 1:
-            if event.versions is None:
-                self._counts[hooks.HIGH] += event.ids.size
-            else:
-                self._counts += np.bincount(event.versions.ravel(), minlength=3)

@@ -3,26 +3,37 @@
 usage: bench_precision.py bits MODEL --calib FILE... --valid FILE... [--importance measured] [--tolerance 5 --tolerance 10 ...]
        bench_precision.py importance MODEL --calib FILE...
        bench_precision.py order MODEL --calib FILE... --valid FILE... --lower Q2_K
+       bench_precision.py loss MODEL --valid FILE... --lower Q4_0 --precision T1,T2,p ...
+       bench_precision.py skip MODEL --valid FILE... --lower Q4_0
 
 bits: EdgeMoE's plans at several tolerances beside one type for all experts. importance: how well the cheap estimate ranks
 experts against quantizing one at a time. order: loss over the share of low experts, in order of importance, against it, and
-at random. Losses under "valid" are on text that nothing was chosen by.
+at random. loss: what precisions lose, every expert taken for a miss. skip: what is lost if experts beyond a threshold are served
+in low precision, and if the same ones are skipped. Losses under "valid" are on text that nothing was chosen by.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
 import random
 import sys
+import tempfile
 import time
-
 
 import click
 import numpy as np
 
 from moeoff.bits import Planner, measure_importance
-from moeoff.companion import KEEP
-from moeoff.evaluation import interval
+from moeoff.companion import KEEP, Companion
+from moeoff.contract import Candidate
+from moeoff.convert import convert
+from moeoff.evaluate import read_windows
+from moeoff.evaluation import interval, open_model
 from moeoff.importance import estimate_importance
+from moeoff.layout import Layout
+from moeoff.negotiation import Trials, relative_bytes
+from moeoff.precision import Precision
 from moeoff.quality import Quality, spearman
 
 
@@ -56,7 +67,37 @@ def _planner(model, calib, ctx, chunks, types, threads, importance: str = "estim
     return Planner(model, calib, types=types, importance=importance, ctx=ctx, chunks=chunks, n_threads=threads, progress=tell, expert_memory=1 << 33)
 
 
-def _loss(q: Quality) -> str:
+@contextlib.contextmanager
+def _trials(model, valid, ctx, chunks, lower, threads):
+    """Trials of precisions with one lower type, in a companion that lasts as long."""
+    with tempfile.TemporaryDirectory(prefix="moeoff-precision-") as folder:
+        companion = Companion(convert(model, output=os.path.join(folder, "lower.experts.gguf"), tiers=lower).path)
+        options = {"experts": companion, "tier": KEEP, "precision": Precision(tier=lower), "deterministic": True, "flash_attn": True}
+        with open_model(model, ctx, expert_memory=1 << 33, n_threads=threads, **options) as llm:
+            windows = read_windows(llm, valid, ctx, chunks)
+            print(f"{len(windows)} windows of {ctx} tokens, {lower}", file=sys.stderr)
+            yield Trials(llm, windows, relative_bytes(Layout.read(model), companion, lower))
+
+
+def _trial_options(command):
+    for option in (
+        click.argument("model", type=click.Path(exists=True, dir_okay=False)),
+        _files("valid"),
+        click.option("--ctx", default=256, show_default=True),
+        click.option("--chunks", default=32, show_default=True, help="Windows of each text."),
+        click.option("--lower", required=True, help="The lower type."),
+        click.option("-t", "--threads", default=2, show_default=True),
+    ):
+        command = option(command)
+    return command
+
+
+def _cells(c: Candidate) -> str:
+    given = f"{c.low:.1%} | {c.skipped:.1%} | {c.cost:.1%}" if c.decode else f"{c.low:.1%} | | {c.cost:.1%}"
+    return f"{given} | {_loss(c)} | {c.kl.value:.4f} | {c.top1.value:.1%}"
+
+
+def _loss(q: Quality | Candidate) -> str:
     return interval(q.loss, "{:+.2%}").replace("%", " %")
 
 
@@ -134,6 +175,33 @@ def order(model, calib, valid, ctx, chunks, valid_chunks, types, threads, lower,
             n = len(ranked) * percent // 100
             cells = [_loss(other.quality(KEEP, dict.fromkeys(keys[:n], lower))) for keys in (ranked, shuffled, ranked[::-1])]
             print(f"| {percent} % | {' | '.join(cells)} |", flush=True)
+
+
+@main.command()
+@_trial_options
+@click.option("--precision", "precisions", multiple=True, required=True, metavar="T1,T2,P")
+def loss(model, valid, ctx, chunks, lower, threads, precisions) -> None:
+    wanted = [tuple(float(x) for x in text.split(",")) for text in precisions]
+    with _trials(model, valid, ctx, chunks, lower, threads) as trials:
+        print("| precision | low | skipped | bytes | loss (95 %) | KL | same top token |\n|---|---|---|---|---|---|---|")
+        if shares := sorted({p for _, _, p in wanted if p}, reverse=True):
+            with trials.reference("prefill") as reference:
+                for p in shares:
+                    print(f"| batches, p {p:g} | {_cells(trials.measure(reference, 1.0, 1.0, p, decode=False))} |", flush=True)
+        with trials.reference("decode") as reference:
+            for t1, t2, p in wanted:
+                print(f"| T1 {t1:g}, T2 {t2:g}, p {p:g} | {_cells(trials.measure(reference, t1, t2, p, decode=True))} |", flush=True)
+
+
+@main.command()
+@_trial_options
+@click.option("--threshold", multiple=True, type=float, default=(0.9, 0.8, 0.7, 0.5, 0.2), show_default=True, help="T1; beyond it an expert is given up.")
+def skip(model, valid, ctx, chunks, lower, threads, threshold) -> None:
+    with _trials(model, valid, ctx, chunks, lower, threads) as trials, trials.reference("decode") as reference:
+        print(f"| T1 | given up | in {lower}: loss (95 %) | KL | skipped: loss (95 %) | KL |\n|---|---|---|---|---|---|")
+        for t1 in threshold:
+            low, skipped = (trials.measure(reference, t1, t2, 0.0, decode=True) for t2 in (1.0, t1))
+            print(f"| {t1:g} | {low.low:.1%} | {_loss(low)} | {low.kl.value:.4f} | {_loss(skipped)} | {skipped.kl.value:.4f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 usage: bench_worker.py ENGINE MODEL TEXT N_PROMPT N_DECODE [OPTION=VALUE ...]
 
-ENGINE: moeoff (options of moeoff.Llama; step=1..4 of the ladder from on-demand to everything), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
+ENGINE: moeoff (options of moeoff.Llama; step=1..4 of the ladder from on-demand to everything; t1, t2, p
+and low, a tier of the companion, make a precision), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
 disk (no model: random direct reads of the model's expert slices; option lanes).
 The text is real and its tokens are fed as they are, so that every engine sees the same routing.
 """
@@ -30,7 +31,21 @@ def _ladder() -> list[dict]:
 
 
 def _value(text: str):
-    return {"true": True, "false": False}.get(text, int(text) if text.lstrip("-").isdigit() else text)
+    if text in ("true", "false"):
+        return text == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return text
+
+
+def _precision(options: dict):
+    from moeoff.precision import LOSSLESS, Precision
+
+    t1, t2, p, low = (options.pop(name, default) for name, default in (("t1", 1.0), ("t2", 1.0), ("p", 0.0), ("low", None)))
+    return Precision(t1, t2, p, low) if low else LOSSLESS
 
 
 def open_engine(engine: str, model: str, options: dict):
@@ -43,6 +58,7 @@ def open_engine(engine: str, model: str, options: dict):
 
         if step := options.pop("step", None):
             options |= _ladder()[step - 1]
+        options["precision"] = _precision(options)
         return moeoff.Llama(model, **base | options)
 
     extra = options.pop("use_extra_bufts", True)
@@ -81,6 +97,7 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     llm.eval(tokens[:n_prompt])
     prompted = time.perf_counter()
     if engine == "moeoff":
+        prompt_stats = llm.stats()
         llm.reset_stats()
     cpu = time.process_time()
     for token in tokens[n_prompt:]:
@@ -105,6 +122,9 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
             "evictions": stats.evictions,
             "prefetched_per_token": stats.prefetch_issued / n_decode,
             "prefetch_precision": stats.prefetch_useful / max(stats.prefetch_issued, 1),
+            "prompt_mb": prompt_stats.bytes_read / 1e6,
+            "low": stats.served_low / max(stats.expert_uses, 1),
+            "skipped": stats.skipped / max(stats.expert_uses, 1),
         }
     with open("/proc/self/status") as file:
         result["peak_rss_mib"] = next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1024

@@ -1,0 +1,96 @@
+"""Speed of a model with lower precision beside the same model lossless, cold, with a share of its experts in memory.
+
+usage: bench_precision_speed.py MODEL --experts COMPANION --low TIER --text FILE --precision T1,T2,p ... [--resident 25 --resident 50]
+
+Each round runs every configuration once, in turn, each in a fresh process after model and companion have been dropped from the
+page cache: a prompt in one batch, then tokens of the same text one by one. The lossless runs are part of every round; ratios are of
+the same round. Rows are medians over rounds. Ceilings: the same with everything in memory, lossless and with all experts in the tier.
+What the precisions lose is measured by bench_precision.py loss.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+sys.path.insert(0, str(Path(__file__).parent))
+from bench_offload import drop_from_page_cache, machine, measure  # noqa: E402
+
+from moeoff.layout import Layout  # noqa: E402
+
+LOSSLESS = "lossless"
+
+
+def describe(precision: str) -> str:
+    if precision == LOSSLESS:
+        return precision
+    t1, t2, p = precision.split(",")
+    return f"T1 {t1}, T2 {t2}, p {p}"
+
+
+def median(rounds: list[dict], lossless: list[dict]) -> dict:
+    """Of each number; and of the ratios to the lossless run of the same round."""
+    out = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
+    for key in ("gen_tps", "prompt_tps"):
+        out[f"{key}_ratio"] = statistics.median(row[key] / base[key] for row, base in zip(rounds, lossless))
+    return out
+
+
+def cells(row: dict) -> list[str]:
+    ratio = [f"{row[f'{key}_ratio']:.2f}" if f"{key}_ratio" in row else "" for key in ("prompt_tps", "gen_tps")]
+    given = [f"{row['low']:.1%}", f"{row['skipped']:.1%}"]
+    return [f"{row['prompt_tps']:.1f}", ratio[0], f"{row['prompt_mb']:.0f}", f"{row['gen_tps']:.2f}", ratio[1], f"{row['mb_per_token']:.1f}", *given]
+
+
+@click.command()
+@click.argument("model", type=click.Path(exists=True, dir_okay=False))
+@click.option("--experts", required=True, type=click.Path(exists=True, dir_okay=False), help="The companion.")
+@click.option("--low", required=True, help="Its tier.")
+@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--precision", "precisions", multiple=True, metavar="T1,T2,P")
+@click.option("--resident", multiple=True, type=float, default=(25, 50), show_default=True, help="Percent of the experts' bytes.")
+@click.option("--strategy", default="lru", show_default=True)
+@click.option("--rounds", default=1, show_default=True)
+@click.option("--n-prompt", default=512, show_default=True)
+@click.option("--n-decode", default=128, show_default=True)
+@click.option("--ceiling/--no-ceiling", default=False, help="Also with everything in memory.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Every run, as JSON.")
+def main(model, experts, low, text, precisions, resident, strategy, rounds, n_prompt, n_decode, ceiling, output) -> None:
+    total = sum(span.nbytes for span in Layout.read(model).experts.values())
+    plans: dict[tuple[float, str], dict] = {}
+    for share in resident:
+        arena = {"strategy": strategy, "expert_memory": int(total * share / 100)}
+        plans[share, LOSSLESS] = arena | {"experts": False}
+        for precision in precisions:
+            t1, t2, p = (float(x) for x in precision.split(","))
+            plans[share, precision] = arena | {"experts": experts, "low": low, "t1": t1, "t2": t2, "p": p}
+    if ceiling:
+        whole = {"expert_memory": 1 << 40, "warm": True, "strategy": "lru"}
+        plans[100, LOSSLESS] = whole | {"experts": False}
+        plans[100, f"all in {low}"] = whole | {"experts": experts, "tier": low}
+    rows: dict[tuple[float, str], list[dict]] = {key: [] for key in plans}
+    for index in range(rounds):
+        for (share, precision), options in plans.items():
+            drop_from_page_cache(experts)
+            row = measure("moeoff", model, text, n_prompt, n_decode, 170, **options)
+            if "failed" in row:
+                sys.exit(f"bench_precision_speed: {share:g} % resident, {precision}: {row['failed']}")
+            rows[share, precision].append(row)
+            Console(stderr=True).print(f"round {index + 1}: {share:g} % resident, {precision}: {row['prompt_tps']:.1f}, {row['gen_tps']:.2f} tok/s", style="dim")
+    print(f"{machine()}; {strategy}, prompt {n_prompt}, {n_decode} tokens, rounds {rounds}\n")
+    print("| resident | precision | prompt tok/s | ratio | MB for the prompt | decode tok/s | ratio | MB/token | low | skipped |\n|---|---|---|---|---|---|---|---|---|---|")
+    for (share, precision), found in rows.items():
+        name = describe(precision) if precision.count(",") == 2 else precision
+        print(f"| {share:g} % | {name} | {' | '.join(cells(median(found, rows[share, LOSSLESS])))} |")
+    if output:
+        found = [{"resident": share, "precision": precision, "rounds": rounds} for (share, precision), rounds in rows.items()]
+        Path(output).write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
