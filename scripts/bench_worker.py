@@ -49,9 +49,6 @@ def _precision(options: dict):
 
 
 def open_engine(engine: str, model: str, options: dict):
-    import moeoff.hooks  # noqa: F401  the same OpenMP settings for both
-    import llama_cpp
-
     base = {"n_ctx": 1024, "n_threads": 2, "n_threads_batch": 2, "flash_attn": True, "verbose": False}
     if engine == "moeoff":
         import moeoff
@@ -61,24 +58,14 @@ def open_engine(engine: str, model: str, options: dict):
         options["precision"] = _precision(options)
         return moeoff.Llama(model, **base | options)
 
-    extra = options.pop("use_extra_bufts", True)
+    from stock import Stock
 
-    class Stock(llama_cpp.Llama):
-        @property
-        def model_params(self):
-            return self._params
-
-        @model_params.setter
-        def model_params(self, params):
-            params.use_extra_bufts = extra
-            self._params = params
-
-    return Stock(model, **base | options)
+    return Stock(model, **{"use_extra_bufts": True, "use_mmap": True} | base | options)
 
 
 def load_everything(buffer) -> None:
     n_gates, n_experts = buffer.priorities.shape
-    queued = sum(buffer.prefetch(gate, range(n_experts)) for gate in range(n_gates))
+    queued = sum(buffer.preload(gate, range(n_experts)) for gate in range(n_gates))
     while buffer.stats().resident_slices < queued:
         time.sleep(0.01)
 

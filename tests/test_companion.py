@@ -15,7 +15,8 @@ import pytest
 from arch_models import ARCHITECTURES, WithCallback, find_writer, open_moeoff, open_stock, run, write_model
 from damage import flip_bit, mutate
 from split_model import split_model
-from stock import Stock, assert_bit_equal, greedy_logits
+from logits import assert_bit_equal, greedy_logits
+from stock import Stock
 from test_kernel import Op, Plain
 
 import moeoff

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 from requantize_experts import requantize_experts
 from split_model import split_model
-from stock import Stock, assert_bit_equal, greedy_logits
+from logits import assert_bit_equal, greedy_logits
+from stock import Stock
 
 import moeoff
 from moeoff import BudgetError, ModelError, OptionError, ReadError

@@ -15,7 +15,7 @@ import pytest
 from ggml_api import F32, I32, Backend, Context, cpu_buffer_type, quantized, read, write
 from hypothesis import given
 from hypothesis import strategies as st
-from stock import assert_bit_equal, greedy_logits
+from logits import assert_bit_equal, greedy_logits
 from test_kernel import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain, slot_bytes
 
 import moeoff

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from stock import Stock, assert_bit_equal, greedy_logits
+from logits import assert_bit_equal, greedy_logits
+from stock import Stock
 
 import moeoff
 from moeoff import OptionError

@@ -1,23 +1,6 @@
-"""Stock llama.cpp from the same library: no override, plain kernels. What every lossless run is compared with."""
+"""Logits of a run, and whether two are the same."""
 
-import llama_cpp
 import numpy as np
-
-
-class Stock(llama_cpp.Llama):
-    """llama_cpp.Llama with use_extra_bufts=False, which its constructor does not offer."""
-
-    def __init__(self, path, **kwargs):
-        super().__init__(path, **{"use_mmap": False, "verbose": False, "n_threads": 2, "n_threads_batch": 2} | kwargs)
-
-    @property
-    def model_params(self):
-        return self._params
-
-    @model_params.setter
-    def model_params(self, params):
-        params.use_extra_bufts = False
-        self._params = params
 
 
 def greedy_logits(llm, tokens: list[int], n_steps: int) -> np.ndarray:
