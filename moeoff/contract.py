@@ -137,12 +137,12 @@ class Contract:
             OptionError: there is no profile, or it has no contract, or one with another companion; says what to do.
         """
         model = layout.files[0]
-        way = f"moeoff calibrate -m {model} --text FILE --max-loss {max_loss:g}"
+        way = f"moeoff calibrate -m {model} --text FILE --max-loss {100 * max_loss:g}%"
         section = profile.section(SECTION) if profile else None
         if section is None:
             raise OptionError(f"--max-loss needs a measurement of this very model, and there is none: make a companion with moeoff convert, then {way}")
         contract = cls.from_section(section)
         if choice.companion is None or choice.companion.identity != contract.companion:
-            now = choice.companion.path if choice.companion else "no companion"
-            raise OptionError(f"{profile.path}: was measured with another companion than {now}: measure again: {way}")
+            found = f"with another companion than {choice.companion.path}" if choice.companion else f"with a companion, and {model} has none now"
+            raise OptionError(f"{profile.path}: was measured {found}: measure again: {way}")
         return contract.promise(max_loss)

@@ -63,7 +63,7 @@ class Stats:
         if not self.served_low and not self.skipped:
             return ""
         uses = max(self.expert_uses, 1)
-        bound = "" if self.max_loss is None else f" (measured loss at most {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"
+        bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%} where none is in memory, bound {self.max_loss:.2%})"
         return f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped{bound}"
 
     @classmethod
