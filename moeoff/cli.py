@@ -36,6 +36,33 @@ def _one_sentence(command):
     return click.option("--debug", is_flag=True, help="Show the traceback of an error.")(wrapped)
 
 
+_OPENING = (
+    click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available."),
+    click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory."),
+    click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there."),
+    click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone."),
+    click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own."),
+    click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read."),
+    click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md."),
+    click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there."),
+    click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone."),
+    click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless."),
+    click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory."),
+    click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed."),
+    click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use."),
+    click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less."),
+    click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers."),
+    click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all."),
+)
+
+
+def _opening_options(command):
+    """The options that say how a model is opened, the same wherever one is."""
+    for option in reversed(_OPENING):
+        command = option(command)
+    return command
+
+
 @click.group(context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="moeoff")
 def main() -> None:
@@ -52,28 +79,13 @@ def main() -> None:
 @click.option("-s", "--stop", multiple=True, metavar="TEXT", help="Text that ends the answer. May be given several times.")
 @click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
-@click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
-@click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
-@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
-@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
-@click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own.")
-@click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read.")
-@click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.")
-@click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there.")
-@click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone.")
-@click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless.")
-@click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory.")
-@click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
-@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
-@click.option("-c", "--ctx-size", type=click.IntRange(min=8), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
-@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
+@_opening_options
 @click.option("--temp", type=click.FloatRange(min=0), default=0.8, show_default=True, help="Temperature; 0 takes the likeliest token.")
 @click.option("--top-k", type=int, default=40, show_default=True, help="Draw from the likeliest K tokens; 0: from all.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Draw from the likeliest tokens that make up this probability.")
 @click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Leave out tokens below this share of the likeliest one's probability.")
 @click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Penalty on tokens that occurred lately; 1: none.")
 @click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
-@click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all.")
 @click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
 @click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts every gate chose, for simulate; goes on in FILE.")
@@ -93,22 +105,7 @@ def run(**options) -> None:
 @click.option("--api-key", envvar="MOEOFF_API_KEY", show_envvar=True, metavar="KEY", help="Refuse requests without this bearer token.")
 @click.option("-a", "--alias", metavar="NAME", help="What /v1/models calls the model. Default: its file name.")
 @click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages from here ask, as https://example.org or *; may be repeated.")
-@click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
-@click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
-@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
-@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
-@click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own.")
-@click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read.")
-@click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.")
-@click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there.")
-@click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone.")
-@click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless.")
-@click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory.")
-@click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed.")
-@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
-@click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
-@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
-@click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all.")
+@_opening_options
 @click.option("--logprobs", is_flag=True, help="Let requests ask for logprobs: takes context x vocabulary x 4 bytes.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @_one_sentence

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import sys
+from dataclasses import fields
 
 from .errors import OptionError
 from .memory import DEFAULT_SHARE
@@ -19,11 +20,6 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 def demo_model() -> str:
     """Path of the model that ships inside the package."""
     return str(importlib.resources.files("moeoff") / "data" / DEMO_MODEL)
-
-
-def default_ctx(layout) -> int:
-    """Tokens of context if nobody states them: enough for a chat, and no more than the model was trained with."""
-    return min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX)
 
 
 def run(
@@ -39,37 +35,18 @@ def run(
     trace: str | None = None,
     memory: str | None = None,
     expert_memory: str | None = None,
-    experts: str | None = None,
-    no_experts: bool = False,
-    tier: str | None = None,
-    verify_reads: bool = False,
-    strategy: str = "auto",
-    profile: str | None = None,
-    no_profile: bool = False,
-    max_loss: str | None = None,
-    deterministic: bool = False,
-    warm: bool = True,
-    threads: int | None = None,
-    ctx_size: int | None = None,
-    flash_attn: bool = True,
-    n_gpu_layers: int = 0,
     seed: int = -1,
-    verbose: bool = False,
-    **sampling,
+    **options,
 ) -> None:
     """Answers a prompt, or chats; see `moeoff run --help` for the options.
 
     Args:
-        **sampling: the fields of `moeoff.answer.Sampling`.
+        **options: the fields of `moeoff.answer.Sampling`, and what `open_model` takes.
 
     Raises:
         MoeoffError: the model, the budget or an option is no good.
         KeyboardInterrupt: the answer was stopped with Ctrl-C; what was written of it stays.
     """
-    if experts and no_experts:
-        raise OptionError("give --experts or --no-experts, not both")
-    if profile and no_profile:
-        raise OptionError("give --profile or --no-profile, not both")
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
@@ -88,30 +65,13 @@ def run(
         model = download(hf_repo)
 
     from .answer import Answerer, Sampling
+    from .llama import Llama
 
-    sampling["stop"] = tuple(sampling.get("stop", ()))
-    how = Sampling(**sampling)
+    sampling = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
+    how = Sampling(**sampling | {"stop": tuple(sampling.get("stop", ()))})
     share = f" ({DEFAULT_SHARE:.0%} of what is available)" if memory is None and expert_memory is None else ""
-    llm = _open(
-        model or demo_model(),
-        verbose=verbose,
-        memory=memory,
-        expert_memory=expert_memory,
-        experts=experts or not no_experts,
-        tier=tier,
-        verify_reads=verify_reads,
-        strategy=strategy,
-        profile=profile or not no_profile,
-        trace=trace,
-        max_loss=max_loss,
-        deterministic=deterministic,
-        warm=warm,
-        n_ctx=ctx_size,
-        n_threads=threads,
-        n_gpu_layers=n_gpu_layers,
-        flash_attn=flash_attn,
-        seed=seed if seed >= 0 else random.getrandbits(31),
-    )
+    options |= {"memory": memory, "expert_memory": expert_memory, "trace": trace}
+    llm = open_model(Llama, model or demo_model(), seed=seed if seed >= 0 else random.getrandbits(31), **options)
     with llm, Answerer(llm, how) as answerer:
         if chat:
             from .chat import Chat
@@ -153,17 +113,28 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _open(model: str, *, n_ctx: int | None, **options):
-    """Loads the model with a bar on the terminal."""
+def open_model(kind, model: str, *, experts: str | None = None, no_experts: bool = False, profile: str | None = None, no_profile: bool = False,
+               ctx_size: int | None = None, threads: int | None = None, **options):  # fmt: skip
+    """A `moeoff.Llama` or a class of its kind, by the names of the command line, with a bar on the terminal.
+
+    Raises:
+        MoeoffError: the model, the budget or an option is no good.
+    """
     from .layout import Layout
-    from .llama import Llama
     from .progress import loading_bar
 
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
+    if profile and no_profile:
+        raise OptionError("give --profile or --no-profile, not both")
     layout = Layout.read(model)
     with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
-        return Llama(
+        return kind(
             model,
-            n_ctx=n_ctx or default_ctx(layout),
+            experts=experts or not no_experts,
+            profile=profile or not no_profile,
+            n_ctx=ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX),
+            n_threads=threads,
             progress=progress,
             **options,
         )

@@ -30,11 +30,9 @@ except ModuleNotFoundError as error:
 
 from . import __version__
 from .desk import Desk, current_ticket, error_body
-from .layout import Layout
 from .memory import format_size
 from .metrics import metrics_text
-from .progress import loading_bar
-from .run import default_ctx, demo_model
+from .run import demo_model, open_model
 
 GRACE_SECONDS = 10  # for what is in flight when a signal comes
 
@@ -145,58 +143,20 @@ def serve(
     api_key: str | None = None,
     alias: str | None = None,
     cors: Sequence[str] = (),
-    memory: str | None = None,
-    expert_memory: str | None = None,
-    experts: str | None = None,
-    no_experts: bool = False,
-    tier: str | None = None,
-    verify_reads: bool = False,
-    strategy: str = "auto",
-    profile: str | None = None,
-    no_profile: bool = False,
-    max_loss: str | None = None,
-    deterministic: bool = False,
-    warm: bool = True,
-    threads: int | None = None,
-    ctx_size: int | None = None,
-    flash_attn: bool = True,
-    n_gpu_layers: int = 0,
     logprobs: bool = False,
-    verbose: bool = False,
+    **options,
 ) -> None:
     """Serves until SIGINT, which is raised again as KeyboardInterrupt, or SIGTERM; see `moeoff serve --help` for the options.
+
+    Args:
+        **options: what `moeoff.run.open_model` takes.
 
     Raises:
         MoeoffError: the model, the budget, an option or the address is no good.
     """
-    if experts and no_experts:
-        raise OptionError("give --experts or --no-experts, not both")
-    if profile and no_profile:
-        raise OptionError("give --profile or --no-profile, not both")
     model = model or demo_model()
-    layout = Layout.read(model)
     with _bind(host, port) as sock:
-        with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
-            llm = ServedLlama(
-                model,
-                memory=memory,
-                expert_memory=expert_memory,
-                experts=experts or not no_experts,
-                tier=tier,
-                verify_reads=verify_reads,
-                strategy=strategy,
-                profile=profile or not no_profile,
-                max_loss=max_loss,
-                deterministic=deterministic,
-                warm=warm,
-                progress=progress,
-                n_ctx=ctx_size or default_ctx(layout),
-                n_threads=threads,
-                n_gpu_layers=n_gpu_layers,
-                flash_attn=flash_attn,
-                logits_all=logprobs,
-                verbose=verbose,
-            )
+        llm = open_model(ServedLlama, model, logits_all=logprobs, **options)
         with llm:
             llm.alias = alias or os.path.basename(model).removesuffix(".gguf")
             app, desk = create_app(llm, api_key=api_key, cors=cors)
