@@ -104,7 +104,8 @@ class Contract:
         found = self.choose(max_loss)
         if found is None:
             return Promise(max_loss, Precision(), 0.0)
-        return Promise(max_loss, Precision(found.t1, found.t2, found.share, self.tier), max(found.loss.value, 0.0))
+        batches = [c.loss.value for c in self.candidates if not c.decode and c.share == found.share]
+        return Promise(max_loss, Precision(found.t1, found.t2, found.share, self.tier), max(found.loss.value, *batches, 0.0))
 
     def to_section(self) -> dict[str, np.ndarray]:
         """Arrays for `Profile.write`."""

@@ -211,7 +211,7 @@ def test_read_error(demo, reference, tmp_path, monkeypatch):
 
 
 def test_prefetch_is_used_and_dropped(demo, reference):
-    with moeoff.Llama(demo, expert_memory="9M", **OPTIONS) as llm:
+    with moeoff.Llama(demo, expert_memory="9M", strategy="lru", **OPTIONS) as llm:
         buffer = llm.expert_buffer
         assert sum(buffer.prefetch(gate, range(32)) for gate in range(12)) == 12 * 32 * 3
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
@@ -227,7 +227,7 @@ def test_prefetch_is_used_and_dropped(demo, reference):
 
 def test_priorities_decide_who_stays(demo):
     """Experts with a high priority survive a sweep through all the others."""
-    with moeoff.Llama(demo, expert_memory="3M", **OPTIONS) as llm:
+    with moeoff.Llama(demo, expert_memory="3M", strategy="lru", **OPTIONS) as llm:
         buffer = llm.expert_buffer
         buffer.priorities[:, :2] = 1.0
         buffer.publish()

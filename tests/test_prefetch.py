@@ -93,7 +93,7 @@ def test_nobody_predicts_when_everything_is_there(demo):
 
 
 def test_a_smaller_budget_calls_the_driver(demo):
-    with moeoff.Llama(demo, memory="400M", strategy="auto", n_ctx=256, n_threads=2) as llm:
+    with moeoff.Llama(demo, memory="4G", strategy="auto", n_ctx=256, n_threads=2) as llm:
         assert llm.stats().prefetch_on is None
         llm.set_memory(llm.plan.needs.total + (6 << 20))
         llm.eval(PROMPT)
