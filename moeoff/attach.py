@@ -30,6 +30,14 @@ _CALIBRATED: dict[str, Callable[[Profile], dict | None]] = {
 }
 
 
+def sections(strategy: Strategy) -> set[str]:
+    """Of a profile, what a strategy may take."""
+    names = {"score", "hobbit", "gate", "popularity"}
+    if strategy.predictor is not None:
+        names |= {s for n in (strategy.predictor, _WITHOUT_INPUT) if (s := predict.get_predictor(n).profile_section) is not None}
+    return names
+
+
 def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> bool:
     """Whether gate events must carry the router's input. A trace does, so that any policy can be replayed on it."""
     return (

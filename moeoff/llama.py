@@ -17,11 +17,12 @@ from . import hooks  # first: it prepares the process for llama.cpp  # isort: sk
 import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
-from .attach import attach_driver, wants_gate_input
+from .attach import attach_driver, sections, wants_gate_input
 from .budget import Budget
 from .buffer import ExpertBuffer, GateEvent
 from .cancel import Cancellation
 from .companion import KEEP, Choice, Companion
+from .contract import SECTION as CONTRACT_SECTION
 from .contract import Contract, parse_loss
 from .driver import Driver
 from .errors import Cancelled, ModelError, MoeoffError, OptionError
@@ -141,6 +142,8 @@ class Llama(llama_cpp.Llama):
             self.profile = Profile.find(layout)
         else:
             self.profile = Profile.read(profile, layout) if profile else None
+        if self.profile is not None:
+            self.profile = self.profile.only(sections(self.strategy) | {CONTRACT_SECTION})
         choice = Choice.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
         self.promise = Contract.find(layout, self.profile, choice, max_loss) if max_loss else None
         precision = self.promise.precision if self.promise else precision

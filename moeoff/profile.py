@@ -11,7 +11,7 @@ import os
 import re
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -52,6 +52,11 @@ class Profile:
         """Its arrays by name, or None if the profile has no such section."""
         found = {key.split("/", 1)[1]: array for key, array in self._arrays.items() if key.split("/", 1)[0] == name}
         return found or None
+
+    def only(self, names: Iterable[str]) -> Profile:
+        """With these sections alone: the others need not stay in memory."""
+        wanted = set(names)
+        return Profile(self.path, {key: array for key, array in self._arrays.items() if key.split("/", 1)[0] in wanted}, self.info)
 
     @classmethod
     def find(cls, layout: Layout) -> Profile | None:
