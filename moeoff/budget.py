@@ -9,8 +9,6 @@ from .errors import BudgetError
 from .memory import format_size, rss
 from .plan import RESERVE, Needs, Plan, Pools
 
-LOOK_SECONDS = 0.1  # between two looks at how much memory the rest of the process takes
-
 
 class Budget:
     """Args:
@@ -27,7 +25,7 @@ class Budget:
     """
 
     def __init__(self, buffer: ExpertBuffer, budget: int | None, arena: int | None, needs: Needs, low_share: float):
-        self._buffer, self._next_look = buffer, 0.0
+        self._buffer = buffer
         self._pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, low_share)
         if arena is None:
             self.plan = self._divide(budget, needs)
@@ -63,11 +61,10 @@ class Budget:
         self.plan = self._divide(budget, replace(needs, python=needs.python + grown))
         self._buffer.set_arena_bytes(*self.arenas)
 
-    def look(self, now: float) -> None:
-        """Now and then (`now` in seconds): if the rest of the process has grown into the reserve, the arenas give way."""
-        if now < self._next_look or not self.plan.budget:
+    def look(self) -> None:
+        """After each decode: if the rest of the process has grown into the reserve, the arenas give way."""
+        if not self.plan.budget:
             return
-        self._next_look = now + LOOK_SECONDS
         stats = self._buffer.stats()
         room = self.plan.budget - (rss() - stats.arena_committed) - RESERVE // 4
         if room < stats.arena_bytes and stats.arena_bytes > self.plan.arena_floor:

@@ -235,9 +235,8 @@ class Llama(llama_cpp.Llama):
                         raise Cancelled("the answer was cancelled") from None
                     raise
             buffer.check()
-            ended = time.perf_counter()
-            timing.add(batch.batch.n_tokens, ended - started)
-            self._budget.look(ended)
+            timing.add(batch.batch.n_tokens, time.perf_counter() - started)
+            self._budget.look()
 
         ctx.decode = guarded
 
