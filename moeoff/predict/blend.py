@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache import Event
-from ..errors import OptionError
 from .base import Prediction, Predictor
 from .learned import Learned
 from .path import ActivationPath
@@ -77,10 +76,8 @@ class Blend(Predictor):
         Returns:
             weights [n_gates, 4], and what the sources themselves learned, their names prefixed by their section's.
         """
-        try:
-            from sklearn.linear_model import LogisticRegression
-        except ImportError:
-            raise OptionError("fitting the blend needs scikit-learn: pip install 'moeoff[fit]'") from None
+        from sklearn.linear_model import LogisticRegression
+
         if recording.inputs is None:
             return None
         kept = recording.take(np.arange(recording.n_tokens) < len(recording.inputs))

@@ -65,11 +65,9 @@ class Learned(Predictor):
             for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s [n_gates, E, hidden], second_bias_s,
             there_s [n_gates] whether the gate has a network, recall_s [n_gates] at k on the tenth that was not trained on.
         """
-        try:
-            from sklearn.neural_network import MLPClassifier
-            from threadpoolctl import threadpool_limits  # scikit-learn depends on it
-        except ImportError:
-            raise OptionError("fitting the learned predictor needs scikit-learn: pip install 'moeoff[fit]'") from None
+        from sklearn.neural_network import MLPClassifier
+        from threadpoolctl import threadpool_limits  # scikit-learn depends on it
+
         if recording.inputs is None:
             return None
         router, n_rows = recording.router, len(recording.inputs)
