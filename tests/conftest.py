@@ -65,3 +65,11 @@ def calibrated(demo, tmp_path_factory):
     said: list[tuple[str, int, int]] = []
     done = calibrate(model, text=CALIBRATION_TEXTS, tokens=2048, hidden=16, progress=lambda *args: said.append(args))
     return str(model), done, said
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory) -> str:
+    """The project's own words: no text that the model has seen."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n".join((ROOT / "docs" / name).read_text() for name in ("design.md", "format.md")))
+    return str(path)

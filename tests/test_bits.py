@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,16 +20,8 @@ from moeoff.quality import spearman
 from moeoff.quantize import type_name
 from moeoff.tiers import read_plan
 
-ROOT = Path(__file__).parent.parent
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}
 TOLERANCE = 0.05
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join((ROOT / "docs" / name).read_text() for name in ("design.md", "format.md")))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

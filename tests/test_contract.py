@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,15 +23,7 @@ from moeoff.profile import Profile, profile_path
 from moeoff.quality import Estimate
 from moeoff.quantize import type_from_name
 
-ROOT = Path(__file__).parent.parent
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join((ROOT / "docs" / name).read_text() for name in ("design.md", "format.md")))
-    return str(path)
 
 
 @pytest.fixture(scope="module")

@@ -28,14 +28,6 @@ CTX = 64
 
 
 @pytest.fixture(scope="module")
-def text(tmp_path_factory) -> str:
-    """The project's own words: no text that the model has seen."""
-    path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join((ROOT / "docs" / name).read_text() for name in ("design.md", "format.md")))
-    return str(path)
-
-
-@pytest.fixture(scope="module")
 def companion(demo, tmp_path_factory) -> str:
     return convert(demo, output=tmp_path_factory.mktemp("experts") / "demo.experts.gguf", tiers="Q4_0,Q2_0").path
 
