@@ -257,7 +257,7 @@ def calibrate(max_loss, tier, experts, bits_plan, tolerance, types, measure, see
 
         with stages_bar() as progress:
             negotiated = calibrate_loss(**options, max_loss=max_loss, tier=tier, experts=experts, progress=progress)
-        found = "" if negotiated.chosen else "; nothing but lossless keeps the bound"
+        found = "" if negotiated.contract.choose(negotiated.max_loss) else "; nothing but lossless keeps the bound"
         click.echo(f"{negotiated.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{found}")
         return
     from .calibrate import calibrate as command

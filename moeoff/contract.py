@@ -1,26 +1,30 @@
 """The quality contract: how much a model may lose, and which precision was measured on this very model to lose no more.
 
-A section of the profile holds every precision that was tried, with its confidence intervals; opening a model with a bound
-takes the one that reads the fewest bytes among those whose upper 95 % bound is within it. Knows nothing of how it was measured
-(`moeoff.negotiation`).
+A section of the profile holds everything that was tried, with its confidence intervals; opening a model with a bound
+takes what is expected to read the fewest bytes in the memory there is, among what is within the bound. Knows nothing of how it
+was measured (`moeoff.negotiation`).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 
-from .companion import Choice
+from .companion import KEEP, Choice
 from .errors import OptionError
 from .layout import Layout
 from .precision import Precision
 from .profile import Profile
-from .quality import Estimate
+from .quality import Estimate, student
 
-__all__ = ["Candidate", "Contract", "Promise", "parse_loss"]
+__all__ = ["BATCHES", "DECODE", "WHOLE", "Candidate", "Contract", "Promise", "expected_bytes", "parse_loss"]
 
 SECTION = "precision"
+# What a candidate is: a share of low experts in batches; thresholds in decode behind such a prompt; every expert in the tier
+BATCHES, DECODE, WHOLE = "batches", "decode", "whole"
+_NOTHING = 0.01  # of a token's experts: who reads less is as good as resident, and the least lossy of those is taken
 
 
 def parse_loss(text: str | float) -> float:
@@ -38,22 +42,35 @@ def parse_loss(text: str | float) -> float:
     return loss
 
 
+def expected_bytes(cost: float, resident: float) -> float:
+    """Bytes that a token reads, 1 for all its experts in the model's own precision.
+
+    Args:
+        cost: bytes if nothing is resident.
+        resident: share of the experts that memory holds. Tokens come back to their experts: misses are taken as (1 - resident)
+            squared, as the reference model has them under LRU.
+    """
+    return cost * max(1.0 - resident, 0.0) ** 2
+
+
 @dataclass(frozen=True)
 class Candidate:
     """One precision and what it was measured to cost, each expert taken for a miss: the most that it can give up.
 
     Attributes:
-        t1, t2, share: `Precision.t1`, `t2`, `prefill_low_share`.
-        decode: measured token by token after a prompt; else in batches, where t1 and t2 do nothing.
+        kind: BATCHES, DECODE or WHOLE.
+        tier: of the companion, the low precision.
+        t1, t2, share: `Precision.t1`, `t2`, `prefill_low_share`. WHOLE has none; it was measured in batches.
         loss, kl, top1: as in `Quality`.
         cost: bytes to be read if nothing is resident, 1 for lossless.
         low, skipped: share of what the gates chose that was served in low precision, and not at all.
     """
 
+    kind: str
+    tier: str
     t1: float
     t2: float
     share: float
-    decode: bool
     loss: Estimate
     kl: Estimate
     top1: Estimate
@@ -61,16 +78,21 @@ class Candidate:
     low: float
     skipped: float
 
-    def within(self, max_loss: float) -> bool:
-        return self.loss.high is not None and self.loss.high <= max_loss
+    def expected_bytes(self, resident: float) -> float:
+        """As above, if `resident` of the experts would be in their own precision: more of them fit in the tier."""
+        return expected_bytes(self.cost, resident / self.cost if self.kind == WHOLE else resident)
 
 
 @dataclass(frozen=True)
 class Promise:
-    """A bound that was asked for, the precision that keeps it, and what that was measured to lose."""
+    """A bound that was asked for, what keeps it, and what that was measured to lose.
+
+    tier: every expert is in this tier of the companion; KEEP: `precision` says which are served by less.
+    """
 
     max_loss: float
     precision: Precision
+    tier: str
     estimated_loss: float
 
 
@@ -79,14 +101,12 @@ class Contract:
     """What was measured of one model with one companion.
 
     Attributes:
-        tier: of the companion, the low precision.
         companion: its identity.
         text: hash of the windows' tokens.
         n_windows, n_tokens, ctx: of the text; tokens are those that were scored.
         candidates: all that were measured.
     """
 
-    tier: str
     companion: int
     text: int
     n_windows: int
@@ -94,44 +114,55 @@ class Contract:
     ctx: int
     candidates: tuple[Candidate, ...]
 
-    def choose(self, max_loss: float) -> Candidate | None:
-        """The candidate with the fewest bytes within the bound, in decode and, with its share, in batches; None: lossless only."""
-        shares = {0.0} | {c.share for c in self.candidates if not c.decode and c.within(max_loss)}
-        allowed = [c for c in self.candidates if c.decode and c.share in shares and c.within(max_loss)]
-        return min(allowed, key=lambda c: (c.cost, -c.share), default=None)
+    def upper(self, c: Candidate) -> float:
+        """The loss that is not exceeded, with 95 % confidence in all candidates at once: whoever tries many and keeps the best
+        must not be flattered by it. Infinite if one window cannot tell."""
+        if c.loss.high is None:
+            return math.inf
+        centre, half = math.log1p(c.loss.value), math.log1p(c.loss.high) - math.log1p(c.loss.value)
+        return math.expm1(centre + half * student(self.n_windows, len(self.candidates)) / student(self.n_windows))
 
-    def promise(self, max_loss: float) -> Promise:
-        found = self.choose(max_loss)
+    def choose(self, max_loss: float, resident: float = 0.0) -> Candidate | None:
+        """What reads the fewest bytes within the bound, in batches, too; None: lossless.
+
+        Args:
+            resident: share of the experts that memory holds in their own precision.
+        """
+        within = [c for c in self.candidates if self.upper(c) <= max_loss]
+        shares = {0.0} | {c.share for c in within if c.kind == BATCHES}
+        usable = [c for c in within if c.kind == WHOLE or (c.kind == DECODE and c.share in shares)]
+
+        def order(c: Candidate | None) -> tuple[float, float, float]:
+            if c is None:
+                return max(expected_bytes(1.0, resident), _NOTHING), 0.0, -math.inf
+            return max(c.expected_bytes(resident), _NOTHING), c.kl.value, -c.share
+
+        return min([None, *usable], key=order)
+
+    def promise(self, max_loss: float, resident: float = 0.0) -> Promise:
+        found = self.choose(max_loss, resident)
         if found is None:
-            return Promise(max_loss, Precision(), 0.0)
-        batches = [c.loss.value for c in self.candidates if not c.decode and c.share == found.share]
-        return Promise(max_loss, Precision(found.t1, found.t2, found.share, self.tier), max(found.loss.value, *batches, 0.0))
+            return Promise(max_loss, Precision(), KEEP, 0.0)
+        if found.kind == WHOLE:
+            return Promise(max_loss, Precision(), found.tier, max(found.loss.value, 0.0))
+        batches = [c.loss.value for c in self.candidates if c.kind == BATCHES and c.share == found.share]
+        return Promise(max_loss, Precision(found.t1, found.t2, found.share, found.tier), KEEP, max(found.loss.value, *batches, 0.0))
 
     def to_section(self) -> dict[str, np.ndarray]:
         """Arrays for `Profile.write`."""
-        c = self.candidates
-        rows = {name: np.array([getattr(x, name) for x in c]) for name in ("t1", "t2", "share", "decode", "cost", "low", "skipped")}
-        rows |= {name: np.array([[getattr(x, name).value, getattr(x, name).low, getattr(x, name).high] for x in c]) for name in ("loss", "kl", "top1")}
-        facts = {name: np.array(getattr(self, name)) for name in ("tier", "n_windows", "n_tokens", "ctx")}
+        rows = {name: np.array([getattr(c, name) for c in self.candidates]) for name in _SCALARS}
+        rows |= {name: np.array([[e.value, e.low, e.high] for e in (getattr(c, name) for c in self.candidates)]) for name in _ESTIMATES}
+        facts = {name: np.array(getattr(self, name)) for name in ("n_windows", "n_tokens", "ctx")}
         return rows | facts | {"companion": np.uint64(self.companion), "text": np.uint64(self.text)}
 
     @classmethod
     def from_section(cls, s: dict[str, np.ndarray]) -> Contract:
-        candidates = tuple(
-            Candidate(
-                float(s["t1"][i]),
-                float(s["t2"][i]),
-                float(s["share"][i]),
-                bool(s["decode"][i]),
-                *(Estimate(*map(float, s[name][i])) for name in ("loss", "kl", "top1")),
-                *(float(s[name][i]) for name in ("cost", "low", "skipped")),
-            )
-            for i in range(len(s["t1"]))
-        )
-        return cls(str(s["tier"]), *(int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")), candidates)
+        """Raises `KeyError` for a section of an earlier moeoff."""
+        rows = [{name: s[name][i].item() for name in _SCALARS} | {name: Estimate(*s[name][i].tolist()) for name in _ESTIMATES} for i in range(len(s["kind"]))]
+        return cls(*(int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")), tuple(Candidate(**row) for row in rows))
 
     @classmethod
-    def find(cls, layout: Layout, profile: Profile | None, choice: Choice, max_loss: float) -> Promise:
+    def find(cls, layout: Layout, profile: Profile | None, choice: Choice, max_loss: float, resident: float) -> Promise:
         """What a model's profile promises within a bound.
 
         Raises:
@@ -142,8 +173,15 @@ class Contract:
         section = profile.section(SECTION) if profile else None
         if section is None:
             raise OptionError(f"--max-loss needs a measurement of this very model, and there is none: make a companion with moeoff convert, then {way}")
-        contract = cls.from_section(section)
+        try:
+            contract = cls.from_section(section)
+        except KeyError:
+            raise OptionError(f"{profile.path}: was measured by an earlier moeoff: measure again: {way}") from None
         if choice.companion is None or choice.companion.identity != contract.companion:
             found = f"with another companion than {choice.companion.path}" if choice.companion else f"with a companion, and {model} has none now"
             raise OptionError(f"{profile.path}: was measured {found}: measure again: {way}")
-        return contract.promise(max_loss)
+        return contract.promise(max_loss, resident)
+
+
+_SCALARS = ("kind", "tier", "t1", "t2", "share", "cost", "low", "skipped")
+_ESTIMATES = ("loss", "kl", "top1")

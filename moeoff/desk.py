@@ -57,6 +57,7 @@ def receipt(before: Stats, after: Stats) -> dict:
         "misses": misses,
         "bytes_read": after.bytes_read - before.bytes_read,
         "stall_seconds": round(after.stall_seconds - before.stall_seconds, 6),
+        "tier": after.tier,
         "served_low": after.served_low - before.served_low,
         "skipped": after.skipped - before.skipped,
         "max_loss": after.max_loss,

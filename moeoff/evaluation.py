@@ -85,13 +85,12 @@ def evaluation(
     if as_json:
         result = {
             "model": model,
-            "tier": tier or KEEP,
             "mode": mode,
             "ctx": ctx,
             **_fields(whole),
             "texts": [{"file": path, **_fields(quality)} for path, (_, quality) in zip(text, by_text)],
             "precision": asdict(precision),
-            **{name: getattr(stats, name) for name in ("expert_uses", "served_low", "skipped", "max_loss", "estimated_loss")},
+            **{name: getattr(stats, name) for name in ("tier", "expert_uses", "served_low", "skipped", "max_loss", "estimated_loss")},
             "seconds": seconds,
             "bytes_read": scores.bytes_read,
             "strategy": stats.strategy,

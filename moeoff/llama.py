@@ -26,7 +26,7 @@ from .contract import SECTION as CONTRACT_SECTION
 from .contract import Contract, parse_loss
 from .driver import Driver
 from .errors import Cancelled, ModelError, MoeoffError, OptionError
-from .footprint import require_room
+from .footprint import Footprint, require_room
 from .layout import Layout
 from .log import set_log
 from .memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
@@ -137,7 +137,8 @@ class Llama(llama_cpp.Llama):
 
         layout = Layout.read(model_path)
         layout.require_experts()
-        require_room(layout, llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512, budget or available())
+        n_ctx = llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512
+        require_room(layout, n_ctx, budget or available())
         if profile is True or profile == "auto":
             self.profile = Profile.find(layout)
         else:
@@ -145,8 +146,11 @@ class Llama(llama_cpp.Llama):
         if self.profile is not None:
             self.profile = self.profile.only(sections(self.strategy) | {CONTRACT_SECTION})
         choice = Choice.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
-        self.promise = Contract.find(layout, self.profile, choice, max_loss) if max_loss else None
-        precision = self.promise.precision if self.promise else precision
+        self.promise = None
+        if max_loss:
+            resident = arena / layout.expert_bytes if budget is None else Footprint.of(layout, n_ctx).resident_share(budget)
+            self.promise = Contract.find(layout, self.profile, choice, max_loss, resident)
+            precision, choice = self.promise.precision, replace(choice, tier=self.promise.tier)
         if not self.strategy.eager and not (precision.lossless and replay is None):
             raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
         self.precision = precision
@@ -182,6 +186,7 @@ class Llama(llama_cpp.Llama):
                     raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
             self._stack.callback(self._buffer.close)
             self._buffer.attach(layout, choice, low)
+            self._tier = choice.tier
             self._budget = Budget(self._buffer, budget, arena, self._needs(), precision.low_share)
             self._buffer.start(*self._budget.arenas)
             if not precision.lossless:
@@ -294,7 +299,7 @@ class Llama(llama_cpp.Llama):
 
     def stats(self) -> Stats:
         """What happened since the model was opened, or since `reset_stats()`."""
-        stats = Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, budget=self.plan.budget, peak=peak_rss())
+        stats = Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, tier=self._tier, budget=self.plan.budget, peak=peak_rss())
         prefetcher = self._driver.prefetcher if self._driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)

@@ -3,21 +3,22 @@
 Measured is the worst case: the rule applied to every expert as if none were resident (`ExpertBuffer.set_rule(blind=True)`).
 A resident expert is served in its own precision, so that any budget gives up less than what was measured. First the share of
 low experts in batches (Fate's p), then, behind prompts computed with that share, HOBBIT's T1 by bisection with T2 = 1, then
-lower T2 (skipping) as long as the bound holds. Whoever tries many candidates and keeps the best flatters it a little; the
-upper bound of a 95 % interval is there to cover that.
+lower T2 (skipping) as long as the bound holds; and every tier of the companion in the place of all experts, which where it loses
+little enough reads the least, because more of it fits into memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from . import hooks
 from .companion import KEEP, Choice, Companion, hash64
-from .contract import SECTION, Candidate, Contract
+from .contract import BATCHES, DECODE, SECTION, WHOLE, Candidate, Contract
 from .errors import OptionError
 from .evaluate import Reference, Window, evaluate, interruptible, read_windows
 from .evaluation import open_model
@@ -36,11 +37,11 @@ CTX = 512
 
 @dataclass(frozen=True)
 class Negotiated:
-    """path: of the profile. chosen: for the bound that was asked for; None: lossless only."""
+    """path: of the profile. max_loss: the bound that was searched for."""
 
     path: str
     contract: Contract
-    chosen: Candidate | None
+    max_loss: float
 
 
 def negotiate(
@@ -61,7 +62,7 @@ def negotiate(
         text: texts; their windows are of 512 tokens, or of the model's training context if that is shorter.
         max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
             what was measured.
-        tier: low precision, of the companion. Default: its first beside "keep".
+        tier: low precision, of the companion. Default: its first beside "keep"; then the others are tried for all experts, too.
         tokens: in all, as many from each text. Each candidate computes all of them, in decode half of them one by one.
         output: the profile; beside the model by default, where it is found.
         **options: of `moeoff.Llama`: memory, n_threads, ...
@@ -70,43 +71,50 @@ def negotiate(
         OptionError: no companion or tier, too little text.
         ModelError: the model or profile is no good.
     """
+    model = os.fspath(model)
     layout = Layout.read(model)
     layout.require_experts()
     companion = Choice.make(layout, experts, KEEP).companion
     lower = [name for name in companion.tiers if name != KEEP] if companion else []
     if not lower:
-        raise OptionError(f"{os.fspath(model)}: has no companion with lower precision: make one with moeoff convert, or name it with --experts")
-    tier = tier or lower[0]
+        raise OptionError(f"{model}: has no companion with lower precision: make one with moeoff convert, or name it with --experts")
+    others = [] if tier else lower[1:]
+    tier = next((t for t in lower if tier and t.lower() == tier.lower()), tier or lower[0])
     path = os.fspath(output) if output else profile_path(model)
     if os.path.exists(path):
         Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, layout.n_ctx_train or CTX)
     options = {"flash_attn": True} | options
-    with open_model(os.fspath(model), ctx, experts=companion, tier=KEEP, precision=Precision(tier=tier), deterministic=True, **options) as llm:
-        windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
-        if len(windows) < MIN_WINDOWS:
-            raise OptionError(f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
-        with interruptible(llm) as call:
-            search = _Search(Trials(llm, windows, relative_bytes(layout, companion, tier), progress), max_loss)
-            call(search.run)
-    n_tokens = windows and len(windows) * (ctx - ctx // 2 - 1)
+    with contextlib.ExitStack() as references:
+        with open_model(model, ctx, experts=companion, tier=KEEP, precision=Precision(tier=tier), deterministic=True, **options) as llm:
+            windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
+            if len(windows) < MIN_WINDOWS:
+                raise OptionError(f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
+            with interruptible(llm) as call:
+                search = _Search(Trials(llm, windows, tier, relative_bytes(layout, companion, tier), progress), max_loss)
+                call(search.run, references)
+        for name in others:
+            with open_model(model, ctx, experts=companion, tier=name, **options) as llm, interruptible(llm) as call:
+                trials = Trials(llm, windows, name, relative_bytes(layout, companion, name), progress)
+                search.candidates.append(call(trials.measure_whole, search.in_batches))
+    n_tokens = len(windows) * (ctx - ctx // 2 - 1)
     said = np.array([window.tokens for window in windows], np.int32)
-    contract = Contract(llm.precision.tier, companion.identity, hash64(said), len(windows), n_tokens, ctx, tuple(search.candidates))
+    contract = Contract(companion.identity, hash64(said), len(windows), n_tokens, ctx, tuple(search.candidates))
     Profile.write(path, layout, {SECTION: contract.to_section()})
-    return Negotiated(path, contract, contract.choose(max_loss))
+    return Negotiated(path, contract, max_loss)
 
 
 class Trials:
     """Measures precisions of one model on windows of text, every expert taken for a miss.
 
     Args:
-        llm: opened by `open_model` with a tier for low precision.
+        llm: opened by `open_model` with this tier for low precision, or, for `measure_whole`, for all experts.
         low_bytes: of the low versions, for each byte of the high ones: `relative_bytes`.
         progress: told what is being done, how much of it is done and how much there is.
     """
 
-    def __init__(self, llm, windows: Sequence[Window], low_bytes: float, progress: Callable[[str, int, int], None] | None = None):
-        self._llm, self._windows, self._low_bytes = llm, windows, low_bytes
+    def __init__(self, llm, windows: Sequence[Window], tier: str, low_bytes: float, progress: Callable[[str, int, int], None] | None = None):
+        self._llm, self._windows, self._tier, self._low_bytes = llm, windows, tier, low_bytes
         self._tell = progress or (lambda what, done, total: None)
         self._n = len(windows) * len(windows[0].tokens)
         self._counts = np.zeros(3, np.int64)  # of decode, by version
@@ -139,7 +147,14 @@ class Trials:
             low, skipped = (after.served_low - before.served_low) / uses, 0.0
         given_up = low if decode else share  # of a batch's experts, each read once
         cost = 1 - skipped - given_up * (1 - self._low_bytes)
-        return Candidate(t1, t2, share, decode, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
+        kind = DECODE if decode else BATCHES
+        return Candidate(kind, self._tier, t1, t2, share, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
+
+    def measure_whole(self, reference: Reference) -> Candidate:
+        """A model opened with all experts in the tier; in batches, which is the same computation as one by one."""
+        scores = evaluate(self._llm, self._windows, reference, progress=lambda done: self._tell(f"all in {self._tier}", done, self._n))
+        quality = scores.quality()
+        return Candidate(WHOLE, self._tier, 1.0, 1.0, 1.0, quality.loss, quality.kl, quality.top1, self._low_bytes, 1.0, 0.0)
 
     def _count(self, event) -> None:
         if len(event.ids) == 1:
@@ -163,13 +178,16 @@ class _Search:
         self._trials, self._max_loss = trials, max_loss
         self.candidates: list[Candidate] = []
 
-    def run(self) -> None:
+    def run(self, references: contextlib.ExitStack) -> None:
+        """Leaves `in_batches` open, what the lossless model said."""
         self._share = 0.0
-        with self._trials.reference("prefill") as reference:
-            for share in SHARES:
-                if self._measure(reference, 1.0, 1.0, share, decode=False):
-                    self._share = share
-                    break
+        self.in_batches = references.enter_context(self._trials.reference("prefill"))
+        for share in SHARES:
+            if self._measure(self.in_batches, 1.0, 1.0, share, decode=False):
+                self._share = share
+                break
+        everything = self.candidates[0]  # a batch whose experts are all low: what the tier costs in the place of all
+        self.candidates.append(replace(everything, kind=WHOLE))
         with self._trials.reference("decode") as reference:
             self._decode(reference)
 
@@ -192,8 +210,9 @@ class _Search:
     def _measure(self, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
         """Whether the bound holds. Nothing is measured twice."""
         for c in self.candidates:
-            if (c.t1, c.t2, c.share, c.decode) == (t1, t2, share, decode):
-                return c.within(self._max_loss)
-        found = self._trials.measure(reference, t1, t2, share, decode=decode)
-        self.candidates.append(found)
-        return found.within(self._max_loss)
+            if (c.t1, c.t2, c.share, c.kind) == (t1, t2, share, DECODE if decode else BATCHES):
+                break
+        else:
+            c = self._trials.measure(reference, t1, t2, share, decode=decode)
+            self.candidates.append(c)
+        return c.loss.high is not None and c.loss.high <= self._max_loss

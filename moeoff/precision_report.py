@@ -6,7 +6,7 @@ import os
 import sys
 
 from .bits import BitsPlan, Planner
-from .contract import parse_loss
+from .contract import DECODE, WHOLE, Candidate, parse_loss
 from .errors import OptionError
 from .evaluation import interval
 from .layout import Layout
@@ -16,6 +16,7 @@ from .negotiation import Negotiated, negotiate
 __all__ = ["calibrate_loss", "write_plan"]
 
 _CTX = 512
+_RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -39,15 +40,24 @@ def calibrate_loss(model: str, *, text, max_loss: str, tier, experts, tokens: in
     bound = parse_loss(max_loss)
     done = negotiate(model, text, bound, tier=tier, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
                      progress=progress)  # fmt: skip
+    contract = done.contract
     rows = []
-    for c in done.contract.candidates:
-        name = f"T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}" if c.decode else f"p {c.share:g}"
-        mark = " <-" if c is done.chosen else "" if c.within(bound) else " (too much)"
-        rows.append([f"{'decode' if c.decode else 'batches'}: {name}{mark}", f"{c.low:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
-                     interval(c.loss, "{:+.2%}"), interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
-    title = f"{os.path.basename(model)} with {done.contract.tier}, {done.contract.n_tokens} tokens scored, as if no expert were in memory"
-    _table(title, ["precision", "low", "skipped", "bytes", "loss (95 %)", "KL (95 %)", "same top"], rows)
+    for c in contract.candidates:
+        mark = "" if contract.upper(c) <= bound else " (too much)"
+        rows.append([f"{_name(c)}{mark}", f"{c.low:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
+                     interval(c.loss, "{:+.2%}"), f"{contract.upper(c):+.2%}", interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
+    title = f"{os.path.basename(model)} with {contract.candidates[0].tier}, {contract.n_tokens} tokens scored, as if no expert were in memory"
+    _table(title, ["precision", "low", "skipped", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
+    for resident in _RESIDENT:
+        found = contract.choose(bound, resident)
+        print(f"with {resident:.0%} of the experts in memory: {_name(found) if found else 'lossless'}", file=sys.stderr)
     return done
+
+
+def _name(c: Candidate) -> str:
+    if c.kind == WHOLE:
+        return f"all experts in {c.tier}"
+    return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}" if c.kind == DECODE else f"batches: p {c.share:g}"
 
 
 def write_plan(model: str, *, text, output, tolerance: str, types, measure: bool, tokens: int, memory, threads, progress) -> tuple[str, BitsPlan]:

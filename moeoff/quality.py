@@ -14,7 +14,6 @@ import numpy as np
 
 __all__ = ["Estimate", "Quality", "Scores", "divergence", "log_probs", "spearman"]
 
-_Z = NormalDist().inv_cdf(0.975)
 _T = {1: 12.706, 2: 4.303, 3: 3.182}  # where the expansion below is poor
 
 
@@ -30,9 +29,12 @@ def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     return (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
 
 
-def student(n: int) -> float:
-    """Half the width, in standard errors, of the 95 % interval of a mean of n values, n > 1 (Cornish-Fisher expansion)."""
-    v, z = n - 1, _Z
+def student(n: int, of: int = 1) -> float:
+    """Half the width, in standard errors, of the interval of a mean of n values, n > 1 (Cornish-Fisher expansion).
+
+    of: so many intervals at once hold their values with 95 % confidence (Bonferroni); more than one needs n > 4.
+    """
+    v, z = n - 1, NormalDist().inv_cdf(1 - 0.025 / of)
     expansion = (z**3 + z) / 4, (5 * z**5 + 16 * z**3 + 3 * z) / 96, (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384
     return _T.get(v) or z + sum(term / v**i for i, term in enumerate(expansion, 1))
 

@@ -6,6 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from .buffer import ExpertBuffer
+from .companion import KEEP
 from .timing import Timing
 
 _COUNTERS = (
@@ -19,8 +20,8 @@ class Stats:
     """The fields of --stats-json. Names stay stable; sizes in bytes, times in seconds, rates per second.
 
     hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
-    expert_uses counts what gates chose, an expert for a token; of these served_low were computed in low precision and skipped
-    not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
+    tier is the companion's that all experts are read in, "keep" the model's own precision. expert_uses counts what gates chose, an
+    expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them) and skipped not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
@@ -50,6 +51,7 @@ class Stats:
     prefetch_gain: float | None = None
     cpu_seconds: float = 0.0
     expert_uses: int = 0
+    tier: str = KEEP
     served_low: int = 0
     skipped: int = 0
     low_bytes_read: int = 0
@@ -63,11 +65,14 @@ class Stats:
         if not self.served_low and not self.skipped:
             return ""
         uses = max(self.expert_uses, 1)
+        if self.tier != KEEP:
+            bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"
+            return f"all experts in {self.tier}{bound}"
         bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%} where none is in memory, bound {self.max_loss:.2%})"
         return f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped{bound}"
 
     @classmethod
-    def collect(cls, buffer: ExpertBuffer, *, model: str, strategy: str, budget: int, peak: int) -> Stats:
+    def collect(cls, buffer: ExpertBuffer, *, model: str, strategy: str, tier: str, budget: int, peak: int) -> Stats:
         s = buffer.stats()
         uses = s.demand_hits + s.demand_misses
         return cls(
@@ -88,7 +93,8 @@ class Stats:
             driver_seconds=s.driver_ns / 1e9,
             direct_io=not buffer.buffered and s.direct_reads == s.reads,
             expert_uses=s.expert_uses,
-            served_low=s.served_low,
+            tier=tier,
+            served_low=s.served_low if tier == KEEP else s.expert_uses,
             skipped=s.skipped,
             low_bytes_read=s.low_bytes_read,
             low_arena_bytes=s.low_arena_bytes,

@@ -26,7 +26,7 @@ import numpy as np
 
 from moeoff.bits import Planner, measure_importance
 from moeoff.companion import KEEP, Companion
-from moeoff.contract import Candidate
+from moeoff.contract import DECODE, Candidate
 from moeoff.convert import convert
 from moeoff.evaluate import read_windows
 from moeoff.evaluation import interval, open_model
@@ -76,7 +76,7 @@ def _trials(model, valid, ctx, chunks, lower, threads):
         with open_model(model, ctx, expert_memory=1 << 33, n_threads=threads, **options) as llm:
             windows = read_windows(llm, valid, ctx, chunks)
             print(f"{len(windows)} windows of {ctx} tokens, {lower}", file=sys.stderr)
-            yield Trials(llm, windows, relative_bytes(Layout.read(model), companion, lower))
+            yield Trials(llm, windows, lower, relative_bytes(Layout.read(model), companion, lower))
 
 
 def _trial_options(command):
@@ -93,7 +93,7 @@ def _trial_options(command):
 
 
 def _cells(c: Candidate) -> str:
-    given = f"{c.low:.1%} | {c.skipped:.1%} | {c.cost:.1%}" if c.decode else f"{c.low:.1%} | | {c.cost:.1%}"
+    given = f"{c.low:.1%} | {c.skipped:.1%} | {c.cost:.1%}" if c.kind == DECODE else f"{c.low:.1%} | | {c.cost:.1%}"
     return f"{given} | {_loss(c)} | {c.kl.value:.4f} | {c.top1.value:.1%}"
 
 
