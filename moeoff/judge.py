@@ -1,10 +1,13 @@
 """Whether a way of doing things pays: an online comparison of token times with and without it.
 
 Blocks of tokens with and without alternate (on, off, off, on, ...); the faster way is kept for a while, then compared again.
-Knows nothing of what it judges.
+A difference within the noise changes nothing: what was on stays on. Knows nothing of what it judges.
 """
 
 from __future__ import annotations
+
+import math
+import statistics
 
 BLOCK = 8  # tokens
 ORDER = (True, False, False, True, False, True, True, False)
@@ -19,7 +22,7 @@ class Judge:
     """
 
     def __init__(self) -> None:
-        self.on = True
+        self.on = self._verdict = True
         self.gain: float | None = None
         self._begin_trial()
 
@@ -45,14 +48,17 @@ class Judge:
         if self._block < len(ORDER):
             self.on = ORDER[self._block]
             return
-        with_, without = (_trimmed_mean(self._times[way]) for way in (True, False))
+        (with_, error_with), (without, error_without) = (_trimmed(self._times[way]) for way in (True, False))
         self.gain = without / with_ - 1
-        self.on = self.gain >= 0
+        if abs(self.gain) > math.hypot(error_with, error_without):
+            self._verdict = self.gain > 0
+        self.on = self._verdict
         self._left = HOLD
 
 
-def _trimmed_mean(times: list[int]) -> float:
-    """Without the highest and lowest tenth: a burst of something else on the machine is no argument."""
+def _trimmed(times: list[int]) -> tuple[float, float]:
+    """Mean and its relative standard error, without the highest and lowest tenth: a burst of something else on the machine is no argument."""
     cut = len(times) // 10
     kept = sorted(times)[cut : len(times) - cut]
-    return sum(kept) / len(kept)
+    mean = statistics.fmean(kept)
+    return mean, statistics.stdev(kept) / math.sqrt(len(kept)) / mean

@@ -1,17 +1,20 @@
 """Speed of a model with lower precision beside the same model lossless, cold, with a share of its experts in memory.
 
-usage: bench_precision_speed.py MODEL --experts COMPANION --low TIER --text FILE --precision T1,T2,p ... [--resident 25 --resident 50]
+usage: bench_precision_speed.py MODEL --experts COMPANION --text FILE [--low TIER --precision T1,T2,p ...] [--tier TIER ...] [--resident 25 --resident 50]
 
 Each round runs every configuration once, in turn, each in a fresh process after model and companion have been dropped from the
 page cache: a prompt in one batch, then tokens of the same text one by one. The lossless runs are part of every round; ratios are of
-the same round. Rows are medians over rounds. Ceilings: the same with everything in memory, lossless and with all experts in the tier.
+the same round. Rows are medians over rounds. --tier puts all experts in a tier, in the same memory. --disk slows the disk (root).
+Ceilings: the same with everything in memory.
 What the precisions lose is measured by bench_precision.py loss.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -19,6 +22,7 @@ import click
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
+from cgroup import disk_cgroup  # noqa: E402
 from bench_offload import drop_from_page_cache, machine, measure  # noqa: E402
 
 from moeoff.layout import Layout  # noqa: E402
@@ -50,17 +54,21 @@ def cells(row: dict) -> list[str]:
 @click.command()
 @click.argument("model", type=click.Path(exists=True, dir_okay=False))
 @click.option("--experts", required=True, type=click.Path(exists=True, dir_okay=False), help="The companion.")
-@click.option("--low", required=True, help="Its tier.")
+@click.option("--low", help="Its tier that the precisions fall back to.")
 @click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--precision", "precisions", multiple=True, metavar="T1,T2,P")
+@click.option("--tier", "tiers", multiple=True, help="All experts in this tier.")
 @click.option("--resident", multiple=True, type=float, default=(25, 50), show_default=True, help="Percent of the experts' bytes.")
 @click.option("--strategy", default="lru", show_default=True)
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--n-prompt", default=512, show_default=True)
 @click.option("--n-decode", default=128, show_default=True)
 @click.option("--ceiling/--no-ceiling", default=False, help="Also with everything in memory.")
+@click.option("--disk", type=int, metavar="MB/S", help="No faster than this.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Every run, as JSON.")
-def main(model, experts, low, text, precisions, resident, strategy, rounds, n_prompt, n_decode, ceiling, output) -> None:
+def main(model, experts, low, text, precisions, tiers, resident, strategy, rounds, n_prompt, n_decode, ceiling, disk, output) -> None:
+    if precisions and not low:
+        raise click.UsageError("--precision needs --low")
     total = sum(span.nbytes for span in Layout.read(model).experts.values())
     plans: dict[tuple[float, str], dict] = {}
     for share in resident:
@@ -69,20 +77,24 @@ def main(model, experts, low, text, precisions, resident, strategy, rounds, n_pr
         for precision in precisions:
             t1, t2, p = (float(x) for x in precision.split(","))
             plans[share, precision] = arena | {"experts": experts, "low": low, "t1": t1, "t2": t2, "p": p}
+        for tier in tiers:
+            plans[share, f"all in {tier}"] = arena | {"experts": experts, "tier": tier}
     if ceiling:
         whole = {"expert_memory": 1 << 40, "warm": True, "strategy": "lru"}
         plans[100, LOSSLESS] = whole | {"experts": False}
-        plans[100, f"all in {low}"] = whole | {"experts": experts, "tier": low}
+        for tier in tiers:
+            plans[100, f"all in {tier}"] = whole | {"experts": experts, "tier": tier}
     rows: dict[tuple[float, str], list[dict]] = {key: [] for key in plans}
     for index in range(rounds):
         for (share, precision), options in plans.items():
             drop_from_page_cache(experts)
-            row = measure("moeoff", model, text, n_prompt, n_decode, 170, **options)
+            with disk_cgroup(model, disk * 10**6) if disk else contextlib.nullcontext() as group:
+                row = measure("moeoff", model, text, n_prompt, n_decode, 170, group.run if group else subprocess.run, **options)
             if "failed" in row:
                 sys.exit(f"bench_precision_speed: {share:g} % resident, {precision}: {row['failed']}")
             rows[share, precision].append(row)
             Console(stderr=True).print(f"round {index + 1}: {share:g} % resident, {precision}: {row['prompt_tps']:.1f}, {row['gen_tps']:.2f} tok/s", style="dim")
-    print(f"{machine()}; {strategy}, prompt {n_prompt}, {n_decode} tokens, rounds {rounds}\n")
+    print(f"{machine()}; {strategy}, prompt {n_prompt}, {n_decode} tokens, rounds {rounds}{f', disk {disk} MB/s' if disk else ''}\n")
     print("| resident | precision | prompt tok/s | ratio | MB for the prompt | decode tok/s | ratio | MB/token | low | skipped |\n|---|---|---|---|---|---|---|---|---|---|")
     for (share, precision), found in rows.items():
         name = describe(precision) if precision.count(",") == 2 else precision

@@ -36,6 +36,17 @@ def test_one_burst_decides_nothing():
     assert judge.on
 
 
+def test_a_toss_of_a_coin_decides_nothing():
+    """Two ways equally fast, with the spread that tokens have: switching off must be the exception."""
+    off = 0
+    for seed in range(200):
+        judge, rng = Judge(), np.random.default_rng(seed)
+        for _ in range(TRIAL):
+            judge.token(int(20e6 * rng.uniform(0.6, 1.4)))
+        off += not judge.on
+    assert 0 < off < 60  # a sixth, and something for what trimming hides
+
+
 def test_looks_again():
     judge, rng = Judge(), np.random.default_rng(1)
     run(judge, TRIAL, 24e6, 20e6, rng)

@@ -82,7 +82,7 @@ def test_judged_strategies_say_what_they_found(demo):
             llm.eval([100 + token])
         stats = llm.stats()
     assert stats.prefetch_gain is not None and -0.9 < stats.prefetch_gain < 9
-    assert stats.prefetch_on == (stats.prefetch_gain >= 0)
+    assert stats.prefetch_on or stats.prefetch_gain < 0  # off only where it loses; a loss within the noise changes nothing
 
 
 def test_nobody_predicts_when_everything_is_there(demo):
