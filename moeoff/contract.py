@@ -19,11 +19,12 @@ from .precision import Precision
 from .profile import Profile
 from .quality import Estimate, student
 
-__all__ = ["BATCHES", "DECODE", "WHOLE", "Candidate", "Contract", "Promise", "expected_bytes", "parse_loss"]
+__all__ = ["BATCHES", "DECODE", "WHOLE", "Candidate", "Contract", "Promise", "expected_bytes", "parse_loss", "upper_loss"]
 
 SECTION = "precision"
 # What a candidate is: a share of low experts in batches; thresholds in decode behind such a prompt; every expert in the tier
 BATCHES, DECODE, WHOLE = "batches", "decode", "whole"
+AT_ONCE = 32  # candidates, at most, that a search tries
 _NOTHING = 0.01  # of a token's experts: who reads less is as good as resident, and the least lossy of those is taken
 
 
@@ -51,6 +52,15 @@ def expected_bytes(cost: float, resident: float) -> float:
             squared, as the reference model has them under LRU.
     """
     return cost * max(1.0 - resident, 0.0) ** 2
+
+
+def upper_loss(loss: Estimate, n_windows: int) -> float:
+    """The loss that is not exceeded, with 95 % confidence in `AT_ONCE` candidates at once: whoever tries many and keeps the best
+    must not be flattered by it. Infinite if one window cannot tell."""
+    if loss.high is None:
+        return math.inf
+    centre, half = math.log1p(loss.value), math.log1p(loss.high) - math.log1p(loss.value)
+    return math.expm1(centre + half * student(n_windows, AT_ONCE) / student(n_windows))
 
 
 @dataclass(frozen=True)
@@ -115,12 +125,8 @@ class Contract:
     candidates: tuple[Candidate, ...]
 
     def upper(self, c: Candidate) -> float:
-        """The loss that is not exceeded, with 95 % confidence in all candidates at once: whoever tries many and keeps the best
-        must not be flattered by it. Infinite if one window cannot tell."""
-        if c.loss.high is None:
-            return math.inf
-        centre, half = math.log1p(c.loss.value), math.log1p(c.loss.high) - math.log1p(c.loss.value)
-        return math.expm1(centre + half * student(self.n_windows, len(self.candidates)) / student(self.n_windows))
+        """The loss that is not exceeded, see `upper_loss`."""
+        return upper_loss(c.loss, self.n_windows)
 
     def choose(self, max_loss: float, resident: float = 0.0) -> Candidate | None:
         """What reads the fewest bytes within the bound, in batches, too; None: lossless.

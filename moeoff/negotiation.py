@@ -18,7 +18,7 @@ import numpy as np
 
 from . import hooks
 from .companion import KEEP, Choice, Companion, hash64
-from .contract import BATCHES, DECODE, SECTION, WHOLE, Candidate, Contract
+from .contract import BATCHES, DECODE, SECTION, WHOLE, Candidate, Contract, upper_loss
 from .errors import OptionError
 from .evaluate import Reference, Window, evaluate, interruptible, read_windows
 from .evaluation import open_model
@@ -119,6 +119,10 @@ class Trials:
         self._n = len(windows) * len(windows[0].tokens)
         self._counts = np.zeros(3, np.int64)  # of decode, by version
 
+    @property
+    def n_windows(self) -> int:
+        return len(self._windows)
+
     def reference(self, mode: str) -> Reference:
         self._llm.expert_buffer.set_rule(blind=True)
         return Reference.record(self._llm, self._windows, mode, lambda done: self._tell(f"lossless, {mode}", done, self._n))
@@ -215,4 +219,4 @@ class _Search:
         else:
             c = self._trials.measure(reference, t1, t2, share, decode=decode)
             self.candidates.append(c)
-        return c.loss.high is not None and c.loss.high <= self._max_loss
+        return upper_loss(c.loss, self._trials.n_windows) <= self._max_loss

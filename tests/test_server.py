@@ -91,7 +91,7 @@ def test_chat(server, alone):
     answer = server.client().chat.completions.create(**request)
     assert answer.choices[0].message.content == alone(**local(request))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert set(answer.model_extra["moeoff"]) == {"hit_rate", "hits", "misses", "bytes_read", "stall_seconds", "served_low", "skipped", "max_loss", "estimated_loss"}
+    assert set(answer.model_extra["moeoff"]) == {"hit_rate", "hits", "misses", "bytes_read", "stall_seconds", "tier", "served_low", "skipped", "max_loss", "estimated_loss"}
 
 
 def test_streaming(server, alone):
