@@ -19,7 +19,7 @@ from llama_cpp import llama_cpp as _binding  # noqa: E402
 
 from .errors import ForkError  # noqa: E402
 
-ABI_VERSION = 5
+ABI_VERSION = 6
 
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -114,6 +114,7 @@ class Read(Structure):
         ("nbytes", c_uint64),
         ("tensor", c_int32),
         ("expert", c_int32),
+        ("version", c_int32),
         ("level", c_int32),
         ("result", c_int32),
     ]

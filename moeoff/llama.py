@@ -320,7 +320,7 @@ class Llama(llama_cpp.Llama):
     def close(self) -> None:
         if getattr(self, "_driver", None) is not None and self._buffer.running and not sys.is_finalizing():
             stats = asdict(self.stats())
-            self._driver.close({name: stats[name] for name in ("demand_hits", "demand_misses", "evictions", "bytes_read", "arena_bytes")})
+            self._driver.close({name: stats[name] for name in ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")})
         if self._buffer is not None and self._buffer.running and self._warm and not sys.is_finalizing():
             remember(self._buffer, self._layout)
         if getattr(self, "_stack", None) is not None:

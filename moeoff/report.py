@@ -11,7 +11,8 @@ from .cache import get_policy
 from .errors import OptionError
 from .memory import format_size, parse_size
 from .simulate import Result, simulate
-from .trace import DEMAND_LEVEL, Trace
+from .reads import DEMAND_LEVEL
+from .trace import Trace
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
@@ -51,8 +52,9 @@ def report(*, traces: tuple[str, ...], strategy: tuple[str, ...] = (), memory: t
     else:
         print(_table(rows, trace.model.full_bytes))
         if reads:
+            low = f" ({reads['low']:,} of low versions)" if reads["low"] else ""
             print(
-                f"\nin the recorded runs: {reads['reads']:,} reads, {100 * reads['late']:.0f} % with compute waiting; medians: "
+                f"\nin the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
                 f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
             )
     return results
@@ -65,6 +67,7 @@ def _reads(trace: Trace) -> dict | None:
         return None
     return {
         "reads": len(done),
+        "low": int(np.count_nonzero(done["version"])),
         "lost": trace.reads_lost,
         "late": float(np.mean(done["level"] == DEMAND_LEVEL)),
         "median_wait_us": float(np.median(done["wait_us"])),

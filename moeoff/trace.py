@@ -5,7 +5,8 @@
 
 A record is written whole or not at all as far as a reader can tell: a tail that is cut, or whose checksum is wrong, ends the
 trace. A file that exists is continued if its header describes the same model. No text or token is stored.
-Version 2 added the reads and the decisions of lossy runs; version 1 is read, and becomes 2 when it is continued.
+Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for. Older ones are
+read, and become version 3 when they are continued.
 """
 
 from __future__ import annotations
@@ -21,18 +22,15 @@ import numpy as np
 
 from .cache import Event, Shape
 from .errors import OptionError
+from .reads import READ, pack, unpack
 
-MAGIC, VERSION = b"MOEOFFTR", 2
-VERSIONS = (1, 2)  # that can be read
+MAGIC, VERSION = b"MOEOFFTR", 3
+VERSIONS = (1, 2, 3)  # that can be read
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS, DECISIONS = 1, 2, 4
+NEW_SEQUENCE, PROBS, DECISIONS = 1, 2, 4  # flags of gate events
 PAGE = 4096
-# one finished read: when it was queued, how long it waited for a lane and how long it took; level and result as `hooks.Read`
-_READ_FIELDS = "t_queued:<i8 wait_us:<u4 read_us:<u4 nbytes:<u4 tensor:<u2 expert:<u2 level:u1 result:u1"
-READ = np.dtype([tuple(field.split(":")) for field in _READ_FIELDS.split()])
-PREFETCH_LEVEL, GATE_LEVEL, DEMAND_LEVEL = 0, 1, 2
 
 
 @dataclass(frozen=True)
@@ -143,14 +141,10 @@ class TraceWriter:
         """What `ExpertBuffer.take_reads()` gave."""
         if not len(reads):
             return
-        out = np.empty(len(reads), READ)
-        for name in ("t_queued", "nbytes", "tensor", "expert", "level", "result"):
-            out[name] = reads[name]
-        out["wait_us"] = (reads["t_start"] - reads["t_queued"]) // 1000
-        out["read_us"] = (reads["t_done"] - reads["t_start"]) // 1000
         lost = int(reads["seq"][-1]) - self._last_read - len(reads)
         self._last_read = int(reads["seq"][-1])
-        self._write(READS, 0, 0, 0, len(reads), 0, lost, int(reads["t_done"][-1]), out.tobytes())
+        flags, payload = pack(reads)
+        self._write(READS, flags, 0, 0, len(reads), 0, lost, int(reads["t_done"][-1]), payload)
 
     def note(self, fields: dict) -> None:
         """A JSON object between the events: counters at the end of a run, say."""
@@ -183,7 +177,8 @@ class Trace:
         hits, misses: [n_events] slices resident, and not, when the gate spoke in the recorded run.
         t_ns: [n_events] int64.
         notes: the sessions' JSON objects.
-        reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none.
+        reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none. Traces of version 2 do
+            not tell low reads from high ones: there all are high.
         reads_lost: reads that the log had no room for.
     """
 
@@ -214,7 +209,7 @@ class Trace:
                 notes.append(json.loads(bytes(payload)))
                 continue
             if kind == READS:
-                reads.append(np.frombuffer(payload, READ))
+                reads.append(unpack(flags, payload, n_tokens))
                 lost += n_miss
                 continue
             n = n_tokens * n_used

@@ -218,4 +218,4 @@ import moeoff.hooks
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "speaks version 999 of the expert buffer's interface, this moeoff version 5" in done.stderr
+    assert "speaks version 999 of the expert buffer's interface, this moeoff version 6" in done.stderr

@@ -4,10 +4,12 @@ and whole runs that replay bit for bit and do not depend on timing."""
 from __future__ import annotations
 
 import ctypes
+import json
 import math
 import shutil
 import subprocess
 import sys
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -476,6 +478,36 @@ def test_replay_is_bit_identical(strategy, model, tmp_path):
         again, replayed = logits(model, precision=precision, replay=trace, expert_memory=memory, strategy=strategy, n_lanes=1)
         assert_bit_equal(again, recorded)
         assert (replayed.served_low, replayed.skipped) == (stats.served_low, stats.skipped)
+
+
+def test_a_trace_tells_low_reads(model, tmp_path):
+    """Every read of a lossy run: which version it was for, as its size and the counters say too."""
+    with moeoff.Llama(model, **OPTIONS, expert_memory="1M", precision=LOSSY, trace=tmp_path / "trace") as llm:
+        greedy_logits(llm, PROMPT, 16)
+        stats = None
+        while stats is None or stats.reads < llm.expert_buffer.stats().reads:  # what is in flight lands
+            stats = llm.expert_buffer.stats()
+            time.sleep(0.2)
+    trace = Trace.read(tmp_path / "trace")
+    done = trace.reads[trace.reads["result"] == 0]
+    low = done["version"] == LOW
+    assert 20 < low.sum() < len(done) - 20 and trace.reads_lost == 0
+    assert done["nbytes"][low].sum() == stats.low_bytes_read == trace.notes[-1]["low_bytes_read"]
+    assert done["nbytes"].sum() == stats.bytes_read
+    whole = np.array([t.nbytes for t in trace.model.tensors])[done["tensor"]]  # Q8_0: 34 bytes for 32 values, Q4_0: 18
+    np.testing.assert_array_equal(done["nbytes"], np.where(low, whole * 18 // 34, whole))
+
+
+def test_simulate_counts_low_reads(model, tmp_path, moeoff_command):
+    """Per trace, and not at all where there are none."""
+    for precision, name in ((LOSSY, "lossy"), (Precision(), "lossless")):
+        logits(model, precision=precision, trace=tmp_path / name)
+    lossy = Trace.read(tmp_path / "lossy").reads
+    n_low = int(((lossy["version"] == LOW) & (lossy["result"] == 0)).sum())
+    ask = ("--memory", "50%")
+    assert n_low > 20 and f" reads ({n_low:,} of low versions), " in moeoff_command("simulate", str(tmp_path / "lossy"), *ask).stdout
+    assert json.loads(moeoff_command("simulate", str(tmp_path / "lossy"), *ask, "--json").stdout)["recorded_reads"]["low"] == n_low
+    assert "low versions" not in moeoff_command("simulate", str(tmp_path / "lossless"), *ask).stdout
 
 
 def test_replay_of_another_run_is_refused(model, demo, tmp_path):

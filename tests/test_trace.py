@@ -8,7 +8,8 @@ import pytest
 
 from moeoff import Llama, OptionError
 from moeoff.buffer import READ_DTYPE, GateEvent
-from moeoff.trace import DEMAND_LEVEL, PREFETCH_LEVEL, Model, TensorInfo, Trace, TraceWriter
+from moeoff.reads import DEMAND_LEVEL, PREFETCH_LEVEL
+from moeoff.trace import Model, TensorInfo, Trace, TraceWriter
 
 MODEL = Model("small.gguf", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
 
@@ -83,13 +84,14 @@ def test_refuses_what_is_not_its_own(tmp_path):
         Trace.read(tmp_path / "other")
 
 
-def reads(first, n):
+def reads(first, n, version=0):
     out = np.zeros(n, READ_DTYPE)
     out["seq"] = np.arange(first, first + n)
     out["t_queued"] = 10**12 + np.arange(n)
     out["t_start"] = out["t_queued"] + 5_000
     out["t_done"] = out["t_start"] + 90_000
     out["nbytes"], out["tensor"], out["expert"], out["level"], out["result"] = 5000, 7, 3, 2, 125
+    out["version"] = version
     return out
 
 
@@ -99,23 +101,30 @@ def test_reads_come_back_and_losses_are_counted(tmp_path):
     with TraceWriter(path, MODEL) as writer:
         writer.write_reads(reads(1, 4))
         writer.write_reads(reads(1, 0))
-        writer.write_reads(reads(8, 2))
+        writer.write_reads(reads(8, 2, [0, 1]))
     trace = Trace.read(path)
     assert len(trace.events) == 12 and len(trace.reads) == 6 and trace.reads_lost == 3
-    assert trace.reads[5].tolist() == (10**12 + 1, 5, 90, 5000, 7, 3, 2, 125)
+    assert trace.reads[5].tolist() == (10**12 + 1, 5, 90, 5000, 7, 3, 2, 125, 1)
+    assert trace.reads["version"].tolist() == [0, 0, 0, 0, 0, 1]
     assert len(Trace.join([trace, trace]).reads) == 12
 
 
-def test_version_1_is_read_and_continued(tmp_path):
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_older_version_is_read_and_continued(version, tmp_path):
+    """Version 1 has no reads, those of version 2 do not say which version of a slice they were for."""
     path = tmp_path / "t"
     write(path)
+    if version == 2:
+        with TraceWriter(path, MODEL) as writer:
+            writer.write_reads(reads(1, 3))
     data = bytearray(path.read_bytes())
-    data[8] = 1
+    data[8] = version
     path.write_bytes(data)
-    assert len(Trace.read(path).events) == 12
+    assert len(Trace.read(path).events) == 12 and len(Trace.read(path).reads) == (3 if version == 2 else 0)
     with TraceWriter(path, MODEL) as writer:
-        writer.write_reads(reads(1, 4))
-    assert path.read_bytes()[8] == 2 and len(Trace.read(path).reads) == 4
+        writer.write_reads(reads(1, 4, 1))
+    assert path.read_bytes()[8] == 3
+    assert Trace.read(path).reads["version"].tolist() == ([0] * 3 if version == 2 else []) + [1] * 4
 
 
 def test_every_read_of_a_run(demo, tmp_path):
@@ -132,6 +141,7 @@ def test_every_read_of_a_run(demo, tmp_path):
     done = trace.reads[trace.reads["result"] == 0]
     assert len(trace.reads) == stats.reads > 0 and trace.reads_lost == 0
     assert done["nbytes"].sum() == stats.bytes_read == trace.notes[-1]["bytes_read"]
+    assert not trace.reads["version"].any()
     slices = np.array([t.nbytes for t in trace.model.tensors])
     assert (done["nbytes"] == slices[done["tensor"]]).all() and set(done["level"]) >= {PREFETCH_LEVEL, DEMAND_LEVEL}
     ended = trace.reads["t_queued"] + 1000 * (trace.reads["wait_us"].astype(np.int64) + trace.reads["read_us"])

@@ -189,7 +189,7 @@ static void on_gate(const moeoff_gate_event * e, void *) {
 static void round_of(const char * path, double seconds, unsigned seed) {
     std::mt19937 rng(seed);
     moeoff_params params = {};
-    params.flags       = MOEOFF_FLAG_DIRECT_IO | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
+    params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
     params.n_lanes     = 1 + (int32_t) (rng() % 4);
     params.read_chunk  = page_size;
     const bool two_versions = rng() % 4 != 0;
@@ -232,6 +232,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
 
     std::atomic<bool> stop {false};
     std::atomic<unsigned> n_reads {seed};
+    uint64_t low_reads = 0; // in the log
     const auto plain = s.reader;
     s.reader = [&](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
         const unsigned n = n_reads++;
@@ -288,6 +289,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
     threads.emplace_back([&] { // the memory of the machine
         std::mt19937 r(seed + 200);
         std::vector<uint8_t> resident(s.gates.size() * s.all.n_experts);
+        std::vector<moeoff_read> reads(256);
         while (!stop) {
             std::string e;
             REQUIRE(s.set_limit(floor + r() % (full - floor), low_floor + (two_versions ? r() % (low_full - low_floor) : 0), e));
@@ -298,6 +300,11 @@ static void round_of(const char * path, double seconds, unsigned seed) {
             moeoff_stats stats;
             s.get_stats(stats);
             s.take_error(e);
+            for (int32_t i = s.take_reads(reads.data(), (int32_t) reads.size()); i-- > 0;) {
+                const moeoff_read & read = reads[i];
+                REQUIRE(read.nbytes == s.at(*s.tensors[read.tensor], read.expert, (uint8_t) read.version).source.nbytes);
+                low_reads += read.version == LOW;
+            }
             std::this_thread::sleep_for(std::chrono::milliseconds(r() % 5));
         }
     });
@@ -330,7 +337,7 @@ static void round_of(const char * path, double seconds, unsigned seed) {
     REQUIRE(computed > 0);
     const bool eager = params.flags & MOEOFF_FLAG_EAGER;
     REQUIRE((low > 0) == (two_versions && eager) && (skipped > 0) == eager);
-    REQUIRE((stats.low_bytes_read > 0) >= (low > 0) && stats.low_bytes_read <= stats.bytes_read);
+    REQUIRE((low_reads > 0) >= (low > 0) && (stats.low_bytes_read > 0) >= (low > 0) && stats.low_bytes_read <= stats.bytes_read);
     printf("flags %u, %d lanes: %llu slices computed, %llu low, %llu skipped, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
            "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_lanes,
            (unsigned long long) computed, (unsigned long long) low, (unsigned long long) skipped, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,

@@ -610,7 +610,7 @@ void store::log_read(const slice & s, int64_t t_start, int64_t t_done, int err) 
     if (read_log.size() == n_read_log) {
         read_log.pop_front();
     }
-    read_log.push_back({ ++n_logged, s.t_queued, t_start, t_done, s.source.nbytes, gates[s.gate]->tensors[s.matrix], s.expert, s.level, err });
+    read_log.push_back({ ++n_logged, s.t_queued, t_start, t_done, s.source.nbytes, gates[s.gate]->tensors[s.matrix], s.expert, s.version, s.level, err });
 }
 
 void store::read_done(slice & s, int err, const std::string & error) {

@@ -22,7 +22,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 5
+#define MOEOFF_ABI_VERSION 6
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -149,6 +149,7 @@ struct moeoff_read {
     uint64_t nbytes;
     int32_t  tensor;
     int32_t  expert;
+    int32_t  version;   // moeoff_version: high or low
     int32_t  level;
     int32_t  result;    // 0, or an errno; ECANCELED: nobody wanted it any more
 };

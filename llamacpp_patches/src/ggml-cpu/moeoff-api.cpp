@@ -48,8 +48,8 @@ const char * moeoff_abi_layout(void) {
             FIELD(moeoff_stats, low_arena_bytes) + FIELD(moeoff_stats, low_arena_committed) +
         ";moeoff_read:" + std::to_string(sizeof(moeoff_read)) +
             FIELD(moeoff_read, seq) + FIELD(moeoff_read, t_queued) + FIELD(moeoff_read, t_start) + FIELD(moeoff_read, t_done) +
-            FIELD(moeoff_read, nbytes) + FIELD(moeoff_read, tensor) + FIELD(moeoff_read, expert) + FIELD(moeoff_read, level) +
-            FIELD(moeoff_read, result);
+            FIELD(moeoff_read, nbytes) + FIELD(moeoff_read, tensor) + FIELD(moeoff_read, expert) + FIELD(moeoff_read, version) +
+            FIELD(moeoff_read, level) + FIELD(moeoff_read, result);
     return text.c_str();
 }
 
