@@ -26,6 +26,7 @@ _PY = ctypes.pythonapi
 _EVENT = struct.Struct("=Qq8i4Q")  # struct moeoff_gate_event
 RING_BYTES = 8 << 20  # gate events that may wait for the driver
 READ_DTYPE = np.dtype(hooks.Read)
+PAGE = 4096
 
 
 class GateEvent(NamedTuple):
@@ -110,6 +111,7 @@ class ExpertBuffer:
         self._callback = hooks.GateCallback()  # kept for as long as native may call it
         self._exception: BaseException | None = None
         self.tensors: list[hooks.TensorInfo] = []
+        self._slots: tuple[dict[int, np.ndarray], ...] = ({}, {})
         self.buffered = False
         self._started = False
 
@@ -184,11 +186,21 @@ class ExpertBuffer:
 
     def set_sources(self, tensor: int, sources: Sequence[hooks.Source]) -> None:
         """Where each expert of a tensor is; their types may differ. Before `start()`."""
-        self._check(hooks.set_sources(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
+        self._set_sources(hooks.set_sources, hooks.HIGH, tensor, sources)
 
     def set_low_sources(self, tensor: int, sources: Sequence[hooks.Source]) -> None:
         """The same for the low versions; all tensors have them, or none."""
-        self._check(hooks.set_low_sources(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
+        self._set_sources(hooks.set_low_sources, hooks.LOW, tensor, sources)
+
+    def _set_sources(self, function, version: int, tensor: int, sources: Sequence[hooks.Source]) -> None:
+        self._check(function(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
+        # whole pages, and one for a start inside a page (moeoff-arena)
+        self._slots[version][tensor] = np.array([-(-s.nbytes // PAGE) * PAGE + PAGE if s.type >= 0 else 0 for s in sources], np.int64)
+
+    def slots(self, *, low: bool = False) -> list[np.ndarray]:
+        """[n_experts] int64 for each tensor: bytes that each expert's slice takes in the arena. Empty if there are no such versions."""
+        slots = self._slots[hooks.LOW if low else hooks.HIGH]
+        return [slots[tensor] for tensor in sorted(slots)]
 
     @property
     def arena_floor(self) -> int:

@@ -69,7 +69,7 @@ class Llama(llama_cpp.Llama):
         verify_reads: compares everything read of the experts with its hash in the companion; `ReadError` if it differs.
         gate_input: gate events carry the router's input (see `set_gate_callback`).
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
-        warm: remembers on closing which experts were resident and loads them in the background on the next start.
+        warm: remembers on closing which experts were resident, in which version, and loads them in the background on the next start.
         precision: which experts may be served in lower precision, or not at all; the default is lossless.
         max_loss: instead of `precision`: the bound of lost perplexity, as "1%"; takes what `moeoff calibrate --max-loss` measured
             on this very model.
@@ -198,7 +198,7 @@ class Llama(llama_cpp.Llama):
             _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:
-                recall(self._buffer, layout, self._budget.arenas[0])
+                recall(self._buffer, layout, self._budget.arenas)
         except BaseException:
             self.close()
             raise

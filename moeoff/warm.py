@@ -1,7 +1,7 @@
 """Warm start: which slices were resident when a model was closed, so that the next start loads them in the background.
 
 One small file for each model in the user's cache folder, named after the model's path, size and time of change: another or
-changed model never finds it.
+changed model never finds it. It speaks of high and low versions, not of tiers: a start with other tiers loads those.
 """
 
 from __future__ import annotations
@@ -14,13 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from . import hooks
 from .buffer import ExpertBuffer
 from .layout import Layout
 from .paths import cache_folder
 
-VERSION = 1
-PAGE = 4096
+VERSION = 1  # "low" came later, and is not in every file
 
 
 def _file(layout: Layout) -> Path:
@@ -33,8 +31,8 @@ def _file(layout: Layout) -> Path:
 
 def remember(buffer: ExpertBuffer, layout: Layout) -> None:
     """Writes down what is resident. A cache folder that cannot be written is no error: the next start is a cold one."""
-    residency = buffer.residency()
-    if not residency.any():
+    residency, low = buffer.residency(), buffer.residency(low=True)
+    if not residency.any() and not low.any():
         return
     with contextlib.suppress(OSError):
         path = _file(layout)
@@ -42,29 +40,38 @@ def remember(buffer: ExpertBuffer, layout: Layout) -> None:
         partial = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
             with open(partial, "wb") as file:
-                np.savez_compressed(file, version=VERSION, residency=residency)
+                np.savez_compressed(file, version=VERSION, residency=residency, low=low)
             os.replace(partial, path)
         finally:
             partial.unlink(missing_ok=True)
 
 
-def recall(buffer: ExpertBuffer, layout: Layout, arena_bytes: int) -> int:
-    """Queues what was resident, as far as the arena goes; returns how many slices. Demand always comes first."""
+def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int:
+    """Queues what was resident, as far as the arenas go; returns how many slices. Demand always comes first.
+
+    Args:
+        arenas: bytes for high and for low versions.
+    """
     try:
         with np.load(_file(layout), allow_pickle=False) as saved:
-            residency = saved["residency"]
-            if int(saved["version"]) != VERSION or residency.shape != buffer.priorities.shape:
+            high = saved["residency"]
+            low = saved["low"] if "low" in saved else np.zeros_like(high)
+            if int(saved["version"]) != VERSION or not high.shape == low.shape == buffer.priorities.shape:
                 return 0
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # never closed before, or a damaged file
         return 0
-    room, queued = arena_bytes, 0
-    # a slot holds whole pages, and a slice may begin anywhere in its first
-    slot = {(info.gate, info.matrix): -(-info.nbytes // PAGE) * PAGE + PAGE for info in buffer.tensors}
-    for gate, row in enumerate(residency):
-        for matrix in range(len(hooks.MATRICES)):
-            size = slot.get((gate, matrix))
-            experts = np.flatnonzero(row & (1 << matrix))[: room // size if size else 0]
-            if len(experts):
-                room -= size * len(experts)
-                queued += buffer.preload(gate, experts.tolist(), 1 << matrix)
+    # the few low ones first: once a high version is there, the native side leaves its low one out, and what is resident
+    # would depend on the lanes' speed
+    return _preload(buffer, low, arenas[1], True) + _preload(buffer, high, arenas[0], False)
+
+
+def _preload(buffer: ExpertBuffer, residency: np.ndarray, room: int, low: bool) -> int:
+    queued = 0
+    for info, nbytes in sorted(zip(buffer.tensors, buffer.slots(low=low)), key=lambda pair: (pair[0].gate, pair[0].matrix)):
+        experts = np.flatnonzero(residency[info.gate, : len(nbytes)] & (1 << info.matrix))
+        taken = np.cumsum(nbytes[experts])
+        n = int(np.searchsorted(taken, room, "right"))
+        if n:
+            room -= int(taken[n - 1])
+            queued += buffer.preload(info.gate, experts[:n].tolist(), 1 << info.matrix, low=low)
     return queued

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -484,10 +485,7 @@ def test_a_trace_tells_low_reads(model, tmp_path):
     """Every read of a lossy run: which version it was for, as its size and the counters say too."""
     with moeoff.Llama(model, **OPTIONS, expert_memory="1M", precision=LOSSY, trace=tmp_path / "trace") as llm:
         greedy_logits(llm, PROMPT, 16)
-        stats = None
-        while stats is None or stats.reads < llm.expert_buffer.stats().reads:  # what is in flight lands
-            stats = llm.expert_buffer.stats()
-            time.sleep(0.2)
+        stats = settled(llm)
     trace = Trace.read(tmp_path / "trace")
     done = trace.reads[trace.reads["result"] == 0]
     low = done["version"] == LOW
@@ -550,6 +548,78 @@ def test_more_precision_is_closer(model):
             distance.append(float(np.abs(llm.scores[: len(PROMPT)] - own).mean()))
     assert distance[1] < distance[2] < distance[3]
     assert distance[0] < distance[1]
+
+
+def settled(llm) -> hooks.Stats:
+    """The counters once nothing is read any more."""
+    buffer, last = llm.expert_buffer, None
+    while last is None or last.reads < buffer.stats().reads:
+        last = buffer.stats()
+        time.sleep(0.3)
+    return last
+
+
+@pytest.fixture
+def remembered(model, tmp_path, monkeypatch):
+    """After a lossy run with room for everything: options of another, what was resident in both versions, and the warm start's file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = OPTIONS | {"warm": True, "precision": LOSSY, "deterministic": True}
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        expected = greedy_logits(llm, PROMPT, 16)
+        residency = [llm.expert_buffer.residency(low=low) for low in (False, True)]
+        assert llm.stats().low_bytes_read > 0
+    (path,) = (tmp_path / "moeoff" / "warm").glob("*.npz")
+    return options, residency, path, expected
+
+
+def test_warm_start_with_low_versions(model, remembered):
+    options, (high, low), _, expected = remembered
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        before = settled(llm)
+        np.testing.assert_array_equal(llm.expert_buffer.residency(), high)
+        np.testing.assert_array_equal(llm.expert_buffer.residency(low=True), low)
+        assert before.low_bytes_read > 0 and before.prefetch_issued == 0
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
+        stats = llm.stats()
+        assert stats.served_low > 50 and stats.demand_misses == 0 and stats.bytes_read == before.bytes_read
+
+
+def test_warm_start_fills_smaller_arenas(model, remembered):
+    """As far as each arena goes, and no further: nothing that was preloaded is evicted for something else of it."""
+    options, (high, low), _, expected = remembered
+    with moeoff.Llama(model, expert_memory="3M", **options | {"precision": replace(LOSSY, low_share=0.2)}) as llm:
+        stats, buffer = settled(llm), llm.expert_buffer
+        high_arena = stats.arena_bytes - stats.low_arena_bytes
+        assert 0.9 * stats.low_arena_bytes < stats.low_arena_committed <= stats.low_arena_bytes
+        assert 0.9 * high_arena < stats.arena_committed - stats.low_arena_committed <= high_arena
+        assert stats.evictions == 0 and stats.reads == stats.resident_slices
+        for now, then in ((buffer.residency(), high), (buffer.residency(low=True), low)):
+            assert now.any() and not (now & ~then).any() and (now != then).any()
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
+
+
+def test_warm_start_between_lossless_and_lossy(model, remembered):
+    """A run without low versions takes the high ones alone, and what it leaves serves a lossy run as far as it goes."""
+    options, (high, _), _, _ = remembered
+    with moeoff.Llama(model, expert_memory="100M", warm=True, **OPTIONS) as llm:
+        stats = settled(llm)
+        np.testing.assert_array_equal(llm.expert_buffer.residency(), high)
+        assert stats.low_bytes_read == 0
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        settled(llm)
+        np.testing.assert_array_equal(llm.expert_buffer.residency(), high)
+        assert not llm.expert_buffer.residency(low=True).any()
+
+
+@pytest.mark.parametrize("low", [None, np.ones((3, 3), np.uint8)], ids=["before there were low versions", "of another shape"])
+def test_warm_start_from_another_file(low, model, remembered):
+    options, (high, _), path, expected = remembered
+    np.savez_compressed(path, version=1, residency=high, **({} if low is None else {"low": low}))
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        settled(llm)
+        np.testing.assert_array_equal(llm.expert_buffer.residency(), high if low is None else np.zeros_like(high))
+        assert not llm.expert_buffer.residency(low=True).any()
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
 
 
 def test_options_that_make_no_sense(model, demo):
