@@ -20,13 +20,13 @@ from . import hooks
 from .companion import Choice
 from .errors import ModelError, MoeoffError, OptionError, ReadError
 from .layout import EXPERT_PATTERN, Layout, Span
+from .memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
 _EVENT = struct.Struct("=Qq8i4Q")  # struct moeoff_gate_event
 RING_BYTES = 8 << 20  # gate events that may wait for the driver
 READ_DTYPE = np.dtype(hooks.Read)
-PAGE = 4096
 
 
 class GateEvent(NamedTuple):
@@ -194,8 +194,7 @@ class ExpertBuffer:
 
     def _set_sources(self, function, version: int, tensor: int, sources: Sequence[hooks.Source]) -> None:
         self._check(function(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
-        # whole pages, and one for a start inside a page (moeoff-arena)
-        self._slots[version][tensor] = np.array([-(-s.nbytes // PAGE) * PAGE + PAGE if s.type >= 0 else 0 for s in sources], np.int64)
+        self._slots[version][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
 
     def slots(self, *, low: bool = False) -> list[np.ndarray]:
         """[n_experts] int64 for each tensor: bytes that each expert's slice takes in the arena. Empty if there are no such versions."""

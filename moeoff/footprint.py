@@ -6,14 +6,13 @@ recurrent layers, indexers or shared caches get an estimate. Compute buffers are
 
 from __future__ import annotations
 
-import mmap
 import re
 from collections import Counter
 from dataclasses import dataclass
 
 from .errors import OptionError
 from .layout import Layout
-from .memory import rss
+from .memory import rss, slot_bytes
 from .plan import RESERVE, Needs, Plan
 from .quantize import type_name
 
@@ -76,8 +75,8 @@ class Footprint:
             kv_exact=exact,
             compute=compute_bytes(layout, n_ctx),
             process=rss(),
-            arena_floor=2 * max((_slot_bytes(kind.nbytes) for kind in kinds), default=0),
-            arena_full=sum(_slot_bytes(kind.nbytes) * kind.count for kind in kinds),
+            arena_floor=2 * max((slot_bytes(kind.nbytes) for kind in kinds), default=0),
+            arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),
             token_bytes=sum(
                 span.nbytes // max(span.shape[2], 1) * min(layout.n_expert_used, span.shape[2]) for span in layout.experts.values()
             ),
@@ -115,11 +114,6 @@ def require_room(layout: Layout, n_ctx: int, budget: int) -> None:
         # what is named as enough must be: with the estimates, and what the libraries will still allocate
         likely = Needs(size.process + _LIBRARIES, size.dense, size.kv, size.compute, n_ctx)
         Plan.divide(budget, likely, size.arena_floor, size.arena_full)
-
-
-def _slot_bytes(nbytes: int) -> int:
-    """A slice begins anywhere inside its first page (arena::slot_bytes in the native code)."""
-    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE + mmap.PAGESIZE
 
 
 def slice_kinds(layout: Layout) -> list[SliceKind]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from .cache import Event, Shape
 from .errors import OptionError
+from .memory import slot_bytes
 from .reads import READ, pack, unpack
 
 MAGIC, VERSION = b"MOEOFFTR", 3
@@ -30,7 +31,6 @@ VERSIONS = (1, 2, 3)  # that can be read
 RECORD = struct.Struct("<BBHHIIIqII")
 GATE, SESSION, READS = 1, 2, 3
 NEW_SEQUENCE, PROBS, DECISIONS = 1, 2, 4  # flags of gate events
-PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class TensorInfo:
 
     @property
     def slot_bytes(self) -> int:
-        """What the slice takes in the arena: whole pages, and one for a start inside a page (moeoff-arena)."""
-        return -(-self.nbytes // PAGE) * PAGE + PAGE
+        """What the slice takes in the arena."""
+        return slot_bytes(self.nbytes)
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ of 128 tokens without text, 256 positions, F32.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import re
 import subprocess
@@ -24,6 +23,7 @@ from stock import Stock
 import moeoff
 from moeoff.buffer import ExpertBuffer
 from moeoff.layout import EXPERT_PATTERN, Layout
+from moeoff.memory import slot_bytes
 from moeoff.quantize import type_from_name
 
 ROOT = Path(__file__).parents[1]
@@ -41,7 +41,6 @@ ARCHITECTURES = (
 ).split()
 N_VOCAB, N_EXPERT = 128, 8
 N_PREFILL, N_STEPS = 48, 16
-PAGE = 4096
 # the same on both sides, because ggml's sums depend on the batch; a prefill is two graphs
 OPTIONS = {"n_ctx": 128, "n_batch": 64, "n_ubatch": 32, "n_threads": 2, "n_threads_batch": 2, "logits_all": True, "verbose": False}
 # diffusion models, which see no token but the batch's; llama.cpp wants each batch in one graph
@@ -88,11 +87,6 @@ def options(path: Path) -> dict:
 
 def open_stock(path: Path) -> contextlib.closing[Stock]:
     return contextlib.closing(Stock(str(path), **options(path)))
-
-
-def slot_bytes(slice_bytes: int) -> int:
-    """What a slice takes in the arena."""
-    return (math.ceil(slice_bytes / PAGE) + 1) * PAGE
 
 
 def layer_arena(buffer: ExpertBuffer) -> int:

@@ -4,7 +4,6 @@ bit for bit, whatever is resident."""
 from __future__ import annotations
 
 import contextlib
-import math
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +29,10 @@ from ggml_api import (
 from moeoff import hooks
 from moeoff.buffer import ExpertBuffer
 from moeoff.errors import MoeoffError, ReadError
+from moeoff.memory import slot_bytes
 from moeoff.quantize import type_from_name
 
 N_COLS, N_ROWS, N_EXPERT, N_USED = 512, 48, 8, 3
-PAGE = 4096
 TYPES = quantizable_types()
 Q8_0, Q4_K = type_from_name("Q8_0"), type_from_name("Q4_K")
 NONE = -1
@@ -44,11 +43,6 @@ def backend():
     backend = Backend()
     yield backend
     backend.close()
-
-
-def slot_bytes(slice_bytes: int) -> int:
-    """What a slice takes in the arena."""
-    return (math.ceil(slice_bytes / PAGE) + 1) * PAGE
 
 
 class Reserved:

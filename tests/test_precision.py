@@ -19,7 +19,7 @@ from ggml_api import F32, I32, Backend, Context, cpu_buffer_type, quantized, rea
 from hypothesis import given
 from hypothesis import strategies as st
 from logits import assert_bit_equal, greedy_logits
-from test_kernel import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain, slot_bytes
+from test_kernel import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
 
 import moeoff
 from moeoff import OptionError, hooks
@@ -27,6 +27,7 @@ from moeoff.buffer import ExpertBuffer
 from moeoff.cache import Event, Shape, create
 from moeoff.convert import convert
 from moeoff.errors import MoeoffError
+from moeoff.memory import slot_bytes
 from moeoff.plan import Pools
 from moeoff.precision import Precision
 from moeoff.predict import Prediction
