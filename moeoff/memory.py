@@ -14,12 +14,12 @@ DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SLOT_PAGE = 4096  # the native page_size, whatever the machine's pages are
+_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def slot_bytes(slice_bytes: int) -> int:
     """What a slice takes in an arena: whole pages, and one for a start inside a page (moeoff-arena)."""
     return -(-slice_bytes // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE
-_UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def parse_size(text: str | int) -> int:

@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from eval_callback import WithCallback
 
 import moeoff
 from moeoff import hooks
@@ -42,8 +43,8 @@ ROWS = [
 BUDGETS = (0.4, 2, 4)
 
 
-class Watched(moeoff.Llama):
-    """Keeps what the attention of each layer reads: the node attn_norm-N, through llama.cpp's eval callback."""
+class Watched(WithCallback):
+    """Keeps what the attention of each layer reads: the node attn_norm-N."""
 
     def __init__(self, *args, **kwargs):
         lib = hooks.lib
@@ -54,19 +55,7 @@ class Watched(moeoff.Llama):
         self._get = lib.ggml_backend_tensor_get
         self._get.restype, self._get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         self.attention: dict[int, list[np.ndarray]] | None = None
-        import llama_cpp
-
-        self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._watch)
         super().__init__(*args, **kwargs)
-
-    @property
-    def context_params(self):
-        return self._context_params
-
-    @context_params.setter
-    def context_params(self, params) -> None:
-        params.cb_eval = self._on_node
-        self._context_params = params
 
     def _watch(self, node: int, ask: bool, _user: object) -> bool:
         if self.attention is None:

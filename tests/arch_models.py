@@ -18,6 +18,8 @@ from pathlib import Path
 import ggml_api
 import llama_cpp
 import numpy as np
+from eval_callback import WithCallback
+from requantize_experts import requantize_experts
 from stock import Stock
 
 import moeoff
@@ -27,9 +29,6 @@ from moeoff.memory import slot_bytes
 from moeoff.quantize import type_from_name
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
-from requantize_experts import requantize_experts
 
 # test_the_list_is_complete compares this with what test-llama-archs writes
 ARCHITECTURES = (
@@ -47,6 +46,8 @@ OPTIONS = {"n_ctx": 128, "n_batch": 64, "n_ubatch": 32, "n_threads": 2, "n_threa
 WITHOUT_MEMORY = {"llada-moe", "rnd1"}
 # files with experts that the architecture's graph never reads: there is nothing to offload while it runs
 WITHOUT_BLOCK = {"refact"}
+# architectures that compute the router's logits outside the MoE block, so that the gate has no input to tell
+ROUTED_OUTSIDE = {"grovemoe", "kimi-k3", "smallthinker"}
 
 
 def find_writer() -> Path:
@@ -141,23 +142,6 @@ class Block:
     tensors: list[str]
     ids: np.ndarray
     router_input: np.ndarray | None
-
-
-class WithCallback(moeoff.Llama):
-    """Shows every node of the graph to `_watch`, as llama.cpp's cb_eval does."""
-
-    def __init__(self, *args, **kwargs):
-        self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._watch)
-        super().__init__(*args, **kwargs)
-
-    @property
-    def context_params(self):
-        return self._context_params
-
-    @context_params.setter
-    def context_params(self, params) -> None:
-        params.cb_eval = self._on_node
-        self._context_params = params
 
 
 class Watched(WithCallback):

@@ -48,6 +48,21 @@ def grown(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="session")
+def writer() -> Path:
+    """llama.cpp's program that writes models of every architecture: see arch_models."""
+    from arch_models import find_writer
+
+    return find_writer()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """For models of every architecture, 5 to 60 MB each: they go as soon as their test ends."""
+    yield tmp_path
+    shutil.rmtree(tmp_path)
+
+
 CALIBRATION_TEXTS = [str(ROOT / "docs" / "design.md"), str(ROOT / "moeoff" / "llama.py")]
 
 

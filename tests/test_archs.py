@@ -2,40 +2,23 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
 from arch_models import (
     ARCHITECTURES,
     N_EXPERT,
     N_STEPS,
+    ROUTED_OUTSIDE,
     WITHOUT_BLOCK,
     WITHOUT_MEMORY,
     Watched,
     expert_layers,
-    find_writer,
     open_moeoff,
     open_stock,
     run,
     write_model,
     write_models,
 )
-
-# architectures that compute the router's logits outside the MoE block, so that the gate has no input to tell
-ROUTED_OUTSIDE = {"grovemoe", "kimi-k3", "smallthinker"}
-
-
-@pytest.fixture(scope="session")
-def writer():
-    return find_writer()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """Models are 5 to 60 MB: they go as soon as their test ends."""
-    yield tmp_path
-    shutil.rmtree(tmp_path)
 
 
 def compare(writer, folder, architecture: str, kind: str) -> None:

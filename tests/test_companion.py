@@ -12,10 +12,11 @@ from pathlib import Path
 import ggml_api
 import numpy as np
 import pytest
-from arch_models import ARCHITECTURES, WithCallback, find_writer, open_moeoff, open_stock, run, write_model
+from arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
 from damage import flip_bit, mutate
-from split_model import split_model
+from eval_callback import WithCallback
 from logits import assert_bit_equal, greedy_logits
+from split_model import split_model
 from stock import Stock
 from test_kernel import Op, Plain
 
@@ -192,18 +193,18 @@ def test_plan_of_one_type_equals_the_tier(model, tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "llama4", "grovemoe", "gpt-oss"])
-def test_architectures(architecture, tmp_path):
-    compare_architecture(architecture, tmp_path)
+def test_architectures(architecture, writer, folder):
+    compare_architecture(architecture, writer, folder)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_every_architecture(architecture, tmp_path):
-    compare_architecture(architecture, tmp_path)
+def test_every_architecture(architecture, writer, folder):
+    compare_architecture(architecture, writer, folder)
 
 
-def compare_architecture(architecture: str, folder: Path) -> None:
-    path = write_model(find_writer(), folder, architecture, "F32")
+def compare_architecture(architecture: str, writer: Path, folder: Path) -> None:
+    path = write_model(writer, folder, architecture, "F32")
     made = convert(path, tiers="keep,Q4_K")
     with open_stock(path) as stock:
         expected = run(stock)
@@ -213,7 +214,6 @@ def compare_architecture(architecture: str, folder: Path) -> None:
     out = requantized(path, folder / "stock.gguf", types_of(made.path, "Q4_K"))
     with open_stock(out) as stock, open_moeoff(path, tier="Q4_K") as model:
         np.testing.assert_array_equal(run(model), run(stock))
-    shutil.rmtree(folder)
 
 
 # --- damage ---

@@ -2,34 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
-
 import numpy as np
 import pytest
-from arch_models import ARCHITECTURES, N_EXPERT, WITHOUT_BLOCK, decode, find_writer, open_moeoff, tokens, write_model
+from arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, tokens, write_model
 
 from moeoff import Llama
 from moeoff.layout import Layout
 from moeoff.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, gating_of
 
-# the gate has no input to tell: the router's logits come from elsewhere
-ROUTED_OUTSIDE = {"grovemoe", "kimi-k3", "smallthinker"}
-
 
 def layers_of(model: Llama) -> list[int]:
     layers = {t.gate: t.layer for t in model.expert_buffer.tensors}
     return [layers[g] for g in sorted(layers)]
-
-
-@pytest.fixture(scope="module")
-def writer():
-    return find_writer()
-
-
-@pytest.fixture
-def folder(tmp_path):
-    yield tmp_path
-    shutil.rmtree(tmp_path)
 
 
 def test_fresh_gate_control(demo):
