@@ -48,6 +48,16 @@ def grown(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture
+def backend():
+    """ggml's CPU backend, for single graphs."""
+    from ggml_api import Backend
+
+    backend = Backend()
+    yield backend
+    backend.close()
+
+
 @pytest.fixture(scope="session")
 def writer() -> Path:
     """llama.cpp's program that writes models of every architecture: see arch_models."""

@@ -129,6 +129,15 @@ def test_hobbit_by_equation_3():
         assert np.allclose(policy.priorities, p * t, atol=1e-4)
 
 
+def test_the_penalty_enters_hobbits_priorities():
+    """With B_l/B_h a use counts by what its miss would have cost (HOBBIT §3.4): the high ones 1, the low ones B_l/B_h."""
+    policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, lfu=0.45, lhu=0.45, fld=0, t1=0.5, low_cost=0.3)
+    for ids, weights in (([0, 1], [0.9, 0.1]), ([0, 2], [0.6, 0.4]), ([3, 0], [0.8, 0.2])):
+        policy.update(Event(0, np.array([ids], np.int32), np.array([weights], np.float32)))
+    both = 0.45 + 0.45  # 0 is first twice and second once, 3 first, 1 and 2 second: unimportance 0 or above 0.5
+    np.testing.assert_allclose(policy.priorities[0], both * np.array([2.3, 0.3, 0.3, 1.0]), rtol=1e-6)
+
+
 def test_unimportance_and_miss_cost():
     weights = np.array([[0.1, 0.6, 0.3]])
     assert np.allclose(unimportance(weights), [[0.9, 0.0, 0.6]])

@@ -38,13 +38,6 @@ Q8_0, Q4_K = type_from_name("Q8_0"), type_from_name("Q4_K")
 NONE = -1
 
 
-@pytest.fixture
-def backend():
-    backend = Backend()
-    yield backend
-    backend.close()
-
-
 class Reserved:
     """One tensor of experts in an expert buffer, its slices scattered over a file.
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from moeoff import BudgetError, OptionError
 from moeoff.memory import MIB, available, cgroup_limit, format_size, parse_size, peak_rss, rss
-from moeoff.plan import RESERVE, Needs, Plan
+from moeoff.plan import RESERVE, Needs, Plan, Pools
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
@@ -57,6 +57,18 @@ def test_plan_never_promises_more_than_the_budget(budget, python, weights, state
     else:
         assert floor <= plan.arena <= full
         assert python + weights + state + compute + RESERVE + plan.arena <= budget
+
+
+@given(*[st.integers(1, 1 << 30)] * 2, *[st.integers(0, 1 << 30)] * 3, st.floats(0.01, 0.99))
+def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
+    pools = Pools(floor, floor + more, low_floor, low_floor + low_more, share)
+    arena = floor + low_floor + extra
+    high, low = pools.split(arena)
+    assert high + low <= arena and floor <= high <= pools.full and low_floor <= low <= pools.low_full
+    if arena >= pools.full + pools.low_full:
+        assert (high, low) == (pools.full, pools.low_full)
+    elif high < pools.full and low < pools.low_full:
+        assert high + low == arena
 
 
 @in_cgroup

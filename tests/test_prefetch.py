@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from logits import assert_bit_equal, greedy_logits
 from stock import Stock
 
 import moeoff
-from moeoff import OptionError
+from moeoff import OptionError, hooks
 from moeoff.judge import BLOCK, ORDER
 from moeoff.layout import Layout
-from moeoff.predict import PREDICTORS
+from moeoff.precision import Precision
+from moeoff.predict import PREDICTORS, Prediction
+from moeoff.prefetch import Prefetcher
 from moeoff.strategy import PRESETS, Strategy, get_strategy, strategy_names
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
@@ -113,3 +117,37 @@ def test_names():
     for wrong in ("magic", "lru+magic", "magic+gate", "belady+gate"):
         with pytest.raises(OptionError):
             get_strategy(wrong)
+
+
+class Recorder:
+    """As much of a buffer as the prefetcher asks of one; remembers what was prefetched."""
+
+    def __init__(self):
+        self.priorities = np.zeros((2, 8), np.float32)
+        self.tensors = [SimpleNamespace(gate=g) for g in (0, 0, 1, 1)]
+        self.prefetched = []
+
+    def prefetch(self, gate, experts, low=False, limit=-1):
+        queued = len(experts) if limit < 0 else min(len(experts), limit)
+        self.prefetched.append((gate, list(experts), low, queued))
+        return queued
+
+    def stats(self):
+        return hooks.Stats()
+
+
+def test_prefetches_by_predicted_weight():
+    """Predicted scores stand in for weights: what the rule would serve low is read low, what it would skip is not read."""
+    scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)  # unimportance 0, 0.4, 0.7, 0.9
+    rule = Precision(0.5, 0.8, 0.5, "Q4_0")
+    lossy = [(1, [1, 3], False, 2), (1, [4, 2], False, 0), (1, [4], True, 1)]  # 4 and 2 are protected where they are resident
+    for precision, expected in ((rule, lossy), (Precision(), [(1, [1, 3, 4, 2], False, 4)])):
+        buffer = Recorder()
+        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, n_lanes=1, judged=False, rule=precision)
+        prefetcher._credit = 8.0
+        prefetcher._act([Prediction(1, scores)], single=True)
+        assert buffer.prefetched == expected and prefetcher._credit == 8 - sum(n for *_, n in expected)
+    buffer = Recorder()
+    batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
+    Prefetcher(buffer, SimpleNamespace(), n_used=2, n_lanes=1, judged=False, rule=rule)._act([Prediction(0, batch)], single=False)
+    assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens
