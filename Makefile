@@ -13,7 +13,7 @@ ARGS   ?=
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test check-all archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test check-all lint archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -49,6 +49,11 @@ test: env ## the quick tests
 check-all: env patches-check ## every test, slow ones included, and both sanitizers
 	$(PY) -m pytest $(TESTS)
 	$(MAKE) native-stress-tsan native-stress-asan
+
+lint: env ## style, as pyproject.toml has it
+	$(PY) -m pip install --quiet 'ruff>=0.12'
+	$(VENV)/bin/ruff check
+	$(VENV)/bin/ruff format --check
 
 archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path
 	@$(FORK) archs

@@ -20,7 +20,6 @@ from .errors import ContextError, ModelError, MoeoffError, OptionError
 from .memory import format_size, rss
 from .stats import Stats
 
-
 _LOGGER = logging.getLogger("llama-cpp-python")
 
 

@@ -19,7 +19,6 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-
 from .companion import KEEP, Companion
 from .convert import convert
 from .errors import OptionError
@@ -29,8 +28,8 @@ from .importance import estimate_importance
 from .layout import Layout
 from .mixture import Mixture
 from .quality import Estimate, Quality
-from .tiers import bits_per_weight, nearest, place
 from .quantize import needs_imatrix, type_from_name
+from .tiers import bits_per_weight, nearest, place
 
 __all__ = ["BitsPlan", "Planner", "Trial", "default_types", "measure_importance"]
 

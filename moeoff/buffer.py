@@ -318,7 +318,6 @@ class ExpertBuffer:
         if callback is None:
             native = hooks.GateCallback()
         else:
-
             kept = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
 
             def deliver(event, _user):
@@ -389,4 +388,3 @@ class ExpertBuffer:
     def _check(self, result: int) -> None:
         if result != 0:
             raise MoeoffError(hooks.last_error().decode("utf-8", "replace"))
-

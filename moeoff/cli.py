@@ -39,11 +39,19 @@ def _one_sentence(command):
 _OPENING = (
     click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available."),
     click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory."),
-    click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there."),
+    click.option(
+        "--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there."
+    ),
     click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone."),
     click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own."),
     click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read."),
-    click.option("--strategy", default="auto", show_default=True, metavar="NAME", help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md."),
+    click.option(
+        "--strategy",
+        default="auto",
+        show_default=True,
+        metavar="NAME",
+        help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.",
+    ),
     click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there."),
     click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone."),
     click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless."),
@@ -83,7 +91,9 @@ def main() -> None:
 @click.option("--temp", type=click.FloatRange(min=0), default=0.8, show_default=True, help="Temperature; 0 takes the likeliest token.")
 @click.option("--top-k", type=int, default=40, show_default=True, help="Draw from the likeliest K tokens; 0: from all.")
 @click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Draw from the likeliest tokens that make up this probability.")
-@click.option("--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Leave out tokens below this share of the likeliest one's probability.")
+@click.option(
+    "--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Leave out tokens below this share of the likeliest one's probability."
+)
 @click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Penalty on tokens that occurred lately; 1: none.")
 @click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
 @click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
@@ -224,7 +234,9 @@ def eval_(**options) -> None:
 
 @main.command(context_settings=CONTEXT)
 @click.option("-m", "--model", type=click.Path(), required=True, help="GGUF with routed experts; of a split one the first part.")
-@click.option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text like what the model will see; may be repeated.")
+@click.option(
+    "--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text like what the model will see; may be repeated."
+)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="Default: MODEL.profile.npz, where it is found on its own.")
 @click.option("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
 @click.option("--memory", metavar="SIZE", help="Bound of the process while the model runs. Default: 80% of what is available.")

@@ -21,7 +21,21 @@ from .errors import ModelError, OptionError
 from .layout import Layout, Span
 from .quantize import row_bytes
 
-__all__ = ["ALIGNMENT", "FORMAT_VERSION", "KEEP", "Choice", "Companion", "Hasher", "Slice", "companion_path", "hash64", "hash_range", "seal", "slice_name", "source_sample"]
+__all__ = [
+    "ALIGNMENT",
+    "FORMAT_VERSION",
+    "KEEP",
+    "Choice",
+    "Companion",
+    "Hasher",
+    "Slice",
+    "companion_path",
+    "hash64",
+    "hash_range",
+    "seal",
+    "slice_name",
+    "source_sample",
+]
 
 FORMAT_VERSION = 1
 ALIGNMENT = 4096  # of every slice: a direct read takes whole pages

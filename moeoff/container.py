@@ -144,9 +144,7 @@ class ModelFile:
         raw = self.metadata.get(key)
         code = struct.unpack_from("<I", raw)[0] if raw else _ARRAY
         if raw is None or code == _ARRAY:
-            raise ModelError(
-                f"{self.path}: expected a single value under {key!r}, found {'an array' if raw else 'nothing'}"
-            )
+            raise ModelError(f"{self.path}: expected a single value under {key!r}, found {'an array' if raw else 'nothing'}")
         return unpack(raw)
 
     def offset(self, name: str) -> int:
@@ -172,9 +170,7 @@ class ModelFile:
     def _read_header(self) -> None:
         magic, version, n_tensors, n_values = struct.unpack_from("<4sIQQ", self._map)
         if magic != _MAGIC or version not in _VERSIONS:
-            raise ModelError(
-                f"{self.path}: expected a little-endian GGUF file of version 2 or 3, found {magic!r}, version {version}"
-            )
+            raise ModelError(f"{self.path}: expected a little-endian GGUF file of version 2 or 3, found {magic!r}, version {version}")
         self.version = version
         self._at = 24
         self.metadata: dict[str, bytes] = {}
@@ -279,9 +275,7 @@ class ModelWriter:
                 raise ModelError(f"{self._path}: more data than tensors")
             self._name, self._expected = self._left.pop()
         if data.nbytes > self._expected:
-            raise ModelError(
-                f"{self._path}: tensor {self._name} expects {self._expected} more bytes, got {data.nbytes}"
-            )
+            raise ModelError(f"{self._path}: tensor {self._name} expects {self._expected} more bytes, got {data.nbytes}")
         self._file.write(data.data)
         self._expected -= data.nbytes
         if self._expected == 0:

@@ -148,9 +148,7 @@ class Conversion:
 
     # --- the work ---
 
-    def write(
-        self, out: str, *, threads: int, force: bool = False, resume: bool = False, progress: Callable[[int], None] | None = None
-    ) -> None:
+    def write(self, out: str, *, threads: int, force: bool = False, resume: bool = False, progress: Callable[[int], None] | None = None) -> None:
         """Makes the companion.
 
         Args:

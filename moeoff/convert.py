@@ -93,10 +93,7 @@ def convert(
         with _termination_interrupts():
             conversion.write(out, threads=threads, force=force, resume=resume, progress=progress and (lambda done: progress(done, total)))
         seconds = time.monotonic() - started
-    lines = [
-        f"{wanted} cannot hold rows of {n_cols}: {taken} instead, in {count} slices"
-        for (wanted, taken, n_cols), count in conversion.fallbacks.items()
-    ]
+    lines = [f"{wanted} cannot hold rows of {n_cols}: {taken} instead, in {count} slices" for (wanted, taken, n_cols), count in conversion.fallbacks.items()]
     n_experts = len({(name.rsplit("ffn_")[0], "chexps" in name, job.expert) for job in conversion.jobs for name in [job.span.name]})
     return Converted(out, conversion.tier_bytes(), conversion.total_bytes, n_experts, seconds, tuple(lines))
 

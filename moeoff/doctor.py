@@ -114,7 +114,9 @@ def check_files() -> Iterator[Finding]:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < FEW_FILES:
-        yield Finding("open files", WARNING, f"at most {soft}", f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need some hundreds")
+        yield Finding(
+            "open files", WARNING, f"at most {soft}", f"ulimit -n {min(hard, 1024) if hard > 0 else 1024}: a split model and a server need some hundreds"
+        )
     else:
         yield Finding("open files", OK, f"at most {soft}")
 
@@ -156,7 +158,10 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
         yield Finding("direct reads", OK, "work here")
     else:
         yield Finding(
-            "direct reads", WARNING, "not possible here: reads go through the page cache, which counts against a container's limit", "put the model on a local disk"
+            "direct reads",
+            WARNING,
+            "not possible here: reads go through the page cache, which counts against a container's limit",
+            "put the model on a local disk",
         )
     rate = probe(path, block_bytes, PROBE_SECONDS)
     text = f"{rate.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(rate.block_bytes)}"
@@ -179,7 +184,9 @@ def check_model(path: str) -> Iterator[Finding]:
         yield Finding("model", PROBLEM, str(error), "moeoff runs GGUF files with routed experts")
         return
     size = Footprint.of(layout, min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX))
-    text = f"{layout.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, all of it resident {format_size(size.fixed + size.arena_full)}"
+    text = (
+        f"{layout.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, all of it resident {format_size(size.fixed + size.arena_full)}"
+    )
     if size.floor > available():
         yield Finding("model", PROBLEM, text, "more memory, a smaller -c, or a model with fewer weights outside the experts")
     else:

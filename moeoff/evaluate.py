@@ -100,7 +100,7 @@ class Reference:
                 f"{folder}: {format_size(needed)} are needed for what the lossless model says, and {format_size(free)} are free: "
                 "evaluate fewer --chunks, or set TMPDIR"
             )
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  closed on leaving
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
 
     @classmethod
     def record(cls, llm, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None) -> Reference:

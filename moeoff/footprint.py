@@ -77,9 +77,7 @@ class Footprint:
             process=rss(),
             arena_floor=2 * max((slot_bytes(kind.nbytes) for kind in kinds), default=0),
             arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),
-            token_bytes=sum(
-                span.nbytes // max(span.shape[2], 1) * min(layout.n_expert_used, span.shape[2]) for span in layout.experts.values()
-            ),
+            token_bytes=sum(span.nbytes // max(span.shape[2], 1) * min(layout.n_expert_used, span.shape[2]) for span in layout.experts.values()),
         )
 
     @property

@@ -15,9 +15,9 @@ from ctypes import POINTER, Structure, c_bool, c_char, c_char_p, c_float, c_int,
 # difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-from llama_cpp import llama_cpp as _binding  # noqa: E402
+from llama_cpp import llama_cpp as _binding
 
-from .errors import ForkError  # noqa: E402
+from .errors import ForkError
 
 ABI_VERSION = 6
 
@@ -152,8 +152,7 @@ def _function(name: str, result, *arguments):
         function = getattr(lib, name)
     except AttributeError:
         raise ForkError(
-            "the installed llama-cpp-python has no expert buffer: install moeoff's build of it "
-            "(`make env` in the moeoff repository) over the stock one"
+            "the installed llama-cpp-python has no expert buffer: install moeoff's build of it (`make env` in the moeoff repository) over the stock one"
         ) from None
     function.restype = result
     function.argtypes = arguments

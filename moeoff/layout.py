@@ -168,9 +168,7 @@ class Layout:
         if self.architecture == "moeoff-experts":
             raise ModelError(f"{self.files[0]}: a companion, not a model: give the model that it was made of")
         if not self.experts:
-            raise ModelError(
-                f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp"
-            )
+            raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
 
     def check_unchanged(self) -> None:
         """Raises `ModelError` if a file was written to since it was read.

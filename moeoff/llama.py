@@ -38,9 +38,8 @@ from .strategy import Strategy, get_strategy
 from .timing import Timing
 from .warm import recall, remember
 
-_KEYWORDS = {
-    name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD
-} - {"self"}
+_KEYWORDS = {name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD} - {"self"}
+
 
 def _progress_callback(progress):
     """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; false would end the load."""

@@ -89,7 +89,9 @@ def negotiate(
         with open_model(model, ctx, experts=companion, tier=KEEP, precision=Precision(tier=tier), deterministic=True, **options) as llm:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
-                raise OptionError(f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
+                raise OptionError(
+                    f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens"
+                )
             with interruptible(llm) as call:
                 search = _Search(Trials(llm, windows, tier, relative_bytes(layout, companion, tier), progress), max_loss)
                 call(search.run, references)

@@ -62,7 +62,7 @@ class Part:
             os.close(folder)
 
     def begin_journal(self, fingerprint: bytes, done: dict[int, tuple[int, ...]]) -> None:
-        self._journal = open(self._journal_path, "wb", buffering=0)  # noqa: SIM115  closed on leaving
+        self._journal = open(self._journal_path, "wb", buffering=0)
         self._journal.write(fingerprint)
         for index, values in done.items():
             self.note(index, values)

@@ -78,6 +78,8 @@ def write_plan(model: str, *, text, output, tolerance: str, types, measure: bool
     with open(path, "w", encoding="utf-8") as file:
         file.write(plan.to_json())
     rows = [[name, format_size(nbytes), interval(q.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]
-    rows.append([f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}", format_size(plan.n_bytes), interval(plan.quality.loss, "{:+.2%}")])
+    rows.append(
+        [f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}", format_size(plan.n_bytes), interval(plan.quality.loss, "{:+.2%}")]
+    )
     _table(f"{os.path.basename(model)}, {plan.quality.n_tokens} tokens scored", ["experts", "size", "loss (95 %)"], rows)
     return path, plan

@@ -113,7 +113,7 @@ class Prefetcher:
         versions = self._versions(scores[best])
         queued = self._buffer.prefetch(gate, best[versions == hooks.HIGH].tolist(), limit=limit)
         self._buffer.prefetch(gate, best[versions != hooks.HIGH].tolist(), limit=0)  # those that are resident will serve
-        if (low := best[versions == hooks.LOW].tolist()):
+        if low := best[versions == hooks.LOW].tolist():
             queued += self._buffer.prefetch(gate, low, low=True, limit=limit - queued)
         return queued
 

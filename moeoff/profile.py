@@ -84,8 +84,7 @@ class Profile:
                     raise ModelError(f"{path}: profile version {header['version']}, this moeoff reads {VERSION}: run moeoff calibrate again")
                 if header["source"] != source_sample(layout):
                     raise ModelError(
-                        f"{path}: was made of another model ({header['model']}), not of {layout.files[0]}: run moeoff calibrate, "
-                        f"or move the profile away"
+                        f"{path}: was made of another model ({header['model']}), not of {layout.files[0]}: run moeoff calibrate, or move the profile away"
                     )
                 arrays = {key: file[key] for key in file.files if key != _HEADER}
         except OSError as error:
@@ -95,9 +94,7 @@ class Profile:
         return cls(path, arrays, header["info"])
 
     @classmethod
-    def write(
-        cls, path: str | os.PathLike, layout: Layout, sections: Mapping[str, Mapping[str, np.ndarray]], info: dict | None = None
-    ) -> Profile:
+    def write(cls, path: str | os.PathLike, layout: Layout, sections: Mapping[str, Mapping[str, np.ndarray]], info: dict | None = None) -> Profile:
         """Replaces these sections of the file, or makes it; others that it has stay. Complete, or not at all.
 
         Raises:

@@ -102,9 +102,7 @@ def _traits(type: int) -> _TypeTraits:
     traits = _library().get_type_traits(int(type)).contents if 0 <= type < _N_TYPES else None
     # numbers of removed types are holes in ggml's table: no name, or a name with an empty block
     if traits is None or not traits.type_name or traits.type_size == 0 or traits.blck_size == 0:
-        raise ModelError(
-            f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)"
-        )
+        raise ModelError(f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)")
     return traits
 
 
@@ -136,9 +134,7 @@ def row_bytes(type: int, n_cols: int) -> int:
     """Bytes of one row of n_cols values. Raises ModelError if the type's blocks do not divide n_cols."""
     traits = _traits(type)
     if not fits(type, n_cols):
-        raise ModelError(
-            f"{type_name(type)} stores blocks of {traits.blck_size} values: a row of {n_cols} is not a multiple of it"
-        )
+        raise ModelError(f"{type_name(type)} stores blocks of {traits.blck_size} values: a row of {n_cols} is not a multiple of it")
     return n_cols // traits.blck_size * traits.type_size
 
 
@@ -188,9 +184,7 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
     return out
 
 
-def quantize_chunks(
-    chunks: Iterable[Callable[[], np.ndarray]], type: int, imatrix: np.ndarray | None = None, threads: int = 2
-) -> Iterator[np.ndarray]:
+def quantize_chunks(chunks: Iterable[Callable[[], np.ndarray]], type: int, imatrix: np.ndarray | None = None, threads: int = 2) -> Iterator[np.ndarray]:
     """Quantize runs of rows, each made by a call, on `threads` threads; yield the results of `quantize` in the order
     given.
 

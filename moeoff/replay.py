@@ -31,4 +31,6 @@ class Replay:
             recorded = self._events[self._at]
             self._at += 1
             if event.gate != recorded.gate or not np.array_equal(event.ids, recorded.ids):
-                raise OptionError(f"{self._path}: another run: at event {self._at} it chose other experts (the prompts, seeds and batch sizes must be the same)")
+                raise OptionError(
+                    f"{self._path}: another run: at event {self._at} it chose other experts (the prompts, seeds and batch sizes must be the same)"
+                )

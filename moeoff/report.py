@@ -10,8 +10,8 @@ import numpy as np
 from .cache import get_policy
 from .errors import OptionError
 from .memory import format_size, parse_size
-from .simulate import Result, simulate
 from .reads import DEMAND_LEVEL
+from .simulate import Result, simulate
 from .trace import Trace
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")

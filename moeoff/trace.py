@@ -107,13 +107,13 @@ class TraceWriter:
             old, end = _scan(path)
             if old != model:
                 raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
-            self._file = open(path, "r+b")  # noqa: SIM115
+            self._file = open(path, "r+b")
             self._file.truncate(end)  # of a run that was killed
             self._file.seek(8)
             self._file.write(struct.pack("<I", VERSION))
             self._file.seek(end)
         else:
-            self._file = open(path, "wb")  # noqa: SIM115
+            self._file = open(path, "wb")
             self._file.write(MAGIC + struct.pack("<II", VERSION, len(header)) + header)
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(session or {}).encode())
 
@@ -293,6 +293,4 @@ def _scan(path) -> tuple[Model, int]:
     with open(path, "rb") as file:
         data = file.read()
     model, end = _header(data, path)
-    for *_, end in _records(data, end):  # noqa: B007
-        pass
-    return model, end
+    return model, max((position for *_, position in _records(data, end)), default=end)

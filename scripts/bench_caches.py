@@ -1,9 +1,9 @@
 """Every cache policy against text: records traces of teacher-forced decoding, fits, replays, and prints docs/strategies.md's table.
 
-    bench_caches.py record --model M.gguf --out DIR --text math=FILE --text code=FILE [--tokens N] [--ctx N]
-    bench_caches.py fit    --trace FILE... --out WEIGHTS.npz        (the learned score, and HOBBIT's weights on stdout)
-    bench_caches.py papers --trace NAME=FILE --trace NAME=FILE      (EdgeMoE Fig. 13 and HOBBIT Fig. 18 on this model)
-    bench_caches.py table  --trace NAME=FILE --trace NAME=FILE [--calibration FILE...]
+bench_caches.py record --model M.gguf --out DIR --text math=FILE --text code=FILE [--tokens N] [--ctx N]
+bench_caches.py fit    --trace FILE... --out WEIGHTS.npz        (the learned score, and HOBBIT's weights on stdout)
+bench_caches.py papers --trace NAME=FILE --trace NAME=FILE      (EdgeMoE Fig. 13 and HOBBIT Fig. 18 on this model)
+bench_caches.py table  --trace NAME=FILE --trace NAME=FILE [--calibration FILE...]
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import argparse
 import sys
 from pathlib import Path
 
-import moeoff.hooks  # noqa: F401, I001  prepares the process before anything loads llama.cpp
+import moeoff.hooks  # noqa: F401  prepares the process before anything loads llama.cpp
 
 
 def record(model: str, out: Path, texts: dict[str, str], n_tokens: int, n_ctx: int) -> None:

@@ -30,8 +30,8 @@ from moeoff.layout import Layout
 from moeoff.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_offload import drop_from_page_cache, run  # noqa: E402
-from cgroup import memory_cgroup  # noqa: E402
+from bench_offload import drop_from_page_cache, run
+from cgroup import memory_cgroup
 
 SEARCHED = "Q2_0, searched scales"
 TYPES = f"Q8_0|Q6_K|Q5_K|Q4_K|Q4_0|IQ4_NL|IQ4_XS|MXFP4|NVFP4|Q3_K|IQ3_S|IQ3_XXS|Q2_K|IQ2_S|{SEARCHED}|Q2_0|TQ2_0".split("|")
@@ -140,7 +140,9 @@ def memory(model, folder, limit, tiers) -> None:
         if done.returncode:
             sys.exit(f"exit code {done.returncode}: {done.stderr.strip()}")
         *said, peak = done.stdout.splitlines()
-        print(f"{said[0]}\nmodel {os.path.getsize(model) / 2**30:.2f} GiB; peak resident {int(peak) / 1024:.0f} MiB; with page cache {group.peak_bytes >> 20} of {limit} MiB")
+        print(
+            f"{said[0]}\nmodel {os.path.getsize(model) / 2**30:.2f} GiB; peak resident {int(peak) / 1024:.0f} MiB; with page cache {group.peak_bytes >> 20} of {limit} MiB"
+        )
 
 
 @main.command()

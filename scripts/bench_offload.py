@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cgroup import memory_cgroup  # noqa: E402
+from cgroup import memory_cgroup
 
 WORKER = str(Path(__file__).with_name("bench_worker.py"))
 IN_MEMORY = 64 << 30  # a limit that limits nothing

@@ -22,10 +22,9 @@ import click
 from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).parent))
-from cgroup import disk_cgroup  # noqa: E402
-from bench_offload import drop_from_page_cache, machine, measure  # noqa: E402
-
-from moeoff.layout import Layout  # noqa: E402
+from bench_offload import drop_from_page_cache, machine, measure
+from cgroup import disk_cgroup
+from moeoff.layout import Layout
 
 LOSSLESS = "lossless"
 
@@ -93,9 +92,13 @@ def main(model, experts, low, text, precisions, tiers, resident, strategy, round
             if "failed" in row:
                 sys.exit(f"bench_precision_speed: {share:g} % resident, {precision}: {row['failed']}")
             rows[share, precision].append(row)
-            Console(stderr=True).print(f"round {index + 1}: {share:g} % resident, {precision}: {row['prompt_tps']:.1f}, {row['gen_tps']:.2f} tok/s", style="dim")
+            Console(stderr=True).print(
+                f"round {index + 1}: {share:g} % resident, {precision}: {row['prompt_tps']:.1f}, {row['gen_tps']:.2f} tok/s", style="dim"
+            )
     print(f"{machine()}; {strategy}, prompt {n_prompt}, {n_decode} tokens, rounds {rounds}{f', disk {disk} MB/s' if disk else ''}\n")
-    print("| resident | precision | prompt tok/s | ratio | MB for the prompt | decode tok/s | ratio | MB/token | low | skipped |\n|---|---|---|---|---|---|---|---|---|---|")
+    print(
+        "| resident | precision | prompt tok/s | ratio | MB for the prompt | decode tok/s | ratio | MB/token | low | skipped |\n|---|---|---|---|---|---|---|---|---|---|"
+    )
     for (share, precision), found in rows.items():
         name = describe(precision) if precision.count(",") == 2 else precision
         print(f"| {share:g} % | {name} | {' | '.join(cells(median(found, rows[share, LOSSLESS])))} |")

@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
-from eval_callback import WithCallback
 
 import moeoff
+from eval_callback import WithCallback
 from moeoff import hooks
 from moeoff.cache import Event
 from moeoff.calibrate import cap_hidden, fit
@@ -203,7 +203,15 @@ def positions(recording: Recording, attention: np.ndarray) -> None:
 def good_pred(scores: dict[str, Score], k: int, n_gates: int) -> None:
     """ProMoE §4.1, nothing cached: FetchRate is the share of k experts that fits into the time until their gate."""
     rows = []
-    for name, distance in (("gate (calibrated)", 1), ("learned", 1), ("learned, stride 2", 2), ("blend", 1), ("token-table", n_gates), ("activation-path", 1), ("previous-token", 1)):
+    for name, distance in (
+        ("gate (calibrated)", 1),
+        ("learned", 1),
+        ("learned, stride 2", 2),
+        ("blend", 1),
+        ("token-table", n_gates),
+        ("activation-path", 1),
+        ("previous-token", 1),
+    ):
         hit = scores[name].rows()[0]
         cells = []
         for n in BUDGETS:

@@ -18,10 +18,9 @@ from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
-from bench_offload import machine, median, measure  # noqa: E402
-
-from moeoff.layout import Layout  # noqa: E402
-from moeoff.strategy import PRESETS  # noqa: E402
+from bench_offload import machine, measure, median
+from moeoff.layout import Layout
+from moeoff.strategy import PRESETS
 
 COLUMNS = {
     "prompt_tps": ("prompt tok/s", "{:.1f}"),

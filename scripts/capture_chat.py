@@ -1,6 +1,6 @@
 """Writes docs/chat.txt: a short chat with the demo model in a real terminal, what was typed and what came out.
 
-    python scripts/capture_chat.py [-o docs/chat.txt]
+python scripts/capture_chat.py [-o docs/chat.txt]
 """
 
 from __future__ import annotations

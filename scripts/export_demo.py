@@ -125,9 +125,7 @@ def _tensors(ref: np.lib.npyio.NpzFile) -> Iterator[tuple[str, str, np.ndarray]]
 
     def array(name: str, *shape: int) -> np.ndarray:
         if name not in ref or ref[name].shape != shape:
-            raise ModelError(
-                f"expected array {name} of shape {shape}, found {ref[name].shape if name in ref else 'none'}"
-            )
+            raise ModelError(f"expected array {name} of shape {shape}, found {ref[name].shape if name in ref else 'none'}")
         return ref[name].astype(np.float32)
 
     def experts(name: str, n_in: int, n_out: int) -> np.ndarray:

@@ -51,10 +51,19 @@ def run_logged(title: str, command: list[str], log: Path, lock: int, **environme
     tail: deque[str] = deque(maxlen=30)
     log.parent.mkdir(parents=True, exist_ok=True)
     # The child inherits the lock: should this process be killed, a second build still waits for what it left running.
-    with open(log, "a") as out, subprocess.Popen(
-        command, env={**os.environ, **environment}, text=True, errors="replace", stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, pass_fds=(lock,),
-    ) as child:
+    with (
+        open(log, "a") as out,
+        subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=(lock,),
+        ) as child,
+    ):
         assert child.stdout is not None  # for type checkers: PIPE was asked for
         for line in child.stdout:
             out.write(line)
@@ -126,6 +135,7 @@ def get_sdist(fork: Fork, cache: Path, lock: int) -> Path:
 
 def synchronize(new: Path, tree: Path) -> None:
     """Makes tree equal to new; an unchanged file keeps its time, so that it is not compiled again."""
+
     def relative(base: Path) -> set[Path]:
         return {p.relative_to(base) for p in base.rglob("*") if p.is_symlink() or not p.is_dir()}
 

@@ -216,9 +216,7 @@ def main() -> None:
     parser.add_argument("--ff", type=int, required=True, help="factor of the experts' hidden size")
     parser.add_argument("--expert-type", default="Q4_K", help="ggml type of the routed experts (default %(default)s)")
     parser.add_argument("--dense-type", default="Q8_0", help="ggml type of the other matrices (default %(default)s)")
-    parser.add_argument(
-        "--noise", default="auto", help="auto (the rule above, 1.0), or a factor of it; 0 is none (default auto)"
-    )
+    parser.add_argument("--noise", default="auto", help="auto (the rule above, 1.0), or a factor of it; 0 is none (default auto)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--overwrite", action="store_true", help="replace OUT.gguf if it exists")
     parser.add_argument("--threads", type=int, default=2)

@@ -33,9 +33,7 @@ class Requantized:
     left: tuple[str, ...]
 
 
-def requantize_experts(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], type: int, *, overwrite: bool = False, threads: int = 2
-) -> Requantized:
+def requantize_experts(source: str | os.PathLike[str], out: str | os.PathLike[str], type: int, *, overwrite: bool = False, threads: int = 2) -> Requantized:
     """Write `source` to `out` with the routed experts' weights in ggml type `type`, where their row length allows it.
 
     Metadata, tensor order and all other tensors stay bit for bit (so general.file_type may no longer describe the

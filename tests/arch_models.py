@@ -18,15 +18,15 @@ from pathlib import Path
 import ggml_api
 import llama_cpp
 import numpy as np
-from eval_callback import WithCallback
-from requantize_experts import requantize_experts
-from stock import Stock
 
 import moeoff
+from eval_callback import WithCallback
 from moeoff.buffer import ExpertBuffer
 from moeoff.layout import EXPERT_PATTERN, Layout
 from moeoff.memory import slot_bytes
 from moeoff.quantize import type_from_name
+from requantize_experts import requantize_experts
+from stock import Stock
 
 ROOT = Path(__file__).parents[1]
 

@@ -10,11 +10,11 @@ import time
 
 import numpy as np
 import pytest
-from stock import Stock
 
 import moeoff
 from moeoff import BudgetError, Cancelled, OptionError
 from moeoff.memory import rss
+from stock import Stock
 
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "seed": 3}
 QUESTION = [{"role": "user", "content": "Tom has 3 boxes with 12 apples each. How many apples has he?"}]

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from conftest import CALIBRATION_TEXTS
 
 from moeoff import calibrate as module
@@ -27,6 +26,8 @@ from moeoff.profile import Profile, profile_path
 from moeoff.router import Router
 
 ROOT = Path(__file__).parent.parent
+
+
 def test_profile(calibrated):
     model, done, _ = calibrated
     found = Profile.find(Layout.read(model))

@@ -5,9 +5,9 @@ import re
 import time
 
 import pytest
-from terminal import STATS, Terminal
 
 from moeoff.chat import is_open, unquote
+from terminal import STATS, Terminal
 
 CTRL_C = "\x03"
 CTRL_J = "\n"

@@ -36,7 +36,9 @@ def test_seed_and_strategy_do_not_change_the_text(moeoff_command):
 
 def test_stats_json(moeoff_command, demo, tmp_path):
     path = tmp_path / "stats.json"
-    done = moeoff_command("run", "-m", demo, "--raw", "-p", "Once upon a time", "-n", "32", "--ignore-eos", "--no-warm", "--expert-memory", "4M", "--stats-json", str(path))
+    done = moeoff_command(
+        "run", "-m", demo, "--raw", "-p", "Once upon a time", "-n", "32", "--ignore-eos", "--no-warm", "--expert-memory", "4M", "--stats-json", str(path)
+    )
     assert done.returncode == 0, done.stderr
     stats = json.loads(path.read_text())
     assert set(stats) == set(FIELDS)

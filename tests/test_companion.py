@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 from arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
 from damage import flip_bit, mutate
-from eval_callback import WithCallback
 from logits import assert_bit_equal, greedy_logits
 from split_model import split_model
-from stock import Stock
 from test_kernel import Op, Plain
 
 import moeoff
+from eval_callback import WithCallback
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.companion import Companion, companion_path
 from moeoff.container import ModelFile, ModelWriter, pack
 from moeoff.convert import convert
 from moeoff.layout import Layout
 from moeoff.quantize import quantize, type_name
+from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 << 30}

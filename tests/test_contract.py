@@ -10,7 +10,6 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
-from requantize_experts import requantize_experts
 
 import moeoff
 from moeoff import ModelError, OptionError
@@ -25,6 +24,7 @@ from moeoff.precision import Precision
 from moeoff.profile import Profile, profile_path
 from moeoff.quality import Estimate
 from moeoff.quantize import type_from_name
+from requantize_experts import requantize_experts
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}
 
@@ -216,7 +216,26 @@ def test_command(rules_only, text, moeoff_command):
     answer = json.loads(moeoff_command(*ask, "--max-loss", "8%", "--deterministic").stdout)
     assert answer["stats"]["served_low"] > 0 and answer["stats"]["max_loss"] == 0.08
     assert json.loads(moeoff_command(*ask).stdout)["stats"]["served_low"] == 0
-    common = ["eval", "-m", str(model), "--text", text, "--ctx", "64", "--chunks", "3", "-t", "1", "--mode", "decode", "--json", "--max-loss", "8%", "--expert-memory", "5M"]
+    common = [
+        "eval",
+        "-m",
+        str(model),
+        "--text",
+        text,
+        "--ctx",
+        "64",
+        "--chunks",
+        "3",
+        "-t",
+        "1",
+        "--mode",
+        "decode",
+        "--json",
+        "--max-loss",
+        "8%",
+        "--expert-memory",
+        "5M",
+    ]
     found = {flag: json.loads(moeoff_command(*common, *flag).stdout) for flag in ((), ("--deterministic",))}
     assert 0 < found[()]["served_low"] < found["--deterministic",]["served_low"]
     assert found["--deterministic",]["kl"]["value"] > 0 and found[()]["precision"]["t1"] == chosen.t1

@@ -199,8 +199,14 @@ def test_bad_options(tmp_path):
     ]:
         with pytest.raises(OptionError, match=message):
             convert(model, **options)
-    for plan, message in [("[]", "expected"), ("{", "not JSON"), ('{"layers": {"9": "Q4_0"}}', "'9' has no"), ('{"layers": {"0": {"3": "Q4_0"}}}', "0 to 2"),
-                          ('{"default": "x"}', "no ggml type"), ('{"default": 3}', "found 3")]:
+    for plan, message in [
+        ("[]", "expected"),
+        ("{", "not JSON"),
+        ('{"layers": {"9": "Q4_0"}}', "'9' has no"),
+        ('{"layers": {"0": {"3": "Q4_0"}}}', "0 to 2"),
+        ('{"default": "x"}', "no ggml type"),
+        ('{"default": 3}', "found 3"),
+    ]:
         (tmp_path / "m.json").write_text(plan)
         with pytest.raises(OptionError, match=message):
             convert(model, bits=tmp_path / "m.json")
@@ -289,6 +295,7 @@ def test_one_conversion_at_a_time(large, tmp_path):
 
 def test_a_disk_too_small(large, tmp_path):
     """Refused at once where the room is known; and where writing fails on the way, nothing is left."""
+
     def limit():
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
@@ -300,7 +307,9 @@ def test_a_disk_too_small(large, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else")
-@pytest.mark.parametrize("mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: cannot be written: Permission denied")])
+@pytest.mark.parametrize(
+    "mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: cannot be written: Permission denied")]
+)
 def test_without_rights(mode, message):
     """Not root's: a model that cannot be read, a folder that cannot be written."""
     with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others

@@ -34,9 +34,8 @@ def test_fastapi_example_streams():
     pytest.importorskip("fastapi", reason="the server extra is not installed")
     pytest.importorskip("httpx", reason="the test client needs httpx")
     sys.path.insert(0, str(ROOT / "docs" / "examples"))
-    from fastapi.testclient import TestClient
-
     import fastapi_stream
+    from fastapi.testclient import TestClient
 
     with TestClient(fastapi_stream.app) as client:
         reply = client.get("/say", params={"prompt": "User: How many apples?\nAssistant:", "max_tokens": 12})

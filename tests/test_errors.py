@@ -25,8 +25,9 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def files(demo, tmp_path_factory):
     """Path of each kind of bad file by name."""
-    from moeoff.container import ModelFile, ModelWriter
     from split_model import split_model
+
+    from moeoff.container import ModelFile, ModelWriter
 
     folder = tmp_path_factory.mktemp("files")
     with open(demo, "rb") as file:
@@ -179,9 +180,7 @@ def test_mutated_headers_never_crash(demo, tmp_path):
         data = file.read()
     last = max(data.find(name) for name in (b"blk.11.ffn_down_exps.weight", b"output_norm.weight", b"token_embd.weight"))
     size = str(last + 100)  # where tensor infos end
-    done = subprocess.run(
-        [sys.executable, "-c", FUZZ, "1", "400", demo, str(tmp_path / "mutant.gguf"), size], capture_output=True, text=True, timeout=300
-    )
+    done = subprocess.run([sys.executable, "-c", FUZZ, "1", "400", demo, str(tmp_path / "mutant.gguf"), size], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"mutant {done.stderr[-2000:]}"
     assert 0 < int(done.stdout.split()[-1]) < 400
 

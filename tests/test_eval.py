@@ -14,7 +14,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from stock import Stock
 
 import moeoff
 from moeoff import OptionError
@@ -22,6 +21,7 @@ from moeoff.convert import convert
 from moeoff.evaluate import Reference, Window, evaluate, n_scored, read_windows
 from moeoff.evaluation import open_model
 from moeoff.quality import Estimate, Scores, divergence, log_probs, spearman, student
+from stock import Stock
 
 ROOT = Path(__file__).parent.parent
 CTX = 64

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
-import fork as tool  # noqa: E402
-import forkcache  # noqa: E402
-import forktree  # noqa: E402
-from forktree import Fork, ForkError  # noqa: E402
+import fork as tool
+import forkcache
+import forktree
+from forktree import Fork, ForkError
 
 
 @pytest.fixture(scope="session")

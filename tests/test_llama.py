@@ -11,15 +11,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from requantize_experts import requantize_experts
-from split_model import split_model
 from logits import assert_bit_equal, greedy_logits
-from stock import Stock
+from split_model import split_model
 
 import moeoff
 from moeoff import BudgetError, ModelError, OptionError, ReadError
 from moeoff.layout import Layout
 from moeoff.quantize import type_from_name
+from requantize_experts import requantize_experts
+from stock import Stock
 
 ROOT = Path(__file__).parent.parent
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4

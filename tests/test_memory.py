@@ -6,11 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cgroup
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import cgroup
 from moeoff import BudgetError, OptionError
 from moeoff.memory import MIB, available, cgroup_limit, format_size, parse_size, peak_rss, rss
 from moeoff.plan import RESERVE, Needs, Plan, Pools

@@ -86,9 +86,7 @@ def evaluate(path: Path, tokens: list[int] = TOKENS) -> tuple[np.ndarray, np.nda
 
 def test_copy_is_exact(tmp_path):
     with ModelFile(DEMO) as model:
-        with ModelWriter(
-            tmp_path / "copy.gguf", model.metadata, list(model.tensors.values()), model.alignment
-        ) as writer:
+        with ModelWriter(tmp_path / "copy.gguf", model.metadata, list(model.tensors.values()), model.alignment) as writer:
             for name in model.tensors:
                 writer.write(model.data(name))
         theirs = {tensor.name: tensor for tensor in GGUFReader(DEMO).tensors}
@@ -143,9 +141,7 @@ def test_demo_tokenizer_and_end():
     assert model.detokenize(tokens, special=True) == text.encode()
     assert {0, 1, 2} < set(tokens) and model.token_eos() == model.token_bos() == 0
     assert model.tokenize(b"User: Hi\nAssistant:") == model.tokenize(b"User: Hi\nAssistant:", add_bos=False)
-    reply = model.create_chat_completion(
-        [{"role": "user", "content": "How many are 2 and 3?"}], max_tokens=150, temperature=0
-    )
+    reply = model.create_chat_completion([{"role": "user", "content": "How many are 2 and 3?"}], max_tokens=150, temperature=0)
     assert reply["choices"][0]["message"]["content"].strip()
     model.close()
 
@@ -229,17 +225,12 @@ def test_quantized_growth_keeps_most_routes(plain, tmp_path):
     assert np.mean(shared) / 4 > 0.8
     with ModelFile(tmp_path / "q.gguf") as model:
         assert model.tensors["blk.0.ffn_down_exps.weight"].type == T.Q4_K
-        assert (
-            model.tensors["blk.0.attn_q.weight"].type == T.Q8_0
-            and model.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32
-        )
+        assert model.tensors["blk.0.attn_q.weight"].type == T.Q8_0 and model.tensors["blk.0.ffn_gate_inp.weight"].type == T.F32
 
 
 def test_growing_is_reproducible(tmp_path):
     def grown(name: str, seed: int, threads: int) -> bytes:
-        grow_model(
-            DEMO, tmp_path / name, growth(2, 2, 1.0, expert_type=T.Q4_0, dense_type=T.Q4_0, seed=seed), threads=threads
-        )
+        grow_model(DEMO, tmp_path / name, growth(2, 2, 1.0, expert_type=T.Q4_0, dense_type=T.Q4_0, seed=seed), threads=threads)
         return (tmp_path / name).read_bytes()
 
     first = grown("a", 1, 2)
@@ -285,7 +276,5 @@ def test_requantize_leaves_what_does_not_fit(tmp_path):
     with pytest.raises(ModelError, match="exists"):
         requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
     grow_model(DEMO, tmp_path / "half.gguf", growth(2, 1, expert_type=T.F16, dense_type=T.Q8_0))
-    done = requantize_experts(
-        tmp_path / "half.gguf", tmp_path / "half-iq.gguf", T.IQ2_XXS
-    )  # needs an imatrix: gets a flat one
+    done = requantize_experts(tmp_path / "half.gguf", tmp_path / "half-iq.gguf", T.IQ2_XXS)  # needs an imatrix: gets a flat one
     assert len(done.changed) == 24 and all("down" in name for name in done.left) and len(done.left) == 12

@@ -147,7 +147,12 @@ def test_deterministic(model):
     assert stats.served_low > 50 and stats.skipped > 10
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
-        for options in ({"expert_memory": "700K", "n_lanes": 1}, {"expert_memory": "4M", "strategy": "hobbit"}, {"expert_memory": "12M", "n_lanes": 8}, {"n_threads": 1}):
+        for options in (
+            {"expert_memory": "700K", "n_lanes": 1},
+            {"expert_memory": "4M", "strategy": "hobbit"},
+            {"expert_memory": "12M", "n_lanes": 8},
+            {"n_threads": 1},
+        ):
             again, other = logits(model, precision=LOSSY, deterministic=True, **options)
             assert_bit_equal(again, expected)
             assert (other.served_low, other.skipped) == (stats.served_low, stats.skipped)

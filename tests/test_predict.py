@@ -53,8 +53,7 @@ def batch_events(recording: Recording, start: int, stop: int) -> list[Event]:
     """The tokens as one batch."""
     part = slice(start, stop)
     return [
-        Event(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32))
-        for g in range(recording.model.n_gates)
+        Event(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32)) for g in range(recording.model.n_gates)
     ]
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from logits import assert_bit_equal, greedy_logits
-from stock import Stock
 
 import moeoff
 from moeoff import OptionError, hooks
@@ -17,6 +16,7 @@ from moeoff.precision import Precision
 from moeoff.predict import PREDICTORS, Prediction
 from moeoff.prefetch import Prefetcher
 from moeoff.strategy import PRESETS, Strategy, get_strategy, strategy_names
+from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}

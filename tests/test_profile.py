@@ -26,9 +26,7 @@ def arrays(seed: int) -> dict[str, np.ndarray]:
 
 
 def same(section, expected) -> bool:
-    return section.keys() == expected.keys() and all(
-        np.array_equal(section[k], expected[k]) and section[k].dtype == expected[k].dtype for k in expected
-    )
+    return section.keys() == expected.keys() and all(np.array_equal(section[k], expected[k]) and section[k].dtype == expected[k].dtype for k in expected)
 
 
 def test_name():

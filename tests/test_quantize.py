@@ -64,10 +64,7 @@ def test_chunked_is_whole(name, sizes):
     pieces = list(quantize_chunks(chunks, type, imatrix))
     assert np.array_equal(np.concatenate(pieces), quantize(rows, type, imatrix))
     whole = dequantize(np.concatenate(pieces), type, rows.shape)
-    assert all(
-        np.array_equal(dequantize(p, type, (len(p), 256)), whole[e - len(p) : e])
-        for p, e in zip(pieces, ends, strict=True)
-    )
+    assert all(np.array_equal(dequantize(p, type, (len(p), 256)), whole[e - len(p) : e]) for p, e in zip(pieces, ends, strict=True))
 
 
 def searched(rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.ndarray:

@@ -42,10 +42,7 @@ class Server:
         return httpx.get(self.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=30)
 
     def metrics(self) -> dict[str, float]:
-        return {
-            name: float(value)
-            for name, value in (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))
-        }
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))}
 
     def stop(self, sig: int) -> tuple[int, str]:
         self.process.send_signal(sig)
@@ -91,7 +88,18 @@ def test_chat(server, alone):
     answer = server.client().chat.completions.create(**request)
     assert answer.choices[0].message.content == alone(**local(request))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert set(answer.model_extra["moeoff"]) == {"hit_rate", "hits", "misses", "bytes_read", "stall_seconds", "tier", "served_low", "skipped", "max_loss", "estimated_loss"}
+    assert set(answer.model_extra["moeoff"]) == {
+        "hit_rate",
+        "hits",
+        "misses",
+        "bytes_read",
+        "stall_seconds",
+        "tier",
+        "served_low",
+        "skipped",
+        "max_loss",
+        "estimated_loss",
+    }
 
 
 def test_streaming(server, alone):

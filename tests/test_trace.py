@@ -182,7 +182,10 @@ def test_checked_in_trace():
 def test_decisions_round_trip(tmp_path, probs):
     """Only events in which something was given up have decisions; the others count as all high."""
     rng = np.random.default_rng(3)
-    events = [(e._replace(versions=[None, np.zeros((5, 2), np.uint8), rng.integers(0, 3, (5, 2)).astype(np.uint8)][i % 3]), p) for i, (e, p) in enumerate(gate_events(9, 5))]
+    events = [
+        (e._replace(versions=[None, np.zeros((5, 2), np.uint8), rng.integers(0, 3, (5, 2)).astype(np.uint8)][i % 3]), p)
+        for i, (e, p) in enumerate(gate_events(9, 5))
+    ]
     with TraceWriter(tmp_path / "t", MODEL) as writer:
         for event, p in events:
             writer.write(event, p if probs else None)

@@ -16,7 +16,7 @@ class Belady(Policy):
     def prepare(self, events: Iterable[Event]) -> None:
         self._next = [[deque() for _ in range(self.shape.n_experts)] for _ in range(self.shape.n_gates)]
         n = 0
-        for n, event in enumerate(events, 1):  # noqa: B007
+        for n, event in enumerate(events, 1):
             for expert in set(event.ids.ravel().tolist()):
                 self._next[event.gate][expert].append(n)
         self._never = -float(n + 1)  # exact in a float32 up to 16 million events

@@ -15,9 +15,7 @@ from .learned import Learned
 from .path import EAP, ActivationPath
 from .tokens import PreviousToken, TokenTable
 
-PREDICTORS: dict[str, type[Predictor]] = {
-    p.name: p for p in (CrossLayerGate, StackedGate, ActivationPath, EAP, TokenTable, PreviousToken, Learned, Blend)
-}
+PREDICTORS: dict[str, type[Predictor]] = {p.name: p for p in (CrossLayerGate, StackedGate, ActivationPath, EAP, TokenTable, PreviousToken, Learned, Blend)}
 
 
 def register(predictor: type[Predictor], replace: bool = False) -> type[Predictor]:
