@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import OptionError
 from .layout import Layout
@@ -19,6 +19,7 @@ from .quantize import type_name
 MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
 _UBATCH = 512  # llama.cpp's default: tokens that are computed at once
 _LIBRARIES = 16 << 20  # llama.cpp and numpy take this much more once a model is loaded
+_PROCESS = 64 << 20  # the usual size of a process without the model
 _CTX_STEP = 256  # llama.cpp rounds the context up to this
 _F16, _F32 = 2, 4
 
@@ -95,6 +96,13 @@ class Footprint:
         if budget < self.floor:
             return 0.0
         return min(1.0, (budget - self.fixed) / self.arena_full) if self.arena_full else 1.0
+
+
+def usual_share(layout: Layout, n_ctx: int, budget: int | None, arena: int | None) -> float:
+    """Share of the experts that stay in memory within a budget of the process, or within an arena, in a process of the usual size: the
+    same for the same bound, so that what is decided by it can be repeated."""
+    size = replace(Footprint.of(layout, n_ctx), process=_PROCESS)
+    return min(1.0, arena / size.arena_full) if budget is None else size.resident_share(budget)
 
 
 def require_room(layout: Layout, n_ctx: int, budget: int) -> None:

@@ -26,7 +26,7 @@ from .contract import SECTION as CONTRACT_SECTION
 from .contract import Contract, parse_loss
 from .driver import Driver
 from .errors import Cancelled, ModelError, MoeoffError, OptionError
-from .footprint import Footprint, require_room
+from .footprint import require_room, usual_share
 from .layout import Layout
 from .log import set_log
 from .memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
@@ -147,8 +147,7 @@ class Llama(llama_cpp.Llama):
         choice = Choice.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
         self.promise = None
         if max_loss:
-            resident = arena / layout.expert_bytes if budget is None else Footprint.of(layout, n_ctx).resident_share(budget)
-            self.promise = Contract.find(layout, self.profile, choice, max_loss, resident)
+            self.promise = Contract.find(layout, self.profile, choice, max_loss, usual_share(layout, n_ctx, budget, arena))
             precision, choice = self.promise.precision, replace(choice, tier=self.promise.tier)
         if not self.strategy.eager and not (precision.lossless and replay is None):
             raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")

@@ -18,6 +18,7 @@ from moeoff.contract import AT_ONCE, BATCHES, DECODE, SECTION, WHOLE, Candidate,
 from moeoff.convert import convert
 from moeoff.evaluate import Reference, evaluate, read_windows
 from moeoff.evaluation import open_model
+from moeoff.footprint import Footprint, usual_share
 from moeoff.layout import Layout
 from moeoff.negotiation import negotiate
 from moeoff.precision import Precision
@@ -241,3 +242,14 @@ def test_command(rules_only, text, moeoff_command):
     assert found["--deterministic",]["kl"]["value"] > 0 and found[()]["precision"]["t1"] == chosen.t1
     refused = moeoff_command(*ask, "--max-loss", "much")
     assert refused.returncode == 1 and "not a loss" in refused.stderr
+
+
+def test_the_same_budget_makes_the_same_choice(measured):
+    """Whatever else the process holds: what it takes is left out of the choice."""
+    layout = Layout.read(measured[0])
+    budget = 104 << 20
+    share = usual_share(layout, 64, budget, None)
+    ballast = np.ones(16 << 20, np.uint8)
+    assert ballast.all() and usual_share(layout, 64, budget, None) == share
+    assert 0 < usual_share(layout, 64, budget - (2 << 20), None) < share < 1
+    assert usual_share(layout, 64, None, 5 << 20) == pytest.approx((5 << 20) / Footprint.of(layout, 64).arena_full)
