@@ -43,9 +43,9 @@ def calibrate_loss(model: str, *, text, max_loss: str, tier, experts, tokens: in
     contract = done.contract
     rows = []
     for c in contract.candidates:
-        mark = "" if contract.upper(c) <= bound else " (too much)"
-        rows.append([f"{_name(c)}{mark}", f"{c.low:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
-                     interval(c.loss, "{:+.2%}"), f"{contract.upper(c):+.2%}", interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
+        limit = f"{contract.upper(c):+.2%}" + ("" if contract.upper(c) <= bound else " no")
+        rows.append([_name(c), f"{c.low:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
+                     interval(c.loss, "{:+.2%}"), limit, interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
     title = f"{os.path.basename(model)} with {contract.candidates[0].tier}, {contract.n_tokens} tokens scored, as if no expert were in memory"
     _table(title, ["precision", "low", "skipped", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
     for resident in _RESIDENT:
