@@ -261,7 +261,7 @@ class ExpertBuffer:
         return self._queue(hooks.prefetch, gate, experts, matrices, low, limit)
 
     def preload(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False) -> int:
-        """Like `prefetch`, but whatever the gates say, and not counted as prefetched: a warm start."""
+        """Like `prefetch`, but whatever gates say, until one speaks: a warm start, in the time in which nothing computes. Not counted as prefetched."""
         return self._queue(hooks.preload, gate, experts, matrices, low)
 
     def _queue(self, function, gate: int, experts: Sequence[int], matrices: int, low: bool, *limit: int) -> int:

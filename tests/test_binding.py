@@ -224,6 +224,22 @@ def test_warm_start(demo, tmp_path, monkeypatch):
         assert without_identity(CALLS["completion"](llm)) == text
 
 
+def test_a_warm_start_gives_way(grown):
+    """Once a prompt computes, what was not yet loaded of the last session is left out, and the prompt's experts come at once."""
+    with moeoff.Llama(grown, expert_memory=1 << 30, n_lanes=1, n_ctx=64, strategy="lru") as llm:
+        buffer = llm.expert_buffer
+        n_gates, n_experts = buffer.priorities.shape
+        queued = sum(buffer.preload(gate, range(n_experts)) for gate in reversed(range(n_gates)))
+        assert queued == len(buffer.tensors) * n_experts
+        llm.eval([5])
+        time.sleep(0.5)
+        chosen, resident = buffer.stats().demand_hits + buffer.stats().demand_misses, buffer.stats().resident_slices
+        assert chosen <= resident < queued
+        buffer.preload(0, range(n_experts))  # later ones are loaded again while nothing computes
+        time.sleep(0.5)
+        assert (buffer.residency()[0] == 0b1110).all()
+
+
 def test_twenty_cycles_leave_nothing(demo):
     def cycle():
         with moeoff.Llama(demo, expert_memory="2M", n_ctx=64, n_threads=2) as llm:

@@ -345,6 +345,20 @@ int32_t store::pass_over(gate & g) {
     return n;
 }
 
+// A warm start has the time in which nothing computes. Afterwards it would delay what is needed now and, with the arena full,
+// evict it for what was needed once.
+void store::drop_preloads() {
+    auto & q = queue[PREFETCH];
+    const auto kept = std::stable_partition(q.begin(), q.end(), [this](uint32_t i) { return all.slices[i].expected; });
+    std::for_each(kept, q.end(), [this](uint32_t i) {
+        slice & s = all.slices[i];
+        pool_of(s).give_slot(s);
+        s.state.store(ABSENT, std::memory_order_relaxed);
+    });
+    q.erase(kept, q.end());
+    preloading = false;
+}
+
 bool store::resident(const gate & g, int32_t expert, version v) const {
     for (const int32_t ti : g.tensors) {
         if (ti >= 0 && all.slices[index_at(*tensors[ti], expert, v)].state.load(std::memory_order_relaxed) != READY) {
@@ -417,6 +431,9 @@ void store::gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, s
         }
         if (g.n_expected > 0) {
             pass_over(g);
+        }
+        if (preloading) {
+            drop_preloads();
         }
         const auto each_slice = [&](const auto & what) {
             for (const int32_t ti : g.tensors) {
@@ -700,6 +717,8 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
     }
     if (expected) {
         stats.prefetch_issued += (uint64_t) n_queued;
+    } else {
+        preloading = preloading || n_queued > 0;
     }
     wake_lanes();
     return n_queued;

@@ -152,6 +152,7 @@ class store {
     void     expect(slice & s);
     void     forget(slice & s); // it is no longer expected
     int32_t  pass_over(gate & g);
+    void     drop_preloads();
     slice *  next_job();
     void     lane();
     void     read_done(slice & s, int err, const std::string & error);
@@ -174,6 +175,7 @@ class store {
     decider                   rule;
     std::atomic<bool>         decided {false}; // some gate may have decisions
     std::deque<uint32_t>      queue[N_REQUEST];
+    bool                      preloading = false; // some of the prefetches are preloads
     std::vector<std::thread>  lanes;
     bool                      stopping = false;
     int                       n_reading = 0;

@@ -207,7 +207,7 @@ MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // the gate speaks; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
 // Low versions of what is resident in high precision are left out, unless the rule is blind
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit);
-// queues what is absent, to be loaded whatever the gates say, and does not count it as prefetched: a warm start
+// queues what is absent, to be loaded until the next gate speaks, whatever it says, and does not count it as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
 // [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident
