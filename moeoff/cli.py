@@ -244,13 +244,14 @@ def eval_(**options) -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of what is trained.")
 @click.option("--max-loss", metavar="PERCENT", help="Instead: measure what low precision costs, for run --max-loss, as 1%. Needs a companion.")
 @click.option("--tier", metavar="NAME", help="With --max-loss: the companion's low precision. Default: its first.")
+@click.option("--thresholds", is_flag=True, help="With --max-loss: search thresholds on misses even if a tier for all experts keeps the bound. Slow.")
 @click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the companion. Default: MODEL.experts.gguf.")
 @click.option("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")
 @click.option("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
 @click.option("--types", metavar="NAMES", help="With --bits-plan: types to choose from, as Q4_K,Q2_K. Default: a ladder below the model's own.")
 @click.option("--measure", is_flag=True, help="With --bits-plan: quantize experts one at a time instead of estimating their importance.")
 @_one_sentence
-def calibrate(max_loss, tier, experts, bits_plan, tolerance, types, measure, seed, **options) -> None:
+def calibrate(max_loss, tier, thresholds, experts, bits_plan, tolerance, types, measure, seed, **options) -> None:
     """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
     from .errors import OptionError
     from .progress import stages_bar
@@ -268,7 +269,7 @@ def calibrate(max_loss, tier, experts, bits_plan, tolerance, types, measure, see
         from .precision_report import calibrate_loss
 
         with stages_bar() as progress:
-            negotiated = calibrate_loss(**options, max_loss=max_loss, tier=tier, experts=experts, progress=progress)
+            negotiated = calibrate_loss(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, experts=experts, progress=progress)
         found = "" if negotiated.contract.choose(negotiated.max_loss) else "; nothing but lossless keeps the bound"
         click.echo(f"{negotiated.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{found}")
         return

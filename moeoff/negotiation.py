@@ -1,10 +1,12 @@
 """`moeoff calibrate --max-loss`: tries precisions on a model and writes down what each costs.
 
 Measured is the worst case: the rule applied to every expert as if none were resident (`ExpertBuffer.set_rule(blind=True)`).
-A resident expert is served in its own precision, so that any budget gives up less than what was measured. First the share of
-low experts in batches (Fate's p), then, behind prompts computed with that share, HOBBIT's T1 by bisection with T2 = 1, then
-lower T2 (skipping) as long as the bound holds; and every tier of the companion in the place of all experts, which where it loses
-little enough reads the least, because more of it fits into memory.
+A resident expert is served in its own precision, so that any budget gives up less than what was measured.
+
+First every tier of the companion in the place of all experts, which where it loses little enough reads the least, because more of it
+fits into memory; that takes batches alone. Only if none keeps the bound, or if asked to: the share of low experts in batches (Fate's p), then, behind prompts
+computed with that share, HOBBIT's T1 by bisection with T2 = 1, then lower T2 (skipping) as long as the bound holds. Thresholds act in
+decode: half of the text is computed token by token for each of them.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ def negotiate(
     max_loss: float,
     *,
     tier: str | None = None,
+    thresholds: bool = False,
     experts: str | os.PathLike | bool = "auto",
     tokens: int = 16384,
     output: str | os.PathLike | None = None,
@@ -63,6 +66,7 @@ def negotiate(
         max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
             what was measured.
         tier: low precision, of the companion. Default: its first beside "keep"; then the others are tried for all experts, too.
+        thresholds: measures them even if a tier keeps the bound.
         tokens: in all, as many from each text. Each candidate computes all of them, in decode half of them one by one.
         output: the profile; beside the model by default, where it is found.
         **options: of `moeoff.Llama`: memory, n_threads, ...
@@ -85,20 +89,25 @@ def negotiate(
         Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, layout.n_ctx_train or CTX)
     options = {"flash_attn": True} | options
+    lossy = {"tier": KEEP, "precision": Precision(tier=tier), "deterministic": True}
+    search = _Search(max_loss)
     with contextlib.ExitStack() as references:
-        with open_model(model, ctx, experts=companion, tier=KEEP, precision=Precision(tier=tier), deterministic=True, **options) as llm:
+        with open_model(model, ctx, experts=companion, **lossy, **options) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
                 raise OptionError(
                     f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens"
                 )
-            with interruptible(llm) as call:
-                search = _Search(Trials(llm, windows, tier, relative_bytes(layout, companion, tier), progress), max_loss)
-                call(search.run, references)
+            trials = Trials(llm, windows, tier, relative_bytes(layout, companion, tier), progress)
+            reference = references.enter_context(call(trials.reference, "prefill"))
+            call(search.tier, trials, reference)
         for name in others:
             with open_model(model, ctx, experts=companion, tier=name, **options) as llm, interruptible(llm) as call:
                 trials = Trials(llm, windows, name, relative_bytes(layout, companion, name), progress)
-                search.candidates.append(call(trials.measure_whole, search.in_batches))
+                search.candidates.append(call(trials.measure_whole, reference))
+        if thresholds or not any(c.kind == WHOLE and search.holds(c, len(windows)) for c in search.candidates):
+            with open_model(model, ctx, experts=companion, **lossy, **options) as llm, interruptible(llm) as call:
+                call(search.thresholds, Trials(llm, windows, tier, relative_bytes(layout, companion, tier), progress), reference)
     n_tokens = len(windows) * (ctx - ctx // 2 - 1)
     said = np.array([window.tokens for window in windows], np.int32)
     contract = Contract(companion.identity, hash64(said), len(windows), n_tokens, ctx, tuple(search.candidates))
@@ -178,47 +187,46 @@ def relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
 
 
 class _Search:
-    """Among the precisions above: shares in batches first, then thresholds behind prompts with that share."""
+    """Among the precisions above. Nothing is measured twice."""
 
-    def __init__(self, trials: Trials, max_loss: float):
-        self._trials, self._max_loss = trials, max_loss
+    def __init__(self, max_loss: float):
+        self._max_loss = max_loss
         self.candidates: list[Candidate] = []
 
-    def run(self, references: contextlib.ExitStack) -> None:
-        """Leaves `in_batches` open, what the lossless model said."""
-        self._share = 0.0
-        self.in_batches = references.enter_context(self._trials.reference("prefill"))
-        for share in SHARES:
-            if self._measure(self.in_batches, 1.0, 1.0, share, decode=False):
-                self._share = share
-                break
-        everything = self.candidates[0]  # a batch whose experts are all low: what the tier costs in the place of all
-        self.candidates.append(replace(everything, kind=WHOLE))
-        with self._trials.reference("decode") as reference:
-            self._decode(reference)
+    def holds(self, c: Candidate, n_windows: int) -> bool:
+        """Whether the candidate keeps the bound."""
+        return upper_loss(c.loss, n_windows) <= self._max_loss
 
-    def _decode(self, reference: Reference) -> None:
-        # in decode the prompt's share adds to whatever is lost after it
-        while self._share and not self._measure(reference, 1.0, 1.0, self._share, decode=True):
-            self._share = next((s for s in SHARES if s < self._share), 0.0)
-        good, bad = len(T1S) - 1, -1  # T1S[good] keeps the bound (1.0 is lossless), T1S[bad] does not
-        while good - bad > 1:
-            middle = (good + bad) // 2
-            if self._measure(reference, T1S[middle], 1.0, self._share, decode=True):
-                good = middle
-            else:
-                bad = middle
-        for t1 in T1S[good : good + 2]:
-            for t2 in T2S:
-                if t2 < t1 or not self._measure(reference, t1, t2, self._share, decode=True):
-                    break
+    def tier(self, trials: Trials, reference: Reference) -> None:
+        """A batch whose experts are all low: what the tier costs in the place of all."""
+        self._measure(trials, reference, 1.0, 1.0, 1.0, decode=False)
+        self.candidates.append(replace(self.candidates[-1], kind=WHOLE))
 
-    def _measure(self, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
-        """Whether the bound holds. Nothing is measured twice."""
+    def thresholds(self, trials: Trials, in_batches: Reference) -> None:
+        share = next((s for s in SHARES if self._measure(trials, in_batches, 1.0, 1.0, s, decode=False)), 0.0)
+        with trials.reference("decode") as reference:
+
+            def measure(t1: float, t2: float) -> bool:
+                return self._measure(trials, reference, t1, t2, share, decode=True)
+
+            # in decode the prompt's share adds to whatever is lost after it
+            while share and not measure(1.0, 1.0):
+                share = next((s for s in SHARES if s < share), 0.0)
+            good, bad = len(T1S) - 1, -1  # T1S[good] keeps the bound (1.0 is lossless), T1S[bad] does not
+            while good - bad > 1:
+                middle = (good + bad) // 2
+                good, bad = (middle, bad) if measure(T1S[middle], 1.0) else (good, middle)
+            for t1 in T1S[good : good + 2]:
+                for t2 in T2S:
+                    if t2 < t1 or not measure(t1, t2):
+                        break
+
+    def _measure(self, trials: Trials, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
+        """Whether the bound holds."""
         for c in self.candidates:
             if (c.t1, c.t2, c.share, c.kind) == (t1, t2, share, DECODE if decode else BATCHES):
                 break
         else:
-            c = self._trials.measure(reference, t1, t2, share, decode=decode)
+            c = trials.measure(reference, t1, t2, share, decode=decode)
             self.candidates.append(c)
-        return upper_loss(c.loss, self._trials.n_windows) <= self._max_loss
+        return self.holds(c, trials.n_windows)

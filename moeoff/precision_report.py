@@ -31,14 +31,14 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def calibrate_loss(model: str, *, text, max_loss: str, tier, experts, tokens: int, output, memory, threads, progress) -> Negotiated:
+def calibrate_loss(model: str, *, text, max_loss: str, tier, thresholds, experts, tokens: int, output, memory, threads, progress) -> Negotiated:
     """Measures, writes the profile, and prints a table of what was tried.
 
     Raises:
         MoeoffError: as `negotiate`.
     """
     bound = parse_loss(max_loss)
-    done = negotiate(model, text, bound, tier=tier, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
+    done = negotiate(model, text, bound, tier=tier, thresholds=thresholds, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
                      progress=progress)  # fmt: skip
     contract = done.contract
     rows = []
@@ -46,7 +46,7 @@ def calibrate_loss(model: str, *, text, max_loss: str, tier, experts, tokens: in
         limit = f"{contract.upper(c):+.2%}" + ("" if contract.upper(c) <= bound else " no")
         rows.append([_name(c), f"{c.low:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
                      interval(c.loss, "{:+.2%}"), limit, interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
-    title = f"{os.path.basename(model)} with {contract.candidates[0].tier}, {contract.n_tokens} tokens scored, as if no expert were in memory"
+    title = f"{os.path.basename(model)}, {contract.n_tokens} tokens scored, as if no expert were in memory"
     _table(title, ["precision", "low", "skipped", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
     for resident in _RESIDENT:
         found = contract.choose(bound, resident)
@@ -57,7 +57,7 @@ def calibrate_loss(model: str, *, text, max_loss: str, tier, experts, tokens: in
 def _name(c: Candidate) -> str:
     if c.kind == WHOLE:
         return f"all experts in {c.tier}"
-    return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}" if c.kind == DECODE else f"batches: p {c.share:g}"
+    return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}, {c.tier}" if c.kind == DECODE else f"batches: p {c.share:g}, {c.tier}"
 
 
 def write_plan(model: str, *, text, output, tolerance: str, types, measure: bool, tokens: int, memory, threads, progress) -> tuple[str, BitsPlan]:

@@ -35,7 +35,7 @@ def measured(demo, text, tmp_path_factory):
     """A copy of the demo model with a companion and a contract, alone in its folder; and what was negotiated."""
     model = shutil.copy(demo, tmp_path_factory.mktemp("model") / "model.gguf")
     convert(model, tiers="Q4_0,Q5_0")
-    return model, negotiate(model, [text], 0.03, tokens=2560, **OPTIONS)
+    return model, negotiate(model, [text], 0.03, tokens=2560, thresholds=True, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -163,6 +163,15 @@ def test_all_experts_in_a_tier(measured, text):
     with moeoff.Llama(model, n_ctx=64, max_loss=0.03, **OPTIONS) as llm:
         llm.eval([10, 300, 500])
         assert llm.promise.tier == "keep" and llm.precision.lossless and llm.stats().receipt == ""
+
+
+def test_thresholds_are_searched_where_no_tier_will_do(measured, text):
+    """They are slow to measure. A tier that keeps the bound makes them superfluous; one that does not, does not."""
+    model, done = measured
+    for max_loss, expected in ((0.5, {BATCHES, WHOLE}), (0.0001, {BATCHES, WHOLE, DECODE})):
+        found = negotiate(model, [text], max_loss, tokens=2560, output=f"{model}.{max_loss}.npz", **OPTIONS).contract
+        assert {c.kind for c in found.candidates} == expected
+        assert [c for c in found.candidates if c.kind == WHOLE] == [c for c in done.contract.candidates if c.kind == WHOLE]
 
 
 def test_candidates_lose_more_the_more_they_give_up(measured):
