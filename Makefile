@@ -51,7 +51,7 @@ check-all: env patches-check ## every test, slow ones included, and both sanitiz
 	$(MAKE) native-stress-tsan native-stress-asan
 
 lint: env ## style, as pyproject.toml has it
-	$(PY) -m pip install --quiet 'ruff>=0.12'
+	$(PY) -m pip install --quiet 'ruff==0.17.5'
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 

@@ -266,11 +266,12 @@ def calibrate(max_loss, tier, thresholds, experts, bits_plan, tolerance, types, 
         click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
         return
     if max_loss:
+        from .contract import parse_loss
         from .precision_report import calibrate_loss
 
         with stages_bar() as progress:
             negotiated = calibrate_loss(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, experts=experts, progress=progress)
-        found = "" if negotiated.contract.choose(negotiated.max_loss) else "; nothing but lossless keeps the bound"
+        found = "" if negotiated.contract.choose(parse_loss(max_loss)) else "; nothing but lossless keeps the bound"
         click.echo(f"{negotiated.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{found}")
         return
     from .calibrate import calibrate as command

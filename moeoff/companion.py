@@ -208,6 +208,10 @@ class Companion:
                 "convert the model again, or go without the companion (--no-experts)"
             )
 
+    def tier(self, name: str) -> str | None:
+        """A tier by its name in any case; None: there is no such."""
+        return next((tier for tier in self.tiers if tier.lower() == name.lower()), None)
+
     def sources(self, span: Span, tier: str) -> Iterator[Slice]:
         """The slices of one of the model's tensors in a tier, by expert.
 
@@ -243,7 +247,7 @@ class Choice:
         """
         if self.companion is None:
             raise OptionError(f"low precision ({tier}) needs a companion of the model: make one with moeoff convert, or name it with --experts")
-        name = next((t for t in self.companion.tiers if t.lower() == tier.lower()), None)
+        name = self.companion.tier(tier)
         if name is None or name in (self.tier, KEEP):
             others = ", ".join(t for t in self.companion.tiers if t not in (self.tier, KEEP)) or "none"
             raise OptionError(f"{self.companion.path}: no tier {tier} below {self.tier}; there are: {others}")
@@ -272,7 +276,7 @@ class Choice:
         companion.check_belongs(layout)
         if tier is None and not automatic and KEEP not in companion.tiers:
             raise OptionError(f"{companion.path}: holds lower precision only: choose it with --tier {companion.tiers[0]}")
-        name = KEEP if tier is None else next((t for t in [KEEP, *companion.tiers] if t.lower() == tier.lower()), None)
+        name = KEEP if tier is None or tier.lower() == KEEP else companion.tier(tier)
         if name is None:
             raise OptionError(f"{companion.path}: no tier {tier}; there are {', '.join(dict.fromkeys([*companion.tiers, KEEP]))}")
         return cls(companion, name, verify)

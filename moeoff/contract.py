@@ -14,16 +14,15 @@ import numpy as np
 
 from .companion import KEEP, Choice
 from .errors import OptionError
+from .footprint import expected_bytes
 from .layout import Layout
 from .precision import Precision
 from .profile import Profile
 from .quality import Estimate, student
 
-__all__ = ["BATCHES", "DECODE", "WHOLE", "Candidate", "Contract", "Promise", "expected_bytes", "parse_loss", "upper_loss"]
+__all__ = ["Candidate", "Contract", "Promise", "parse_loss", "upper_loss"]
 
 SECTION = "precision"
-# What a candidate is: a share of low experts in batches; thresholds in decode behind such a prompt; every expert in the tier
-BATCHES, DECODE, WHOLE = "batches", "decode", "whole"
 AT_ONCE = 32  # candidates, at most, that a search tries
 _NOTHING = 0.01  # of a token's experts: who reads less is as good as resident, and the least lossy of those is taken
 
@@ -43,17 +42,6 @@ def parse_loss(text: str | float) -> float:
     return loss
 
 
-def expected_bytes(cost: float, resident: float) -> float:
-    """Bytes that a token reads, 1 for all its experts in the model's own precision.
-
-    Args:
-        cost: bytes if nothing is resident.
-        resident: share of the experts that memory holds. Tokens come back to their experts: misses are taken as (1 - resident)
-            squared, as the reference model has them under LRU.
-    """
-    return cost * max(1.0 - resident, 0.0) ** 2
-
-
 def upper_loss(loss: Estimate, n_windows: int) -> float:
     """The loss that is not exceeded, with 95 % confidence in `AT_ONCE` candidates at once: whoever tries many and keeps the best
     must not be flattered by it. Infinite if one window cannot tell."""
@@ -68,19 +56,19 @@ class Candidate:
     """One precision and what it was measured to cost, each expert taken for a miss: the most that it can give up.
 
     Attributes:
-        kind: BATCHES, DECODE or WHOLE.
         tier: of the companion, the low precision.
-        t1, t2, share: `Precision.t1`, `t2`, `prefill_low_share`. WHOLE has none; it was measured in batches.
+        t1, t2, share: `Precision.t1`, `t2`, `prefill_low_share`.
+        decode: measured token by token after a prompt; else in batches, where t1 and t2 do nothing.
         loss, kl, top1: as in `Quality`.
         cost: bytes to be read if nothing is resident, 1 for lossless.
         low, skipped: share of what the gates chose that was served in low precision, and not at all.
     """
 
-    kind: str
     tier: str
     t1: float
     t2: float
     share: float
+    decode: bool
     loss: Estimate
     kl: Estimate
     top1: Estimate
@@ -88,9 +76,14 @@ class Candidate:
     low: float
     skipped: float
 
+    @property
+    def whole(self) -> bool:
+        """All experts low in batches: what the tier costs in the place of all of them, which is the same computation one by one."""
+        return not self.decode and self.share == 1
+
     def expected_bytes(self, resident: float) -> float:
-        """As above, if `resident` of the experts would be in their own precision: more of them fit in the tier."""
-        return expected_bytes(self.cost, resident / self.cost if self.kind == WHOLE else resident)
+        """What a token reads, 1 for all its experts, if memory held this share of them in their own precision; more fit in the tier."""
+        return expected_bytes(self.cost, resident / self.cost if self.whole else resident)
 
 
 @dataclass(frozen=True)
@@ -135,8 +128,8 @@ class Contract:
             resident: share of the experts that memory holds in their own precision.
         """
         within = [c for c in self.candidates if self.upper(c) <= max_loss]
-        shares = {0.0} | {c.share for c in within if c.kind == BATCHES}
-        usable = [c for c in within if c.kind == WHOLE or (c.kind == DECODE and c.share in shares)]
+        in_batches = {(c.tier, c.share) for c in within if not c.decode}
+        usable = [c for c in within if c.whole or (c.decode and (c.share == 0 or (c.tier, c.share) in in_batches))]
 
         def order(c: Candidate | None) -> tuple[float, float, float]:
             if c is None:
@@ -149,9 +142,9 @@ class Contract:
         found = self.choose(max_loss, resident)
         if found is None:
             return Promise(max_loss, Precision(), KEEP, 0.0)
-        if found.kind == WHOLE:
+        if found.whole:
             return Promise(max_loss, Precision(), found.tier, max(found.loss.value, 0.0))
-        batches = [c.loss.value for c in self.candidates if c.kind == BATCHES and c.share == found.share]
+        batches = [c.loss.value for c in self.candidates if not c.decode and (c.tier, c.share) == (found.tier, found.share)]
         return Promise(max_loss, Precision(found.t1, found.t2, found.share, found.tier), KEEP, max(found.loss.value, *batches, 0.0))
 
     def to_section(self) -> dict[str, np.ndarray]:
@@ -163,8 +156,8 @@ class Contract:
 
     @classmethod
     def from_section(cls, s: dict[str, np.ndarray]) -> Contract:
-        """Raises `KeyError` for a section of an earlier moeoff."""
-        rows = [{name: s[name][i].item() for name in _SCALARS} | {name: Estimate(*s[name][i].tolist()) for name in _ESTIMATES} for i in range(len(s["kind"]))]
+        """Raises `IndexError` for a section of an earlier moeoff, which had one tier for all candidates."""
+        rows = [{name: s[name][i].item() for name in _SCALARS} | {name: Estimate(*s[name][i].tolist()) for name in _ESTIMATES} for i in range(len(s["t1"]))]
         return cls(*(int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")), tuple(Candidate(**row) for row in rows))
 
     @classmethod
@@ -181,7 +174,7 @@ class Contract:
             raise OptionError(f"--max-loss needs a measurement of this very model, and there is none: make a companion with moeoff convert, then {way}")
         try:
             contract = cls.from_section(section)
-        except KeyError:
+        except IndexError:
             raise OptionError(f"{profile.path}: was measured by an earlier moeoff: measure again: {way}") from None
         if choice.companion is None or choice.companion.identity != contract.companion:
             found = f"with another companion than {choice.companion.path}" if choice.companion else f"with a companion, and {model} has none now"
@@ -189,5 +182,5 @@ class Contract:
         return contract.promise(max_loss, resident)
 
 
-_SCALARS = ("kind", "tier", "t1", "t2", "share", "cost", "low", "skipped")
+_SCALARS = ("tier", "t1", "t2", "share", "decode", "cost", "low", "skipped")
 _ESTIMATES = ("loss", "kl", "top1")

@@ -105,9 +105,8 @@ def evaluation(
     n_tokens = len(windows) * ctx
     from .run import dim
 
-    dim(
-        f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s | {scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read{f' | {stats.receipt}' if stats.receipt else ''}"
-    )
+    said = [f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s", f"{scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read", stats.receipt]
+    dim(" | ".join(part for part in said if part))
 
 
 def _windows_of(windows, text: int) -> slice:

@@ -98,6 +98,12 @@ class Footprint:
         return min(1.0, (budget - self.fixed) / self.arena_full) if self.arena_full else 1.0
 
 
+def expected_bytes(nbytes: float, resident: float) -> float:
+    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident: tokens come back to their experts,
+    and misses (1 - resident) squared, as the reference model has them under LRU."""
+    return nbytes * max(1.0 - resident, 0.0) ** 2
+
+
 def usual_share(layout: Layout, n_ctx: int, budget: int | None, arena: int | None) -> float:
     """Share of the experts that stay in memory within a budget of the process, or within an arena, in a process of the usual size: the
     same for the same bound, so that what is decided by it can be repeated."""

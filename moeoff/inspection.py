@@ -10,7 +10,7 @@ import math
 from dataclasses import asdict, dataclass
 
 from .disk import DiskRate, probe
-from .footprint import Footprint, SliceKind, slice_kinds
+from .footprint import Footprint, SliceKind, expected_bytes, slice_kinds
 from .layout import Layout
 from .memory import MIB, available, format_size
 from .run import DEFAULT_CTX
@@ -75,7 +75,7 @@ def speed(token_bytes: int, resident_share: float, bytes_per_second: float) -> t
     missed = 1.0 - resident_share
     if missed <= 0 or not token_bytes:
         return None, None
-    return OVERLAP * bytes_per_second / (token_bytes * missed), bytes_per_second / (token_bytes * missed**2)
+    return OVERLAP * bytes_per_second / (token_bytes * missed), bytes_per_second / expected_bytes(token_bytes, resident_share)
 
 
 def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True) -> Report:

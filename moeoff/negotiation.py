@@ -13,16 +13,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from . import hooks
 from .companion import KEEP, Choice, Companion, hash64
-from .contract import BATCHES, DECODE, SECTION, WHOLE, Candidate, Contract, upper_loss
+from .contract import SECTION, Candidate, Contract, upper_loss
 from .errors import OptionError
-from .evaluate import Reference, Window, evaluate, interruptible, read_windows
+from .evaluate import Reference, Window, evaluate, interruptible, n_scored, read_windows
 from .evaluation import open_model
 from .layout import Layout
 from .precision import Precision
@@ -39,11 +39,10 @@ CTX = 512
 
 @dataclass(frozen=True)
 class Negotiated:
-    """path: of the profile. max_loss: the bound that was searched for."""
+    """path: of the profile."""
 
     path: str
     contract: Contract
-    max_loss: float
 
 
 def negotiate(
@@ -65,7 +64,7 @@ def negotiate(
         text: texts; their windows are of 512 tokens, or of the model's training context if that is shorter.
         max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
             what was measured.
-        tier: low precision, of the companion. Default: its first beside "keep"; then the others are tried for all experts, too.
+        tier: low precision, of the companion. Default: all of them are tried in the place of all experts, the first with thresholds.
         thresholds: measures them even if a tier keeps the bound.
         tokens: in all, as many from each text. Each candidate computes all of them, in decode half of them one by one.
         output: the profile; beside the model by default, where it is found.
@@ -82,61 +81,57 @@ def negotiate(
     lower = [name for name in companion.tiers if name != KEEP] if companion else []
     if not lower:
         raise OptionError(f"{model}: has no companion with lower precision: make one with moeoff convert, or name it with --experts")
-    others = [] if tier else lower[1:]
-    tier = next((t for t in lower if tier and t.lower() == tier.lower()), tier or lower[0])
+    tiers = [companion.tier(tier) or tier] if tier else lower
     path = os.fspath(output) if output else profile_path(model)
     if os.path.exists(path):
         Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, layout.n_ctx_train or CTX)
-    options = {"flash_attn": True} | options
-    lossy = {"tier": KEEP, "precision": Precision(tier=tier), "deterministic": True}
-    search = _Search(max_loss)
-    with contextlib.ExitStack() as references:
-        with open_model(model, ctx, experts=companion, **lossy, **options) as llm, interruptible(llm) as call:
+    options = {"flash_attn": True, "experts": companion, "tier": KEEP, "deterministic": True} | options
+
+    @contextlib.contextmanager
+    def trials_of(name: str) -> Iterator[tuple[Trials, Callable]]:
+        with open_model(model, ctx, precision=Precision(tier=name), **options) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
-                raise OptionError(
-                    f"the texts make {len(windows)} windows of {ctx} tokens, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens"
-                )
-            trials = Trials(llm, windows, tier, relative_bytes(layout, companion, tier), progress)
-            reference = references.enter_context(call(trials.reference, "prefill"))
-            call(search.tier, trials, reference)
-        for name in others:
-            with open_model(model, ctx, experts=companion, tier=name, **options) as llm, interruptible(llm) as call:
-                trials = Trials(llm, windows, name, relative_bytes(layout, companion, name), progress)
-                search.candidates.append(call(trials.measure_whole, reference))
-        if thresholds or not any(c.kind == WHOLE and search.holds(c, len(windows)) for c in search.candidates):
-            with open_model(model, ctx, experts=companion, **lossy, **options) as llm, interruptible(llm) as call:
-                call(search.thresholds, Trials(llm, windows, tier, relative_bytes(layout, companion, tier), progress), reference)
-    n_tokens = len(windows) * (ctx - ctx // 2 - 1)
-    said = np.array([window.tokens for window in windows], np.int32)
-    contract = Contract(companion.identity, hash64(said), len(windows), n_tokens, ctx, tuple(search.candidates))
+                said = f"the texts make {len(windows)} windows of {ctx} tokens"
+                raise OptionError(f"{said}, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
+            yield Trials(llm, windows, name, relative_bytes(layout, companion, name), progress), call
+
+    search, reference = _Search(max_loss), None
+    with contextlib.ExitStack() as references:
+        for name in tiers:
+            with trials_of(name) as (trials, call):
+                reference = reference or references.enter_context(call(trials.reference, "prefill"))
+                call(search.measure, trials, reference, 1.0, 1.0, 1.0, decode=False)
+        windows = trials.windows
+        if thresholds or not any(search.holds(c, len(windows)) for c in search.candidates):
+            with trials_of(tiers[0]) as (trials, call):
+                call(search.thresholds, trials, reference)
+    text_hash = hash64(np.array([window.tokens for window in windows], np.int32))
+    contract = Contract(companion.identity, text_hash, len(windows), len(windows) * n_scored(ctx), ctx, tuple(search.candidates))
     Profile.write(path, layout, {SECTION: contract.to_section()})
-    return Negotiated(path, contract, max_loss)
+    return Negotiated(path, contract)
 
 
 class Trials:
     """Measures precisions of one model on windows of text, every expert taken for a miss.
 
     Args:
-        llm: opened by `open_model` with this tier for low precision, or, for `measure_whole`, for all experts.
+        llm: opened by `open_model` with a tier for low precision.
+        tier: its name.
         low_bytes: of the low versions, for each byte of the high ones: `relative_bytes`.
         progress: told what is being done, how much of it is done and how much there is.
     """
 
     def __init__(self, llm, windows: Sequence[Window], tier: str, low_bytes: float, progress: Callable[[str, int, int], None] | None = None):
-        self._llm, self._windows, self._tier, self._low_bytes = llm, windows, tier, low_bytes
+        self._llm, self.windows, self.tier, self._low_bytes = llm, windows, tier, low_bytes
         self._tell = progress or (lambda what, done, total: None)
         self._n = len(windows) * len(windows[0].tokens)
         self._counts = np.zeros(3, np.int64)  # of decode, by version
 
-    @property
-    def n_windows(self) -> int:
-        return len(self._windows)
-
     def reference(self, mode: str) -> Reference:
         self._llm.expert_buffer.set_rule(blind=True)
-        return Reference.record(self._llm, self._windows, mode, lambda done: self._tell(f"lossless, {mode}", done, self._n))
+        return Reference.record(self._llm, self.windows, mode, lambda done: self._tell(f"lossless, {mode}", done, self._n))
 
     def measure(self, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> Candidate:
         """One precision, in decode behind a prompt with that share, or in batches; the reference is of the same mode."""
@@ -148,7 +143,7 @@ class Trials:
         before = llm.stats()
         llm.set_gate_callback(self._count)
         try:
-            scores = evaluate(llm, self._windows, reference, mode="decode" if decode else "prefill", progress=lambda done: self._tell(name, done, self._n))
+            scores = evaluate(llm, self.windows, reference, mode="decode" if decode else "prefill", progress=lambda done: self._tell(name, done, self._n))
             llm.expert_buffer.drain()
         finally:
             llm.set_gate_callback(None)
@@ -162,14 +157,7 @@ class Trials:
             low, skipped = (after.served_low - before.served_low) / uses, 0.0
         given_up = low if decode else share  # of a batch's experts, each read once
         cost = 1 - skipped - given_up * (1 - self._low_bytes)
-        kind = DECODE if decode else BATCHES
-        return Candidate(kind, self._tier, t1, t2, share, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
-
-    def measure_whole(self, reference: Reference) -> Candidate:
-        """A model opened with all experts in the tier; in batches, which is the same computation as one by one."""
-        scores = evaluate(self._llm, self._windows, reference, progress=lambda done: self._tell(f"all in {self._tier}", done, self._n))
-        quality = scores.quality()
-        return Candidate(WHOLE, self._tier, 1.0, 1.0, 1.0, quality.loss, quality.kl, quality.top1, self._low_bytes, 1.0, 0.0)
+        return Candidate(self.tier, t1, t2, share, decode, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
 
     def _count(self, event) -> None:
         if len(event.ids) == 1:
@@ -181,7 +169,7 @@ class Trials:
 
 def relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
     """Bytes of the low versions for each byte of the high ones."""
-    name = next((t for t in companion.tiers if t.lower() == tier.lower()), tier)
+    name = companion.tier(tier) or tier
     spans = layout.experts.values()
     return sum(s.nbytes for span in spans for s in companion.sources(span, name)) / sum(span.nbytes for span in spans)
 
@@ -197,17 +185,12 @@ class _Search:
         """Whether the candidate keeps the bound."""
         return upper_loss(c.loss, n_windows) <= self._max_loss
 
-    def tier(self, trials: Trials, reference: Reference) -> None:
-        """A batch whose experts are all low: what the tier costs in the place of all."""
-        self._measure(trials, reference, 1.0, 1.0, 1.0, decode=False)
-        self.candidates.append(replace(self.candidates[-1], kind=WHOLE))
-
     def thresholds(self, trials: Trials, in_batches: Reference) -> None:
-        share = next((s for s in SHARES if self._measure(trials, in_batches, 1.0, 1.0, s, decode=False)), 0.0)
+        share = next((s for s in SHARES if self.measure(trials, in_batches, 1.0, 1.0, s, decode=False)), 0.0)
         with trials.reference("decode") as reference:
 
             def measure(t1: float, t2: float) -> bool:
-                return self._measure(trials, reference, t1, t2, share, decode=True)
+                return self.measure(trials, reference, t1, t2, share, decode=True)
 
             # in decode the prompt's share adds to whatever is lost after it
             while share and not measure(1.0, 1.0):
@@ -221,12 +204,12 @@ class _Search:
                     if t2 < t1 or not measure(t1, t2):
                         break
 
-    def _measure(self, trials: Trials, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
+    def measure(self, trials: Trials, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
         """Whether the bound holds."""
         for c in self.candidates:
-            if (c.t1, c.t2, c.share, c.kind) == (t1, t2, share, DECODE if decode else BATCHES):
+            if (c.tier, c.t1, c.t2, c.share, c.decode) == (trials.tier, t1, t2, share, decode):
                 break
         else:
             c = trials.measure(reference, t1, t2, share, decode=decode)
             self.candidates.append(c)
-        return self.holds(c, trials.n_windows)
+        return self.holds(c, len(trials.windows))

@@ -6,16 +6,15 @@ import os
 import sys
 
 from .bits import BitsPlan, Planner
-from .contract import DECODE, WHOLE, Candidate, parse_loss
+from .contract import Candidate, parse_loss
 from .errors import OptionError
 from .evaluation import interval
 from .layout import Layout
 from .memory import format_size
-from .negotiation import Negotiated, negotiate
+from .negotiation import CTX, Negotiated, negotiate
 
 __all__ = ["calibrate_loss", "write_plan"]
 
-_CTX = 512
 _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 
 
@@ -55,9 +54,9 @@ def calibrate_loss(model: str, *, text, max_loss: str, tier, thresholds, experts
 
 
 def _name(c: Candidate) -> str:
-    if c.kind == WHOLE:
+    if c.whole:
         return f"all experts in {c.tier}"
-    return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}, {c.tier}" if c.kind == DECODE else f"batches: p {c.share:g}, {c.tier}"
+    return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}, {c.tier}" if c.decode else f"batches: p {c.share:g}, {c.tier}"
 
 
 def write_plan(model: str, *, text, output, tolerance: str, types, measure: bool, tokens: int, memory, threads, progress) -> tuple[str, BitsPlan]:
@@ -71,7 +70,7 @@ def write_plan(model: str, *, text, output, tolerance: str, types, measure: bool
     if os.path.exists(path):
         raise OptionError(f"{path}: exists: move it away, or name another with -o")
     layout = Layout.read(model)
-    ctx = min(_CTX, layout.n_ctx_train or _CTX)
+    ctx = min(CTX, layout.n_ctx_train or CTX)
     with Planner(model, text, types=types.split(",") if types else None, importance="measured" if measure else "estimated", ctx=ctx,
                  chunks=max(tokens // (ctx * len(text)), 1), memory=memory, n_threads=threads, progress=progress) as planner:  # fmt: skip
         plan = planner.plan(bound)

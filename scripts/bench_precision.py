@@ -26,7 +26,7 @@ import numpy as np
 
 from moeoff.bits import Planner, measure_importance
 from moeoff.companion import KEEP, Companion
-from moeoff.contract import DECODE, Candidate
+from moeoff.contract import Candidate
 from moeoff.convert import convert
 from moeoff.evaluate import read_windows
 from moeoff.evaluation import interval, open_model
@@ -93,7 +93,7 @@ def _trial_options(command):
 
 
 def _cells(c: Candidate) -> str:
-    given = f"{c.low:.1%} | {c.skipped:.1%} | {c.cost:.1%}" if c.kind == DECODE else f"{c.low:.1%} | | {c.cost:.1%}"
+    given = f"{c.low:.1%} | {c.skipped:.1%} | {c.cost:.1%}" if c.decode else f"{c.low:.1%} | | {c.cost:.1%}"
     return f"{given} | {_loss(c)} | {c.kl.value:.4f} | {c.top1.value:.1%}"
 
 

@@ -14,7 +14,7 @@ import pytest
 import moeoff
 from moeoff import ModelError, OptionError
 from moeoff.companion import companion_path
-from moeoff.contract import AT_ONCE, BATCHES, DECODE, SECTION, WHOLE, Candidate, Contract, parse_loss
+from moeoff.contract import AT_ONCE, SECTION, Candidate, Contract, parse_loss
 from moeoff.convert import convert
 from moeoff.evaluate import Reference, evaluate, read_windows
 from moeoff.evaluation import open_model
@@ -40,12 +40,12 @@ def measured(demo, text, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rules_only(measured, tmp_path_factory):
-    """The same model with a profile without tiers in the place of all experts, and what 8 % choose of it."""
+    """The same model with a profile in which tiers in the place of all experts spare nothing, and what 8 % choose of it."""
     model = tmp_path_factory.mktemp("rules") / "model.gguf"
     shutil.copy(measured[0], model)
     shutil.copy(companion_path(measured[0]), companion_path(model))
     found = measured[1].contract
-    rules = replace(found, candidates=tuple(c for c in found.candidates if c.kind != WHOLE))
+    rules = replace(found, candidates=tuple(replace(c, cost=1.0) if c.whole else c for c in found.candidates))
     Profile.write(profile_path(model), Layout.read(model), {SECTION: rules.to_section()})
     return model, rules.choose(0.08)
 
@@ -57,9 +57,9 @@ def test_parse_loss():
             parse_loss(bad)
 
 
-def candidate(t1, share, high, cost, kind=DECODE) -> Candidate:
+def candidate(t1, share, high, cost, decode=True) -> Candidate:
     same = Estimate(0.0, 0.0, 0.0)
-    return Candidate(kind, "Q4_0", t1, 1.0, share, Estimate(0.0, -high, high), same, same, cost, 0.5, 0.0)
+    return Candidate("Q4_0", t1, 1.0, share, decode, Estimate(0.0, -high, high), same, same, cost, 0.5, 0.0)
 
 
 def contract(*candidates: Candidate) -> Contract:
@@ -68,9 +68,9 @@ def contract(*candidates: Candidate) -> Contract:
 
 def test_chooses_the_cheapest_within_the_bound():
     c = [
-        candidate(1.0, 1.0, 0.05, 0.5, BATCHES),
-        candidate(1.0, 0.5, 0.006, 0.7, BATCHES),
-        candidate(0.5, 1.0, 0.004, 0.3),  # cheapest, but its share loses too much in batches
+        candidate(1.0, 0.9, 0.05, 0.5, decode=False),
+        candidate(1.0, 0.5, 0.006, 0.7, decode=False),
+        candidate(0.5, 0.9, 0.004, 0.3),  # cheapest, but its share loses too much in batches
         candidate(0.5, 0.5, 0.02, 0.4),  # too much in decode
         candidate(0.7, 0.5, 0.006, 0.6),
         candidate(0.9, 0.0, 0.001, 0.8),
@@ -88,7 +88,7 @@ def test_chooses_the_cheapest_within_the_bound():
 
 
 def test_memory_decides_what_reads_the_least():
-    rule, whole, worse = candidate(0.5, 0.0, 0.004, 0.45), candidate(1.0, 1.0, 0.004, 0.5, WHOLE), candidate(1.0, 1.0, 0.02, 0.3, WHOLE)
+    rule, whole, worse = candidate(0.5, 0.0, 0.004, 0.45), candidate(1.0, 1.0, 0.004, 0.5, decode=False), candidate(1.0, 1.0, 0.02, 0.3, decode=False)
     found = contract(rule, whole, worse)
     assert found.choose(0.01, 0.0) is rule  # nothing is resident: the fewest bytes for a miss
     assert found.choose(0.01, 0.25) is whole and found.choose(0.01, 0.5) is whole  # a miss costs more, but there are far fewer
@@ -110,7 +110,7 @@ def test_negotiated(measured, rules_only, text):
     """What the profile says of the chosen precision is what an evaluation finds, as if nothing were resident."""
     model, done = measured
     lossy, chosen = rules_only
-    assert chosen.kind == DECODE and chosen.loss.high < 0.08 and chosen.low > 0.3 and chosen.cost < 0.7
+    assert chosen.decode and chosen.loss.high < 0.08 and chosen.low > 0.3 and chosen.cost < 0.7
     assert done.path == profile_path(model)
     n_tokens, ctx = done.contract.n_tokens, done.contract.ctx
     precision = Precision(chosen.t1, chosen.t2, chosen.share, "Q4_0")
@@ -138,7 +138,7 @@ def test_negotiated(measured, rules_only, text):
 def test_all_experts_in_a_tier(measured, text):
     """Where more memory makes that read less: the measured loss is that of the tier, and so are the logits."""
     model, done = measured
-    whole = {c.tier: c for c in done.contract.candidates if c.kind == WHOLE}
+    whole = {c.tier: c for c in done.contract.candidates if c.whole}
     assert set(whole) == {"Q4_0", "Q5_0"} and whole["Q5_0"].kl.value < whole["Q4_0"].kl.value
     assert whole["Q4_0"].cost == pytest.approx(18 / 34) and whole["Q5_0"].cost == pytest.approx(22 / 34)
     half = OPTIONS | {"expert_memory": 5 << 20}
@@ -168,14 +168,14 @@ def test_all_experts_in_a_tier(measured, text):
 def test_thresholds_are_searched_where_no_tier_will_do(measured, text):
     """They are slow to measure. A tier that keeps the bound makes them superfluous; one that does not, does not."""
     model, done = measured
-    for max_loss, expected in ((0.5, {BATCHES, WHOLE}), (0.0001, {BATCHES, WHOLE, DECODE})):
+    for max_loss, expected in ((0.5, False), (0.0001, True)):
         found = negotiate(model, [text], max_loss, tokens=2560, output=f"{model}.{max_loss}.npz", **OPTIONS).contract
-        assert {c.kind for c in found.candidates} == expected
-        assert [c for c in found.candidates if c.kind == WHOLE] == [c for c in done.contract.candidates if c.kind == WHOLE]
+        assert any(c.decode for c in found.candidates) == expected
+        assert [c for c in found.candidates if c.whole] == [c for c in done.contract.candidates if c.whole]
 
 
 def test_candidates_lose_more_the_more_they_give_up(measured):
-    decode = [c for c in measured[1].contract.candidates if c.kind == DECODE]
+    decode = [c for c in measured[1].contract.candidates if c.decode]
     low_only = sorted((c for c in decode if c.t2 == 1 and c.share == decode[0].share), key=lambda c: c.low)
     assert len(low_only) >= 2 and [c.kl.value for c in low_only] == sorted(c.kl.value for c in low_only)
     for c in decode:
@@ -213,6 +213,10 @@ def test_refusals(measured, demo, text, tmp_path):
         moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
     with pytest.raises(OptionError, match="bare.gguf has none now"):
         moeoff.Llama(str(bare), max_loss="1%", experts=False, **OPTIONS)
+    contract = done.contract.to_section()
+    Profile.write(profile_path(bare), Layout.read(bare), {SECTION: contract | {"tier": np.array("Q4_0")}})
+    with pytest.raises(OptionError, match="earlier moeoff"):
+        moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
     with pytest.raises(OptionError, match="give no other"):
         moeoff.Llama(model, max_loss="1%", tier="Q4_0", **OPTIONS)
     with pytest.raises(OptionError, match="at least 8"):
