@@ -41,18 +41,33 @@ def _files(name: str):
     return click.option(f"--{name}", multiple=True, required=True, type=click.Path(exists=True, dir_okay=False), metavar="FILE")
 
 
-def _common(command):
-    for option in (
-        click.argument("model", type=click.Path(exists=True, dir_okay=False)),
-        _files("calib"),
-        click.option("--ctx", default=256, show_default=True),
-        click.option("--chunks", default=8, show_default=True, help="Windows of each calibration text."),
-        click.option("--valid-chunks", default=32, show_default=True, help="Windows of each validation text."),
-        click.option("--types", help="To choose from, as Q4_0,Q2_0."),
-        click.option("-t", "--threads", default=2, show_default=True),
-    ):
-        command = option(command)
-    return command
+def _options(*more):
+    """The model, the size of windows and the threads; and these."""
+
+    def decorate(command):
+        for option in (
+            click.argument("model", type=click.Path(exists=True, dir_okay=False)),
+            click.option("--ctx", default=256, show_default=True),
+            click.option("-t", "--threads", default=2, show_default=True),
+            *more,
+        ):
+            command = option(command)
+        return command
+
+    return decorate
+
+
+_common = _options(
+    _files("calib"),
+    click.option("--chunks", default=8, show_default=True, help="Windows of each calibration text."),
+    click.option("--valid-chunks", default=32, show_default=True, help="Windows of each validation text."),
+    click.option("--types", help="To choose from, as Q4_0,Q2_0."),
+)
+_trial_options = _options(
+    _files("valid"),
+    click.option("--chunks", default=32, show_default=True, help="Windows of each text."),
+    click.option("--lower", required=True, help="The lower type."),
+)
 
 
 def _planner(model, calib, ctx, chunks, types, threads, importance: str = "estimated") -> Planner:
@@ -77,19 +92,6 @@ def _trials(model, valid, ctx, chunks, lower, threads):
             windows = read_windows(llm, valid, ctx, chunks)
             print(f"{len(windows)} windows of {ctx} tokens, {lower}", file=sys.stderr)
             yield Trials(llm, windows, lower, relative_bytes(Layout.read(model), companion, lower))
-
-
-def _trial_options(command):
-    for option in (
-        click.argument("model", type=click.Path(exists=True, dir_okay=False)),
-        _files("valid"),
-        click.option("--ctx", default=256, show_default=True),
-        click.option("--chunks", default=32, show_default=True, help="Windows of each text."),
-        click.option("--lower", required=True, help="The lower type."),
-        click.option("-t", "--threads", default=2, show_default=True),
-    ):
-        command = option(command)
-    return command
 
 
 def _cells(c: Candidate) -> str:
