@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import hooks
+from . import native
 from .companion import Choice
 from .errors import ModelError, MoeoffError, OptionError, ReadError
 from .layout import EXPERT_PATTERN, Layout, Span
@@ -26,7 +26,7 @@ READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this si
 _PY = ctypes.pythonapi
 _EVENT = struct.Struct("=Qq8i4Q")  # struct moeoff_gate_event
 RING_BYTES = 8 << 20  # gate events that may wait for the driver
-READ_DTYPE = np.dtype(hooks.Read)
+READ_DTYPE = np.dtype(native.Read)
 
 
 class GateEvent(NamedTuple):
@@ -41,7 +41,7 @@ class GateEvent(NamedTuple):
         weights: [n_tokens, n_used] float32, as the graph multiplies them.
         gate_input: [n_tokens, n_embd] float32, or None if not asked for or not the router's input.
         n_hit, n_miss: slices resident, and not, when the gate spoke.
-        versions: [n_tokens, n_used] uint8, hooks.HIGH, LOW or SKIP: what serves each; None where nothing could be lost.
+        versions: [n_tokens, n_used] uint8, native.HIGH, LOW or SKIP: what serves each; None where nothing could be lost.
     """
 
     seq: int
@@ -96,21 +96,21 @@ class ExpertBuffer:
     def __init__(self, *, n_lanes: int = 4, keep: bool = True, eager: bool = True, serial: bool = False, direct_io: bool = True,
                  gate_input: bool = False):  # fmt: skip
         flags = (
-            (hooks.FLAG_KEEP if keep else 0)
-            | (hooks.FLAG_EAGER if eager else 0)
-            | (hooks.FLAG_SERIAL if serial else 0)
-            | (hooks.FLAG_DIRECT_IO if direct_io else 0)
-            | (hooks.FLAG_GATE_INPUT if gate_input else 0)
+            (native.FLAG_KEEP if keep else 0)
+            | (native.FLAG_EAGER if eager else 0)
+            | (native.FLAG_SERIAL if serial else 0)
+            | (native.FLAG_DIRECT_IO if direct_io else 0)
+            | (native.FLAG_GATE_INPUT if gate_input else 0)
         )
         self._flags = flags
-        params = hooks.Params(flags=flags, n_lanes=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
-        self._handle = hooks.expert_buffer_init(params)
+        params = native.Params(flags=flags, n_lanes=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
+        self._handle = native.expert_buffer_init(params)
         if not self._handle:
-            raise OptionError(hooks.last_error().decode())
-        self._finalizer = weakref.finalize(self, hooks.expert_buffer_free, self._handle)
-        self._callback = hooks.GateCallback()  # kept for as long as native may call it
+            raise OptionError(native.last_error().decode())
+        self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)
+        self._callback = native.GateCallback()  # kept for as long as native may call it
         self._exception: BaseException | None = None
-        self.tensors: list[hooks.TensorInfo] = []
+        self.tensors: list[native.TensorInfo] = []
         self._slots: tuple[dict[int, np.ndarray], ...] = ({}, {})
         self.buffered = False
         self._started = False
@@ -133,15 +133,15 @@ class ExpertBuffer:
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[hooks.BuftOverride]:
+    def loading(self) -> Iterator[native.BuftOverride]:
         """While open, models loaded by this thread with the yielded override reserve their experts here."""
-        self._check(hooks.load_begin(self.handle))
-        overrides = (hooks.BuftOverride * 2)()
-        overrides[0] = hooks.BuftOverride(EXPERT_PATTERN.encode(), hooks.buffer_type())
+        self._check(native.load_begin(self.handle))
+        overrides = (native.BuftOverride * 2)()
+        overrides[0] = native.BuftOverride(EXPERT_PATTERN.encode(), native.buffer_type())
         try:
             yield overrides
         finally:
-            hooks.load_end(self.handle)
+            native.load_end(self.handle)
 
     def attach(self, layout: Layout, choice: Choice = Choice(), low: Choice | None = None) -> None:
         """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its companion.
@@ -157,11 +157,11 @@ class ExpertBuffer:
             if c is not None and c.repacked and c.companion.path not in files:
                 files.append(c.companion.path)
         for path in files:
-            if hooks.add_file(self.handle, os.fsencode(path)) < 0:
-                raise ModelError(hooks.last_error().decode("utf-8", "replace"))
-        for index in range(hooks.n_tensors(self.handle)):
-            info = hooks.TensorInfo()
-            self._check(hooks.tensor(self.handle, index, info))
+            if native.add_file(self.handle, os.fsencode(path)) < 0:
+                raise ModelError(native.last_error().decode("utf-8", "replace"))
+        for index in range(native.n_tensors(self.handle)):
+            info = native.TensorInfo()
+            self._check(native.tensor(self.handle, index, info))
             self.tensors.append(info)
             name, n_expert = info.name.decode(), info.ne[2]
             span = layout.experts.get(name)
@@ -170,69 +170,69 @@ class ExpertBuffer:
             self.set_sources(index, self._sources(files, span, choice))
             if low is not None:
                 self.set_low_sources(index, self._sources(files, span, low))
-        self.buffered = bool(hooks.is_buffered(self.handle))
+        self.buffered = bool(native.is_buffered(self.handle))
 
     @staticmethod
-    def _sources(files: list[str], span: Span, choice: Choice) -> list[hooks.Source]:
+    def _sources(files: list[str], span: Span, choice: Choice) -> list[native.Source]:
         """Of each expert of a tensor."""
         if choice.repacked:
             file = files.index(choice.companion.path)
             slices = choice.companion.sources(span, choice.tier)
-            return [hooks.Source(file, s.type, s.offset, s.nbytes, s.hash if choice.verify else 0) for s in slices]
+            return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if choice.verify else 0) for s in slices]
         n_expert = span.shape[2]
         nbytes = span.nbytes // n_expert
         hashes = [choice.companion.source_hashes.get((span.name, e), 0) if choice.verify else 0 for e in range(n_expert)]
-        return [hooks.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
+        return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
 
-    def set_sources(self, tensor: int, sources: Sequence[hooks.Source]) -> None:
+    def set_sources(self, tensor: int, sources: Sequence[native.Source]) -> None:
         """Where each expert of a tensor is; their types may differ. Before `start()`."""
-        self._set_sources(hooks.set_sources, hooks.HIGH, tensor, sources)
+        self._set_sources(native.set_sources, native.HIGH, tensor, sources)
 
-    def set_low_sources(self, tensor: int, sources: Sequence[hooks.Source]) -> None:
+    def set_low_sources(self, tensor: int, sources: Sequence[native.Source]) -> None:
         """The same for the low versions; all tensors have them, or none."""
-        self._set_sources(hooks.set_low_sources, hooks.LOW, tensor, sources)
+        self._set_sources(native.set_low_sources, native.LOW, tensor, sources)
 
-    def _set_sources(self, function, version: int, tensor: int, sources: Sequence[hooks.Source]) -> None:
-        self._check(function(self.handle, tensor, (hooks.Source * len(sources))(*sources), len(sources)))
+    def _set_sources(self, function, version: int, tensor: int, sources: Sequence[native.Source]) -> None:
+        self._check(function(self.handle, tensor, (native.Source * len(sources))(*sources), len(sources)))
         self._slots[version][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
 
     def slots(self, *, low: bool = False) -> list[np.ndarray]:
         """[n_experts] int64 for each tensor: bytes that each expert's slice takes in the arena. Empty if there are no such versions."""
-        slots = self._slots[hooks.LOW if low else hooks.HIGH]
+        slots = self._slots[native.LOW if low else native.HIGH]
         return [slots[tensor] for tensor in sorted(slots)]
 
     @property
     def arena_floor(self) -> int:
         """Bytes of the smallest arena for high versions that can make progress."""
-        return hooks.arena_floor(self.handle, hooks.HIGH)
+        return native.arena_floor(self.handle, native.HIGH)
 
     @property
     def arena_full(self) -> int:
         """Bytes of the arena that holds every slice in its high version."""
-        return hooks.arena_full(self.handle, hooks.HIGH)
+        return native.arena_full(self.handle, native.HIGH)
 
     @property
     def low_arena_floor(self) -> int:
         """`arena_floor` of the low versions; 0 if there are none."""
-        return hooks.arena_floor(self.handle, hooks.LOW)
+        return native.arena_floor(self.handle, native.LOW)
 
     @property
     def low_arena_full(self) -> int:
         """`arena_full` of the low versions; 0 if there are none."""
-        return hooks.arena_full(self.handle, hooks.LOW)
+        return native.arena_full(self.handle, native.LOW)
 
     def start(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
         self.set_arena_bytes(arena_bytes, low_arena_bytes)
-        self._check(hooks.start(self.handle))
+        self._check(native.start(self.handle))
         self._started = True
 
     def set_arena_bytes(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
         """Between decodes; a smaller arena evicts at once. High and low versions have an arena each, and take nothing from the other."""
-        self._check(hooks.set_arena_bytes(self.handle, arena_bytes, low_arena_bytes))
+        self._check(native.set_arena_bytes(self.handle, arena_bytes, low_arena_bytes))
 
     def clear(self) -> None:
         """Drops every resident slice."""
-        hooks.clear(self.handle)
+        native.clear(self.handle)
 
     # --- policy ---
 
@@ -243,13 +243,13 @@ class ExpertBuffer:
         The array is a view of native memory: do not use it after `close()`.
         """
         n_gates, n_experts = ctypes.c_int32(), ctypes.c_int32()
-        table = hooks.priorities(self.handle, n_gates, n_experts)
+        table = native.priorities(self.handle, n_gates, n_experts)
         return np.ctypeslib.as_array(table, (n_gates.value, n_experts.value))
 
     def publish(self) -> None:
-        hooks.publish(self.handle)
+        native.publish(self.handle)
 
-    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False, limit: int = -1) -> int:
+    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = native.ALL_MATRICES, *, low: bool = False, limit: int = -1) -> int:
         """These experts are expected: what is resident of them stays, what is absent is queued behind all demand.
 
         The gate gives up what it does not choose, or chooses in the other version. Returns the number of slices queued.
@@ -258,27 +258,27 @@ class ExpertBuffer:
             low: the low versions.
             limit: of the slices queued, -1 for none.
         """
-        return self._queue(hooks.prefetch, gate, experts, matrices, low, limit)
+        return self._queue(native.prefetch, gate, experts, matrices, low, limit)
 
-    def preload(self, gate: int, experts: Sequence[int], matrices: int = hooks.ALL_MATRICES, *, low: bool = False) -> int:
+    def preload(self, gate: int, experts: Sequence[int], matrices: int = native.ALL_MATRICES, *, low: bool = False) -> int:
         """Like `prefetch`, but whatever gates say, until one speaks: a warm start, in the time in which nothing computes. Not counted as prefetched."""
-        return self._queue(hooks.preload, gate, experts, matrices, low)
+        return self._queue(native.preload, gate, experts, matrices, low)
 
     def _queue(self, function, gate: int, experts: Sequence[int], matrices: int, low: bool, *limit: int) -> int:
         array = (ctypes.c_int32 * len(experts))(*experts)
-        queued = function(self.handle, gate, array, len(experts), matrices, hooks.LOW if low else hooks.HIGH, *limit)
+        queued = function(self.handle, gate, array, len(experts), matrices, native.LOW if low else native.HIGH, *limit)
         if queued < 0:
             raise OptionError(f"gate {gate} has no such experts, or no such versions of them, or the buffer has not been started")
         return queued
 
     def prefetch_cancel(self, gate: int = -1) -> int:
         """Gives up prefetches for a gate, or for all; returns how many were queued or in flight."""
-        return hooks.prefetch_cancel(self.handle, gate)
+        return native.prefetch_cancel(self.handle, gate)
 
     def residency(self, *, low: bool = False) -> np.ndarray:
-        """[n_gates, n_experts] uint8; bit i is set where the slice of `hooks.MATRICES[i]` is resident, in its low version if so asked."""
+        """[n_gates, n_experts] uint8; bit i is set where the slice of `native.MATRICES[i]` is resident, in its low version if so asked."""
         out = np.zeros(self.priorities.shape, np.uint8)
-        self._check(hooks.residency(self.handle, hooks.LOW if low else hooks.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
+        self._check(native.residency(self.handle, native.LOW if low else native.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
         return out
 
     # --- precision ---
@@ -289,9 +289,9 @@ class ExpertBuffer:
         Raises:
             OptionError: out of range, or it needs low versions and there is no arena for them.
         """
-        rule = hooks.Rule(t1, t2, prefill_low_share, hooks.RULE_BLIND if blind else 0)
-        if hooks.set_rule(self.handle, rule) != 0:
-            raise OptionError(hooks.last_error().decode("utf-8", "replace"))
+        rule = native.Rule(t1, t2, prefill_low_share, native.RULE_BLIND if blind else 0)
+        if native.set_rule(self.handle, rule) != 0:
+            raise OptionError(native.last_error().decode("utf-8", "replace"))
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
         """Appends decisions that the next gate events take instead of the rule's; returns how many are left.
@@ -303,9 +303,9 @@ class ExpertBuffer:
             OptionError: not decisions, or low ones without an arena for low versions.
         """
         array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
-        left = hooks.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
+        left = native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
         if left < 0:
-            raise OptionError(hooks.last_error().decode("utf-8", "replace"))
+            raise OptionError(native.last_error().decode("utf-8", "replace"))
         return left
 
     # --- events ---
@@ -316,7 +316,7 @@ class ExpertBuffer:
         What the callback raises is kept, ends the callbacks, and is raised by `check()`.
         """
         if callback is None:
-            native = hooks.GateCallback()
+            delivery = native.GateCallback()
         else:
             kept = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
 
@@ -333,13 +333,13 @@ class ExpertBuffer:
                     except BaseException as error:  # must not cross the C frame below
                         self._exception = error
 
-            native = hooks.GateCallback(deliver)
-        self._check(hooks.set_gate_callback(self.handle, native, None, ring_bytes))  # the old one is no longer called
-        self._callback = native
+            delivery = native.GateCallback(deliver)
+        self._check(native.set_gate_callback(self.handle, delivery, None, ring_bytes))  # the old one is no longer called
+        self._callback = delivery
 
     def drain(self) -> None:
         """Returns when every event posted so far has been delivered."""
-        hooks.drain(self.handle)
+        native.drain(self.handle)
 
     def check(self) -> None:
         """Raises what a gate callback raised, or `ReadError` for a read that failed, since the last call."""
@@ -347,44 +347,44 @@ class ExpertBuffer:
             error, self._exception = self._exception, None
             raise error
         message = ctypes.create_string_buffer(1024)
-        if hooks.take_error(self.handle, message, len(message)):
+        if native.take_error(self.handle, message, len(message)):
             raise ReadError(message.value.decode("utf-8", "replace"))
 
     # --- watching ---
 
     def log_reads(self, on: bool = True) -> None:
         """Whether finished reads are kept for `take_reads()`."""
-        self._flags = self._flags | hooks.FLAG_LOG_READS if on else self._flags & ~hooks.FLAG_LOG_READS
-        self._check(hooks.set_flags(self.handle, self._flags))
+        self._flags = self._flags | native.FLAG_LOG_READS if on else self._flags & ~native.FLAG_LOG_READS
+        self._check(native.set_flags(self.handle, self._flags))
 
     def take_reads(self) -> np.ndarray:
-        """The reads that ended since the last call, the oldest first: fields of `hooks.Read` (C struct `moeoff_read`).
+        """The reads that ended since the last call, the oldest first: fields of `native.Read` (C struct `moeoff_read`).
 
         Of many the last 65,536 are there; `seq` has a gap where the log had no room.
         """
         parts = []
         while True:
-            out = (hooks.Read * 256)()
-            n = hooks.take_reads(self.handle, out, len(out))
+            out = (native.Read * 256)()
+            n = native.take_reads(self.handle, out, len(out))
             parts.append(np.frombuffer(out, READ_DTYPE, n))
             if n < len(out):
                 return np.concatenate(parts) if len(parts) > 1 else parts[0]
 
-    def stats(self) -> hooks.Stats:
-        stats = hooks.Stats()
-        hooks.get_stats(self.handle, stats)
+    def stats(self) -> native.Stats:
+        stats = native.Stats()
+        native.get_stats(self.handle, stats)
         return stats
 
     def reset_stats(self) -> None:
-        hooks.reset_stats(self.handle)
+        native.reset_stats(self.handle)
 
     def stall_ns(self) -> np.ndarray:
         """[n_gates] uint64: how long compute waited for each gate's slices."""
         n_gates = self.priorities.shape[0]
         out = np.zeros(n_gates, np.uint64)
-        self._check(hooks.get_stall(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)), n_gates))
+        self._check(native.get_stall(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)), n_gates))
         return out
 
     def _check(self, result: int) -> None:
         if result != 0:
-            raise MoeoffError(hooks.last_error().decode("utf-8", "replace"))
+            raise MoeoffError(native.last_error().decode("utf-8", "replace"))

@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from . import hooks
+from . import native
 from .buffer import ExpertBuffer
 from .errors import Cancelled
 
@@ -25,7 +25,7 @@ class Cancellation:
         with self._lock:
             if self._n_open:
                 self.requested = True
-                hooks.set_cancelled(self._buffer.handle, True)
+                native.set_cancelled(self._buffer.handle, True)
 
     def withdraw(self) -> None:
         """Forgets a request that nobody noticed: of an answer that was left in the middle."""
@@ -35,7 +35,7 @@ class Cancellation:
     def _withdraw(self) -> None:
         if self.requested:
             self.requested = False
-            hooks.set_cancelled(self._buffer.handle, False)
+            native.set_cancelled(self._buffer.handle, False)
 
     @contextlib.contextmanager
     def in_progress(self) -> Iterator[None]:

@@ -12,9 +12,9 @@ import sys
 from dataclasses import replace
 
 from .answer import Answer, Answerer, Template
+from .console import remark
 from .errors import ContextError, MoeoffError, OptionError
 from .memory import format_size, rss
-from .run import dim
 
 QUOTES = '"""'
 
@@ -82,7 +82,7 @@ class Chat:
         """
         name, budget = os.path.basename(self._llm.model_path), self._llm.plan.budget
         memory = f", {format_size(budget)} of memory{share}" if budget else ""
-        dim(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
+        remark(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
         while True:
             try:
                 line = self._read()
@@ -104,11 +104,11 @@ class Chat:
     def _command(self, name: str, argument: str) -> None:
         command = self._commands.get(name)
         if command is None:
-            return dim(f"{name}: there is no such command; /help lists those there are")
+            return remark(f"{name}: there is no such command; /help lists those there are")
         try:
             command(argument)
         except (MoeoffError, OSError) as error:
-            dim(str(error))
+            remark(str(error))
 
     def _prompt(self) -> list[dict]:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
@@ -122,38 +122,38 @@ class Chat:
             answer = self._answerer.answer(self._template.tokens(self._prompt()), writer.write)
         except ContextError as error:
             self._messages.pop()
-            return dim(_overflow(error, bool(self._messages)))
+            return remark(_overflow(error, bool(self._messages)))
         except MoeoffError as error:
             self._messages.pop()
             writer.end()
-            return dim(str(error))
+            return remark(str(error))
         writer.end()
         if answer.text.strip():
             self._messages.append({"role": "assistant", "content": answer.text})
         else:
             self._messages.pop()  # stopped before the first word: as if it had not been asked
         self._answers.append(answer)
-        dim(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
+        remark(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
         if answer.context_full:
-            dim(f"the context of {answer.n_ctx} tokens is full: /reset begins a new conversation, -c N at the start makes it larger")
+            remark(f"the context of {answer.n_ctx} tokens is full: /reset begins a new conversation, -c N at the start makes it larger")
 
     def _help(self, _argument: str) -> None:
         print(HELP)
 
     def _reset(self, _argument: str) -> None:
         self._messages.clear()
-        dim("the conversation is forgotten")
+        remark("the conversation is forgotten")
 
     def _set_system(self, text: str) -> None:
         if not text:
-            return dim(f"system prompt: {self._system}" if self._system else "there is no system prompt")
+            return remark(f"system prompt: {self._system}" if self._system else "there is no system prompt")
         old, self._system = self._system, None if text == "-" else unquote(text)
         try:
             self._template.tokens([*self._prompt(), {"role": "user", "content": "?"}])
         except MoeoffError:  # some templates have no place for it
             self._system = old
             raise
-        dim("system prompt set" if self._system else "system prompt removed")
+        remark("system prompt set" if self._system else "system prompt removed")
 
     def _save(self, file: str) -> None:
         if not file:
@@ -170,20 +170,20 @@ class Chat:
             raise OptionError(f"{file}: exists already; choose another name") from None
         except OSError as error:
             raise OptionError(f"{file}: cannot be written: {error.strerror}") from None
-        dim(f"{len(self._messages)} messages written to {file}")
+        remark(f"{len(self._messages)} messages written to {file}")
 
     def _memory(self, size: str) -> None:
         if size:
             self._llm.set_memory(size)
         s = self._llm.stats()
         budget = f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""
-        dim(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}")
+        remark(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}")
 
     def _stats(self, _argument: str) -> None:
         s = self._total()
         if s is None:
-            return dim("nothing was asked yet")
-        dim(
+            return remark("nothing was asked yet")
+        remark(
             f"{len(self._answers)} answers: {s.prompt_tokens} prompt tokens computed, {s.prompt_tps:.1f} tok/s; "
             f"{s.gen_tokens} generated, {s.gen_tps:.1f} tok/s\n"
             f"experts: hit rate {s.hit_rate:.1%}, {format_size(s.bytes_read)} read, {s.evictions} evictions, stalled {s.stall_seconds:.2f} s\n"

@@ -167,13 +167,13 @@ def doctor(**options) -> None:
 @_one_sentence
 def convert(**options) -> None:
     """Repack a model's experts into a companion file, in one or more precisions. The model stays as it is."""
-    from .convert import bar
+    from .console import progress_bar
     from .convert import convert as command
     from .memory import format_size
 
     try:
-        with bar("converting") as progress:
-            done = command(**options, progress=progress)
+        with progress_bar("bytes") as progress:
+            done = command(**options, progress=progress and functools.partial(progress, "converting"))
     except KeyboardInterrupt:
         click.echo("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"), err=True)
         raise
@@ -192,12 +192,12 @@ def convert(**options) -> None:
 @_one_sentence
 def verify(**options) -> None:
     """Compare a companion with its hashes, and with the model that it was made of."""
-    from .convert import bar
+    from .console import progress_bar
     from .memory import format_size
     from .verify import verify as command
 
-    with bar("verifying") as progress:
-        done = command(**options, progress=progress)
+    with progress_bar("bytes") as progress:
+        done = command(**options, progress=progress and functools.partial(progress, "verifying"))
     belongs = f"made of {done.model}" if done.model else "its model is not beside it and was not checked (give -m)"
     click.echo(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")
 
@@ -253,15 +253,15 @@ def eval_(**options) -> None:
 @_one_sentence
 def calibrate(max_loss, tier, thresholds, experts, bits_plan, tolerance, types, measure, seed, **options) -> None:
     """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
+    from .console import progress_bar
     from .errors import OptionError
-    from .progress import stages_bar
 
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
     if bits_plan:
         from .precision_report import write_plan
 
-        with stages_bar() as progress:
+        with progress_bar() as progress:
             path, _ = write_plan(**options, tolerance=tolerance, types=types, measure=measure, progress=progress)
         click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
         return
@@ -269,14 +269,14 @@ def calibrate(max_loss, tier, thresholds, experts, bits_plan, tolerance, types, 
         from .contract import parse_loss
         from .precision_report import calibrate_loss
 
-        with stages_bar() as progress:
+        with progress_bar() as progress:
             negotiated = calibrate_loss(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, experts=experts, progress=progress)
         found = "" if negotiated.contract.choose(parse_loss(max_loss)) else "; nothing but lossless keeps the bound"
         click.echo(f"{negotiated.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{found}")
         return
     from .calibrate import calibrate as command
 
-    with stages_bar() as progress:
+    with progress_bar() as progress:
         done = command(**options, seed=seed, progress=progress)
     click.echo(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
     if done.recall is not None:

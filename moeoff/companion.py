@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import hooks
+from . import native
 from .container import ModelFile, unpack
 from .errors import ModelError, OptionError
 from .layout import Layout, Span
@@ -50,7 +50,7 @@ _SAMPLE = 4096
 def hash64(data, seed: int = 0) -> int:
     """XXH64 of each MiB of a contiguous buffer in turn, seeded with the one before."""
     array = np.frombuffer(data, np.uint8)
-    return hooks.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed)
+    return native.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed)
 
 
 class Hasher:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -138,18 +137,3 @@ def _guess(conversion: Conversion, threads: int) -> float:
                     costs[span.type, type] = (time.perf_counter() - started) / (rows * span.shape[0])
                 seconds += costs[span.type, type] * span.shape[0] * span.shape[1] / threads
     return seconds
-
-
-@contextlib.contextmanager
-def bar(verb: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar with rate and remaining time on a terminal's standard error; None if nobody looks."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    columns = (TextColumn(verb), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(verb, total=None)
-        yield lambda done, total: shown.update(task, completed=done, total=total)

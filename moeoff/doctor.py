@@ -43,15 +43,15 @@ def check_fork() -> Iterator[Finding]:
     version = metadata.version("llama-cpp-python")
     yield Finding("moeoff", OK, __version__)
     yield Finding("fork", OK, f"llama-cpp-python {version}")  # another one would have ended at `import moeoff`
-    from . import hooks  # raises ForkError if the two do not speak the same language
+    from . import native  # raises ForkError if the two do not speak the same language
 
-    yield Finding("interface", OK, f"version {hooks.abi_version()}, structs agree")
+    yield Finding("interface", OK, f"version {native.abi_version()}, structs agree")
 
 
 def check_cpu() -> Iterator[Finding]:
     from llama_cpp import llama_cpp as binding
 
-    from . import hooks  # noqa: F401  before llama.cpp is asked anything
+    from . import native  # noqa: F401  before llama.cpp is asked anything
 
     text = binding.llama_print_system_info().decode()
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
@@ -90,7 +90,7 @@ def _cpu_quota() -> float | None:
 
 
 def check_openmp() -> Iterator[Finding]:
-    spin = os.environ.get("GOMP_SPINCOUNT")  # hooks sets it unless the user has
+    spin = os.environ.get("GOMP_SPINCOUNT")  # native sets it unless the user has
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity"):
         yield Finding("openmp", WARNING, "threads spin while they wait and take the cores from the I/O threads", "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT")
     else:

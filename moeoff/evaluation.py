@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from .companion import KEEP
+from .console import progress_bar, remark
 from .errors import OptionError
 from .evaluate import Reference, evaluate, interruptible, read_windows
 from .memory import peak_rss, trim
 from .quality import Estimate, Quality
 
-__all__ = ["evaluation", "open_model", "token_bar"]
+__all__ = ["evaluation", "open_model"]
 
 N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
 
@@ -70,11 +71,11 @@ def evaluation(
                 pass  # what is wrong with the options comes before minutes of computing
             with open_model(model, ctx, **(options | {"experts": False, "verify_reads": False})) as llm:
                 windows = read_windows(llm, text, ctx, chunks)
-                with token_bar("lossless", len(windows) * ctx) as progress, interruptible(llm) as call:
+                with _token_bar("lossless", len(windows) * ctx) as progress, interruptible(llm) as call:
                     reference = stack.enter_context(call(Reference.record, llm, windows, mode, progress))
         with open_model(model, ctx, **lower, **options) as llm:
             windows = read_windows(llm, text, ctx, chunks)
-            with token_bar("evaluating", len(windows) * ctx) as progress, interruptible(llm) as call:
+            with _token_bar("evaluating", len(windows) * ctx) as progress, interruptible(llm) as call:
                 started = time.perf_counter()
                 scores = call(evaluate, llm, windows, reference, mode=mode, progress=progress)
                 seconds = time.perf_counter() - started
@@ -103,10 +104,8 @@ def evaluation(
     what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
     _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*by_text, *([("all", whole)] if len(names) > 1 else [])])
     n_tokens = len(windows) * ctx
-    from .run import dim
-
     said = [f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s", f"{scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read", stats.receipt]
-    dim(" | ".join(part for part in said if part))
+    remark(" | ".join(part for part in said if part))
 
 
 def _windows_of(windows, text: int) -> slice:
@@ -143,15 +142,6 @@ def interval(estimate: Estimate, form: str) -> str:
 
 
 @contextlib.contextmanager
-def token_bar(verb: str, total: int) -> Iterator[Callable[[int], None] | None]:
-    """A bar of tokens with the remaining time on a terminal's standard error; None if nobody looks."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn(verb), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task(verb, total=total)
-        yield lambda done: shown.update(task, completed=done)
+def _token_bar(stage: str, total: int) -> Iterator[Callable[[int], None] | None]:
+    with progress_bar("tokens") as update:
+        yield update and (lambda done: update(stage, done, total))

@@ -14,7 +14,7 @@ from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_
 from dataclasses import dataclass, field
 
 from .errors import ModelError
-from .hooks import lib
+from .native import lib
 
 EXPERT_PATTERN = r"ffn_(gate|up|down|gate_up)_(ch)?exps\.weight$"
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from . import hooks  # first: it prepares the process for llama.cpp  # isort: skip
+from . import native  # first: it prepares the process for llama.cpp  # isort: skip
 
 import llama_cpp
 from llama_cpp import llama_cpp as _binding
@@ -193,7 +193,7 @@ class Llama(llama_cpp.Llama):
                 attach_driver, self._buffer, self.strategy, layout, trace, n_lanes=n_lanes, profile=self.profile, precision=precision, replay=replay
             )
             self._driver = self._attach()
-            _binding.llama_set_abort_callback(self._ctx.ctx, hooks.should_abort, self._buffer.handle)
+            _binding.llama_set_abort_callback(self._ctx.ctx, native.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:
                 recall(self._buffer, layout, self._budget.arenas)
@@ -277,7 +277,7 @@ class Llama(llama_cpp.Llama):
     def context_memory(self) -> tuple[int, int, int, int]:
         """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
         out = (ctypes.c_uint64 * 4)()
-        hooks.context_memory(self._ctx.ctx, out)
+        native.context_memory(self._ctx.ctx, out)
         return tuple(out)
 
     @property

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import hooks
+from . import native
 from .companion import KEEP, Choice, Companion, hash64
 from .contract import SECTION, Candidate, Contract, upper_loss
 from .errors import OptionError
@@ -151,7 +151,7 @@ class Trials:
         quality = scores.quality()
         if decode:
             n = max(int(self._counts.sum()), 1)
-            low, skipped = self._counts[hooks.LOW] / n, self._counts[hooks.SKIP] / n
+            low, skipped = self._counts[native.LOW] / n, self._counts[native.SKIP] / n
         else:
             uses = max(after.expert_uses - before.expert_uses, 1)
             low, skipped = (after.served_low - before.served_low) / uses, 0.0
@@ -162,7 +162,7 @@ class Trials:
     def _count(self, event) -> None:
         if len(event.ids) == 1:
             if event.versions is None:
-                self._counts[hooks.HIGH] += event.ids.size
+                self._counts[native.HIGH] += event.ids.size
             else:
                 self._counts += np.bincount(event.versions.ravel(), minlength=3)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import hooks
+from . import native
 from .buffer import ExpertBuffer, GateEvent
 from .judge import Judge
 from .precision import LOSSLESS, Precision
@@ -111,9 +111,9 @@ class Prefetcher:
             return self._buffer.prefetch(gate, best.tolist(), limit=limit)
         scores = self.predictor.router.gated(p.scores[0]) if p.logits else p.scores[0]
         versions = self._versions(scores[best])
-        queued = self._buffer.prefetch(gate, best[versions == hooks.HIGH].tolist(), limit=limit)
-        self._buffer.prefetch(gate, best[versions != hooks.HIGH].tolist(), limit=0)  # those that are resident will serve
-        if low := best[versions == hooks.LOW].tolist():
+        queued = self._buffer.prefetch(gate, best[versions == native.HIGH].tolist(), limit=limit)
+        self._buffer.prefetch(gate, best[versions != native.HIGH].tolist(), limit=0)  # those that are resident will serve
+        if low := best[versions == native.LOW].tolist():
             queued += self._buffer.prefetch(gate, low, low=True, limit=limit - queued)
         return queued
 
@@ -121,10 +121,10 @@ class Prefetcher:
         """What the rule would say of these candidates, the likeliest first, if their scores were gate weights (HOBBIT §3.3)."""
         total = scores[: self._n_used].sum()
         if total <= 0 or scores[-1] < 0:
-            return np.full(len(scores), hooks.HIGH)
+            return np.full(len(scores), native.HIGH)
         s = np.minimum((np.cumsum(scores) - scores) / total, 1)
         s[0] = 0
-        return np.where(s <= self._rule.t1, hooks.HIGH, np.where(s <= self._rule.t2, hooks.LOW, hooks.SKIP))
+        return np.where(s <= self._rule.t1, native.HIGH, np.where(s <= self._rule.t2, native.LOW, native.SKIP))
 
     def _read_union(self, p: Prediction) -> None:
         """A batch: everything some token is likely to choose, the most wanted first (Fate §4.3)."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
-import sys
 
 import numpy as np
 
 from .cache import get_policy
+from .console import progress_bar
 from .errors import OptionError
 from .memory import format_size, parse_size
 from .reads import DEMAND_LEVEL
@@ -33,13 +34,11 @@ def report(*, traces: tuple[str, ...], strategy: tuple[str, ...] = (), memory: t
         get_policy(name)
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
     results = []
-    with _bar(len(arenas) * len(names) * len(trace.events)) as advance:
-        for arena in arenas:
-            for name in names:
-                advance(name, 0)
-                result = simulate(trace, name, arena, seed=seed, progress=lambda n: advance(None, n))
-                results.append(result)
-                advance(None, len(trace.events), True)
+    runs = [(arena, name) for arena in arenas for name in names]
+    with progress_bar("events") as update:
+        for i, (arena, name) in enumerate(runs, 1):
+            progress = update and functools.partial(lambda stage, n: update(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
+            results.append(simulate(trace, name, arena, seed=seed, progress=progress))
     if plot:
         from .plots import plot as draw
 
@@ -102,31 +101,3 @@ def _table(rows: list[dict], full: int) -> str:
             f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}"
         )
     return "\n".join(lines)
-
-
-class _bar:
-    """A bar on a terminal's standard error; nothing elsewhere."""
-
-    def __init__(self, total: int):
-        self._total, self._done, self._progress = total, 0, None
-
-    def __enter__(self):
-        if sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description:<16}"), BarColumn(), TextColumn("{task.percentage:3.0f}%"), TimeRemainingColumn())
-            self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-            self._task = self._progress.add_task("", total=self._total)
-            self._progress.start()
-        return self._advance
-
-    def _advance(self, name: str | None, n: int, finished: bool = False) -> None:
-        if self._progress:
-            self._progress.update(self._task, completed=self._done + n, **({"description": name} if name else {}))
-        if finished:
-            self._done += n
-
-    def __exit__(self, *_exc) -> None:
-        if self._progress:
-            self._progress.stop()

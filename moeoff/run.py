@@ -9,6 +9,7 @@ import random
 import sys
 from dataclasses import fields
 
+from .console import remark
 from .errors import OptionError
 from .memory import DEFAULT_SHARE
 
@@ -120,8 +121,8 @@ def open_model(kind, model: str, *, experts: str | None = None, no_experts: bool
     Raises:
         MoeoffError: the model, the budget or an option is no good.
     """
+    from .console import loading_bar
     from .layout import Layout
-    from .progress import loading_bar
 
     if experts and no_experts:
         raise OptionError("give --experts or --no-experts, not both")
@@ -163,10 +164,5 @@ def _answer(answerer, prompt: str, system: str | None, raw: bool, as_json: bool,
 
     answer = answerer.answer(tokens, write)
     write("\n")
-    dim(answer.summary() + share)
+    remark(answer.summary() + share)
     return answer
-
-
-def dim(text: str) -> None:
-    """A remark on stderr, quieter than the answer if that is a terminal."""
-    print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)

@@ -12,8 +12,6 @@ import argparse
 import sys
 from pathlib import Path
 
-import moeoff.hooks  # noqa: F401  prepares the process before anything loads llama.cpp
-
 
 def record(model: str, out: Path, texts: dict[str, str], n_tokens: int, n_ctx: int) -> None:
     """One trace for each text: tokens fed one by one, a new sequence each `n_ctx` tokens."""

@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import moeoff.hooks  # noqa: F401  isort: skip
 import click
 import numpy as np
 

@@ -19,7 +19,7 @@ import numpy as np
 
 import moeoff
 from eval_callback import WithCallback
-from moeoff import hooks
+from moeoff import native
 from moeoff.cache import Event
 from moeoff.calibrate import cap_hidden, fit
 from moeoff.layout import Layout
@@ -47,7 +47,7 @@ class Watched(WithCallback):
     """Keeps what the attention of each layer reads: the node attn_norm-N."""
 
     def __init__(self, *args, **kwargs):
-        lib = hooks.lib
+        lib = native.lib
         self._name = lib.ggml_get_name
         self._name.restype, self._name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
         self._bytes = lib.ggml_nbytes

@@ -1,8 +1,8 @@
 """moeoff.Llama that shows every node of its graphs while they are computed: for benchmarks and tests, it is slow."""
 
-import moeoff.hooks  # noqa: I001  first: it prepares the process before anything loads llama.cpp
-
 import llama_cpp
+
+import moeoff.native
 
 
 class WithCallback(moeoff.Llama):

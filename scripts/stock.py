@@ -1,7 +1,5 @@
 """Stock llama.cpp from the library that moeoff uses, without an expert buffer: what everything is compared with."""
 
-import moeoff.hooks  # noqa: F401, I001  the same OpenMP settings for both
-
 import llama_cpp
 
 

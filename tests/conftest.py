@@ -1,5 +1,3 @@
-import moeoff.hooks  # noqa: F401, I001  prepares the process before anything loads llama.cpp
-
 import os
 import shutil
 import signal

@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_bool, c_char, c_char_p, c_int, c_int32,
 import numpy as np
 
 from moeoff.errors import ModelError
-from moeoff.hooks import lib
+from moeoff.native import lib
 from moeoff.quantize import needs_imatrix, quantize, type_name
 
 F32, F16, I32 = 0, 1, 26  # enum ggml_type

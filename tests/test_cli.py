@@ -216,7 +216,7 @@ class Version:
     def __call__(self):
         return 999
 binding._lib = Other(binding._lib)
-import moeoff.hooks
+import moeoff.native
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1

@@ -26,7 +26,7 @@ from ggml_api import (
     write,
 )
 
-from moeoff import hooks
+from moeoff import native
 from moeoff.buffer import ExpertBuffer
 from moeoff.errors import MoeoffError, ReadError
 from moeoff.memory import slot_bytes
@@ -55,19 +55,19 @@ class Reserved:
         with open(path, "wb") as file:
             for i, data in enumerate(slices):
                 if data is None:
-                    self.sources.append(hooks.Source(-1, NONE, 0, 0))
+                    self.sources.append(native.Source(-1, NONE, 0, 0))
                     continue
                 file.write(b"\xff" * (32 * (2 * i + 1)))  # a multiple of 32, never of a page; what lies between is no weight
                 file.write(b"\xff" * (-file.tell() % 32))
-                self.sources.append(hooks.Source(0, types[i], file.tell(), data.nbytes))
+                self.sources.append(native.Source(0, types[i], file.tell(), data.nbytes))
                 file.write(data.tobytes())
         self.buffer = ExpertBuffer(**options)
         self._context = Context()
         self.tensor = self._context.tensor(types[0], *shape, len(slices), name="blk.0.ffn_up_exps.weight")
         with self.buffer.loading():
-            self._context.allocate(hooks.buffer_type())
-        assert hooks.n_tensors(self.buffer.handle) == 1
-        assert hooks.add_file(self.buffer.handle, str(path).encode()) == 0
+            self._context.allocate(native.buffer_type())
+        assert native.n_tensors(self.buffer.handle) == 1
+        assert native.add_file(self.buffer.handle, str(path).encode()) == 0
         self.buffer.set_sources(0, self.sources)
         assert self.buffer.arena_floor == 2 * self.slot
         assert self.buffer.arena_full == sum(slot_bytes(s.nbytes) for s in slices if s is not None)
@@ -325,7 +325,7 @@ def test_large_arena_reads_once(tmp_path, backend):
         stats = reserved.buffer.stats()
         assert (stats.evictions, stats.reads, stats.resident_slices) == (0, N_EXPERT, N_EXPERT)
         assert stats.bytes_read == sum(source.nbytes for source in reserved.sources)
-        assert (reserved.buffer.residency() == 1 << hooks.MATRICES.index("up")).all()
+        assert (reserved.buffer.residency() == 1 << native.MATRICES.index("up")).all()
 
 
 def test_resizing_between_computes(tmp_path, backend):
@@ -383,28 +383,28 @@ def test_read_error_and_recovery(direct_io, tmp_path, backend):
     buffer = reserved.buffer
     with plain, reserved, Op(plain, reserved, n_tokens=16, n_used=N_EXPERT) as op:
         op.assert_equal(backend, rng)
-        assert not hooks.should_abort(buffer.handle)
+        assert not native.should_abort(buffer.handle)
 
         content = reserved.path.read_bytes()
         cut = reserved.sources[2].offset + 100  # experts 0 and 1 remain
         with open(reserved.path, "r+b") as file:
             file.truncate(cut)
-        backend.set_abort_callback(hooks.should_abort, buffer.handle)
+        backend.set_abort_callback(native.should_abort, buffer.handle)
         for n_threads in (1, 2, 4):
             op.compute(backend, 1, n_threads, status=ABORTED)
-            assert hooks.should_abort(buffer.handle)
+            assert native.should_abort(buffer.handle)
             with pytest.raises(ReadError) as error:
                 buffer.check()
             offsets = [str(s.offset) for s in reserved.sources[2:]]
             assert str(reserved.path) in str(error.value) and "truncated" in str(error.value)
             assert any(f"at offset {offset} " in str(error.value) for offset in offsets), str(error.value)
-            assert not hooks.should_abort(buffer.handle)
+            assert not native.should_abort(buffer.handle)
             buffer.check()  # taken: nothing is left
         assert buffer.stats().read_errors >= 3
 
         reserved.path.write_bytes(content)
         for n_threads in (1, 2, 4):
             op.assert_equal(backend, rng, n_threads)
-        assert not hooks.should_abort(buffer.handle)
+        assert not native.should_abort(buffer.handle)
         stats = buffer.stats()
         assert stats.arena_committed <= stats.arena_bytes

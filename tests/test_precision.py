@@ -16,12 +16,12 @@ import pytest
 from logits import assert_bit_equal, greedy_logits
 
 import moeoff
-from moeoff import OptionError, hooks
+from moeoff import OptionError, native
 from moeoff.convert import convert
 from moeoff.precision import Precision
 from moeoff.trace import Trace
 
-HIGH, LOW = hooks.HIGH, hooks.LOW
+HIGH, LOW = native.HIGH, native.LOW
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True}
 LOSSY = Precision(0.4, 0.8, 0.4, "Q4_0")
@@ -177,7 +177,7 @@ def test_more_precision_is_closer(model):
     assert distance[0] < distance[1]
 
 
-def settled(llm) -> hooks.Stats:
+def settled(llm) -> native.Stats:
     """The counters once nothing is read any more."""
     buffer, last = llm.expert_buffer, None
     while last is None or last.reads < buffer.stats().reads:

@@ -9,7 +9,7 @@ import pytest
 from logits import assert_bit_equal, greedy_logits
 
 import moeoff
-from moeoff import OptionError, hooks
+from moeoff import OptionError, native
 from moeoff.judge import BLOCK, ORDER
 from moeoff.layout import Layout
 from moeoff.precision import Precision
@@ -133,7 +133,7 @@ class Recorder:
         return queued
 
     def stats(self):
-        return hooks.Stats()
+        return native.Stats()
 
 
 def test_prefetches_by_predicted_weight():

@@ -6,7 +6,7 @@ import pexpect
 
 SCRIPT = """
 import os, sys, time
-from moeoff.progress import loading_bar
+from moeoff.console import loading_bar
 null = os.open(os.devnull, os.O_WRONLY)
 with loading_bar("demo.gguf", 1 << 30) as update:
     kept = os.dup(1), os.dup(2)

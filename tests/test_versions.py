@@ -11,13 +11,13 @@ import pytest
 from ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read, write
 from test_kernel import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
 
-from moeoff import OptionError, hooks
+from moeoff import OptionError, native
 from moeoff.buffer import ExpertBuffer
 from moeoff.errors import MoeoffError
 from moeoff.memory import slot_bytes
 from moeoff.quantize import type_from_name
 
-HIGH, LOW, SKIP = hooks.HIGH, hooks.LOW, hooks.SKIP
+HIGH, LOW, SKIP = native.HIGH, native.LOW, native.SKIP
 Q8_0, Q4_0, Q4_K, Q2_K, F16 = (type_from_name(name) for name in ("Q8_0", "Q4_0", "Q4_K", "Q2_K", "F16"))
 MATRICES = ("up", "gate")
 
@@ -43,12 +43,12 @@ class Block:
                     sources[version].append([])
                     for row in data[version]:
                         file.write(b"\xff" * 96)
-                        sources[version][-1].append(hooks.Source(0, self.types[version], file.tell(), row.nbytes))
+                        sources[version][-1].append(native.Source(0, self.types[version], file.tell(), row.nbytes))
                         file.write(row.tobytes())
         self.tensors = [self._context.tensor(high, N_COLS, N_ROWS, N_EXPERT, name=f"blk.0.ffn_{m}_exps.weight") for m in MATRICES]
         with self.buffer.loading():
-            self._context.allocate(hooks.buffer_type())
-        assert hooks.add_file(self.buffer.handle, str(path).encode()) == 0
+            self._context.allocate(native.buffer_type())
+        assert native.add_file(self.buffer.handle, str(path).encode()) == 0
         for i in range(len(MATRICES)):
             self.buffer.set_sources(i, sources[HIGH][i])
             self.buffer.set_low_sources(i, sources[LOW][i])
@@ -76,7 +76,7 @@ class Block:
 
     def resident(self, low: bool) -> np.ndarray:
         """[n_expert] bool: all matrices are there."""
-        mask = sum(1 << hooks.MATRICES.index(m) for m in MATRICES)
+        mask = sum(1 << native.MATRICES.index(m) for m in MATRICES)
         return self.buffer.residency(low=low)[0] == mask
 
 

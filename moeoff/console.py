@@ -1,0 +1,101 @@
+"""What a terminal shows beside the output: progress bars and remarks, on standard error. Nothing is drawn where that is no terminal.
+
+rich is imported when a bar appears: a command that shows none does not pay for it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+LOADING_DELAY = 0.3  # seconds; a model that loads faster shows no bar
+LOADING_INTERVAL = 0.1
+
+
+def remark(text: str) -> None:
+    """A line on standard error, dimmed if that is a terminal."""
+    print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def progress_bar(unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
+    """Yields `update(stage, done, total)`, or None where standard error is no terminal. One bar at a time: a new stage replaces the last.
+
+    Args:
+        unit: "bytes" for sizes with their rate, else a word such as "tokens" behind the count.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+
+    amount = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
+    with Progress(TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as shown:
+        task = shown.add_task("", total=None, visible=False)
+        current = ""
+
+        def update(stage: str, done: int, total: int) -> None:
+            nonlocal current
+            if stage != current:
+                shown.reset(task, description=stage, visible=True)
+                current = stage
+            shown.update(task, completed=done, total=total)
+
+        yield update
+
+
+@contextmanager
+def loading_bar(name: str, nbytes: int) -> Iterator[Callable[[float], None] | None]:
+    """Yields a function that takes the loaded fraction, or None where standard error is no terminal.
+
+    Apart from `progress_bar`, because llama_cpp redirects both descriptors while it loads: this bar writes to a copy of its own.
+    """
+    if not sys.stderr.isatty():
+        yield None
+        return
+    with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as terminal:
+        bar = _LoadingBar(name, nbytes, terminal)
+        try:
+            yield bar.update
+        finally:
+            bar.stop()
+
+
+class _LoadingBar:
+    def __init__(self, name: str, nbytes: int, terminal):
+        self._name, self._nbytes, self._terminal = name, nbytes, terminal
+        self._progress = None
+        self._next = time.monotonic() + LOADING_DELAY
+
+    def update(self, fraction: float) -> None:
+        now = time.monotonic()
+        if now < self._next or (self._progress is None and fraction >= 1):
+            return
+        self._next = now + LOADING_INTERVAL
+        if self._progress is None:
+            self._start()
+        self._progress.update(self._task, completed=int(fraction * self._nbytes), refresh=True)
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+        columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
+        self._progress = Progress(
+            *columns,
+            console=Console(file=self._terminal, force_terminal=True),
+            auto_refresh=False,
+            transient=True,
+            redirect_stdout=False,  # both are llama_cpp's while it loads
+            redirect_stderr=False,
+        )
+        self._task = self._progress.add_task(self._name, total=self._nbytes)
+        self._progress.start()
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
