@@ -11,7 +11,7 @@ from .buffer import ExpertBuffer
 from .cache import create, get_policy
 from .driver import Driver
 from .errors import OptionError
-from .layout import Layout
+from .gguf.layout import Layout
 from .precision import LOSSLESS, Precision
 from .prefetch import Prefetcher
 from .profile import Profile

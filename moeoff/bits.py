@@ -24,11 +24,11 @@ from .convert import convert
 from .errors import OptionError
 from .evaluate import Reference, Window, evaluate, read_windows
 from .evaluation import open_model
+from .gguf.layout import Layout
+from .gguf.quantize import needs_imatrix, type_from_name
 from .importance import estimate_importance
-from .layout import Layout
 from .mixture import Mixture
 from .quality import Estimate, Quality
-from .quantize import needs_imatrix, type_from_name
 from .tiers import bits_per_weight, nearest, place
 
 __all__ = ["BitsPlan", "Planner", "Trial", "default_types", "measure_importance"]

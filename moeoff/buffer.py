@@ -19,7 +19,7 @@ import numpy as np
 from . import native
 from .companion import Choice
 from .errors import ModelError, MoeoffError, OptionError, ReadError
-from .layout import EXPERT_PATTERN, Layout, Span
+from .gguf.layout import EXPERT_PATTERN, Layout, Span
 from .memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size

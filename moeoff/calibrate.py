@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .errors import ModelError, OptionError
-from .layout import Layout
+from .gguf.layout import Layout
 from .llama import Llama
 from .predict import PREDICTORS
 from .profile import Profile, profile_path

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import native
-from .container import ModelFile, unpack
 from .errors import ModelError, OptionError
-from .layout import Layout, Span
-from .quantize import row_bytes
+from .gguf.file import ModelFile, unpack
+from .gguf.layout import Layout, Span
+from .gguf.quantize import row_bytes
 
 __all__ = [
     "ALIGNMENT",

@@ -15,7 +15,7 @@ import numpy as np
 from .companion import KEEP, Choice
 from .errors import OptionError
 from .footprint import expected_bytes
-from .layout import Layout
+from .gguf.layout import Layout
 from .precision import Precision
 from .profile import Profile
 from .quality import Estimate, student

@@ -21,13 +21,13 @@ from functools import cached_property
 import numpy as np
 
 from .companion import ALIGNMENT, FORMAT_VERSION, Hasher, hash64, seal, slice_name, source_sample
-from .container import Tensor, header_bytes, pack, pack_array
 from .errors import Cancelled, ModelError, OptionError, WriteError
-from .imatrix import Imatrix
-from .layout import Layout, Span
+from .gguf.file import Tensor, header_bytes, pack, pack_array
+from .gguf.imatrix import Imatrix
+from .gguf.layout import Layout, Span
+from .gguf.quantize import _NOT_WRITTEN, dequantize, needs_imatrix, quantize, row_bytes, type_name
 from .memory import format_size
 from .part import Part
-from .quantize import _NOT_WRITTEN, dequantize, needs_imatrix, quantize, row_bytes, type_name
 from .tiers import Place, Tier, place
 
 __all__ = ["Conversion", "Job"]

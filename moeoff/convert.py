@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from .companion import companion_path
 from .conversion import Conversion
 from .errors import OptionError
-from .imatrix import Imatrix
-from .layout import Layout
-from .quantize import dequantize, quantize
+from .gguf.imatrix import Imatrix
+from .gguf.layout import Layout
+from .gguf.quantize import dequantize, quantize
 from .tiers import TWIN, Tier, read_plan
 
 __all__ = ["Converted", "convert"]

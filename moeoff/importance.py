@@ -16,8 +16,8 @@ from .buffer import RING_BYTES, GateEvent
 from .companion import Companion
 from .evaluate import Window, evaluate
 from .evaluation import open_model
-from .layout import Layout, Span
-from .quantize import dequantize
+from .gguf.layout import Layout, Span
+from .gguf.quantize import dequantize
 from .tiers import place
 
 __all__ = ["estimate_importance"]

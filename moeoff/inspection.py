@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 
 from .disk import DiskRate, probe
 from .footprint import Footprint, SliceKind, expected_bytes, slice_kinds
-from .layout import Layout
+from .gguf.layout import Layout
 from .memory import MIB, available, format_size
 from .run import DEFAULT_CTX
 

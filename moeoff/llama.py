@@ -27,7 +27,7 @@ from .contract import Contract, parse_loss
 from .driver import Driver
 from .errors import Cancelled, ModelError, MoeoffError, OptionError
 from .footprint import require_room, usual_share
-from .layout import Layout
+from .gguf.layout import Layout
 from .log import set_log
 from .memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
 from .plan import Needs, Plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from .companion import Companion, Slice
-from .layout import Span
+from .gguf.layout import Span
 from .tiers import BITS, place
 
 __all__ = ["Mixture"]

@@ -24,7 +24,7 @@ from .contract import SECTION, Candidate, Contract, upper_loss
 from .errors import OptionError
 from .evaluate import Reference, Window, evaluate, interruptible, n_scored, read_windows
 from .evaluation import open_model
-from .layout import Layout
+from .gguf.layout import Layout
 from .precision import Precision
 from .profile import Profile, profile_path
 

@@ -9,7 +9,7 @@ from .bits import BitsPlan, Planner
 from .contract import Candidate, parse_loss
 from .errors import OptionError
 from .evaluation import interval
-from .layout import Layout
+from .gguf.layout import Layout
 from .memory import format_size
 from .negotiation import CTX, Negotiated, negotiate
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from .companion import source_sample
 from .errors import ModelError
-from .layout import Layout
+from .gguf.layout import Layout
 
 __all__ = ["VERSION", "Profile", "profile_path"]
 

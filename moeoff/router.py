@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .errors import ModelError
-from .layout import Layout, Span
+from .gguf.layout import Layout, Span
 from .product import product
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]

@@ -53,7 +53,7 @@ def run(
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
         raise OptionError(f"{stats_json}: there is no such folder to write statistics into")
     if hf_repo:
-        from .hub import download, parse
+        from .gguf.hub import download, parse
 
         parse(hf_repo)
     prompt = _prompt(prompt, file)
@@ -122,7 +122,7 @@ def open_model(kind, model: str, *, experts: str | None = None, no_experts: bool
         MoeoffError: the model, the budget or an option is no good.
     """
     from .console import loading_bar
-    from .layout import Layout
+    from .gguf.layout import Layout
 
     if experts and no_experts:
         raise OptionError("give --experts or --no-experts, not both")

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from .companion import KEEP
 from .errors import ModelError, OptionError
-from .layout import Span
-from .quantize import fits, row_bytes, type_from_name, type_name
+from .gguf.layout import Span
+from .gguf.quantize import fits, row_bytes, type_from_name, type_name
 
 __all__ = ["BITS", "TWIN", "Place", "Tier", "nearest", "place", "read_plan", "twin"]
 

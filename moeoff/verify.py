@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from .companion import Companion, hash_range, slice_name
 from .errors import ModelError
-from .layout import Layout
+from .gguf.layout import Layout
 
 __all__ = ["Verified", "verify"]
 

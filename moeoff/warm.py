@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from .buffer import ExpertBuffer
-from .layout import Layout
+from .gguf.layout import Layout
 from .paths import cache_folder
 
 VERSION = 1  # "low" came later, and is not in every file

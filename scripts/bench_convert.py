@@ -25,8 +25,8 @@ import click
 import numpy as np
 
 from moeoff.convert import convert
-from moeoff.layout import Layout
-from moeoff.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.gguf.layout import Layout
+from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_offload import drop_from_page_cache, run

@@ -30,8 +30,8 @@ from moeoff.contract import Candidate
 from moeoff.convert import convert
 from moeoff.evaluate import read_windows
 from moeoff.evaluation import interval, open_model
+from moeoff.gguf.layout import Layout
 from moeoff.importance import estimate_importance
-from moeoff.layout import Layout
 from moeoff.negotiation import Trials, relative_bytes
 from moeoff.precision import Precision
 from moeoff.quality import Quality, spearman

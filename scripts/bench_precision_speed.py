@@ -24,7 +24,7 @@ from rich.console import Console
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_offload import drop_from_page_cache, machine, measure
 from cgroup import disk_cgroup
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 
 LOSSLESS = "lossless"
 

@@ -22,7 +22,7 @@ from eval_callback import WithCallback
 from moeoff import native
 from moeoff.cache import Event
 from moeoff.calibrate import cap_hidden, fit
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS, create, top_k, widened
 from moeoff.predict.gate import CrossLayerGate
 from moeoff.recording import LENGTH, Recording, batch_size, record, sequences

@@ -19,7 +19,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_offload import machine, measure, median
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 from moeoff.strategy import PRESETS
 
 COLUMNS = {

@@ -120,7 +120,7 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
 
 def disk_rate(model: str, seconds: float, lanes: int) -> dict:
     """MB/s of direct reads at the places and sizes of random expert slices."""
-    from moeoff.layout import Layout
+    from moeoff.gguf.layout import Layout
 
     layout = Layout.read(model)
     n = layout.n_expert

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 
-from moeoff.container import partial_file
 from moeoff.errors import ModelError, MoeoffError
-from moeoff.quantize import quantize, type_from_name
+from moeoff.gguf.file import partial_file
+from moeoff.gguf.quantize import quantize, type_from_name
 
 __all__ = ["export_demo"]
 

@@ -30,9 +30,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from moeoff.container import ModelFile, ModelWriter, Tensor, pack
 from moeoff.errors import ModelError, MoeoffError
-from moeoff.quantize import quantize_chunks, type_from_name
+from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
+from moeoff.gguf.quantize import quantize_chunks, type_from_name
 
 __all__ = ["Growth", "grow_model"]
 

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from moeoff.container import ModelFile, ModelWriter, Tensor
 from moeoff.errors import MoeoffError
-from moeoff.quantize import fits, needs_imatrix, quantize_chunks, type_from_name, type_name
+from moeoff.gguf.file import ModelFile, ModelWriter, Tensor
+from moeoff.gguf.quantize import fits, needs_imatrix, quantize_chunks, type_from_name, type_name
 
 __all__ = ["Requantized", "requantize_experts"]
 

@@ -22,9 +22,9 @@ import numpy as np
 import moeoff
 from eval_callback import WithCallback
 from moeoff.buffer import ExpertBuffer
-from moeoff.layout import EXPERT_PATTERN, Layout
+from moeoff.gguf.layout import EXPERT_PATTERN, Layout
+from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes
-from moeoff.quantize import type_from_name
 from requantize_experts import requantize_experts
 from stock import Stock
 

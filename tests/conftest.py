@@ -80,7 +80,7 @@ def calibrated(demo, tmp_path_factory):
     import numpy as np
 
     from moeoff.calibrate import calibrate
-    from moeoff.layout import Layout
+    from moeoff.gguf.layout import Layout
     from moeoff.profile import Profile, profile_path
 
     model = shutil.copy(demo, tmp_path_factory.mktemp("calibrate") / "model.gguf")

@@ -11,8 +11,8 @@ from ctypes import POINTER, Structure, c_bool, c_char, c_char_p, c_int, c_int32,
 import numpy as np
 
 from moeoff.errors import ModelError
+from moeoff.gguf.quantize import needs_imatrix, quantize, type_name
 from moeoff.native import lib
-from moeoff.quantize import needs_imatrix, quantize, type_name
 
 F32, F16, I32 = 0, 1, 26  # enum ggml_type
 SUCCESS, ABORTED = 0, 1  # enum ggml_status
@@ -118,7 +118,7 @@ assert ctypes.sizeof(Tensor) + _OBJECT_SIZE == _tensor_overhead(), "struct ggml_
 
 
 def quantizable_types() -> dict[str, int]:
-    """Every type of this build that `moeoff.quantize` can write, by name."""
+    """Every type of this build that `moeoff.gguf.quantize` can write, by name."""
     types = {}
     for number in range(256):
         try:

@@ -3,7 +3,7 @@
 import struct
 from pathlib import Path
 
-from moeoff.container import ModelFile, ModelWriter
+from moeoff.gguf.file import ModelFile, ModelWriter
 
 
 def split_model(source: str, folder: Path, n_parts: int) -> list[Path]:

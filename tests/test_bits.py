@@ -14,10 +14,10 @@ from moeoff.companion import KEEP, Companion
 from moeoff.convert import convert
 from moeoff.evaluate import evaluate
 from moeoff.evaluation import open_model
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
+from moeoff.gguf.quantize import type_name
 from moeoff.mixture import Mixture
 from moeoff.quality import spearman
-from moeoff.quantize import type_name
 from moeoff.tiers import read_plan
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}

@@ -19,7 +19,7 @@ from moeoff import calibrate as module
 from moeoff.cache import Shape, create
 from moeoff.calibrate import calibrate, cap_hidden
 from moeoff.errors import ModelError, OptionError
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS
 from moeoff.predict import create as create_predictor
 from moeoff.profile import Profile, profile_path

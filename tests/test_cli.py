@@ -148,7 +148,7 @@ def test_start_up_time(command, limit):
 
 
 def test_dense_model(moeoff_command, demo, tmp_path):
-    from moeoff.container import ModelFile, ModelWriter
+    from moeoff.gguf.file import ModelFile, ModelWriter
 
     path = tmp_path / "dense.gguf"
     with ModelFile(demo) as model:

@@ -22,10 +22,10 @@ import moeoff
 from eval_callback import WithCallback
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.companion import Companion, companion_path
-from moeoff.container import ModelFile, ModelWriter, pack
 from moeoff.convert import convert
-from moeoff.layout import Layout
-from moeoff.quantize import quantize, type_name
+from moeoff.gguf.file import ModelFile, ModelWriter, pack
+from moeoff.gguf.layout import Layout
+from moeoff.gguf.quantize import quantize, type_name
 from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2

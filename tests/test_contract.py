@@ -19,12 +19,12 @@ from moeoff.convert import convert
 from moeoff.evaluate import Reference, evaluate, read_windows
 from moeoff.evaluation import open_model
 from moeoff.footprint import Footprint, usual_share
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
+from moeoff.gguf.quantize import type_from_name
 from moeoff.negotiation import negotiate
 from moeoff.precision import Precision
 from moeoff.profile import Profile, profile_path
 from moeoff.quality import Estimate
-from moeoff.quantize import type_from_name
 from requantize_experts import requantize_experts
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}

@@ -23,11 +23,11 @@ from hypothesis import strategies as st
 
 from moeoff import ModelError, OptionError, conversion
 from moeoff.companion import ALIGNMENT, Companion, hash64
-from moeoff.container import ModelFile, ModelWriter, Tensor, pack
 from moeoff.convert import convert
 from moeoff.errors import WriteError
-from moeoff.imatrix import Imatrix
-from moeoff.quantize import fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
+from moeoff.gguf.imatrix import Imatrix
+from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
 from moeoff.tiers import nearest, twin
 from moeoff.verify import verify
 

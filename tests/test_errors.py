@@ -27,7 +27,7 @@ def files(demo, tmp_path_factory):
     """Path of each kind of bad file by name."""
     from split_model import split_model
 
-    from moeoff.container import ModelFile, ModelWriter
+    from moeoff.gguf.file import ModelFile, ModelWriter
 
     folder = tmp_path_factory.mktemp("files")
     with open(demo, "rb") as file:
@@ -146,7 +146,7 @@ FUZZ = """
 import sys
 from moeoff.errors import MoeoffError
 from moeoff.inspection import examine
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 seed, count, source, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 import os, random, shutil
 with open(source, "rb") as file:
@@ -191,7 +191,7 @@ def test_option_that_the_binding_does_not_know(demo):
 
 
 def test_changed_file(demo, tmp_path):
-    from moeoff.layout import Layout
+    from moeoff.gguf.layout import Layout
 
     path = tmp_path / "model.gguf"
     shutil.copy(demo, path)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from moeoff.errors import ModelError, OptionError
-from moeoff.hub import choose, parse
+from moeoff.gguf.hub import choose, parse
 
 FILES = """README.md config.json imatrix.gguf mmproj-F16.gguf Qwen3-30B-A3B-BF16-00002-of-00002.gguf Qwen3-30B-A3B-BF16-00001-of-00002.gguf
 Qwen3-30B-A3B-Q4_K_M.gguf Qwen3-30B-A3B-Q4_K_S.gguf Qwen3-30B-A3B-IQ4_XS.gguf Qwen3-30B-A3B-UD-Q4_K_XL.gguf

@@ -6,8 +6,8 @@ import pytest
 
 import moeoff
 from moeoff.footprint import Footprint, kv_bytes, slice_kinds
+from moeoff.gguf.layout import Layout
 from moeoff.inspection import OVERLAP, examine, speed
-from moeoff.layout import Layout
 from moeoff.memory import MIB
 
 

@@ -29,8 +29,8 @@ from ggml_api import (
 from moeoff import native
 from moeoff.buffer import ExpertBuffer
 from moeoff.errors import MoeoffError, ReadError
+from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes
-from moeoff.quantize import type_from_name
 
 N_COLS, N_ROWS, N_EXPERT, N_USED = 512, 48, 8, 3
 TYPES = quantizable_types()

@@ -16,8 +16,8 @@ from split_model import split_model
 
 import moeoff
 from moeoff import BudgetError, ModelError, OptionError, ReadError
-from moeoff.layout import Layout
-from moeoff.quantize import type_from_name
+from moeoff.gguf.layout import Layout
+from moeoff.gguf.quantize import type_from_name
 from requantize_experts import requantize_experts
 from stock import Stock
 

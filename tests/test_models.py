@@ -14,14 +14,14 @@ from gguf import GGMLQuantizationType as T
 from gguf import GGUFReader
 
 from moeoff.errors import ModelError
-from moeoff.quantize import fits, quantize, type_from_name, type_name
+from moeoff.gguf.quantize import fits, quantize, type_from_name, type_name
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 from export_demo import export_demo
 from grow_model import Growth, grow_model
-from moeoff.container import ModelFile, ModelWriter, Tensor, pack
+from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
 from requantize_experts import requantize_experts
 
 DEMO = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"

@@ -11,7 +11,7 @@ import pytest
 from moeoff import Llama
 from moeoff.cache import Event
 from moeoff.errors import OptionError
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
 from moeoff.predict.gate import shallow_boundary
 from moeoff.predict.path import PRIOR_ONE, PRIOR_TWO

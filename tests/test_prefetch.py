@@ -10,8 +10,8 @@ from logits import assert_bit_equal, greedy_logits
 
 import moeoff
 from moeoff import OptionError, native
+from moeoff.gguf.layout import Layout
 from moeoff.judge import BLOCK, ORDER
-from moeoff.layout import Layout
 from moeoff.precision import Precision
 from moeoff.predict import PREDICTORS, Prediction
 from moeoff.prefetch import Prefetcher

@@ -11,7 +11,7 @@ import pytest
 
 from moeoff import profile
 from moeoff.errors import ModelError
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 from moeoff.profile import VERSION, Profile, profile_path
 
 

@@ -11,15 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeoff.errors import ModelError
-from moeoff.quantize import (
-    dequantize,
-    needs_imatrix,
-    quantize,
-    quantize_chunks,
-    row_bytes,
-    type_from_name,
-    type_name,
-)
+from moeoff.gguf.quantize import dequantize, needs_imatrix, quantize, quantize_chunks, row_bytes, type_from_name, type_name
 
 # Relative RMS error of quantizing normally distributed values, measured, rounded up.
 RMS_ERROR = {

@@ -7,7 +7,7 @@ import pytest
 from arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, tokens, write_model
 
 from moeoff import Llama
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 from moeoff.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, gating_of
 
 

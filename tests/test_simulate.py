@@ -10,7 +10,7 @@ import pytest
 from moeoff import BudgetError, Llama, OptionError
 from moeoff.cache import Event, Policy, create
 from moeoff.driver import Driver
-from moeoff.layout import Layout
+from moeoff.gguf.layout import Layout
 from moeoff.simulate import _Zero, simulate
 from moeoff.trace import Model, TensorInfo, Trace
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .errors import ModelError
+from ..errors import ModelError
 from .quantize import dequantize, row_bytes
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .container import ModelFile
-from .errors import ModelError
+from ..errors import ModelError
+from .file import ModelFile
 
 __all__ = ["Imatrix"]
 

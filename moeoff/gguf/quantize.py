@@ -21,7 +21,8 @@ from math import prod
 import numpy as np
 
 from moeoff.errors import ModelError
-from moeoff.q2_0 import quantize_q2_0
+
+from .q2_0 import quantize_q2_0
 
 __all__ = [
     "dequantize",
@@ -148,7 +149,7 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
     """Quantize rows: f32 [n_rows, n_cols] -> uint8 [n_rows, row_bytes(type, n_cols)].
 
     imatrix: f32 [n_cols], the importance of each column (any positive scale), or None.
-    search: Q2_0 with searched scales (`moeoff.q2_0`) instead of ggml's; of no effect on other types.
+    search: Q2_0 with searched scales (`moeoff.gguf.q2_0`) instead of ggml's; of no effect on other types.
     Raises ModelError if the row length does not fit, the values are not finite, the type cannot be written by ggml
     (Q8_1, Q8_K, integers), or it needs an imatrix and none is given. F32, F16 and BF16 are plain conversions and take
     any value.

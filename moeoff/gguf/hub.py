@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable
 
-from .errors import ModelError, OptionError
+from ..errors import ModelError, OptionError
 
 DEFAULT_QUANT = "Q4_K_M"
 
