@@ -13,10 +13,10 @@ from .driver import Driver
 from .errors import OptionError
 from .gguf.layout import Layout
 from .precision import LOSSLESS, Precision
+from .predict.router import Router
 from .prefetch import Prefetcher
 from .profile import Profile
 from .replay import Replay
-from .router import Router
 from .strategy import Strategy
 from .trace import Model, TraceWriter
 

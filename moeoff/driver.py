@@ -12,9 +12,9 @@ import numpy as np
 
 from .buffer import ExpertBuffer, GateEvent
 from .cache import Event, Policy
+from .predict.router import Router
 from .prefetch import Prefetcher
 from .replay import Replay
-from .router import Router
 from .trace import TraceWriter
 
 

@@ -22,8 +22,8 @@ from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS
 from moeoff.predict import create as create_predictor
+from moeoff.predict.router import Router
 from moeoff.profile import Profile, profile_path
-from moeoff.router import Router
 
 ROOT = Path(__file__).parent.parent
 

@@ -15,9 +15,10 @@ from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
 from moeoff.predict.gate import shallow_boundary
 from moeoff.predict.path import PRIOR_ONE, PRIOR_TWO
+from moeoff.predict.recording import Recording
+from moeoff.predict.router import Router
 from moeoff.predict.tokens import PRIOR
-from moeoff.recording import Recording, batch_size, record, sequences
-from moeoff.router import Router
+from moeoff.recording import batch_size, record, sequences
 from moeoff.trace import Model, TensorInfo
 
 ROOT = Path(__file__).parent.parent

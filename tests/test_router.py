@@ -8,7 +8,7 @@ from arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, 
 
 from moeoff import Llama
 from moeoff.gguf.layout import Layout
-from moeoff.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, gating_of
+from moeoff.predict.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, gating_of
 
 
 def layers_of(model: Llama) -> list[int]:

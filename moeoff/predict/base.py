@@ -14,10 +14,10 @@ import numpy as np
 
 from ..cache import Event
 from ..errors import OptionError
-from ..router import Router
+from .router import Router
 
 if TYPE_CHECKING:
-    from ..recording import Recording
+    from .recording import Recording
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..cache import Event
-from ..product import product
 from .base import Prediction, Predictor, top_k, widened
+from .matmul import matmul
 
 SHALLOW = 0.85  # of the median layer's recall
 
@@ -45,7 +45,7 @@ class _Ahead(Predictor):
         if step is None or event.gate_input is None:
             return []
         weight, bias, targets = step
-        logits = product(event.gate_input, weight)
+        logits = matmul(event.gate_input, weight)
         if bias is not None:
             logits += bias
         router = self.router

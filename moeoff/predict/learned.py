@@ -8,8 +8,8 @@ import numpy as np
 
 from ..cache import Event
 from ..errors import OptionError
-from ..product import product
 from .base import Prediction, Predictor
+from .matmul import matmul
 
 STRIDES = (1, 2)
 EPOCHS, FINE_EPOCHS = 8, 4  # the last ones at a quarter of the learning rate
@@ -47,10 +47,10 @@ class Learned(Predictor):
         if step is None or event.gate_input is None:
             return []
         first, first_bias, second, second_bias = step
-        hidden = product(event.gate_input, first)
+        hidden = matmul(event.gate_input, first)
         hidden += first_bias
         np.maximum(hidden, 0, out=hidden)
-        logits = product(hidden, second)
+        logits = matmul(hidden, second)
         logits += second_bias
         np.negative(logits, out=logits)
         np.exp(np.minimum(logits, 80, out=logits), out=logits)

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..errors import OptionError
-from ..router import Router
 from .base import Predictor
 from .blend import Blend
 from .gate import CrossLayerGate, StackedGate
 from .learned import Learned
 from .path import EAP, ActivationPath
+from .router import Router
 from .tokens import PreviousToken, TokenTable
 
 PREDICTORS: dict[str, type[Predictor]] = {p.name: p for p in (CrossLayerGate, StackedGate, ActivationPath, EAP, TokenTable, PreviousToken, Learned, Blend)}

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .errors import ModelError
-from .gguf.layout import Layout, Span
-from .product import product
+from ..errors import ModelError
+from ..gguf.layout import Layout, Span
+from .matmul import matmul
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]
 
@@ -136,7 +136,7 @@ class Router:
 
     def logits(self, gate: int, x: np.ndarray) -> np.ndarray:
         """[n_tokens, n_experts] float32, of gate inputs [n_tokens, n_embd]."""
-        out = product(x, self.weights[gate])
+        out = matmul(x, self.weights[gate])
         if self.bias[gate] is not None:
             out += self.bias[gate]
         return out

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def product(x: np.ndarray, w: np.ndarray) -> np.ndarray:
+def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
     """x @ w.T of [n, d] and [m, d], on the calling thread alone.
 
     BLAS would wake threads of its own, even for a vector, and take the cores from the threads that compute the next layer:
