@@ -17,8 +17,8 @@ from .predict.router import Router
 from .prefetch import Prefetcher
 from .profile import Profile
 from .replay import Replay
+from .simulate.trace import Model, TraceWriter
 from .strategy import Strategy
-from .trace import Model, TraceWriter
 
 _WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input
 # what each policy takes of a profile, as its options

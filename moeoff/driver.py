@@ -15,7 +15,7 @@ from .cache import Event, Policy
 from .predict.router import Router
 from .prefetch import Prefetcher
 from .replay import Replay
-from .trace import TraceWriter
+from .simulate.trace import TraceWriter
 
 
 class Driver:

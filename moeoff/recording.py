@@ -17,7 +17,7 @@ from .llama import Llama
 from .memory import available
 from .predict.recording import Recording
 from .predict.router import Router
-from .trace import Model
+from .simulate.trace import Model
 
 __all__ = ["LENGTH", "batch_size", "record", "sequences"]
 

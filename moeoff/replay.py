@@ -8,7 +8,7 @@ import numpy as np
 
 from .buffer import ExpertBuffer, GateEvent
 from .errors import OptionError
-from .trace import Model, Trace
+from .simulate.trace import Model, Trace
 
 
 class Replay:

@@ -11,9 +11,9 @@ from .cache import get_policy
 from .console import progress_bar
 from .errors import OptionError
 from .memory import format_size, parse_size
-from .reads import DEMAND_LEVEL
-from .simulate import Result, simulate
-from .trace import Trace
+from .simulate.read_log import DEMAND_LEVEL
+from .simulate.simulator import Result, simulate
+from .simulate.trace import Trace
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
@@ -40,7 +40,7 @@ def report(*, traces: tuple[str, ...], strategy: tuple[str, ...] = (), memory: t
             progress = update and functools.partial(lambda stage, n: update(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
             results.append(simulate(trace, name, arena, seed=seed, progress=progress))
     if plot:
-        from .plots import plot as draw
+        from .simulate.plots import plot as draw
 
         draw(plot, trace, results)
     rows = [r.to_dict() | {"strategy": name, "gap_recovered": _gap(r, results)} for r, name in zip(results, names * len(arenas), strict=True)]

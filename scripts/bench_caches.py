@@ -39,7 +39,7 @@ def fit(traces: list[Path], out: Path) -> None:
 
     from moeoff.cache.learn import fit_score
     from moeoff.cache.learn_hobbit import fit_hobbit
-    from moeoff.trace import Trace
+    from moeoff.simulate.trace import Trace
 
     trace = mixed([Trace.read(t) for t in traces])
     np.savez_compressed(out, **fit_score(trace))
@@ -49,7 +49,7 @@ def fit(traces: list[Path], out: Path) -> None:
 
 def mixed(traces: list, piece: int = 256):
     """The traces' pieces of `piece` tokens in turn: the domain switches all the time."""
-    from moeoff.trace import Trace
+    from moeoff.simulate.trace import Trace
 
     n = piece * traces[0].model.n_gates
     longest = max(len(t.events) for t in traces)
@@ -58,8 +58,8 @@ def mixed(traces: list, piece: int = 256):
 
 def table(traces: dict[str, Path], calibration: list[Path], shares: list[int], names: list[str], start: int, n_tokens: int, seed: int = 0) -> None:
     """The table of docs/strategies.md on stdout."""
-    from moeoff.simulate import simulate
-    from moeoff.trace import Trace
+    from moeoff.simulate.simulator import simulate
+    from moeoff.simulate.trace import Trace
 
     counts = Trace.join([Trace.read(t) for t in calibration]).counts() if calibration else None
     read = {name: Trace.read(path) for name, path in traces.items()}
@@ -87,8 +87,8 @@ def table(traces: dict[str, Path], calibration: list[Path], shares: list[int], n
 def papers(traces: dict[str, Path], shares: list[int], start: int, n_tokens: int) -> None:
     """EdgeMoE's Fig. 13 (hit rates) and HOBBIT's Fig. 18 (penalties against random, resetting with each text or not)."""
     from moeoff.cache import Policy, register
-    from moeoff.simulate import simulate
-    from moeoff.trace import Trace
+    from moeoff.simulate.simulator import simulate
+    from moeoff.simulate.trace import Trace
 
     @register
     class Random(Policy):

@@ -267,7 +267,7 @@ def cost(args) -> None:
     t = 512
     ids = np.stack([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(t)]).astype(np.int32)
     inputs = rng.standard_normal((t, n, d)).astype(np.float16)
-    from moeoff.trace import Model, TensorInfo
+    from moeoff.simulate.trace import Model, TensorInfo
 
     model = Model("", k, tuple(TensorInfo(g, g, 0, e, 1) for g in range(n)))
     made = Recording(model, router, rng.integers(0, 64, t).astype(np.int32), np.arange(t) == 0, ids, np.ones(ids.shape, np.float32), inputs, None)

@@ -12,8 +12,8 @@ from moeoff.cache.hobbit import Hobbit
 from moeoff.cache.learn import HORIZONS, MAX_MATRIX, fit_score, next_use
 from moeoff.cache.learn_hobbit import fit_hobbit
 from moeoff.cache.score import Score
-from moeoff.simulate import simulate
-from moeoff.trace import Model, TensorInfo, Trace
+from moeoff.simulate.simulator import simulate
+from moeoff.simulate.trace import Model, TensorInfo, Trace
 
 SMALL = Path(__file__).parent / "data" / "small.trace"
 MODEL = Model("none", 2, tuple(TensorInfo(g, g, m, 16, 5000) for g in range(4) for m in (2, 1, 3)))

@@ -19,7 +19,7 @@ import moeoff
 from moeoff import OptionError, native
 from moeoff.convert import convert
 from moeoff.precision import Precision
-from moeoff.trace import Trace
+from moeoff.simulate.trace import Trace
 
 HIGH, LOW = native.HIGH, native.LOW
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2

@@ -19,7 +19,7 @@ from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
 from moeoff.predict.tokens import PRIOR
 from moeoff.recording import batch_size, record, sequences
-from moeoff.trace import Model, TensorInfo
+from moeoff.simulate.trace import Model, TensorInfo
 
 ROOT = Path(__file__).parent.parent
 TEXTS = [ROOT / "docs" / "design.md", ROOT / "moeoff" / "llama.py"]

@@ -11,8 +11,8 @@ from moeoff import BudgetError, Llama, OptionError
 from moeoff.cache import Event, Policy, create
 from moeoff.driver import Driver
 from moeoff.gguf.layout import Layout
-from moeoff.simulate import _Zero, simulate
-from moeoff.trace import Model, TensorInfo, Trace
+from moeoff.simulate.simulator import _Zero, simulate
+from moeoff.simulate.trace import Model, TensorInfo, Trace
 
 SMALL = Path(__file__).parent / "data" / "small.trace"
 ONE = Model("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))

@@ -8,8 +8,8 @@ import pytest
 
 from moeoff import Llama, OptionError
 from moeoff.buffer import READ_DTYPE, GateEvent
-from moeoff.reads import DEMAND_LEVEL, PREFETCH_LEVEL
-from moeoff.trace import Model, TensorInfo, Trace, TraceWriter
+from moeoff.simulate.read_log import DEMAND_LEVEL, PREFETCH_LEVEL
+from moeoff.simulate.trace import Model, TensorInfo, Trace, TraceWriter
 
 MODEL = Model("small.gguf", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
 

@@ -24,7 +24,7 @@ def fit_hobbit(trace, shares=SHARES, max_events: int = MAX_EVENTS, progress=None
     Raises:
         OptionError: an empty trace.
     """
-    from ..simulate import simulate  # the simulator imports the policies
+    from ..simulate.simulator import simulate  # the simulator imports the policies
 
     if not trace.events:
         raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")

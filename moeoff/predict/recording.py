@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..cache import Event
-from ..trace import Model, Trace
+from ..simulate.trace import Model, Trace
 from .router import Router
 
 __all__ = ["Recording"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from .errors import BudgetError
+from ..errors import BudgetError
 from .trace import Model
 
 
-class Slices:
+class SimulatedArena:
     """Slices of a model in an arena of `arena_bytes`: hits, misses and victims of one gate after the other.
 
     Slices are numbered as natively, tensor after tensor, in a grid [n_tensors, n_experts] as wide as the widest tensor.

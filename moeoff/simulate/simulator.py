@@ -1,4 +1,4 @@
-"""Replays traces through the live policies, with the native buffer's rules of eviction (`moeoff.slices`).
+"""Replays traces through the live policies, with the native buffer's rules of eviction (`moeoff.simulate.arena`).
 
 The same objects, the same order: only after a gate has its slices does the policy learn of it. So the replay of a run whose
 policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's choice (large
@@ -14,9 +14,9 @@ from itertools import islice
 
 import numpy as np
 
-from .cache import Policy, create
-from .cache.importance import miss_cost
-from .slices import Slices
+from ..cache import Policy, create
+from ..cache.importance import miss_cost
+from .arena import SimulatedArena
 from .trace import Trace
 
 
@@ -85,7 +85,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     if policy.static and type(policy).update is Policy.update and len({t.slot_bytes for t in model.tensors}) == 1:
         return _simulate_lru(trace, policy.name, arena_bytes, events, progress)
     policy.prepare(trace.events)
-    replay = Slices(model, arena_bytes)
+    replay = SimulatedArena(model, arena_bytes)
     table = policy.priorities if lag == "event" else policy.priorities.copy()
     last = model.n_gates - 1
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)

@@ -20,10 +20,10 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from .cache import Event, Shape
-from .errors import OptionError
-from .memory import slot_bytes
-from .reads import READ, pack, unpack
+from ..cache import Event, Shape
+from ..errors import OptionError
+from ..memory import slot_bytes
+from .read_log import READ, pack, unpack
 
 MAGIC, VERSION = b"MOEOFFTR", 3
 VERSIONS = (1, 2, 3)  # that can be read

@@ -6,8 +6,8 @@ import os
 
 import numpy as np
 
-from .errors import OptionError
-from .simulate import Result
+from ..errors import OptionError
+from .simulator import Result
 from .trace import Trace
 
 
