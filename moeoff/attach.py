@@ -9,13 +9,13 @@ from dataclasses import asdict
 from . import predict
 from .buffer import ExpertBuffer
 from .cache import create, get_policy
+from .companion.profile import Profile
 from .driver import Driver
 from .errors import OptionError
 from .gguf.layout import Layout
 from .precision import LOSSLESS, Precision
 from .predict.router import Router
 from .prefetch import Prefetcher
-from .profile import Profile
 from .replay import Replay
 from .simulate.trace import Model, TraceWriter
 from .strategy import Strategy

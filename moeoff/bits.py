@@ -19,17 +19,17 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .companion import KEEP, Companion
-from .convert import convert
+from .companion.composite import CompositeCompanion
+from .companion.convert import convert
+from .companion.file import KEEP, Companion
+from .companion.tiers import bits_per_weight, nearest, parse_tensor_name
 from .errors import OptionError
 from .evaluate import Reference, Window, evaluate, read_windows
 from .evaluation import open_model
 from .gguf.layout import Layout
 from .gguf.quantize import needs_imatrix, type_from_name
 from .importance import estimate_importance
-from .mixture import Mixture
 from .quality import Estimate, Quality
-from .tiers import bits_per_weight, nearest, place
 
 __all__ = ["BitsPlan", "Planner", "Trial", "default_types", "measure_importance"]
 
@@ -77,17 +77,17 @@ class Trial:
         self.companion, self.windows = companion, windows
         self._model, self._reference, self._options = model, reference, options
         self.layout = Layout.read(model)
-        self.experts = sorted({(place(name).layer, e) for name, e, _ in companion.slices if not place(name).chunk})
+        self.experts = sorted({(parse_tensor_name(name).layer, e) for name, e, _ in companion.slices if not parse_tensor_name(name).chunk})
 
     def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
         """Of the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""
-        mixture = Mixture(self.companion, default, others)
-        with open_model(self._model, len(self.windows[0].tokens), experts=mixture, tier=mixture.tiers[0], **self._options) as llm:
+        composite = CompositeCompanion(self.companion, default, others)
+        with open_model(self._model, len(self.windows[0].tokens), experts=composite, tier=composite.tiers[0], **self._options) as llm:
             return evaluate(llm, self.windows, self._reference).quality()
 
     def n_bytes(self, default: str, others: dict[tuple[int, int], str] = {}) -> int:  # noqa: B006
-        mixture = Mixture(self.companion, default, others)
-        return sum(s.nbytes for span in self.layout.experts.values() for s in mixture.sources(span, mixture.tiers[0]))
+        composite = CompositeCompanion(self.companion, default, others)
+        return sum(s.nbytes for span in self.layout.experts.values() for s in composite.sources(span, composite.tiers[0]))
 
 
 def default_types(layout: Layout) -> list[str]:

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import numpy as np
 
 from . import native
-from .companion import Choice
+from .companion.source import ExpertSource
 from .errors import ModelError, MoeoffError, OptionError, ReadError
-from .gguf.layout import EXPERT_PATTERN, Layout, Span
+from .gguf.layout import EXPERT_PATTERN, Layout, TensorSpan
 from .memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
@@ -143,7 +143,7 @@ class ExpertBuffer:
         finally:
             native.load_end(self.handle)
 
-    def attach(self, layout: Layout, choice: Choice = Choice(), low: Choice | None = None) -> None:
+    def attach(self, layout: Layout, source: ExpertSource = ExpertSource(), low: ExpertSource | None = None) -> None:
         """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its companion.
 
         Args:
@@ -153,7 +153,7 @@ class ExpertBuffer:
             ModelError: the file's tensors are not those that llama.cpp loaded, or the companion lacks one.
         """
         files = list(layout.files)
-        for c in (choice, low):
+        for c in (source, low):
             if c is not None and c.repacked and c.companion.path not in files:
                 files.append(c.companion.path)
         for path in files:
@@ -167,21 +167,21 @@ class ExpertBuffer:
             span = layout.experts.get(name)
             if span is None or span.nbytes != n_expert * info.nbytes:
                 raise ModelError(f"{layout.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
-            self.set_sources(index, self._sources(files, span, choice))
+            self.set_sources(index, self._sources(files, span, source))
             if low is not None:
                 self.set_low_sources(index, self._sources(files, span, low))
         self.buffered = bool(native.is_buffered(self.handle))
 
     @staticmethod
-    def _sources(files: list[str], span: Span, choice: Choice) -> list[native.Source]:
+    def _sources(files: list[str], span: TensorSpan, source: ExpertSource) -> list[native.Source]:
         """Of each expert of a tensor."""
-        if choice.repacked:
-            file = files.index(choice.companion.path)
-            slices = choice.companion.sources(span, choice.tier)
-            return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if choice.verify else 0) for s in slices]
+        if source.repacked:
+            file = files.index(source.companion.path)
+            slices = source.companion.sources(span, source.tier)
+            return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if source.verify else 0) for s in slices]
         n_expert = span.shape[2]
         nbytes = span.nbytes // n_expert
-        hashes = [choice.companion.source_hashes.get((span.name, e), 0) if choice.verify else 0 for e in range(n_expert)]
+        hashes = [source.companion.source_hashes.get((span.name, e), 0) if source.verify else 0 for e in range(n_expert)]
         return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
 
     def set_sources(self, tensor: int, sources: Sequence[native.Source]) -> None:

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .companion.profile import Profile, profile_path
 from .errors import ModelError, OptionError
 from .gguf.layout import Layout
 from .llama import Llama
 from .predict import PREDICTORS
 from .predict.recording import Recording
 from .predict.router import Router
-from .profile import Profile, profile_path
 from .recording import LENGTH, batch_size, record, sequences
 
 __all__ = ["Calibrated", "calibrate", "cap_hidden", "fit"]

@@ -167,8 +167,8 @@ def doctor(**options) -> None:
 @_one_sentence
 def convert(**options) -> None:
     """Repack a model's experts into a companion file, in one or more precisions. The model stays as it is."""
+    from .companion.convert import convert as command
     from .console import progress_bar
-    from .convert import convert as command
     from .memory import format_size
 
     try:
@@ -192,9 +192,9 @@ def convert(**options) -> None:
 @_one_sentence
 def verify(**options) -> None:
     """Compare a companion with its hashes, and with the model that it was made of."""
+    from .companion.verify import verify as command
     from .console import progress_bar
     from .memory import format_size
-    from .verify import verify as command
 
     with progress_bar("bytes") as progress:
         done = command(**options, progress=progress and functools.partial(progress, "verifying"))

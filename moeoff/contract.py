@@ -12,12 +12,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .companion import KEEP, Choice
+from .companion.file import KEEP
+from .companion.profile import Profile
+from .companion.source import ExpertSource
 from .errors import OptionError
 from .footprint import expected_bytes
 from .gguf.layout import Layout
 from .precision import Precision
-from .profile import Profile
 from .quality import Estimate, student
 
 __all__ = ["Candidate", "Contract", "Promise", "parse_loss", "upper_loss"]
@@ -161,7 +162,7 @@ class Contract:
         return cls(*(int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")), tuple(Candidate(**row) for row in rows))
 
     @classmethod
-    def find(cls, layout: Layout, profile: Profile | None, choice: Choice, max_loss: float, resident: float) -> Promise:
+    def find(cls, layout: Layout, profile: Profile | None, source: ExpertSource, max_loss: float, resident: float) -> Promise:
         """What a model's profile promises within a bound.
 
         Raises:
@@ -176,8 +177,8 @@ class Contract:
             contract = cls.from_section(section)
         except IndexError:
             raise OptionError(f"{profile.path}: was measured by an earlier moeoff: measure again: {way}") from None
-        if choice.companion is None or choice.companion.identity != contract.companion:
-            found = f"with another companion than {choice.companion.path}" if choice.companion else f"with a companion, and {model} has none now"
+        if source.companion is None or source.companion.identity != contract.companion:
+            found = f"with another companion than {source.companion.path}" if source.companion else f"with a companion, and {model} has none now"
             raise OptionError(f"{profile.path}: was measured {found}: measure again: {way}")
         return contract.promise(max_loss, resident)
 

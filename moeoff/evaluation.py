@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
-from .companion import KEEP
+from .companion.file import KEEP
 from .console import progress_bar, remark
 from .errors import OptionError
 from .evaluate import Reference, evaluate, interruptible, read_windows

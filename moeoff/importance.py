@@ -13,17 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 
 from .buffer import RING_BYTES, GateEvent
-from .companion import Companion
+from .companion.file import Companion
+from .companion.tiers import parse_tensor_name
 from .evaluate import Window, evaluate
 from .evaluation import open_model
-from .gguf.layout import Layout, Span
+from .gguf.layout import Layout, TensorSpan
 from .gguf.quantize import dequantize
-from .tiers import place
 
 __all__ = ["estimate_importance"]
 
 N_SAMPLES = 512  # tokens whose inputs are kept, of each gate
-_MATRIX = ("gate_up", "up", "gate", "down")  # numbers of Place.matrix
+_MATRIX = ("gate_up", "up", "gate", "down")  # numbers of TensorRole.matrix
 
 
 class _Sample:
@@ -62,9 +62,9 @@ def estimate_importance(layout: Layout, companion: Companion, tier: str, windows
     out: dict[tuple[int, int], float] = {}
     files = [os.open(path, os.O_RDONLY) for path in (*layout.files, companion.path)]
     try:
-        by_layer: dict[int, dict[str, Span]] = {}
+        by_layer: dict[int, dict[str, TensorSpan]] = {}
         for name, span in layout.experts.items():
-            where = place(name)
+            where = parse_tensor_name(name)
             if not where.chunk:
                 by_layer.setdefault(where.layer, {})[_MATRIX[where.matrix]] = span
         for layer, spans in by_layer.items():
@@ -94,7 +94,7 @@ def _listen(layout: Layout, windows: Sequence[Window], options: dict) -> dict[in
     return samples
 
 
-def _layer(spans: dict[str, Span], sample: _Sample | None, companion: Companion, tier: str, files: list[int]) -> np.ndarray:
+def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, companion: Companion, tier: str, files: list[int]) -> np.ndarray:
     n_experts = next(iter(spans.values())).shape[2]
     values = np.zeros(n_experts)
     if sample is None or not sample.n:
@@ -124,7 +124,7 @@ def _layer(spans: dict[str, Span], sample: _Sample | None, companion: Companion,
     return values
 
 
-def _read(fd: int, offset: int, nbytes: int, type: int, span: Span) -> np.ndarray:
+def _read(fd: int, offset: int, nbytes: int, type: int, span: TensorSpan) -> np.ndarray:
     return dequantize(os.pread(fd, nbytes, offset), type, (span.shape[1], span.shape[0]))
 
 

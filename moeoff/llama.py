@@ -21,7 +21,9 @@ from .attach import attach_driver, sections, wants_gate_input
 from .budget import Budget
 from .buffer import ExpertBuffer, GateEvent
 from .cancel import Cancellation
-from .companion import KEEP, Choice, Companion
+from .companion.file import KEEP, Companion
+from .companion.profile import Profile
+from .companion.source import ExpertSource
 from .contract import SECTION as CONTRACT_SECTION
 from .contract import Contract, parse_loss
 from .driver import Driver
@@ -32,7 +34,6 @@ from .log import set_log
 from .memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
 from .plan import Needs, Plan
 from .precision import LOSSLESS, Precision
-from .profile import Profile
 from .stats import Stats
 from .strategy import Strategy, get_strategy
 from .timing import Timing
@@ -144,15 +145,15 @@ class Llama(llama_cpp.Llama):
             self.profile = Profile.read(profile, layout) if profile else None
         if self.profile is not None:
             self.profile = self.profile.only(sections(self.strategy) | {CONTRACT_SECTION})
-        choice = Choice.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
+        source = ExpertSource.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
         self.promise = None
         if max_loss:
-            self.promise = Contract.find(layout, self.profile, choice, max_loss, usual_share(layout, n_ctx, budget, arena))
-            precision, choice = self.promise.precision, replace(choice, tier=self.promise.tier)
+            self.promise = Contract.find(layout, self.profile, source, max_loss, usual_share(layout, n_ctx, budget, arena))
+            precision, source = self.promise.precision, replace(source, tier=self.promise.tier)
         if not self.strategy.eager and not (precision.lossless and replay is None):
             raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
         self.precision = precision
-        low = choice.low(precision.tier) if precision.tier else None
+        low = source.low(precision.tier) if precision.tier else None
 
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         llama_cpp_kwargs["n_threads"] = llama_cpp_kwargs.get("n_threads") or n_cores
@@ -183,8 +184,8 @@ class Llama(llama_cpp.Llama):
                 except ValueError as error:  # llama_cpp's word for every failed load; llama.cpp's log has the reason
                     raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
             self._stack.callback(self._buffer.close)
-            self._buffer.attach(layout, choice, low)
-            self._tier = choice.tier
+            self._buffer.attach(layout, source, low)
+            self._tier = source.tier
             self._budget = Budget(self._buffer, budget, arena, self._needs(), precision.low_share)
             self._buffer.start(*self._budget.arenas)
             if not precision.lossless:

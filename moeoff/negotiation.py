@@ -19,14 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import native
-from .companion import KEEP, Choice, Companion, hash64
+from .companion.file import KEEP, Companion
+from .companion.hashing import hash64
+from .companion.profile import Profile, profile_path
+from .companion.source import ExpertSource
 from .contract import SECTION, Candidate, Contract, upper_loss
 from .errors import OptionError
 from .evaluate import Reference, Window, evaluate, interruptible, n_scored, read_windows
 from .evaluation import open_model
 from .gguf.layout import Layout
 from .precision import Precision
-from .profile import Profile, profile_path
 
 __all__ = ["Negotiated", "Trials", "negotiate", "relative_bytes"]
 
@@ -77,7 +79,7 @@ def negotiate(
     model = os.fspath(model)
     layout = Layout.read(model)
     layout.require_experts()
-    companion = Choice.make(layout, experts, KEEP).companion
+    companion = ExpertSource.make(layout, experts, KEEP).companion
     lower = [name for name in companion.tiers if name != KEEP] if companion else []
     if not lower:
         raise OptionError(f"{model}: has no companion with lower precision: make one with moeoff convert, or name it with --experts")

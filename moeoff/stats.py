@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, replace
 
 from .buffer import ExpertBuffer
-from .companion import KEEP
+from .companion.file import KEEP
 from .timing import Timing
 
 _COUNTERS = (

@@ -24,7 +24,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from moeoff.convert import convert
+from moeoff.companion.convert import convert
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
 

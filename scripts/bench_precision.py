@@ -25,9 +25,9 @@ import click
 import numpy as np
 
 from moeoff.bits import Planner, measure_importance
-from moeoff.companion import KEEP, Companion
+from moeoff.companion.convert import convert
+from moeoff.companion.file import KEEP, Companion
 from moeoff.contract import Candidate
-from moeoff.convert import convert
 from moeoff.evaluate import read_windows
 from moeoff.evaluation import interval, open_model
 from moeoff.gguf.layout import Layout

@@ -80,8 +80,8 @@ def calibrated(demo, tmp_path_factory):
     import numpy as np
 
     from moeoff.calibrate import calibrate
+    from moeoff.companion.profile import Profile, profile_path
     from moeoff.gguf.layout import Layout
-    from moeoff.profile import Profile, profile_path
 
     model = shutil.copy(demo, tmp_path_factory.mktemp("calibrate") / "model.gguf")
     Profile.write(profile_path(model), Layout.read(model), {"precision": {"bits": np.arange(3)}})

@@ -10,15 +10,15 @@ import pytest
 
 from moeoff import OptionError
 from moeoff.bits import Planner, default_types
-from moeoff.companion import KEEP, Companion
-from moeoff.convert import convert
+from moeoff.companion.composite import CompositeCompanion
+from moeoff.companion.convert import convert
+from moeoff.companion.file import KEEP, Companion
+from moeoff.companion.tiers import read_plan
 from moeoff.evaluate import evaluate
 from moeoff.evaluation import open_model
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_name
-from moeoff.mixture import Mixture
 from moeoff.quality import spearman
-from moeoff.tiers import read_plan
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}
 TOLERANCE = 0.05
@@ -61,10 +61,10 @@ def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
     assert len(read_plan(tmp_path / "plan.json", Layout.read(model).experts).plan) == 1 + len(plan.low)
     made = convert(model, bits=tmp_path / "plan.json")
     assert made.tiers["bits"] == plan.n_bytes
-    mixture = Mixture(planner.trial.companion, plan.upper, dict.fromkeys(plan.low, plan.lower))
+    composite = CompositeCompanion(planner.trial.companion, plan.upper, dict.fromkeys(plan.low, plan.lower))
     slices = Companion(made.path).slices
     for span in Layout.read(model).experts.values():
-        for expert, tried in enumerate(mixture.sources(span, "bits")):
+        for expert, tried in enumerate(composite.sources(span, "bits")):
             assert slices[span.name, expert, "bits"].hash == tried.hash
     with open_model(model, 64, tier="bits", flash_attn=True, **OPTIONS) as llm:
         quality = evaluate(llm, planner.trial.windows, planner.trial._reference).quality()

@@ -18,12 +18,12 @@ from conftest import CALIBRATION_TEXTS
 from moeoff import calibrate as module
 from moeoff.cache import Shape, create
 from moeoff.calibrate import calibrate, cap_hidden
+from moeoff.companion.profile import Profile, profile_path
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS
 from moeoff.predict import create as create_predictor
 from moeoff.predict.router import Router
-from moeoff.profile import Profile, profile_path
 
 ROOT = Path(__file__).parent.parent
 

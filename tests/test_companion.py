@@ -21,8 +21,8 @@ from test_kernel import Op, Plain
 import moeoff
 from eval_callback import WithCallback
 from moeoff import ModelError, OptionError, ReadError
-from moeoff.companion import Companion, companion_path
-from moeoff.convert import convert
+from moeoff.companion.convert import convert
+from moeoff.companion.file import Companion, companion_path
 from moeoff.gguf.file import ModelFile, ModelWriter, pack
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import quantize, type_name

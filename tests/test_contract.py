@@ -13,9 +13,10 @@ import pytest
 
 import moeoff
 from moeoff import ModelError, OptionError
-from moeoff.companion import companion_path
+from moeoff.companion.convert import convert
+from moeoff.companion.file import companion_path
+from moeoff.companion.profile import Profile, profile_path
 from moeoff.contract import AT_ONCE, SECTION, Candidate, Contract, parse_loss
-from moeoff.convert import convert
 from moeoff.evaluate import Reference, evaluate, read_windows
 from moeoff.evaluation import open_model
 from moeoff.footprint import Footprint, usual_share
@@ -23,7 +24,6 @@ from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_from_name
 from moeoff.negotiation import negotiate
 from moeoff.precision import Precision
-from moeoff.profile import Profile, profile_path
 from moeoff.quality import Estimate
 from requantize_experts import requantize_experts
 

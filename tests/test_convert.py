@@ -1,4 +1,4 @@
-"""Converting and verifying: every shape, type and shard; damaged companions; and what interrupts a conversion."""
+"""Converting and verifying: every shape, type and shard; damaged companions; and what interrupts a builder."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ from damage import mutate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from moeoff import ModelError, OptionError, conversion
-from moeoff.companion import ALIGNMENT, Companion, hash64
-from moeoff.convert import convert
+from moeoff import ModelError, OptionError
+from moeoff.companion import builder
+from moeoff.companion.convert import convert
+from moeoff.companion.file import ALIGNMENT, Companion
+from moeoff.companion.hashing import hash64
+from moeoff.companion.tiers import nearest, twin
+from moeoff.companion.verify import verify
 from moeoff.errors import WriteError
 from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
-from moeoff.tiers import nearest, twin
-from moeoff.verify import verify
 
 SOURCES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K")
 TARGETS = ("keep", "twin", "Q2_K", "Q3_K", "Q4_0", "Q8_0", "F16", "MXFP4", "IQ4_XS", "Q2_0", "NVFP4")
@@ -76,8 +78,8 @@ def leftovers(folder: Path) -> list[str]:
 def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert, n_ff, n_cols, down_cols, type, tiers, n_parts, threads, piece):
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    monkeypatch.setattr(conversion, "_PIECE_VALUES", piece)
-    monkeypatch.setattr(conversion, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(builder, "_PIECE_VALUES", piece)
+    monkeypatch.setattr(builder, "_PIECE_BYTES", piece)
     model = write_model(tmp_path, n_expert=n_expert, n_ff=n_ff, n_cols=n_cols, down_cols=down_cols, type=type, n_parts=n_parts)
     made = convert(model, tiers=",".join(tiers), threads=threads)
     assert verify(made.path).model == str(model)
@@ -267,7 +269,7 @@ def test_resume(large, tmp_path, sign):
     part = tmp_path / ".m.experts.gguf.part"
     assert part.exists() and not (tmp_path / "m.experts.gguf").exists()
     with open(part, "r+b") as file:  # a crash may lose what the journal claims
-        file.seek(conversion.ALIGNMENT * 40)
+        file.seek(builder.ALIGNMENT * 40)
         file.write(bytes(4096))
     seen = []
     made = convert(large, tiers="keep,IQ4_XS", resume=True, progress=lambda done, total: seen.append(done))
@@ -317,7 +319,7 @@ def test_without_rights(mode, message):
         folder.chmod(0o755)
         model = write_model(folder)
         model.chmod(mode)
-        code = f"import os; from moeoff.convert import convert; os.setgroups([]); os.setuid(65534); convert({str(model)!r}, tiers='keep')"
+        code = f"import os; from moeoff.companion.convert import convert; os.setgroups([]); os.setuid(65534); convert({str(model)!r}, tiers='keep')"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert message in done.stderr.splitlines()[-1]
         assert leftovers(folder) == []
@@ -408,7 +410,7 @@ def test_memory_is_bounded(tmp_path):
     model = write_model(tmp_path, n_layer=1, n_expert=2, n_ff=6144, n_cols=2048, down_cols=6144, type="F32")
     code = f"""
 import resource
-from moeoff.convert import convert
+from moeoff.companion.convert import convert
 convert({str(model)!r}, tiers="F16,Q4_0,keep", output={str(tmp_path / "warm.gguf")!r}, dry_run=True)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 convert({str(model)!r}, tiers="F16,Q4_0,keep")

@@ -17,7 +17,7 @@ import pytest
 
 import moeoff
 from moeoff import OptionError
-from moeoff.convert import convert
+from moeoff.companion.convert import convert
 from moeoff.evaluate import Reference, Window, evaluate, n_scored, read_windows
 from moeoff.evaluation import open_model
 from moeoff.quality import Estimate, Scores, divergence, log_probs, spearman, student

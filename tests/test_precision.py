@@ -17,7 +17,7 @@ from logits import assert_bit_equal, greedy_logits
 
 import moeoff
 from moeoff import OptionError, native
-from moeoff.convert import convert
+from moeoff.companion.convert import convert
 from moeoff.precision import Precision
 from moeoff.simulate.trace import Trace
 

@@ -9,10 +9,10 @@ import shutil
 import numpy as np
 import pytest
 
-from moeoff import profile
+from moeoff.companion import profile
+from moeoff.companion.profile import VERSION, Profile, profile_path
 from moeoff.errors import ModelError
 from moeoff.gguf.layout import Layout
-from moeoff.profile import VERSION, Profile, profile_path
 
 
 @pytest.fixture

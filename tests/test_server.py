@@ -238,8 +238,8 @@ def test_shutdown_cuts_the_answer_and_ends_cleanly(demo, sig, expected):
 def test_companion(demo, tmp_path):
     """A lower tier answers as the model alone does in it; damage is this request's error, and the server goes on."""
     import moeoff
-    from moeoff.companion import Companion
-    from moeoff.convert import convert
+    from moeoff.companion.convert import convert
+    from moeoff.companion.file import Companion
 
     path = convert(demo, tiers="Q4_0", output=tmp_path / "demo.experts.gguf").path
     with moeoff.Llama(demo, experts=path, tier="Q4_0", expert_memory="4M", n_ctx=512, flash_attn=True) as llm:

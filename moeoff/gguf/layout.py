@@ -77,7 +77,7 @@ _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
 
 
 @dataclass(frozen=True)
-class Span:
+class TensorSpan:
     """A tensor's bytes: `files[file][offset : offset + nbytes]`, of ggml type number `type`; shape: row length first."""
 
     name: str
@@ -122,8 +122,8 @@ class Layout:
     n_expert: int
     n_expert_used: int
     n_ctx_train: int
-    experts: dict[str, Span]
-    dense: dict[str, Span] = field(repr=False)
+    experts: dict[str, TensorSpan]
+    dense: dict[str, TensorSpan] = field(repr=False)
     hparams: dict[str, object] = field(repr=False)
     states: tuple[FileState, ...] = field(repr=False)
 
@@ -191,7 +191,7 @@ class _Part:
     architecture: str
     n_split: int
     hparams: dict[str, object]
-    spans: list[Span]
+    spans: list[TensorSpan]
     state: FileState
 
     def number(self, key: str) -> int:
@@ -255,7 +255,7 @@ def _read_file(path: str, index: int) -> _Part:
     try:
         data = _data_offset(header)
         spans = [
-            Span(
+            TensorSpan(
                 name=_tensor_name(header, i).decode("utf-8", "replace"),
                 file=index,
                 offset=data + _tensor_offset(header, i),

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..errors import ModelError
-from ..gguf.layout import Layout, Span
+from ..gguf.layout import Layout, TensorSpan
 from .matmul import matmul
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]
@@ -224,7 +224,7 @@ class _Tensors:
             os.close(file)
 
     def get(self, name: str) -> np.ndarray | None:
-        span: Span | None = self._layout.dense.get(name)
+        span: TensorSpan | None = self._layout.dense.get(name)
         if span is None:
             return None
         from gguf import GGMLQuantizationType

@@ -6,7 +6,6 @@ carries its own hash, so that what is read from it is what was written, or nothi
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
 import struct
@@ -15,23 +14,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import native
-from .errors import ModelError, OptionError
-from .gguf.file import ModelFile, unpack
-from .gguf.layout import Layout, Span
-from .gguf.quantize import row_bytes
+from ..errors import ModelError
+from ..gguf.file import ModelFile, unpack
+from ..gguf.layout import Layout, TensorSpan
+from ..gguf.quantize import row_bytes
+from .hashing import hash64
 
 __all__ = [
     "ALIGNMENT",
     "FORMAT_VERSION",
     "KEEP",
-    "Choice",
     "Companion",
-    "Hasher",
     "Slice",
     "companion_path",
-    "hash64",
-    "hash_range",
     "seal",
     "slice_name",
     "source_sample",
@@ -40,47 +35,10 @@ __all__ = [
 FORMAT_VERSION = 1
 ALIGNMENT = 4096  # of every slice: a direct read takes whole pages
 KEEP = "keep"  # the tier that holds the source's own bytes
-MIB = 1 << 20  # hash64 may be continued at multiples of this
 _SEAL = b"moeoff.header_hash"
 _PART = re.compile(r"-00001-of-\d{5}$")
 _NAME = re.compile(r"(?P<tensor>.+)\.(?P<expert>\d+)\.(?P<tier>[^.]+)")
 _SAMPLE = 4096
-
-
-def hash64(data, seed: int = 0) -> int:
-    """XXH64 of each MiB of a contiguous buffer in turn, seeded with the one before."""
-    array = np.frombuffer(data, np.uint8)
-    return native.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed)
-
-
-class Hasher:
-    """hash64 of bytes that come in pieces of any size."""
-
-    def __init__(self) -> None:
-        self._value, self._rest = 0, b""
-
-    def update(self, data) -> None:
-        data = memoryview(data).cast("B")
-        if self._rest:
-            data = memoryview(self._rest + bytes(data))
-        whole = len(data) // MIB * MIB
-        self._value = hash64(data[:whole], self._value) if whole else self._value
-        self._rest = bytes(data[whole:])
-
-    def value(self) -> int:
-        return hash64(self._rest, self._value) if self._rest else self._value
-
-
-def hash_range(fd: int, offset: int, nbytes: int) -> int | None:
-    """hash64 of a range of a file; None if the file ends before the range does."""
-    hasher = Hasher()
-    while nbytes > 0:
-        data = os.pread(fd, min(nbytes, 4 * MIB), offset)
-        if not data:
-            return None
-        hasher.update(data)
-        offset, nbytes = offset + len(data), nbytes - len(data)
-    return hasher.value()
 
 
 def companion_path(model: str | os.PathLike) -> str:
@@ -169,7 +127,7 @@ class Companion:
                 raise ModelError(f"{self.path}: companion format {version}, this moeoff reads {FORMAT_VERSION}: convert the model again")
             if seal(header := file.header()) != header:
                 raise ModelError(f"{self.path}: the companion's header is damaged: convert the model again")
-            self.tiers: list[str] = self._get(file, "moeoff.tiers", list)
+            self.tiers: list[str] = self._get(file, "moeoff.companion.tiers", list)
             self.source_name: str = self._get(file, "moeoff.source.name", str)
             self.source_bytes: int = self._get(file, "moeoff.source.size", int)
             self.quantized: str = self._get(file, "moeoff.quantized", str)
@@ -212,7 +170,7 @@ class Companion:
         """A tier by its name in any case; None: there is no such."""
         return next((tier for tier in self.tiers if tier.lower() == name.lower()), None)
 
-    def sources(self, span: Span, tier: str) -> Iterator[Slice]:
+    def sources(self, span: TensorSpan, tier: str) -> Iterator[Slice]:
         """The slices of one of the model's tensors in a tier, by expert.
 
         Raises:
@@ -223,60 +181,3 @@ class Companion:
             if found is None or found.shape != (span.shape[1], span.shape[0]) or found.nbytes != span.shape[1] * row_bytes(found.type, span.shape[0]):
                 raise ModelError(f"{self.path}: no expert {expert} of {span.name} in tier {tier}: convert the model again")
             yield found
-
-
-@dataclass(frozen=True)
-class Choice:
-    """Where a model's experts are read from: the companion's `tier`, or the model itself if companion is None or has no such
-    tier. verify: every read is compared with its hash."""
-
-    companion: Companion | None = None
-    tier: str = KEEP
-    verify: bool = False
-
-    @property
-    def repacked(self) -> bool:
-        """The companion holds them."""
-        return self.companion is not None and self.tier in self.companion.tiers
-
-    def low(self, tier: str) -> Choice:
-        """Where the low versions are, if these are the high ones.
-
-        Raises:
-            OptionError: there is no companion, or it has no such tier, or the high versions are read from it.
-        """
-        if self.companion is None:
-            raise OptionError(f"low precision ({tier}) needs a companion of the model: make one with moeoff convert, or name it with --experts")
-        name = self.companion.tier(tier)
-        if name is None or name in (self.tier, KEEP):
-            others = ", ".join(t for t in self.companion.tiers if t not in (self.tier, KEEP)) or "none"
-            raise OptionError(f"{self.companion.path}: no tier {tier} below {self.tier}; there are: {others}")
-        return Choice(self.companion, name, self.verify)
-
-    @classmethod
-    def make(cls, layout: Layout, experts: Companion | str | os.PathLike | bool = "auto", tier: str | None = None, verify: bool = False) -> Choice:
-        """Finds the companion and checks that it is this model's.
-
-        Args:
-            experts: it, or its path; "auto" for the one beside the model, if there is one; False for none.
-            tier: one of the companion's. By default "keep", the model's own precision, from whichever file has it.
-
-        Raises:
-            ModelError: the companion is missing, damaged, or of another model.
-            OptionError: it has no such tier; or something is asked that needs a companion, and there is none.
-        """
-        automatic = experts is True or experts == "auto"
-        path = companion_path(layout.files[0]) if automatic else experts
-        if not path or (automatic and not os.path.exists(path)):
-            if tier not in (None, KEEP) or verify:
-                what = "verify_reads" if verify else f"tier {tier}"
-                raise OptionError(f"{what} needs a companion of {layout.files[0]}: make one with moeoff convert, or name it with --experts")
-            return cls()
-        companion = path if isinstance(path, Companion) else Companion(path)
-        companion.check_belongs(layout)
-        if tier is None and not automatic and KEEP not in companion.tiers:
-            raise OptionError(f"{companion.path}: holds lower precision only: choose it with --tier {companion.tiers[0]}")
-        name = KEEP if tier is None or tier.lower() == KEEP else companion.tier(tier)
-        if name is None:
-            raise OptionError(f"{companion.path}: no tier {tier}; there are {', '.join(dict.fromkeys([*companion.tiers, KEEP]))}")
-        return cls(companion, name, verify)

@@ -20,17 +20,18 @@ from functools import cached_property
 
 import numpy as np
 
-from .companion import ALIGNMENT, FORMAT_VERSION, Hasher, hash64, seal, slice_name, source_sample
-from .errors import Cancelled, ModelError, OptionError, WriteError
-from .gguf.file import Tensor, header_bytes, pack, pack_array
-from .gguf.imatrix import Imatrix
-from .gguf.layout import Layout, Span
-from .gguf.quantize import _NOT_WRITTEN, dequantize, needs_imatrix, quantize, row_bytes, type_name
-from .memory import format_size
-from .part import Part
-from .tiers import Place, Tier, place
+from ..errors import Cancelled, ModelError, OptionError, WriteError
+from ..gguf.file import Tensor, header_bytes, pack, pack_array
+from ..gguf.imatrix import Imatrix
+from ..gguf.layout import Layout, TensorSpan
+from ..gguf.quantize import _NOT_WRITTEN, dequantize, needs_imatrix, quantize, row_bytes, type_name
+from ..memory import format_size
+from .file import ALIGNMENT, FORMAT_VERSION, seal, slice_name, source_sample
+from .hashing import Hasher, hash64
+from .partial_file import PartialFile
+from .tiers import TensorRole, Tier, parse_tensor_name
 
-__all__ = ["Conversion", "Job"]
+__all__ = ["CompanionBuilder", "Job"]
 
 _PIECE_VALUES = 1 << 20  # converted at once: 4 MiB of floats on each thread
 _PIECE_BYTES = 4 << 20  # copied at once
@@ -40,14 +41,14 @@ _PIECE_BYTES = 4 << 20  # copied at once
 class Job:
     """A slice of the source, `nbytes` at `offset` of file `span.file`, and the tensors it becomes, one for each tier."""
 
-    span: Span
+    span: TensorSpan
     expert: int
     offset: int
     nbytes: int
     targets: tuple[int, ...]  # indices of tensors
 
 
-class Conversion:
+class CompanionBuilder:
     """A planned companion of a model.
 
     Args:
@@ -70,9 +71,9 @@ class Conversion:
         self.jobs: list[Job] = []
         self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type wanted, type taken, row length): slices
         self.stand_ins: set[int] = set()  # tensors whose type is not the one wanted: nobody expects ggml's Q2_0 there
-        groups: dict[tuple[int, bool], list[Span]] = {}
-        for span in sorted(layout.experts.values(), key=lambda span: place(span.name)):
-            where: Place = place(span.name)
+        groups: dict[tuple[int, bool], list[TensorSpan]] = {}
+        for span in sorted(layout.experts.values(), key=lambda span: parse_tensor_name(span.name)):
+            where: TensorRole = parse_tensor_name(span.name)
             groups.setdefault((where.layer, where.chunk), []).append(span)
         for spans in groups.values():
             self._plan_group(spans)
@@ -82,7 +83,7 @@ class Conversion:
             at += tensor.n_bytes + -tensor.n_bytes % ALIGNMENT
         self.total_bytes = at
 
-    def _plan_group(self, spans: list[Span]) -> None:
+    def _plan_group(self, spans: list[TensorSpan]) -> None:
         """The experts of one gate: by tier, then by expert, with an expert's matrices side by side."""
         targets: dict[tuple[str, int], list[int]] = {}
         for tier in self.tiers:
@@ -101,7 +102,7 @@ class Conversion:
                 nbytes = span.nbytes // span.shape[2]
                 self.jobs.append(Job(span, expert, span.offset + expert * nbytes, nbytes, tuple(targets[span.name, expert])))
 
-    def _check(self, span: Span, type: int) -> None:
+    def _check(self, span: TensorSpan, type: int) -> None:
         if type == span.type:
             return
         if type in _NOT_WRITTEN:
@@ -119,7 +120,7 @@ class Conversion:
             "general.architecture": pack("moeoff-experts"),
             "general.alignment": pack(ALIGNMENT),
             "moeoff.format_version": pack(FORMAT_VERSION),
-            "moeoff.tiers": pack_array([tier.name for tier in self.tiers]),
+            "moeoff.companion.tiers": pack_array([tier.name for tier in self.tiers]),
             "moeoff.quantized": pack("ggml_quantize_chunk" + (f" with {imatrix}" if imatrix else "") + searched),
             "moeoff.source.name": pack(os.path.basename(self.layout.files[0])),
             "moeoff.source.size": _u64(self.layout.expert_bytes),
@@ -175,7 +176,7 @@ class Conversion:
 
     def _write_new(self, out: str, threads: int, resume: bool, progress: Callable[[int], None] | None) -> None:
         part = os.path.join(os.path.dirname(out), f".{os.path.basename(out)}.part")
-        with Part(part, keep=resume) as file:
+        with PartialFile(part, keep=resume) as file:
             done = file.resume(self.fingerprint, len(self.tiers), self._ranges, threads) if resume else {}
             left = self.total_bytes - os.fstat(file.fd).st_blocks * 512
             free = shutil.disk_usage(os.path.dirname(os.path.abspath(out))).free
@@ -198,7 +199,7 @@ class Conversion:
         """Offsets and bytes of what a job writes."""
         return [(self.offsets[i], self.tensors[i].n_bytes) for i in self.jobs[index].targets]
 
-    def _run(self, file: Part, done: dict[int, tuple[int, ...]], threads: int, progress: Callable[[int], None] | None) -> None:
+    def _run(self, file: PartialFile, done: dict[int, tuple[int, ...]], threads: int, progress: Callable[[int], None] | None) -> None:
         stop = threading.Event()
         n_bytes = sum(self.jobs[index].nbytes for index in done)
         if progress:
@@ -264,7 +265,7 @@ class Conversion:
         """An expert that was never chosen while the matrix was measured has none; all alike is what some types need then."""
         return np.ones(n_cols, np.float32) if weights is None and needs_imatrix(type) else weights
 
-    def _read(self, fd: int, span: Span, offset: int, nbytes: int) -> np.ndarray:
+    def _read(self, fd: int, span: TensorSpan, offset: int, nbytes: int) -> np.ndarray:
         data = np.empty(nbytes, np.uint8)
         view, at = memoryview(data), 0
         while at < nbytes:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from .companion import Companion, hash_range, slice_name
-from .errors import ModelError
-from .gguf.layout import Layout
+from ..errors import ModelError
+from ..gguf.layout import Layout
+from .file import Companion, slice_name
+from .hashing import hash_range
 
 __all__ = ["Verified", "verify"]
 

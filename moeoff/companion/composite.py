@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from .companion import Companion, Slice
-from .gguf.layout import Span
-from .tiers import BITS, place
+from ..gguf.layout import TensorSpan
+from .file import Companion, Slice
+from .tiers import BITS, parse_tensor_name
 
-__all__ = ["Mixture"]
+__all__ = ["CompositeCompanion"]
 
 
-class Mixture(Companion):
+class CompositeCompanion(Companion):
     """A companion with one tier, "bits": what `convert --bits` would make of a plan.
 
     Args:
@@ -25,8 +25,8 @@ class Mixture(Companion):
         self._companion, self._default, self._others = companion, default, others
         self.tiers = [BITS]
 
-    def sources(self, span: Span, tier: str) -> Iterator[Slice]:
-        where = place(span.name)
+    def sources(self, span: TensorSpan, tier: str) -> Iterator[Slice]:
+        where = parse_tensor_name(span.name)
         chosen = [self._default if where.chunk else self._others.get((where.layer, e), self._default) for e in range(span.shape[2])]
         by_tier = {name: list(self._companion.sources(span, name)) for name in set(chosen)}
         return (by_tier[name][expert] for expert, name in enumerate(chosen))

@@ -9,13 +9,13 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-from .companion import hash_range
-from .errors import OptionError
+from ..errors import OptionError
+from .hashing import hash_range
 
-__all__ = ["Part"]
+__all__ = ["PartialFile"]
 
 
-class Part:
+class PartialFile:
     """The unfinished file, and beside it, where it may be resumed, a journal of what is in it.
 
     The journal may be ahead of the disk after a crash: what it claims is hashed again before it is believed.
@@ -26,7 +26,7 @@ class Part:
         self._journal = None
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> Part:
+    def __enter__(self) -> PartialFile:
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         self._stack.callback(os.close, self.fd)
         try:

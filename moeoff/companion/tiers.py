@@ -9,12 +9,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from .companion import KEEP
-from .errors import ModelError, OptionError
-from .gguf.layout import Span
-from .gguf.quantize import fits, row_bytes, type_from_name, type_name
+from ..errors import ModelError, OptionError
+from ..gguf.layout import TensorSpan
+from ..gguf.quantize import fits, row_bytes, type_from_name, type_name
+from .file import KEEP
 
-__all__ = ["BITS", "TWIN", "Place", "Tier", "nearest", "place", "read_plan", "twin"]
+__all__ = ["BITS", "TWIN", "TensorRole", "Tier", "nearest", "parse_tensor_name", "read_plan", "twin"]
 
 TWIN, BITS = "twin", "bits"  # tiers without one type: by the source's type, and by a plan
 
@@ -33,7 +33,7 @@ _ORDER = ("gate_up", "up", "gate", "down")  # as the graph computes them
 
 
 @dataclass(frozen=True, order=True)
-class Place:
+class TensorRole:
     """Where a tensor of routed experts belongs: layer, whether it is of the layer's chunk experts, which matrix."""
 
     layer: int
@@ -41,12 +41,12 @@ class Place:
     matrix: int
 
 
-def place(name: str) -> Place:
+def parse_tensor_name(name: str) -> TensorRole:
     """Raises ModelError for a name that no architecture of llama.cpp gives to routed experts."""
     match = _EXPERTS.search(name)
     if not match:
         raise ModelError(f"{name}: the layer and matrix of these experts cannot be told from their name")
-    return Place(int(match["layer"]), bool(match["chunk"]), _ORDER.index(match["matrix"]))
+    return TensorRole(int(match["layer"]), bool(match["chunk"]), _ORDER.index(match["matrix"]))
 
 
 def bits_per_weight(type: int) -> float:
@@ -98,7 +98,7 @@ class Tier:
             raise OptionError(f"a tier is given twice: {','.join(tier.name for tier in tiers)}")
         return tiers
 
-    def wanted(self, span: Span, expert: int) -> int:
+    def wanted(self, span: TensorSpan, expert: int) -> int:
         """The type asked for, whether its rows fit or not."""
         if self.name == KEEP:
             return span.type
@@ -106,19 +106,19 @@ class Tier:
             return twin(span.type)
         if self.name != BITS:
             return type_from_name(self.name)
-        where = place(span.name)
+        where = parse_tensor_name(span.name)
         keys = [(where.layer, None), (None, None)] if where.chunk else [(where.layer, expert), (where.layer, None), (None, None)]
         type = next((self.plan[key] for key in keys if key in self.plan), None)
         return span.type if type is None else type
 
-    def type(self, span: Span, expert: int) -> int:
+    def type(self, span: TensorSpan, expert: int) -> int:
         """The type that the expert gets; where it is the source's the bytes are copied."""
         type = nearest(self.wanted(span, expert), span.shape[0])
         # nobody has asked for a twin's type by name: one that is no smaller is not made
         return span.type if self.name == TWIN and bits_per_weight(type) >= bits_per_weight(span.type) else type
 
 
-def read_plan(path: str | os.PathLike, experts: dict[str, Span]) -> Tier:
+def read_plan(path: str | os.PathLike, experts: dict[str, TensorSpan]) -> Tier:
     """The tier "bits" of a plan: {"default": TYPE, "layers": {LAYER: TYPE or {"default": TYPE, EXPERT: TYPE, ...}, ...}}.
 
     TYPE is a ggml type or "keep", which is also what an expert gets that the plan leaves out. Chunk experts (of grovemoe) take
@@ -150,7 +150,7 @@ def read_plan(path: str | os.PathLike, experts: dict[str, Span]) -> Tier:
         fail(f"not JSON: {error}")
     if not isinstance(data, dict) or not isinstance(data.get("layers", {}), dict) or set(data) - {"default", "layers"}:
         fail('expected {"default": TYPE, "layers": {LAYER: TYPE or {EXPERT: TYPE}}}')
-    counts = {place(name).layer: span.shape[2] for name, span in experts.items() if not place(name).chunk}
+    counts = {parse_tensor_name(name).layer: span.shape[2] for name, span in experts.items() if not parse_tensor_name(name).chunk}
     plan: dict[tuple[int | None, int | None], int | None] = {}
     if "default" in data:
         plan[None, None] = type_of(data["default"], "default")

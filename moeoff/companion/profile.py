@@ -17,9 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .companion import source_sample
-from .errors import ModelError
-from .gguf.layout import Layout
+from ..errors import ModelError
+from ..gguf.layout import Layout
+from .file import source_sample
 
 __all__ = ["VERSION", "Profile", "profile_path"]
 

@@ -1,0 +1,69 @@
+"""Which file a run reads its experts from: the model, or a tier of its companion."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ..errors import OptionError
+from ..gguf.layout import Layout
+from .file import KEEP, Companion, companion_path
+
+__all__ = ["ExpertSource"]
+
+
+@dataclass(frozen=True)
+class ExpertSource:
+    """Where a model's experts are read from: the companion's `tier`, or the model itself if companion is None or has no such
+    tier. verify: every read is compared with its hash."""
+
+    companion: Companion | None = None
+    tier: str = KEEP
+    verify: bool = False
+
+    @property
+    def repacked(self) -> bool:
+        """The companion holds them."""
+        return self.companion is not None and self.tier in self.companion.tiers
+
+    def low(self, tier: str) -> ExpertSource:
+        """Where the low versions are, if these are the high ones.
+
+        Raises:
+            OptionError: there is no companion, or it has no such tier, or the high versions are read from it.
+        """
+        if self.companion is None:
+            raise OptionError(f"low precision ({tier}) needs a companion of the model: make one with moeoff convert, or name it with --experts")
+        name = self.companion.tier(tier)
+        if name is None or name in (self.tier, KEEP):
+            others = ", ".join(t for t in self.companion.tiers if t not in (self.tier, KEEP)) or "none"
+            raise OptionError(f"{self.companion.path}: no tier {tier} below {self.tier}; there are: {others}")
+        return ExpertSource(self.companion, name, self.verify)
+
+    @classmethod
+    def make(cls, layout: Layout, experts: Companion | str | os.PathLike | bool = "auto", tier: str | None = None, verify: bool = False) -> ExpertSource:
+        """Finds the companion and checks that it is this model's.
+
+        Args:
+            experts: it, or its path; "auto" for the one beside the model, if there is one; False for none.
+            tier: one of the companion's. By default "keep", the model's own precision, from whichever file has it.
+
+        Raises:
+            ModelError: the companion is missing, damaged, or of another model.
+            OptionError: it has no such tier; or something is asked that needs a companion, and there is none.
+        """
+        automatic = experts is True or experts == "auto"
+        path = companion_path(layout.files[0]) if automatic else experts
+        if not path or (automatic and not os.path.exists(path)):
+            if tier not in (None, KEEP) or verify:
+                what = "verify_reads" if verify else f"tier {tier}"
+                raise OptionError(f"{what} needs a companion of {layout.files[0]}: make one with moeoff convert, or name it with --experts")
+            return cls()
+        companion = path if isinstance(path, Companion) else Companion(path)
+        companion.check_belongs(layout)
+        if tier is None and not automatic and KEEP not in companion.tiers:
+            raise OptionError(f"{companion.path}: holds lower precision only: choose it with --tier {companion.tiers[0]}")
+        name = KEEP if tier is None or tier.lower() == KEEP else companion.tier(tier)
+        if name is None:
+            raise OptionError(f"{companion.path}: no tier {tier}; there are {', '.join(dict.fromkeys([*companion.tiers, KEEP]))}")
+        return cls(companion, name, verify)
