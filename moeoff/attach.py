@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from . import predict
+from .budget.precision import LOSSLESS, Precision
 from .buffer import ExpertBuffer
 from .cache import create, get_policy
 from .companion.profile import Profile
 from .driver import Driver
 from .errors import OptionError
 from .gguf.layout import Layout
-from .precision import LOSSLESS, Precision
 from .predict.router import Router
 from .prefetch import Prefetcher
 from .replay import Replay

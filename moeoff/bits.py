@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from .budget.statistics import Estimate, Quality
 from .companion.composite import CompositeCompanion
 from .companion.convert import convert
 from .companion.file import KEEP, Companion
@@ -29,7 +30,6 @@ from .evaluation import open_model
 from .gguf.layout import Layout
 from .gguf.quantize import needs_imatrix, type_from_name
 from .importance import estimate_importance
-from .quality import Estimate, Quality
 
 __all__ = ["BitsPlan", "Planner", "Trial", "default_types", "measure_importance"]
 

@@ -284,7 +284,7 @@ class ExpertBuffer:
     # --- precision ---
 
     def set_rule(self, t1: float = 1.0, t2: float = 1.0, prefill_low_share: float = 0.0, *, blind: bool = False) -> None:
-        """Which version serves an expert that is chosen and not resident: `moeoff.precision.Precision` says what they mean.
+        """Which version serves an expert that is chosen and not resident: `moeoff.budget.precision.Precision` says what they mean.
 
         Raises:
             OptionError: out of range, or it needs low versions and there is no arena for them.

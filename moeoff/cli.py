@@ -266,7 +266,7 @@ def calibrate(max_loss, tier, thresholds, experts, bits_plan, tolerance, types, 
         click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
         return
     if max_loss:
-        from .contract import parse_loss
+        from .budget.loss_contract import parse_loss
         from .precision_report import calibrate_loss
 
         with progress_bar() as progress:

@@ -173,7 +173,7 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
 
 def check_model(path: str) -> Iterator[Finding]:
     """The model's headers, its floor against what is available, and the disk at its slices' size."""
-    from .footprint import Footprint, slice_kinds
+    from .budget.footprint import Footprint, slice_kinds
     from .gguf.layout import Layout
     from .run import DEFAULT_CTX
 

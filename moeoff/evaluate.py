@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .budget.statistics import Scores, divergence, log_probs
 from .errors import OptionError
 from .memory import format_size
-from .quality import Scores, divergence, log_probs
 
 __all__ = ["MODES", "Reference", "Window", "evaluate", "interruptible", "n_scored", "read_windows"]
 

@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
+from .budget.statistics import Quality, interval
 from .companion.file import KEEP
 from .console import progress_bar, remark
 from .errors import OptionError
 from .evaluate import Reference, evaluate, interruptible, read_windows
 from .memory import peak_rss, trim
-from .quality import Estimate, Quality
 
 __all__ = ["evaluation", "open_model"]
 
@@ -133,12 +133,6 @@ def _table(title: str, rows: list[tuple[str, Quality]]) -> None:
             cells += [interval(q.loss, "{:+.2%}"), interval(q.kl, "{:.5f}"), interval(q.top1, "{:.2%}")]
         table.add_row(*cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)
-
-
-def interval(estimate: Estimate, form: str) -> str:
-    """ "+0.51% (+0.32% to +0.70%)" """
-    text = form.format(estimate.value)
-    return text if estimate.low is None else f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"
 
 
 @contextlib.contextmanager

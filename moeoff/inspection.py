@@ -9,8 +9,8 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
+from .budget.footprint import Footprint, SliceKind, expected_bytes, slice_kinds
 from .disk import DiskRate, probe
-from .footprint import Footprint, SliceKind, expected_bytes, slice_kinds
 from .gguf.layout import Layout
 from .memory import MIB, available, format_size
 from .run import DEFAULT_CTX
@@ -22,7 +22,7 @@ OVERLAP = 0.6
 
 
 @dataclass(frozen=True)
-class Budget:
+class MemoryOption:
     """What `--memory` of so many bytes buys.
 
     Attributes:
@@ -62,7 +62,7 @@ class Report:
     floor_bytes: int
     available_bytes: int
     disk: DiskRate | None
-    budgets: tuple[Budget, ...]
+    budgets: tuple[MemoryOption, ...]
 
 
 def speed(token_bytes: int, resident_share: float, bytes_per_second: float) -> tuple[float | None, float | None]:
@@ -99,7 +99,7 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True)
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= size.floor}):
         share = size.resident_share(bound)
         low, high = speed(size.token_bytes, share, disk.bytes_per_second) if disk else (None, None)
-        rows.append(Budget(bound, round(share, 4), low, high))
+        rows.append(MemoryOption(bound, round(share, 4), low, high))
     shared = layout.hparams.get("expert_shared_count")
     return Report(
         files=layout.files,

@@ -17,23 +17,23 @@ from . import native  # first: it prepares the process for llama.cpp  # isort: s
 import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
+from .arena_sizer import ArenaSizer
 from .attach import attach_driver, sections, wants_gate_input
-from .budget import Budget
+from .budget.footprint import require_room, usual_share
+from .budget.loss_contract import SECTION as CONTRACT_SECTION
+from .budget.loss_contract import LossContract, parse_loss
+from .budget.memory_plan import Needs, Plan
+from .budget.precision import LOSSLESS, Precision
 from .buffer import ExpertBuffer, GateEvent
 from .cancel import Cancellation
 from .companion.file import KEEP, Companion
 from .companion.profile import Profile
 from .companion.source import ExpertSource
-from .contract import SECTION as CONTRACT_SECTION
-from .contract import Contract, parse_loss
 from .driver import Driver
 from .errors import Cancelled, ModelError, MoeoffError, OptionError
-from .footprint import require_room, usual_share
 from .gguf.layout import Layout
 from .log import set_log
 from .memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
-from .plan import Needs, Plan
-from .precision import LOSSLESS, Precision
 from .stats import Stats
 from .strategy import Strategy, get_strategy
 from .timing import Timing
@@ -146,10 +146,10 @@ class Llama(llama_cpp.Llama):
         if self.profile is not None:
             self.profile = self.profile.only(sections(self.strategy) | {CONTRACT_SECTION})
         source = ExpertSource.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
-        self.promise = None
+        self.selected_precision = None
         if max_loss:
-            self.promise = Contract.find(layout, self.profile, source, max_loss, usual_share(layout, n_ctx, budget, arena))
-            precision, source = self.promise.precision, replace(source, tier=self.promise.tier)
+            self.selected_precision = LossContract.find(layout, self.profile, source, max_loss, usual_share(layout, n_ctx, budget, arena))
+            precision, source = self.selected_precision.precision, replace(source, tier=self.selected_precision.tier)
         if not self.strategy.eager and not (precision.lossless and replay is None):
             raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
         self.precision = precision
@@ -186,8 +186,8 @@ class Llama(llama_cpp.Llama):
             self._stack.callback(self._buffer.close)
             self._buffer.attach(layout, source, low)
             self._tier = source.tier
-            self._budget = Budget(self._buffer, budget, arena, self._needs(), precision.low_share)
-            self._buffer.start(*self._budget.arenas)
+            self._sizer = ArenaSizer(self._buffer, budget, arena, self._needs(), precision.low_share)
+            self._buffer.start(*self._sizer.arenas)
             if not precision.lossless:
                 self._buffer.set_rule(precision.t1, precision.t2, precision.prefill_low_share, blind=deterministic)
             self._attach = functools.partial(
@@ -197,7 +197,7 @@ class Llama(llama_cpp.Llama):
             _binding.llama_set_abort_callback(self._ctx.ctx, native.should_abort, self._buffer.handle)
             self._guard_decode()
             if warm and self.strategy.keep:
-                recall(self._buffer, layout, self._budget.arenas)
+                recall(self._buffer, layout, self._sizer.arenas)
         except BaseException:
             self.close()
             raise
@@ -240,7 +240,7 @@ class Llama(llama_cpp.Llama):
                     raise
             buffer.check()
             timing.add(batch.batch.n_tokens, time.perf_counter() - started)
-            self._budget.look()
+            self._sizer.look()
 
         ctx.decode = guarded
 
@@ -265,7 +265,7 @@ class Llama(llama_cpp.Llama):
             BudgetError: below what the model needs; the old budget stays.
             OptionError: not a size.
         """
-        self._budget.move(parse_size(memory))
+        self._sizer.move(parse_size(memory))
         if self._driver is None:  # nobody was needed as long as everything fitted
             self._driver = self._attach()
             self.set_gate_callback(self._listener)
@@ -273,7 +273,7 @@ class Llama(llama_cpp.Llama):
     @property
     def plan(self) -> Plan:
         """How the budget is divided."""
-        return self._budget.plan
+        return self._sizer.plan
 
     def context_memory(self) -> tuple[int, int, int, int]:
         """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
@@ -302,9 +302,9 @@ class Llama(llama_cpp.Llama):
         prefetcher = self._driver.prefetcher if self._driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
-        if self.promise is None:
+        if self.selected_precision is None:
             return stats
-        return replace(stats, max_loss=self.promise.max_loss, estimated_loss=self.promise.estimated_loss)
+        return replace(stats, max_loss=self.selected_precision.max_loss, estimated_loss=self.selected_precision.estimated_loss)
 
     def reset_stats(self) -> None:
         self.expert_buffer.reset_stats()

@@ -19,16 +19,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from . import native
+from .budget.loss_contract import SECTION, Candidate, LossContract, upper_loss
+from .budget.precision import Precision
 from .companion.file import KEEP, Companion
 from .companion.hashing import hash64
 from .companion.profile import Profile, profile_path
 from .companion.source import ExpertSource
-from .contract import SECTION, Candidate, Contract, upper_loss
 from .errors import OptionError
 from .evaluate import Reference, Window, evaluate, interruptible, n_scored, read_windows
 from .evaluation import open_model
 from .gguf.layout import Layout
-from .precision import Precision
 
 __all__ = ["Negotiated", "Trials", "negotiate", "relative_bytes"]
 
@@ -44,7 +44,7 @@ class Negotiated:
     """path: of the profile."""
 
     path: str
-    contract: Contract
+    contract: LossContract
 
 
 def negotiate(
@@ -110,7 +110,7 @@ def negotiate(
             with trials_of(tiers[0]) as (trials, call):
                 call(search.thresholds, trials, reference)
     text_hash = hash64(np.array([window.tokens for window in windows], np.int32))
-    contract = Contract(companion.identity, text_hash, len(windows), len(windows) * n_scored(ctx), ctx, tuple(search.candidates))
+    contract = LossContract(companion.identity, text_hash, len(windows), len(windows) * n_scored(ctx), ctx, tuple(search.candidates))
     Profile.write(path, layout, {SECTION: contract.to_section()})
     return Negotiated(path, contract)
 

@@ -6,9 +6,9 @@ import os
 import sys
 
 from .bits import BitsPlan, Planner
-from .contract import Candidate, parse_loss
+from .budget.loss_contract import Candidate, parse_loss
+from .budget.statistics import interval
 from .errors import OptionError
-from .evaluation import interval
 from .gguf.layout import Layout
 from .memory import format_size
 from .negotiation import CTX, Negotiated, negotiate

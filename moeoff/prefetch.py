@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from . import native
+from .budget.precision import LOSSLESS, Precision
 from .buffer import ExpertBuffer, GateEvent
 from .judge import Judge
-from .precision import LOSSLESS, Precision
 from .predict import Prediction, Predictor
 
 _RATE = 0.05  # of the running means

@@ -1,7 +1,7 @@
 """How the experts' memory is best divided between high and low versions: bytes read for each token, by the low versions' share.
 
 Decodes texts token by token with HOBBIT's thresholds in arenas of some shares of all experts, with LRU and no prefetching.
-Counts bytes and not seconds, so the table does not depend on the machine. The default of `moeoff.precision.LOW_SHARE` comes from here.
+Counts bytes and not seconds, so the table does not depend on the machine. The default of `moeoff.budget.precision.LOW_SHARE` comes from here.
 
     python scripts/bench_low_share.py MODEL.gguf prose.txt math.txt --tier Q4_0
 """
@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 import moeoff
-from moeoff.precision import Precision
+from moeoff.budget.precision import Precision
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 

@@ -25,16 +25,16 @@ import click
 import numpy as np
 
 from moeoff.bits import Planner, measure_importance
+from moeoff.budget.loss_contract import Candidate
+from moeoff.budget.precision import Precision
+from moeoff.budget.statistics import Quality, interval, spearman
 from moeoff.companion.convert import convert
 from moeoff.companion.file import KEEP, Companion
-from moeoff.contract import Candidate
 from moeoff.evaluate import read_windows
-from moeoff.evaluation import interval, open_model
+from moeoff.evaluation import open_model
 from moeoff.gguf.layout import Layout
 from moeoff.importance import estimate_importance
 from moeoff.negotiation import Trials, relative_bytes
-from moeoff.precision import Precision
-from moeoff.quality import Quality, spearman
 
 
 def _files(name: str):

@@ -42,7 +42,7 @@ def _value(text: str):
 
 
 def _precision(options: dict):
-    from moeoff.precision import LOSSLESS, Precision
+    from moeoff.budget.precision import LOSSLESS, Precision
 
     t1, t2, p, low = (options.pop(name, default) for name, default in (("t1", 1.0), ("t2", 1.0), ("p", 0.0), ("low", None)))
     return Precision(t1, t2, p, low) if low else LOSSLESS

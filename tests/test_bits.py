@@ -10,6 +10,7 @@ import pytest
 
 from moeoff import OptionError
 from moeoff.bits import Planner, default_types
+from moeoff.budget.statistics import spearman
 from moeoff.companion.composite import CompositeCompanion
 from moeoff.companion.convert import convert
 from moeoff.companion.file import KEEP, Companion
@@ -18,7 +19,6 @@ from moeoff.evaluate import evaluate
 from moeoff.evaluation import open_model
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_name
-from moeoff.quality import spearman
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}
 TOLERANCE = 0.05

@@ -13,18 +13,18 @@ import pytest
 
 import moeoff
 from moeoff import ModelError, OptionError
+from moeoff.budget.footprint import Footprint, usual_share
+from moeoff.budget.loss_contract import AT_ONCE, SECTION, Candidate, LossContract, parse_loss
+from moeoff.budget.precision import Precision
+from moeoff.budget.statistics import Estimate
 from moeoff.companion.convert import convert
 from moeoff.companion.file import companion_path
 from moeoff.companion.profile import Profile, profile_path
-from moeoff.contract import AT_ONCE, SECTION, Candidate, Contract, parse_loss
 from moeoff.evaluate import Reference, evaluate, read_windows
 from moeoff.evaluation import open_model
-from moeoff.footprint import Footprint, usual_share
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_from_name
 from moeoff.negotiation import negotiate
-from moeoff.precision import Precision
-from moeoff.quality import Estimate
 from requantize_experts import requantize_experts
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}
@@ -62,8 +62,8 @@ def candidate(t1, share, high, cost, decode=True) -> Candidate:
     return Candidate("Q4_0", t1, 1.0, share, decode, Estimate(0.0, -high, high), same, same, cost, 0.5, 0.0)
 
 
-def contract(*candidates: Candidate) -> Contract:
-    return Contract(7, 8, 10_000, 100, 64, candidates)
+def contract(*candidates: Candidate) -> LossContract:
+    return LossContract(7, 8, 10_000, 100, 64, candidates)
 
 
 def test_chooses_the_cheapest_within_the_bound():
@@ -80,9 +80,9 @@ def test_chooses_the_cheapest_within_the_bound():
     assert found.choose(0.005) is c[5]
     assert found.choose(0.0005) is None
     assert found.choose(0.09) is c[2]
-    assert found.promise(0.0005).precision.lossless
-    assert found.promise(0.01).precision == Precision(0.7, 1.0, 0.5, "Q4_0")
-    assert Contract.from_section(found.to_section()) == found
+    assert found.select(0.0005).precision.lossless
+    assert found.select(0.01).precision == Precision(0.7, 1.0, 0.5, "Q4_0")
+    assert LossContract.from_section(found.to_section()) == found
     unsure = replace(c[5], loss=Estimate(0.0, None, None))
     assert contract(unsure).choose(0.5) is None
 
@@ -94,8 +94,8 @@ def test_memory_decides_what_reads_the_least():
     assert found.choose(0.01, 0.25) is whole and found.choose(0.01, 0.5) is whole  # a miss costs more, but there are far fewer
     assert found.choose(0.05, 0.25) is worse
     assert found.choose(0.01, 0.95) is None and found.choose(0.01, 1.0) is None  # nothing is to be gained
-    promise = found.promise(0.01, 0.5)
-    assert promise.tier == "Q4_0" and promise.precision.lossless
+    selected = found.select(0.01, 0.5)
+    assert selected.tier == "Q4_0" and selected.precision.lossless
 
 
 def test_trying_many_does_not_flatter():
@@ -124,7 +124,7 @@ def test_negotiated(measured, rules_only, text):
             served = llm.stats()
         # with memory for half of them, and experts that were used before, less is given up
         with open_model(lossy, ctx, max_loss=0.08, **half) as llm:
-            assert llm.promise.precision == precision
+            assert llm.selected_precision.precision == precision
             warm = evaluate(llm, windows, reference, mode="decode").quality()
             stats = llm.stats()
     assert blind.n_tokens == n_tokens
@@ -162,7 +162,7 @@ def test_all_experts_in_a_tier(measured, text):
     # with room for everything nothing is given up
     with moeoff.Llama(model, n_ctx=64, max_loss=0.03, **OPTIONS) as llm:
         llm.eval([10, 300, 500])
-        assert llm.promise.tier == "keep" and llm.precision.lossless and llm.stats().receipt == ""
+        assert llm.selected_precision.tier == "keep" and llm.precision.lossless and llm.stats().receipt == ""
 
 
 def test_thresholds_are_searched_where_no_tier_will_do(measured, text):
@@ -186,7 +186,7 @@ def test_candidates_lose_more_the_more_they_give_up(measured):
 def test_lossless_unless_asked(measured):
     model, _ = measured
     with moeoff.Llama(model, n_ctx=64, **OPTIONS) as llm:
-        assert llm.precision.lossless and llm.promise is None
+        assert llm.precision.lossless and llm.selected_precision is None
         llm.eval([10, 300, 500])
         assert llm.stats().served_low == 0 and llm.stats().max_loss is None
     with moeoff.Llama(model, n_ctx=64, max_loss="0.0001%", **OPTIONS) as llm:  # nothing was measured to lose so little

@@ -5,7 +5,7 @@ import json
 import pytest
 
 import moeoff
-from moeoff.footprint import Footprint, kv_bytes, slice_kinds
+from moeoff.budget.footprint import Footprint, kv_bytes, slice_kinds
 from moeoff.gguf.layout import Layout
 from moeoff.inspection import OVERLAP, examine, speed
 from moeoff.memory import MIB

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 import cgroup
 from moeoff import BudgetError, OptionError
+from moeoff.budget.memory_plan import RESERVE, Needs, Plan, Pools
 from moeoff.memory import MIB, available, cgroup_limit, format_size, parse_size, peak_rss, rss
-from moeoff.plan import RESERVE, Needs, Plan, Pools
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))

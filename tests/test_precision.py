@@ -17,8 +17,8 @@ from logits import assert_bit_equal, greedy_logits
 
 import moeoff
 from moeoff import OptionError, native
+from moeoff.budget.precision import Precision
 from moeoff.companion.convert import convert
-from moeoff.precision import Precision
 from moeoff.simulate.trace import Trace
 
 HIGH, LOW = native.HIGH, native.LOW
@@ -264,7 +264,7 @@ def test_memory_stays_below_the_budget_with_two_pools(grown, tmp_path):
     convert(model, tiers="Q2_K")
     code = f"""
 import moeoff
-from moeoff.precision import Precision
+from moeoff.budget.precision import Precision
 with moeoff.Llama({str(model)!r}, memory="190M", n_ctx=512, n_threads=2, precision=Precision(0.3, 0.7, 0.3, "Q2_K")) as llm:
     for _ in llm.create_completion("The sun had set behind the hills. " * 8, max_tokens=40, temperature=0, stream=True):
         pass

@@ -10,9 +10,9 @@ from logits import assert_bit_equal, greedy_logits
 
 import moeoff
 from moeoff import OptionError, native
+from moeoff.budget.precision import Precision
 from moeoff.gguf.layout import Layout
 from moeoff.judge import BLOCK, ORDER
-from moeoff.precision import Precision
 from moeoff.predict import PREDICTORS, Prediction
 from moeoff.prefetch import Prefetcher
 from moeoff.strategy import PRESETS, Strategy, get_strategy, strategy_names

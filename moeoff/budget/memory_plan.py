@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .errors import BudgetError
-from .memory import MIB, format_size
+from ..errors import BudgetError
+from ..memory import MIB, format_size
 
 RESERVE = 24 * MIB  # for what cannot be measured before the first token: Python objects, sampler, allocator slack
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this

@@ -10,11 +10,11 @@ import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from .errors import OptionError
-from .gguf.layout import Layout
-from .gguf.quantize import type_name
-from .memory import rss, slot_bytes
-from .plan import RESERVE, Needs, Plan
+from ..errors import OptionError
+from ..gguf.layout import Layout
+from ..gguf.quantize import type_name
+from ..memory import rss, slot_bytes
+from .memory_plan import RESERVE, Needs, Plan
 
 MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
 _UBATCH = 512  # llama.cpp's default: tokens that are computed at once

@@ -12,16 +12,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .companion.file import KEEP
-from .companion.profile import Profile
-from .companion.source import ExpertSource
-from .errors import OptionError
+from ..companion.file import KEEP
+from ..companion.profile import Profile
+from ..companion.source import ExpertSource
+from ..errors import OptionError
+from ..gguf.layout import Layout
 from .footprint import expected_bytes
-from .gguf.layout import Layout
 from .precision import Precision
-from .quality import Estimate, student
+from .statistics import Estimate, student
 
-__all__ = ["Candidate", "Contract", "Promise", "parse_loss", "upper_loss"]
+__all__ = ["Candidate", "LossContract", "SelectedPrecision", "parse_loss", "upper_loss"]
 
 SECTION = "precision"
 AT_ONCE = 32  # candidates, at most, that a search tries
@@ -88,7 +88,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Promise:
+class SelectedPrecision:
     """A bound that was asked for, what keeps it, and what that was measured to lose.
 
     tier: every expert is in this tier of the companion; KEEP: `precision` says which are served by less.
@@ -101,7 +101,7 @@ class Promise:
 
 
 @dataclass(frozen=True)
-class Contract:
+class LossContract:
     """What was measured of one model with one companion.
 
     Attributes:
@@ -139,14 +139,14 @@ class Contract:
 
         return min([None, *usable], key=order)
 
-    def promise(self, max_loss: float, resident: float = 0.0) -> Promise:
+    def select(self, max_loss: float, resident: float = 0.0) -> SelectedPrecision:
         found = self.choose(max_loss, resident)
         if found is None:
-            return Promise(max_loss, Precision(), KEEP, 0.0)
+            return SelectedPrecision(max_loss, Precision(), KEEP, 0.0)
         if found.whole:
-            return Promise(max_loss, Precision(), found.tier, max(found.loss.value, 0.0))
+            return SelectedPrecision(max_loss, Precision(), found.tier, max(found.loss.value, 0.0))
         batches = [c.loss.value for c in self.candidates if not c.decode and (c.tier, c.share) == (found.tier, found.share)]
-        return Promise(max_loss, Precision(found.t1, found.t2, found.share, found.tier), KEEP, max(found.loss.value, *batches, 0.0))
+        return SelectedPrecision(max_loss, Precision(found.t1, found.t2, found.share, found.tier), KEEP, max(found.loss.value, *batches, 0.0))
 
     def to_section(self) -> dict[str, np.ndarray]:
         """Arrays for `Profile.write`."""
@@ -156,13 +156,13 @@ class Contract:
         return rows | facts | {"companion": np.uint64(self.companion), "text": np.uint64(self.text)}
 
     @classmethod
-    def from_section(cls, s: dict[str, np.ndarray]) -> Contract:
+    def from_section(cls, s: dict[str, np.ndarray]) -> LossContract:
         """Raises `IndexError` for a section of an earlier moeoff, which had one tier for all candidates."""
         rows = [{name: s[name][i].item() for name in _SCALARS} | {name: Estimate(*s[name][i].tolist()) for name in _ESTIMATES} for i in range(len(s["t1"]))]
         return cls(*(int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")), tuple(Candidate(**row) for row in rows))
 
     @classmethod
-    def find(cls, layout: Layout, profile: Profile | None, source: ExpertSource, max_loss: float, resident: float) -> Promise:
+    def find(cls, layout: Layout, profile: Profile | None, source: ExpertSource, max_loss: float, resident: float) -> SelectedPrecision:
         """What a model's profile promises within a bound.
 
         Raises:
@@ -180,7 +180,7 @@ class Contract:
         if source.companion is None or source.companion.identity != contract.companion:
             found = f"with another companion than {source.companion.path}" if source.companion else f"with a companion, and {model} has none now"
             raise OptionError(f"{profile.path}: was measured {found}: measure again: {way}")
-        return contract.promise(max_loss, resident)
+        return contract.select(max_loss, resident)
 
 
 _SCALARS = ("tier", "t1", "t2", "share", "decode", "cost", "low", "skipped")

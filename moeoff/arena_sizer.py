@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from .budget.memory_plan import RESERVE, Needs, Plan, Pools
 from .buffer import ExpertBuffer
 from .errors import BudgetError
 from .memory import format_size, rss
-from .plan import RESERVE, Needs, Plan, Pools
 
 
-class Budget:
+class ArenaSizer:
     """Args:
     buffer: attached, not started.
     budget: bytes of the whole process, or None for a bound of the experts alone:

@@ -12,7 +12,7 @@ from statistics import NormalDist
 
 import numpy as np
 
-__all__ = ["Estimate", "Quality", "Scores", "divergence", "log_probs", "spearman"]
+__all__ = ["Estimate", "Quality", "Scores", "divergence", "interval", "log_probs", "spearman"]
 
 _T = {1: 12.706, 2: 4.303, 3: 3.182}  # where the expansion below is poor
 
@@ -120,3 +120,9 @@ def spearman(a: np.ndarray, b: np.ndarray) -> float:
         return (np.cumsum(counts) - (counts - 1) / 2)[inverse]
 
     return float(np.corrcoef(ranks(np.ravel(a)), ranks(np.ravel(b)))[0, 1])
+
+
+def interval(estimate: Estimate, form: str) -> str:
+    """ "+0.51% (+0.32% to +0.70%)" """
+    text = form.format(estimate.value)
+    return text if estimate.low is None else f"{text} ({form.format(estimate.low)} to {form.format(estimate.high)})"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from .errors import OptionError
+from ..errors import OptionError
 
 LOW_SHARE = 0.05  # of the experts' memory, for low versions: scripts/bench_low_share.py
 
