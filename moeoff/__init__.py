@@ -2,11 +2,25 @@
 
 import os as _os
 import sys as _sys
+from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
 from .errors import BudgetError, Cancelled, ForkError, ModelError, MoeoffError, OptionError, ReadError
 
-__all__ = ["BudgetError", "Cancelled", "ForkError", "Llama", "ModelError", "MoeoffError", "OptionError", "ReadError", "Stats", "__version__", "register"]
+__all__ = [
+    "BudgetError",
+    "Cancelled",
+    "ForkError",
+    "Llama",
+    "ModelError",
+    "MoeoffError",
+    "OptionError",
+    "ReadError",
+    "Stats",
+    "__version__",
+    "demo_model",
+    "register",
+]
 
 __version__ = "0.1.0"
 
@@ -32,18 +46,14 @@ except ForkError as _error:
     _sys.exit(f"Error: {_error}")  # the command says it in one sentence
 
 
+# Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
+_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "cache"}
+_MODULES = ("cache", "calibrate", "companion", "convert", "predict", "simulate")
+
+
 def __getattr__(name: str):
-    # loading llama.cpp takes longer than `moeoff --help` should
-    if name == "register":
-        from .cache import register
-
-        return register
-    if name == "Llama":
-        from .llama import Llama
-
-        return Llama
-    if name == "Stats":
-        from .stats import Stats
-
-        return Stats
+    if name in _NAMES:
+        return getattr(_import_module(f"moeoff.{_NAMES[name]}"), name)
+    if name in _MODULES:
+        return _import_module(f"moeoff.{name}")
     raise AttributeError(f"module 'moeoff' has no attribute {name!r}")

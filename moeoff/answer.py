@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
+from .engine.stats import Stats
 from .errors import ContextError, ModelError, MoeoffError, OptionError
 from .memory import format_size, rss
-from .stats import Stats
 
 _LOGGER = logging.getLogger("llama-cpp-python")
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .companion.profile import Profile, profile_path
+from .engine.llama import Llama
 from .errors import ModelError, OptionError
 from .gguf.layout import Layout
-from .llama import Llama
 from .predict import PREDICTORS
 from .predict.recording import Recording
 from .predict.router import Router

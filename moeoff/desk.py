@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from .errors import MoeoffError
 
 if TYPE_CHECKING:
-    from .llama import Llama
-    from .stats import Stats
+    from .engine.llama import Llama
+    from .engine.stats import Stats
 
 OPEN_PATHS = ("/health",)
 MODEL_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/engines/copilot-codex/completions")

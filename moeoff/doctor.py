@@ -174,8 +174,8 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
 def check_model(path: str) -> Iterator[Finding]:
     """The model's headers, its floor against what is available, and the disk at its slices' size."""
     from .budget.footprint import Footprint, slice_kinds
+    from .engine.open import DEFAULT_CTX
     from .gguf.layout import Layout
-    from .run import DEFAULT_CTX
 
     try:
         layout = Layout.read(path)

@@ -24,7 +24,7 @@ N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
 
 def open_model(model: str, ctx: int, **options):
     """The model with room for windows of ctx tokens and the logits of all of them."""
-    from .llama import Llama
+    from .engine.llama import Llama
 
     trim()  # what a model closed before this one has left would count against the budget
     n_batch = min(ctx, N_BATCH)
@@ -56,7 +56,7 @@ def evaluation(
     Raises:
         MoeoffError: the model, a text, the budget or an option is no good.
     """
-    from .run import demo_model
+    from .paths import demo_model
 
     if experts and no_experts:
         raise OptionError("give --experts or --no-experts, not both")

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .buffer import RING_BYTES, GateEvent
 from .companion.file import Companion
 from .companion.tiers import parse_tensor_name
+from .engine.expert_buffer import RING_BYTES, GateEvent
 from .evaluate import Window, evaluate
 from .evaluation import open_model
 from .gguf.layout import Layout, TensorSpan

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 
 from .budget.footprint import Footprint, SliceKind, expected_bytes, slice_kinds
 from .disk import DiskRate, probe
+from .engine.open import DEFAULT_CTX
 from .gguf.layout import Layout
 from .memory import MIB, available, format_size
-from .run import DEFAULT_CTX
 
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)

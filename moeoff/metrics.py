@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .engine.stats import Stats
 from .memory import rss
-from .stats import Stats
 
 if TYPE_CHECKING:
     from .desk import Desk

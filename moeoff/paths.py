@@ -1,10 +1,13 @@
-"""Where moeoff keeps what it remembers between two runs. The only place that asks the environment for folders."""
+"""Where moeoff keeps what it remembers between two runs, and where its demo model is. The only place that asks the environment for folders."""
 
 from __future__ import annotations
 
+import importlib.resources
 import os
 import sys
 from pathlib import Path
+
+DEMO_MODEL = "demo-moe-q8_0.gguf"
 
 
 def cache_folder() -> Path:
@@ -18,3 +21,8 @@ def cache_folder() -> Path:
     folder = base / "moeoff"
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def demo_model() -> str:
+    """Path of the model that ships inside the package."""
+    return str(importlib.resources.files("moeoff") / "data" / DEMO_MODEL)

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .buffer import GateEvent
+from .engine.expert_buffer import GateEvent
+from .engine.llama import Llama
 from .errors import OptionError
-from .llama import Llama
 from .memory import available
 from .predict.recording import Recording
 from .predict.router import Router

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 import os
 import random
@@ -10,17 +9,12 @@ import sys
 from dataclasses import fields
 
 from .console import remark
+from .engine.open import open_model
 from .errors import OptionError
 from .memory import DEFAULT_SHARE
+from .paths import demo_model
 
-DEFAULT_CTX = 4096
-DEMO_MODEL = "demo-moe-q8_0.gguf"
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
-
-
-def demo_model() -> str:
-    """Path of the model that ships inside the package."""
-    return str(importlib.resources.files("moeoff") / "data" / DEMO_MODEL)
 
 
 def run(
@@ -66,7 +60,7 @@ def run(
         model = download(hf_repo)
 
     from .answer import Answerer, Sampling
-    from .llama import Llama
+    from .engine.llama import Llama
 
     sampling = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
     how = Sampling(**sampling | {"stop": tuple(sampling.get("stop", ()))})
@@ -112,33 +106,6 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     if prompt is not None and not prompt.strip():
         raise OptionError("the prompt is empty: there is nothing to answer")
     return prompt
-
-
-def open_model(kind, model: str, *, experts: str | None = None, no_experts: bool = False, profile: str | None = None, no_profile: bool = False,
-               ctx_size: int | None = None, threads: int | None = None, **options):  # fmt: skip
-    """A `moeoff.Llama` or a class of its kind, by the names of the command line, with a bar on the terminal.
-
-    Raises:
-        MoeoffError: the model, the budget or an option is no good.
-    """
-    from .console import loading_bar
-    from .gguf.layout import Layout
-
-    if experts and no_experts:
-        raise OptionError("give --experts or --no-experts, not both")
-    if profile and no_profile:
-        raise OptionError("give --profile or --no-profile, not both")
-    layout = Layout.read(model)
-    with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
-        return kind(
-            model,
-            experts=experts or not no_experts,
-            profile=profile or not no_profile,
-            n_ctx=ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX),
-            n_threads=threads,
-            progress=progress,
-            **options,
-        )
 
 
 def _answer(answerer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str):

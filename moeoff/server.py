@@ -13,8 +13,8 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from .engine.llama import Llama  # before llama_cpp: it prepares the process
 from .errors import Cancelled, MoeoffError, OptionError
-from .llama import Llama  # before llama_cpp: it prepares the process
 
 try:
     import uvicorn
@@ -30,9 +30,10 @@ except ModuleNotFoundError as error:
 
 from . import __version__
 from .desk import Desk, current_ticket, error_body
+from .engine.open import open_model
 from .memory import format_size
 from .metrics import metrics_text
-from .run import demo_model, open_model
+from .paths import demo_model
 
 GRACE_SECONDS = 10  # for what is in flight when a signal comes
 
@@ -149,7 +150,7 @@ def serve(
     """Serves until SIGINT, which is raised again as KeyboardInterrupt, or SIGTERM; see `moeoff serve --help` for the options.
 
     Args:
-        **options: what `moeoff.run.open_model` takes.
+        **options: what `moeoff.engine.open.open_model` takes.
 
     Raises:
         MoeoffError: the model, the budget, an option or the address is no good.

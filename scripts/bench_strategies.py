@@ -19,8 +19,8 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bench_offload import machine, measure, median
+from moeoff.engine.strategy import PRESETS
 from moeoff.gguf.layout import Layout
-from moeoff.strategy import PRESETS
 
 COLUMNS = {
     "prompt_tps": ("prompt tok/s", "{:.1f}"),

@@ -22,7 +22,7 @@ from dataclasses import replace
 
 def _ladder() -> list[dict]:
     """From the papers' on-demand to everything, one part more at each step."""
-    from moeoff.strategy import Strategy
+    from moeoff.engine.strategy import Strategy
 
     cache = Strategy("cache", "", eager=False, serial=True, policy="score")
     prefetch = replace(cache, name="prefetch", eager=True, predictor="gate")

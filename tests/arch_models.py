@@ -21,7 +21,7 @@ import numpy as np
 
 import moeoff
 from eval_callback import WithCallback
-from moeoff.buffer import ExpertBuffer
+from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.gguf.layout import EXPERT_PATTERN, Layout
 from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes

@@ -17,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 
 @pytest.fixture(scope="session")
 def demo() -> str:
-    from moeoff.run import demo_model
+    from moeoff.paths import demo_model
 
     return demo_model()
 

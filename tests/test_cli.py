@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from moeoff.run import demo_model
+from moeoff.paths import demo_model
 
 DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_tps gen_tokens gen_tps hit_rate demand_hits

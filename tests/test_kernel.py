@@ -27,7 +27,7 @@ from ggml_api import (
 )
 
 from moeoff import native
-from moeoff.buffer import ExpertBuffer
+from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import MoeoffError, ReadError
 from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes

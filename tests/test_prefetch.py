@@ -11,11 +11,11 @@ from logits import assert_bit_equal, greedy_logits
 import moeoff
 from moeoff import OptionError, native
 from moeoff.budget.precision import Precision
+from moeoff.engine.ab_test import BLOCK, ORDER
+from moeoff.engine.prefetcher import Prefetcher
+from moeoff.engine.strategy import PRESETS, Strategy, get_strategy, strategy_names
 from moeoff.gguf.layout import Layout
-from moeoff.judge import BLOCK, ORDER
 from moeoff.predict import PREDICTORS, Prediction
-from moeoff.prefetch import Prefetcher
-from moeoff.strategy import PRESETS, Strategy, get_strategy, strategy_names
 from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4

@@ -9,7 +9,7 @@ import pytest
 
 from moeoff import BudgetError, Llama, OptionError
 from moeoff.cache import Event, Policy, create
-from moeoff.driver import Driver
+from moeoff.engine.driver import Driver
 from moeoff.gguf.layout import Layout
 from moeoff.simulate.simulator import _Zero, simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from moeoff import Llama, OptionError
-from moeoff.buffer import READ_DTYPE, GateEvent
+from moeoff.engine.expert_buffer import READ_DTYPE, GateEvent
 from moeoff.simulate.read_log import DEMAND_LEVEL, PREFETCH_LEVEL
 from moeoff.simulate.trace import Model, TensorInfo, Trace, TraceWriter
 

@@ -12,7 +12,7 @@ from ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read, write
 from test_kernel import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
 
 from moeoff import OptionError, native
-from moeoff.buffer import ExpertBuffer
+from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import MoeoffError
 from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes

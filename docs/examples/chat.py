@@ -3,9 +3,8 @@
 import sys
 
 import moeoff
-from moeoff.run import demo_model
 
-model = sys.argv[1] if len(sys.argv) > 1 else demo_model()
+model = sys.argv[1] if len(sys.argv) > 1 else moeoff.demo_model()
 
 with moeoff.Llama(model, memory="80%", n_ctx=256) as llm:
     messages = []

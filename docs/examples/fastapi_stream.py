@@ -11,9 +11,8 @@ from fastapi import FastAPI
 from fastapi.responses import StreamingResponse
 
 import moeoff
-from moeoff.run import demo_model
 
-llm = moeoff.Llama(os.environ.get("MODEL", demo_model()), memory="80%", n_ctx=256)
+llm = moeoff.Llama(os.environ.get("MODEL", moeoff.demo_model()), memory="80%", n_ctx=256)
 turn = threading.Lock()
 app = FastAPI()
 

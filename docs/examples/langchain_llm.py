@@ -9,9 +9,8 @@ import sys
 from langchain_community.llms import LlamaCpp
 
 import moeoff
-from moeoff.run import demo_model
 
-model = sys.argv[1] if len(sys.argv) > 1 else demo_model()
+model = sys.argv[1] if len(sys.argv) > 1 else moeoff.demo_model()
 
 with moeoff.Llama(model, memory="80%", n_ctx=256) as client:
     llm = LlamaCpp.model_construct(client=client, model_path=model, max_tokens=32, temperature=0.0, streaming=False)

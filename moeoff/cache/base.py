@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Event:
-    """What one gate said for one batch; `moeoff.buffer.GateEvent` has the same names.
+    """What one gate said for one batch; `moeoff.engine.expert_buffer.GateEvent` has the same names.
 
     Attributes:
         gate: row of the table.

@@ -6,9 +6,9 @@ import os
 
 import numpy as np
 
-from .buffer import ExpertBuffer, GateEvent
-from .errors import OptionError
-from .simulate.trace import Model, Trace
+from ..errors import OptionError
+from ..simulate.trace import Model, Trace
+from .expert_buffer import ExpertBuffer, GateEvent
 
 
 class Replay:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from . import predict
-from .cache import get_policy, names
-from .errors import OptionError
+from .. import predict
+from ..cache import get_policy, names
+from ..errors import OptionError
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from . import native
-from .buffer import ExpertBuffer
-from .errors import Cancelled
+from .. import native
+from ..errors import Cancelled
+from .expert_buffer import ExpertBuffer
 
 
 class Cancellation:

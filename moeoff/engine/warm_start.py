@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from .buffer import ExpertBuffer
-from .gguf.layout import Layout
-from .paths import cache_folder
+from ..gguf.layout import Layout
+from ..paths import cache_folder
+from .expert_buffer import ExpertBuffer
 
 VERSION = 1  # "low" came later, and is not in every file
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import numpy as np
 
-from .buffer import ExpertBuffer, GateEvent
-from .cache import Event, Policy
-from .predict.router import Router
-from .prefetch import Prefetcher
+from ..cache import Event, Policy
+from ..predict.router import Router
+from ..simulate.trace import TraceWriter
+from .expert_buffer import ExpertBuffer, GateEvent
+from .prefetcher import Prefetcher
 from .replay import Replay
-from .simulate.trace import TraceWriter
 
 
 class Driver:

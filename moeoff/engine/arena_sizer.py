@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from .budget.memory_plan import RESERVE, Needs, Plan, Pools
-from .buffer import ExpertBuffer
-from .errors import BudgetError
-from .memory import format_size, rss
+from ..budget.memory_plan import RESERVE, Needs, Plan, Pools
+from ..errors import BudgetError
+from ..memory import format_size, rss
+from .expert_buffer import ExpertBuffer
 
 
 class ArenaSizer:

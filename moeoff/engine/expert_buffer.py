@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from . import native
-from .companion.source import ExpertSource
-from .errors import ModelError, MoeoffError, OptionError, ReadError
-from .gguf.layout import EXPERT_PATTERN, Layout, TensorSpan
-from .memory import slot_bytes
+from .. import native
+from ..companion.source import ExpertSource
+from ..errors import ModelError, MoeoffError, OptionError, ReadError
+from ..gguf.layout import EXPERT_PATTERN, Layout, TensorSpan
+from ..memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi

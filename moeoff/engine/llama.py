@@ -12,32 +12,31 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 
-from . import native  # first: it prepares the process for llama.cpp  # isort: skip
+from .. import native  # first: it prepares the process for llama.cpp  # isort: skip
 
 import llama_cpp
 from llama_cpp import llama_cpp as _binding
 
+from ..budget.footprint import require_room, usual_share
+from ..budget.loss_contract import SECTION as CONTRACT_SECTION
+from ..budget.loss_contract import LossContract, parse_loss
+from ..budget.memory_plan import Needs, Plan
+from ..budget.precision import LOSSLESS, Precision
+from ..companion.file import KEEP, Companion
+from ..companion.profile import Profile
+from ..companion.source import ExpertSource
+from ..errors import Cancelled, ModelError, MoeoffError, OptionError
+from ..gguf.layout import Layout
+from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
 from .arena_sizer import ArenaSizer
-from .attach import attach_driver, sections, wants_gate_input
-from .budget.footprint import require_room, usual_share
-from .budget.loss_contract import SECTION as CONTRACT_SECTION
-from .budget.loss_contract import LossContract, parse_loss
-from .budget.memory_plan import Needs, Plan
-from .budget.precision import LOSSLESS, Precision
-from .buffer import ExpertBuffer, GateEvent
-from .cancel import Cancellation
-from .companion.file import KEEP, Companion
-from .companion.profile import Profile
-from .companion.source import ExpertSource
+from .cancellation import Cancellation
 from .driver import Driver
-from .errors import Cancelled, ModelError, MoeoffError, OptionError
-from .gguf.layout import Layout
+from .driver_factory import attach_driver, sections, wants_gate_input
+from .expert_buffer import ExpertBuffer, GateEvent
 from .log import set_log
-from .memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
-from .stats import Stats
+from .stats import Stats, Timing
 from .strategy import Strategy, get_strategy
-from .timing import Timing
-from .warm import recall, remember
+from .warm_start import recall, remember
 
 _KEYWORDS = {name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD} - {"self"}
 
@@ -60,7 +59,7 @@ class Llama(llama_cpp.Llama):
         model_path: a GGUF with routed experts; of a split model the first part.
         memory: bound of this process's resident memory, "6G", "80%" or bytes. The default is 80 % of what is available.
         expert_memory: bound of the experts' arena alone, instead of `memory`.
-        strategy: what stays in memory and what is prefetched, by name: `moeoff.strategy.strategy_names()`, docs/strategies.md.
+        strategy: what stays in memory and what is prefetched, by name: `moeoff.engine.strategy.strategy_names()`, docs/strategies.md.
         profile: of `moeoff calibrate`; "auto" takes the one beside the model if there is one, False none.
         n_lanes: I/O threads.
         direct_io: False reads through the page cache.

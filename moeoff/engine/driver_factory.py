@@ -6,18 +6,18 @@ import os
 from collections.abc import Callable
 from dataclasses import asdict
 
-from . import predict
-from .budget.precision import LOSSLESS, Precision
-from .buffer import ExpertBuffer
-from .cache import create, get_policy
-from .companion.profile import Profile
+from .. import predict
+from ..budget.precision import LOSSLESS, Precision
+from ..cache import create, get_policy
+from ..companion.profile import Profile
+from ..errors import OptionError
+from ..gguf.layout import Layout
+from ..predict.router import Router
+from ..simulate.trace import Model, TraceWriter
 from .driver import Driver
-from .errors import OptionError
-from .gguf.layout import Layout
-from .predict.router import Router
-from .prefetch import Prefetcher
+from .expert_buffer import ExpertBuffer
+from .prefetcher import Prefetcher
 from .replay import Replay
-from .simulate.trace import Model, TraceWriter
 from .strategy import Strategy
 
 _WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input

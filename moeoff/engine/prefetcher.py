@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import native
-from .budget.precision import LOSSLESS, Precision
-from .buffer import ExpertBuffer, GateEvent
-from .judge import Judge
-from .predict import Prediction, Predictor
+from .. import native
+from ..budget.precision import LOSSLESS, Precision
+from ..predict import Prediction, Predictor
+from .ab_test import PrefetchABTest
+from .expert_buffer import ExpertBuffer, GateEvent
 
 _RATE = 0.05  # of the running means
 _SAMPLE = 64  # tokens of a batch that are predicted for: what fewer than one in so many chooses is left to demand
@@ -39,7 +39,7 @@ class Prefetcher:
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
         self._most = float(n_used * max(np.bincount([t.gate for t in buffer.tensors])))  # slices of one gate
-        self.judge = Judge() if judged else None
+        self.judge = PrefetchABTest() if judged else None
         self._last_t = self._token_t = 0
         self._gap = 0.0  # ns from gate to gate
         self._misses = self._most / 2  # slices that a gate finds absent

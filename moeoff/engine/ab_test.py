@@ -15,7 +15,7 @@ HOLD = 512  # tokens between two comparisons
 _SKIP = 2  # first tokens of a block: they still feel the one before
 
 
-class Judge:
+class PrefetchABTest:
     """Attributes:
     on: what to do for the token that begins now.
     gain: last measured speed with, relative to without; None before the first verdict.

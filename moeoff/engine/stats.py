@@ -1,18 +1,41 @@
-"""Statistics of a run: counters of the expert buffer in the units people ask for."""
+"""Statistics of a run: counters of the expert buffer in the units people ask for, and the tokens decoded in what time."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 
-from .buffer import ExpertBuffer
-from .companion.file import KEEP
-from .timing import Timing
+from ..companion.file import KEEP
+from .expert_buffer import ExpertBuffer
 
 _COUNTERS = (
     "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
     "expert_uses served_low skipped low_bytes_read"
 ).split()
+
+
+@dataclass
+class Timing:
+    """Time inside llama_decode: batches of several tokens are prompt, single tokens generation."""
+
+    prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
+    gen_tokens: int = 0
+    gen_seconds: float = 0.0
+
+    def add(self, n_tokens: int, seconds: float) -> None:
+        if n_tokens > 1:
+            self.prompt_tokens += n_tokens
+            self.prompt_seconds += seconds
+        else:
+            self.gen_tokens += n_tokens
+            self.gen_seconds += seconds
+
+    def since(self, earlier: Timing) -> Timing:
+        return Timing(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
+
+    def reset(self) -> None:
+        self.__init__()
 
 
 @dataclass(frozen=True)
