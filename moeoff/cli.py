@@ -270,11 +270,11 @@ def calibrate(max_loss, tier, thresholds, experts, bits_plan, tolerance, types, 
         from .precision_report import calibrate_loss
 
         with progress_bar() as progress:
-            negotiated = calibrate_loss(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, experts=experts, progress=progress)
-        found = "" if negotiated.contract.choose(parse_loss(max_loss)) else "; nothing but lossless keeps the bound"
-        click.echo(f"{negotiated.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{found}")
+            found = calibrate_loss(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, experts=experts, progress=progress)
+        found = "" if found.contract.choose(parse_loss(max_loss)) else "; nothing but lossless keeps the bound"
+        click.echo(f"{found.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{found}")
         return
-    from .calibrate import calibrate as command
+    from .calibrate.profile_fit import calibrate as command
 
     with progress_bar() as progress:
         done = command(**options, seed=seed, progress=progress)

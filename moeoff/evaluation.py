@@ -11,24 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 
 from .budget.statistics import Quality, interval
+from .calibrate.perplexity import Reference, evaluate, interruptible, open_model, read_windows
 from .companion.file import KEEP
 from .console import progress_bar, remark
 from .errors import OptionError
-from .evaluate import Reference, evaluate, interruptible, read_windows
-from .memory import peak_rss, trim
+from .memory import peak_rss
 
-__all__ = ["evaluation", "open_model"]
-
-N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
-
-
-def open_model(model: str, ctx: int, **options):
-    """The model with room for windows of ctx tokens and the logits of all of them."""
-    from .engine.llama import Llama
-
-    trim()  # what a model closed before this one has left would count against the budget
-    n_batch = min(ctx, N_BATCH)
-    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=n_batch, logits_all=True, **options)
+__all__ = ["evaluation"]
 
 
 def evaluation(

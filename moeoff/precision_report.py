@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import sys
 
-from .bits import BitsPlan, Planner
 from .budget.loss_contract import Candidate, parse_loss
 from .budget.statistics import interval
+from .calibrate.bit_allocation import BitsPlan, Planner
+from .calibrate.precision_search import CTX, SearchResult, search_precision
 from .errors import OptionError
 from .gguf.layout import Layout
 from .memory import format_size
-from .negotiation import CTX, Negotiated, negotiate
 
 __all__ = ["calibrate_loss", "write_plan"]
 
@@ -30,14 +30,14 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def calibrate_loss(model: str, *, text, max_loss: str, tier, thresholds, experts, tokens: int, output, memory, threads, progress) -> Negotiated:
+def calibrate_loss(model: str, *, text, max_loss: str, tier, thresholds, experts, tokens: int, output, memory, threads, progress) -> SearchResult:
     """Measures, writes the profile, and prints a table of what was tried.
 
     Raises:
-        MoeoffError: as `negotiate`.
+        MoeoffError: as `search_precision`.
     """
     bound = parse_loss(max_loss)
-    done = negotiate(model, text, bound, tier=tier, thresholds=thresholds, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
+    done = search_precision(model, text, bound, tier=tier, thresholds=thresholds, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
                      progress=progress)  # fmt: skip
     contract = done.contract
     rows = []

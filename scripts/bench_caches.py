@@ -37,8 +37,8 @@ def record(model: str, out: Path, texts: dict[str, str], n_tokens: int, n_ctx: i
 def fit(traces: list[Path], out: Path) -> None:
     import numpy as np
 
-    from moeoff.cache.learn import fit_score
-    from moeoff.cache.learn_hobbit import fit_hobbit
+    from moeoff.calibrate.fit_hobbit import fit_hobbit
+    from moeoff.calibrate.fit_score import fit_score
     from moeoff.simulate.trace import Trace
 
     trace = mixed([Trace.read(t) for t in traces])

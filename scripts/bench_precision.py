@@ -24,17 +24,16 @@ import time
 import click
 import numpy as np
 
-from moeoff.bits import Planner, measure_importance
 from moeoff.budget.loss_contract import Candidate
 from moeoff.budget.precision import Precision
 from moeoff.budget.statistics import Quality, interval, spearman
+from moeoff.calibrate.bit_allocation import Planner, measure_importance
+from moeoff.calibrate.expert_importance import estimate_importance
+from moeoff.calibrate.perplexity import open_model, read_windows
+from moeoff.calibrate.precision_search import PrecisionEvaluator, relative_bytes
 from moeoff.companion.convert import convert
 from moeoff.companion.file import KEEP, Companion
-from moeoff.evaluate import read_windows
-from moeoff.evaluation import open_model
 from moeoff.gguf.layout import Layout
-from moeoff.importance import estimate_importance
-from moeoff.negotiation import Trials, relative_bytes
 
 
 def _files(name: str):
@@ -83,15 +82,15 @@ def _planner(model, calib, ctx, chunks, types, threads, importance: str = "estim
 
 
 @contextlib.contextmanager
-def _trials(model, valid, ctx, chunks, lower, threads):
-    """Trials of precisions with one lower type, in a companion that lasts as long."""
+def _evaluator(model, valid, ctx, chunks, lower, threads):
+    """PrecisionEvaluator of precisions with one lower type, in a companion that lasts as long."""
     with tempfile.TemporaryDirectory(prefix="moeoff-precision-") as folder:
         companion = Companion(convert(model, output=os.path.join(folder, "lower.experts.gguf"), tiers=lower).path)
         options = {"experts": companion, "tier": KEEP, "precision": Precision(tier=lower), "deterministic": True, "flash_attn": True}
         with open_model(model, ctx, expert_memory=1 << 33, n_threads=threads, **options) as llm:
             windows = read_windows(llm, valid, ctx, chunks)
             print(f"{len(windows)} windows of {ctx} tokens, {lower}", file=sys.stderr)
-            yield Trials(llm, windows, lower, relative_bytes(Layout.read(model), companion, lower))
+            yield PrecisionEvaluator(llm, windows, lower, relative_bytes(Layout.read(model), companion, lower))
 
 
 def _cells(c: Candidate) -> str:
@@ -184,25 +183,25 @@ def order(model, calib, valid, ctx, chunks, valid_chunks, types, threads, lower,
 @click.option("--precision", "precisions", multiple=True, required=True, metavar="T1,T2,P")
 def loss(model, valid, ctx, chunks, lower, threads, precisions) -> None:
     wanted = [tuple(float(x) for x in text.split(",")) for text in precisions]
-    with _trials(model, valid, ctx, chunks, lower, threads) as trials:
+    with _evaluator(model, valid, ctx, chunks, lower, threads) as evaluator:
         print("| precision | low | skipped | bytes | loss (95 %) | KL | same top token |\n|---|---|---|---|---|---|---|")
         if shares := sorted({p for _, _, p in wanted if p}, reverse=True):
-            with trials.reference("prefill") as reference:
+            with evaluator.reference("prefill") as reference:
                 for p in shares:
-                    print(f"| batches, p {p:g} | {_cells(trials.measure(reference, 1.0, 1.0, p, decode=False))} |", flush=True)
-        with trials.reference("decode") as reference:
+                    print(f"| batches, p {p:g} | {_cells(evaluator.measure(reference, 1.0, 1.0, p, decode=False))} |", flush=True)
+        with evaluator.reference("decode") as reference:
             for t1, t2, p in wanted:
-                print(f"| T1 {t1:g}, T2 {t2:g}, p {p:g} | {_cells(trials.measure(reference, t1, t2, p, decode=True))} |", flush=True)
+                print(f"| T1 {t1:g}, T2 {t2:g}, p {p:g} | {_cells(evaluator.measure(reference, t1, t2, p, decode=True))} |", flush=True)
 
 
 @main.command()
 @_trial_options
 @click.option("--threshold", multiple=True, type=float, default=(0.9, 0.8, 0.7, 0.5, 0.2), show_default=True, help="T1; beyond it an expert is given up.")
 def skip(model, valid, ctx, chunks, lower, threads, threshold) -> None:
-    with _trials(model, valid, ctx, chunks, lower, threads) as trials, trials.reference("decode") as reference:
+    with _evaluator(model, valid, ctx, chunks, lower, threads) as evaluator, evaluator.reference("decode") as reference:
         print(f"| T1 | given up | in {lower}: loss (95 %) | KL | skipped: loss (95 %) | KL |\n|---|---|---|---|---|---|")
         for t1 in threshold:
-            low, skipped = (trials.measure(reference, t1, t2, 0.0, decode=True) for t2 in (1.0, t1))
+            low, skipped = (evaluator.measure(reference, t1, t2, 0.0, decode=True) for t2 in (1.0, t1))
             print(f"| {t1:g} | {low.low:.1%} | {_loss(low)} | {low.kl.value:.4f} | {_loss(skipped)} | {skipped.kl.value:.4f} |", flush=True)
 
 

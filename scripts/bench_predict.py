@@ -21,13 +21,13 @@ import moeoff
 from eval_callback import WithCallback
 from moeoff import native
 from moeoff.cache import Event
-from moeoff.calibrate import cap_hidden, fit
+from moeoff.calibrate.profile_fit import cap_hidden, fit
+from moeoff.calibrate.record import LENGTH, batch_size, record, sequences
 from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS, create, top_k, widened
 from moeoff.predict.gate import CrossLayerGate
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
-from moeoff.recording import LENGTH, batch_size, record, sequences
 
 # what is compared: a name for the table, the predictor, its options
 ROWS = [(name, name, {}) for name in PREDICTORS if name not in ("gate", "stacked")]

@@ -79,7 +79,7 @@ def calibrated(demo, tmp_path_factory):
     """A copy of the demo model with a profile beside it; what calibrate() returned, and all calls of its progress."""
     import numpy as np
 
-    from moeoff.calibrate import calibrate
+    from moeoff.calibrate.profile_fit import calibrate
     from moeoff.companion.profile import Profile, profile_path
     from moeoff.gguf.layout import Layout
 

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 
 from moeoff import OptionError
-from moeoff.bits import Planner, default_types
 from moeoff.budget.statistics import spearman
+from moeoff.calibrate.bit_allocation import Planner, default_types
+from moeoff.calibrate.perplexity import evaluate, open_model
 from moeoff.companion.composite import CompositeCompanion
 from moeoff.companion.convert import convert
 from moeoff.companion.file import KEEP, Companion
 from moeoff.companion.tiers import read_plan
-from moeoff.evaluate import evaluate
-from moeoff.evaluation import open_model
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_name
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from conftest import CALIBRATION_TEXTS
 
-from moeoff import calibrate as module
 from moeoff.cache import Shape, create
-from moeoff.calibrate import calibrate, cap_hidden
+from moeoff.calibrate import profile_fit as module
+from moeoff.calibrate.profile_fit import calibrate, cap_hidden
 from moeoff.companion.profile import Profile, profile_path
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.layout import Layout

@@ -17,14 +17,13 @@ from moeoff.budget.footprint import Footprint, usual_share
 from moeoff.budget.loss_contract import AT_ONCE, SECTION, Candidate, LossContract, parse_loss
 from moeoff.budget.precision import Precision
 from moeoff.budget.statistics import Estimate
+from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.calibrate.precision_search import search_precision
 from moeoff.companion.convert import convert
 from moeoff.companion.file import companion_path
 from moeoff.companion.profile import Profile, profile_path
-from moeoff.evaluate import Reference, evaluate, read_windows
-from moeoff.evaluation import open_model
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_from_name
-from moeoff.negotiation import negotiate
 from requantize_experts import requantize_experts
 
 OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}
@@ -32,10 +31,10 @@ OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26, "flash_attn": True}
 
 @pytest.fixture(scope="module")
 def measured(demo, text, tmp_path_factory):
-    """A copy of the demo model with a companion and a contract, alone in its folder; and what was negotiated."""
+    """A copy of the demo model with a companion and a contract, alone in its folder; and what was found."""
     model = shutil.copy(demo, tmp_path_factory.mktemp("model") / "model.gguf")
     convert(model, tiers="Q4_0,Q5_0")
-    return model, negotiate(model, [text], 0.03, tokens=2560, thresholds=True, **OPTIONS)
+    return model, search_precision(model, [text], 0.03, tokens=2560, thresholds=True, **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +105,7 @@ def test_trying_many_does_not_flatter():
     assert math.log1p(found.upper(one)) / math.log1p(0.0065) == pytest.approx(NormalDist().inv_cdf(1 - 0.025 / AT_ONCE) / NormalDist().inv_cdf(0.975), rel=1e-3)
 
 
-def test_negotiated(measured, rules_only, text):
+def test_searched_precision(measured, rules_only, text):
     """What the profile says of the chosen precision is what an evaluation finds, as if nothing were resident."""
     model, done = measured
     lossy, chosen = rules_only
@@ -169,7 +168,7 @@ def test_thresholds_are_searched_where_no_tier_will_do(measured, text):
     """They are slow to measure. A tier that keeps the bound makes them superfluous; one that does not, does not."""
     model, done = measured
     for max_loss, expected in ((0.5, False), (0.0001, True)):
-        found = negotiate(model, [text], max_loss, tokens=2560, output=f"{model}.{max_loss}.npz", **OPTIONS).contract
+        found = search_precision(model, [text], max_loss, tokens=2560, output=f"{model}.{max_loss}.npz", **OPTIONS).contract
         assert any(c.decode for c in found.candidates) == expected
         assert [c for c in found.candidates if c.whole] == [c for c in done.contract.candidates if c.whole]
 
@@ -199,7 +198,7 @@ def test_refusals(measured, demo, text, tmp_path):
     with pytest.raises(OptionError, match="moeoff calibrate -m .*bare.gguf"):
         moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
     with pytest.raises(OptionError, match="no companion with lower precision"):
-        negotiate(bare, [text], 0.01, **OPTIONS)
+        search_precision(bare, [text], 0.01, **OPTIONS)
     other = tmp_path / "other.gguf"
     requantize_experts(demo, other, type_from_name("Q5_0"))
     convert(other, tiers="Q4_0")
@@ -220,7 +219,7 @@ def test_refusals(measured, demo, text, tmp_path):
     with pytest.raises(OptionError, match="give no other"):
         moeoff.Llama(model, max_loss="1%", tier="Q4_0", **OPTIONS)
     with pytest.raises(OptionError, match="at least 8"):
-        negotiate(model, [text], 0.01, tokens=600, **OPTIONS)
+        search_precision(model, [text], 0.01, tokens=600, **OPTIONS)
     assert np.array_equal(Profile.find(Layout.read(model)).section(SECTION)["t1"], done.contract.to_section()["t1"])  # still there
 
 

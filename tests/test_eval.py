@@ -18,9 +18,8 @@ import pytest
 import moeoff
 from moeoff import OptionError
 from moeoff.budget.statistics import Estimate, Scores, divergence, log_probs, spearman, student
+from moeoff.calibrate.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
 from moeoff.companion.convert import convert
-from moeoff.evaluate import Reference, Window, evaluate, n_scored, read_windows
-from moeoff.evaluation import open_model
 from stock import Stock
 
 ROOT = Path(__file__).parent.parent

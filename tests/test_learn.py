@@ -9,9 +9,9 @@ from test_cache import random_events, update_cost
 from moeoff import OptionError
 from moeoff.cache import Event, Shape, create
 from moeoff.cache.hobbit import Hobbit
-from moeoff.cache.learn import HORIZONS, MAX_MATRIX, fit_score, next_use
-from moeoff.cache.learn_hobbit import fit_hobbit
 from moeoff.cache.score import Score
+from moeoff.calibrate.fit_hobbit import fit_hobbit
+from moeoff.calibrate.fit_score import HORIZONS, MAX_MATRIX, fit_score, next_use
 from moeoff.simulate.simulator import simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
@@ -97,7 +97,7 @@ def test_refuses_traces():
 
 def test_many_experts_are_compressed(monkeypatch):
     """The features stay within their bound, and what comes out has the model's shape."""
-    from moeoff.cache import learn
+    from moeoff.calibrate.profile_fit import fit_score as learn
 
     monkeypatch.setattr(learn, "MAX_FEATURES", 40)
     monkeypatch.setattr(learn, "MAX_VALUES", 4 * 16 * 512)

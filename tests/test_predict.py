@@ -10,6 +10,7 @@ import pytest
 
 from moeoff import Llama
 from moeoff.cache import Event
+from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
 from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
@@ -18,7 +19,6 @@ from moeoff.predict.path import PRIOR_ONE, PRIOR_TWO
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
 from moeoff.predict.tokens import PRIOR
-from moeoff.recording import batch_size, record, sequences
 from moeoff.simulate.trace import Model, TensorInfo
 
 ROOT = Path(__file__).parent.parent

@@ -2,7 +2,7 @@
 
 A section of the profile holds everything that was tried, with its confidence intervals; opening a model with a bound
 takes what is expected to read the fewest bytes in the memory there is, among what is within the bound. Knows nothing of how it
-was measured (`moeoff.negotiation`).
+was measured (`moeoff.calibrate.precision_search`).
 """
 
 from __future__ import annotations

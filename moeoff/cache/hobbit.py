@@ -13,7 +13,7 @@ class Hobbit(Policy):
     tokens so far, l_i the layer that is evicting. The table holds p times T, which orders the same and leaves all rows but
     the event's alone where w_fld is 0. With low_cost = B_l/B_h, what a low-precision miss costs beside a high one (§3.4's
     penalty), w_lfu and w_lhu share their sum so that w_lfu F + w_lhu H is what the misses of these uses would have cost. The
-    default weights are those that `moeoff.cache.learn_hobbit` fits for the demo model. sequence=False never resets.
+    default weights are those that `moeoff.calibrate.fit_hobbit` fits for the demo model. sequence=False never resets.
     """
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"

@@ -1,6 +1,6 @@
 """Ours: a learned score of how soon an expert will be used again.
 
-Target: discount^(tokens until the next use). Two linear stages, fitted on traces by `moeoff.cache.learn`: all layers' router
+Target: discount^(tokens until the next use). Two linear stages, fitted on traces by `moeoff.calibrate.fit_score`: all layers' router
 probabilities (now, and a running mean) go through a narrow bottleneck to what every expert can expect; that, and the expert's own
 running means of probabilities and uses at several rates, give the score. A linear term in the distance of the layer breaks
 near ties. There is one set of coefficients for each of several discounts: the larger the buffer, the further it looks.
@@ -31,7 +31,7 @@ GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
 
 class Score(Policy):
     """Options:
-    weights: what `moeoff.cache.learn.fit_score` gives, or the path of an .npz with it. None: those that moeoff has for this model
+    weights: what `moeoff.calibrate.fit_score.fit_score` gives, or the path of an .npz with it. None: those that moeoff has for this model
         (by its file's name), or else generic coefficients without the bottleneck; "generic" asks for these.
     position: weight of the layer's distance, 0 to leave it out; None for that of the weights.
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..cache.score import FLOOR, PROB_RATES, STATE_RATE, USE_RATES
 from ..errors import OptionError
-from .score import FLOOR, PROB_RATES, STATE_RATE, USE_RATES
 
 # horizons: a bigger buffer evicts what is needed later. (discount of a use one token further away, weight of the layer's
 # distance, up to which share of the experts in memory)

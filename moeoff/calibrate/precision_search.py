@@ -18,19 +18,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from . import native
-from .budget.loss_contract import SECTION, Candidate, LossContract, upper_loss
-from .budget.precision import Precision
-from .companion.file import KEEP, Companion
-from .companion.hashing import hash64
-from .companion.profile import Profile, profile_path
-from .companion.source import ExpertSource
-from .errors import OptionError
-from .evaluate import Reference, Window, evaluate, interruptible, n_scored, read_windows
-from .evaluation import open_model
-from .gguf.layout import Layout
+from .. import native
+from ..budget.loss_contract import SECTION, Candidate, LossContract, upper_loss
+from ..budget.precision import Precision
+from ..companion.file import KEEP, Companion
+from ..companion.hashing import hash64
+from ..companion.profile import Profile, profile_path
+from ..companion.source import ExpertSource
+from ..errors import OptionError
+from ..gguf.layout import Layout
+from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 
-__all__ = ["Negotiated", "Trials", "negotiate", "relative_bytes"]
+__all__ = ["SearchResult", "PrecisionEvaluator", "search_precision", "relative_bytes"]
 
 SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
 T1S = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -40,14 +39,14 @@ CTX = 512
 
 
 @dataclass(frozen=True)
-class Negotiated:
+class SearchResult:
     """path: of the profile."""
 
     path: str
     contract: LossContract
 
 
-def negotiate(
+def search_precision(
     model: str | os.PathLike,
     text: Sequence[str | os.PathLike],
     max_loss: float,
@@ -59,7 +58,7 @@ def negotiate(
     output: str | os.PathLike | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     **options,
-) -> Negotiated:
+) -> SearchResult:
     """Measures precisions of a model with its companion, and writes the profile's section "precision".
 
     Args:
@@ -91,31 +90,31 @@ def negotiate(
     options = {"flash_attn": True, "experts": companion, "tier": KEEP, "deterministic": True} | options
 
     @contextlib.contextmanager
-    def trials_of(name: str) -> Iterator[tuple[Trials, Callable]]:
+    def evaluator_of(name: str) -> Iterator[tuple[PrecisionEvaluator, Callable]]:
         with open_model(model, ctx, precision=Precision(tier=name), **options) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
                 said = f"the texts make {len(windows)} windows of {ctx} tokens"
                 raise OptionError(f"{said}, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
-            yield Trials(llm, windows, name, relative_bytes(layout, companion, name), progress), call
+            yield PrecisionEvaluator(llm, windows, name, relative_bytes(layout, companion, name), progress), call
 
     search, reference = _Search(max_loss), None
     with contextlib.ExitStack() as references:
         for name in tiers:
-            with trials_of(name) as (trials, call):
-                reference = reference or references.enter_context(call(trials.reference, "prefill"))
-                call(search.measure, trials, reference, 1.0, 1.0, 1.0, decode=False)
-        windows = trials.windows
+            with evaluator_of(name) as (evaluator, call):
+                reference = reference or references.enter_context(call(evaluator.reference, "prefill"))
+                call(search.measure, evaluator, reference, 1.0, 1.0, 1.0, decode=False)
+        windows = evaluator.windows
         if thresholds or not any(search.holds(c, len(windows)) for c in search.candidates):
-            with trials_of(tiers[0]) as (trials, call):
-                call(search.thresholds, trials, reference)
+            with evaluator_of(tiers[0]) as (evaluator, call):
+                call(search.thresholds, evaluator, reference)
     text_hash = hash64(np.array([window.tokens for window in windows], np.int32))
     contract = LossContract(companion.identity, text_hash, len(windows), len(windows) * n_scored(ctx), ctx, tuple(search.candidates))
     Profile.write(path, layout, {SECTION: contract.to_section()})
-    return Negotiated(path, contract)
+    return SearchResult(path, contract)
 
 
-class Trials:
+class PrecisionEvaluator:
     """Measures precisions of one model on windows of text, every expert taken for a miss.
 
     Args:
@@ -187,12 +186,12 @@ class _Search:
         """Whether the candidate keeps the bound."""
         return upper_loss(c.loss, n_windows) <= self._max_loss
 
-    def thresholds(self, trials: Trials, in_batches: Reference) -> None:
-        share = next((s for s in SHARES if self.measure(trials, in_batches, 1.0, 1.0, s, decode=False)), 0.0)
-        with trials.reference("decode") as reference:
+    def thresholds(self, evaluator: PrecisionEvaluator, in_batches: Reference) -> None:
+        share = next((s for s in SHARES if self.measure(evaluator, in_batches, 1.0, 1.0, s, decode=False)), 0.0)
+        with evaluator.reference("decode") as reference:
 
             def measure(t1: float, t2: float) -> bool:
-                return self.measure(trials, reference, t1, t2, share, decode=True)
+                return self.measure(evaluator, reference, t1, t2, share, decode=True)
 
             # in decode the prompt's share adds to whatever is lost after it
             while share and not measure(1.0, 1.0):
@@ -206,12 +205,12 @@ class _Search:
                     if t2 < t1 or not measure(t1, t2):
                         break
 
-    def measure(self, trials: Trials, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
+    def measure(self, evaluator: PrecisionEvaluator, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> bool:
         """Whether the bound holds."""
         for c in self.candidates:
-            if (c.tier, c.t1, c.t2, c.share, c.decode) == (trials.tier, t1, t2, share, decode):
+            if (c.tier, c.t1, c.t2, c.share, c.decode) == (evaluator.tier, t1, t2, share, decode):
                 break
         else:
-            c = trials.measure(reference, t1, t2, share, decode=decode)
+            c = evaluator.measure(reference, t1, t2, share, decode=decode)
             self.candidates.append(c)
-        return self.holds(c, len(trials.windows))
+        return self.holds(c, len(evaluator.windows))

@@ -12,13 +12,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .companion.file import Companion
-from .companion.tiers import parse_tensor_name
-from .engine.expert_buffer import RING_BYTES, GateEvent
-from .evaluate import Window, evaluate
-from .evaluation import open_model
-from .gguf.layout import Layout, TensorSpan
-from .gguf.quantize import dequantize
+from ..companion.file import Companion
+from ..companion.tiers import parse_tensor_name
+from ..engine.expert_buffer import RING_BYTES, GateEvent
+from ..gguf.layout import Layout, TensorSpan
+from ..gguf.quantize import dequantize
+from .perplexity import Window, evaluate, open_model
 
 __all__ = ["estimate_importance"]
 

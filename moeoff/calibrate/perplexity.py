@@ -17,17 +17,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .budget.statistics import Scores, divergence, log_probs
-from .errors import OptionError
-from .memory import format_size
+from ..budget.statistics import Scores, divergence, log_probs
+from ..engine.llama import Llama
+from ..errors import OptionError
+from ..memory import format_size, trim
 
-__all__ = ["MODES", "Reference", "Window", "evaluate", "interruptible", "n_scored", "read_windows"]
+__all__ = ["MODES", "Reference", "Window", "evaluate", "interruptible", "n_scored", "open_model", "read_windows"]
 
 _LOGGER = logging.getLogger("llama-cpp-python")
 
+N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
 MODES = ("prefill", "decode")
 _CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for each temporary
 _FLOOR = -1e4  # of stored log-probabilities, where a model forbids a token
+
+
+def open_model(model: str, ctx: int, **options):
+    """The model with room for windows of ctx tokens and the logits of all of them."""
+    trim()  # what a model closed before this one has left would count against the budget
+    n_batch = min(ctx, N_BATCH)
+    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=n_batch, logits_all=True, **options)
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from .engine.expert_buffer import GateEvent
-from .engine.llama import Llama
-from .errors import OptionError
-from .memory import available
-from .predict.recording import Recording
-from .predict.router import Router
-from .simulate.trace import Model
+from ..engine.expert_buffer import GateEvent
+from ..engine.llama import Llama
+from ..errors import OptionError
+from ..memory import available
+from ..predict.recording import Recording
+from ..predict.router import Router
+from ..simulate.trace import Model
 
 __all__ = ["LENGTH", "batch_size", "record", "sequences"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -11,14 +10,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .companion.profile import Profile, profile_path
-from .engine.llama import Llama
-from .errors import ModelError, OptionError
-from .gguf.layout import Layout
-from .predict import PREDICTORS
-from .predict.recording import Recording
-from .predict.router import Router
-from .recording import LENGTH, batch_size, record, sequences
+from ..companion.profile import Profile, profile_path
+from ..engine.llama import Llama
+from ..errors import ModelError, OptionError
+from ..gguf.layout import Layout
+from ..predict import PREDICTORS
+from ..predict.recording import Recording
+from ..predict.router import Router
+from .fit_hobbit import fit_hobbit
+from .fit_score import fit_score
+from .record import LENGTH, batch_size, record, sequences
 
 __all__ = ["Calibrated", "calibrate", "cap_hidden", "fit"]
 
@@ -26,8 +27,8 @@ DEFAULT_TOKENS = 16384
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
 HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
 MAX_EVENTS = 200_000  # of the trace that cache policies are fitted on
-# fits of cache policies, section: module and function(trace) -> arrays
-TRACE_FITS = {"score": ("moeoff.cache.learn", "fit_score"), "hobbit": ("moeoff.cache.learn_hobbit", "fit_hobbit")}
+# fits of cache policies: section of the profile, function(trace) -> arrays
+TRACE_FITS = {"score": fit_score, "hobbit": fit_hobbit}
 
 
 @dataclass(frozen=True)
@@ -128,10 +129,8 @@ def fit(recording: Recording, hidden: int, seed: int = 0, progress: Callable[[st
             sections[name] = arrays
     if recording.probs is not None:
         trace = recording.trace(MAX_EVENTS // recording.model.n_gates)
-        for done, (name, (module, function)) in enumerate(TRACE_FITS.items()):
-            fitted = getattr(importlib.import_module(module), function, None)
-            if fitted is not None:
-                sections[name] = fitted(trace)
+        for done, (name, fit_policy) in enumerate(TRACE_FITS.items()):
+            sections[name] = fit_policy(trace)
             if progress:
                 progress("fitting cache policies", done + 1, len(TRACE_FITS))
     return sections

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from ..cache.hobbit import Hobbit
 from ..errors import OptionError
-from .hobbit import Hobbit
+from ..simulate.simulator import simulate
 
 NAMES = ("lru", "lfu", "lhu", "fld")
 MAX_EVENTS = 12_288
@@ -24,8 +25,6 @@ def fit_hobbit(trace, shares=SHARES, max_events: int = MAX_EVENTS, progress=None
     Raises:
         OptionError: an empty trace.
     """
-    from ..simulate.simulator import simulate  # the simulator imports the policies
-
     if not trace.events:
         raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")
     part = trace.slice(0, max_events // trace.model.n_gates * trace.model.n_gates or max_events)

@@ -19,17 +19,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .budget.statistics import Estimate, Quality
-from .companion.composite import CompositeCompanion
-from .companion.convert import convert
-from .companion.file import KEEP, Companion
-from .companion.tiers import bits_per_weight, nearest, parse_tensor_name
-from .errors import OptionError
-from .evaluate import Reference, Window, evaluate, read_windows
-from .evaluation import open_model
-from .gguf.layout import Layout
-from .gguf.quantize import needs_imatrix, type_from_name
-from .importance import estimate_importance
+from ..budget.statistics import Estimate, Quality
+from ..companion.composite import CompositeCompanion
+from ..companion.convert import convert
+from ..companion.file import KEEP, Companion
+from ..companion.tiers import bits_per_weight, nearest, parse_tensor_name
+from ..errors import OptionError
+from ..gguf.layout import Layout
+from ..gguf.quantize import needs_imatrix, type_from_name
+from .expert_importance import estimate_importance
+from .perplexity import Reference, Window, evaluate, open_model, read_windows
 
 __all__ = ["BitsPlan", "Planner", "Trial", "default_types", "measure_importance"]
 
