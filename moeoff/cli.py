@@ -124,7 +124,7 @@ def serve(**options) -> None:
 
     Completions, chat, streaming; /metrics for Prometheus, /health. Every answer says in `moeoff` what it took.
     """
-    from .server import serve as command
+    from .server.app import serve as command
 
     command(**options)
 

@@ -93,7 +93,11 @@ def evaluation(
     what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
     _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*by_text, *([("all", whole)] if len(names) > 1 else [])])
     n_tokens = len(windows) * ctx
-    said = [f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s", f"{scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read", stats.receipt]
+    said = [
+        f"{n_tokens} tokens in {seconds:.1f} s, {n_tokens / seconds:.1f} tok/s",
+        f"{scores.bytes_read / 1e6 / n_tokens:.2f} MB/token read",
+        stats.precision_summary,
+    ]
     remark(" | ".join(part for part in said if part))
 
 

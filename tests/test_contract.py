@@ -131,7 +131,7 @@ def test_searched_precision(measured, rules_only, text):
     assert stats.served_low < served.served_low and stats.expert_uses == served.expert_uses
     assert warm.kl.value < blind.kl.value
     assert (stats.max_loss, stats.tier) == (0.08, "keep") and stats.estimated_loss >= chosen.loss.value
-    assert "bound 8.00%" in stats.receipt
+    assert "bound 8.00%" in stats.precision_summary
 
 
 def test_all_experts_in_a_tier(measured, text):
@@ -147,8 +147,8 @@ def test_all_experts_in_a_tier(measured, text):
             llm.eval(llm.tokenize(b"Natalia sold 48 clips"))
             logits.append(np.array(llm.scores[: llm.n_tokens]))
             stats = llm.stats()
-            assert stats.tier == "Q4_0" and stats.served_low == stats.expert_uses > 0 and "all experts in Q4_0" in stats.receipt
-            assert ("bound 3.00%" in stats.receipt) == ("max_loss" in how) and llm.precision.lossless
+            assert stats.tier == "Q4_0" and stats.served_low == stats.expert_uses > 0 and "all experts in Q4_0" in stats.precision_summary
+            assert ("bound 3.00%" in stats.precision_summary) == ("max_loss" in how) and llm.precision.lossless
     assert np.array_equal(*logits)
     ctx, n = done.contract.ctx, done.contract.n_windows
     for tier in whole:
@@ -161,7 +161,7 @@ def test_all_experts_in_a_tier(measured, text):
     # with room for everything nothing is given up
     with moeoff.Llama(model, n_ctx=64, max_loss=0.03, **OPTIONS) as llm:
         llm.eval([10, 300, 500])
-        assert llm.selected_precision.tier == "keep" and llm.precision.lossless and llm.stats().receipt == ""
+        assert llm.selected_precision.tier == "keep" and llm.precision.lossless and llm.stats().precision_summary == ""
 
 
 def test_thresholds_are_searched_where_no_tier_will_do(measured, text):

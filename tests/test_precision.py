@@ -84,7 +84,7 @@ def test_lossless_with_a_low_pool(model):
     own, _ = logits(model)
     with_pool, stats = logits(model, precision=Precision(tier="Q4_0"))
     assert_bit_equal(with_pool, own)
-    assert stats.served_low == stats.skipped == 0 and stats.low_arena_bytes > 0 and stats.receipt == ""
+    assert stats.served_low == stats.skipped == 0 and stats.low_arena_bytes > 0 and stats.precision_summary == ""
 
 
 @pytest.mark.parametrize("strategy", ["lru", "hobbit"])
@@ -92,7 +92,7 @@ def test_replay_is_bit_identical(strategy, model, tmp_path):
     """What a lossy run computed comes back from its trace, whatever is resident, prefetched or asked by the rule."""
     trace = tmp_path / "trace"
     recorded, stats = logits(model, precision=LOSSY, trace=trace, strategy=strategy)
-    assert stats.served_low > 50 and stats.skipped > 10 and "low precision" in stats.receipt
+    assert stats.served_low > 50 and stats.skipped > 10 and "low precision" in stats.precision_summary
     versions = np.frombuffer(Trace.read(trace).decisions(), np.uint8)
     assert np.bincount(versions).tolist() == [stats.expert_uses - stats.served_low - stats.skipped, stats.served_low, stats.skipped]
     elsewhere, _ = logits(model, precision=LOSSY, expert_memory="3M")

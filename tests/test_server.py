@@ -75,12 +75,12 @@ def local(request: dict) -> dict:
     return {key: value for key, value in request.items() if key not in ("model", "stream")}
 
 
-def test_completion_with_usage_and_receipt(server):
+def test_completion_with_usage_and_stats(server):
     answer = server.client().completions.create(model="demo", prompt="Once upon a time", max_tokens=12, temperature=0)
     assert answer.choices[0].text and answer.usage.completion_tokens == 12
-    receipt = answer.model_extra["moeoff"]
-    assert receipt["hits"] + receipt["misses"] > 0 and 0 <= receipt["hit_rate"] <= 1
-    assert receipt["bytes_read"] > 0 and receipt["stall_seconds"] >= 0
+    stats = answer.model_extra["moeoff"]
+    assert stats["hits"] + stats["misses"] > 0 and 0 <= stats["hit_rate"] <= 1
+    assert stats["bytes_read"] > 0 and stats["stall_seconds"] >= 0
 
 
 def test_chat(server, alone):
@@ -192,11 +192,11 @@ def test_metrics(server):
     answer = server.client().chat.completions.create(**ask(PROMPTS[5]))
     after = server.metrics()
     grown = {name: after[name] - before[name] for name in after}
-    receipt = answer.model_extra["moeoff"]
+    stats = answer.model_extra["moeoff"]
     assert grown['moeoff_tokens_total{kind="prompt"}'] == answer.usage.prompt_tokens
     assert grown['moeoff_tokens_total{kind="completion"}'] == answer.usage.completion_tokens
-    assert grown["moeoff_expert_hits_total"] == receipt["hits"] and grown["moeoff_expert_misses_total"] == receipt["misses"]
-    assert grown["moeoff_expert_read_bytes_total"] == receipt["bytes_read"] and grown["moeoff_requests_total"] == 1
+    assert grown["moeoff_expert_hits_total"] == stats["hits"] and grown["moeoff_expert_misses_total"] == stats["misses"]
+    assert grown["moeoff_expert_read_bytes_total"] == stats["bytes_read"] and grown["moeoff_requests_total"] == 1
     assert after["moeoff_arena_bytes"] == 4 << 20 and after["moeoff_resident_memory_bytes"] > 20 << 20
     text = server.get("/metrics").text
     names = set(re.findall(r"^(moeoff_\w+)", text, re.MULTILINE))

@@ -83,7 +83,7 @@ class Stats:
     estimated_loss: float | None = None
 
     @property
-    def receipt(self) -> str:
+    def precision_summary(self) -> str:
         """What was given up, in words; empty if nothing was."""
         if not self.served_low and not self.skipped:
             return ""

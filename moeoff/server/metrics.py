@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .engine.stats import Stats
-from .memory import rss
+from ..engine.stats import Stats
+from ..memory import rss
 
 if TYPE_CHECKING:
-    from .desk import Desk
+    from .request_queue import RequestQueue
 
 
-def metrics_text(stats: Stats, desk: Desk) -> str:
+def metrics_text(stats: Stats, queue: RequestQueue) -> str:
     """Counters since the server started, and gauges of now."""
     lines = []
 
@@ -24,10 +24,10 @@ def metrics_text(stats: Stats, desk: Desk) -> str:
         "tokens_total",
         "counter",
         "Tokens of prompts, cached ones included, and of answers.",
-        ('{kind="prompt"}', desk.prompt_tokens),
-        ('{kind="completion"}', desk.completion_tokens),
+        ('{kind="prompt"}', queue.prompt_tokens),
+        ('{kind="completion"}', queue.completion_tokens),
     )
-    metric("requests_total", "counter", "Requests that reached the model.", ("", desk.requests))
+    metric("requests_total", "counter", "Requests that reached the model.", ("", queue.requests))
     metric("expert_hits_total", "counter", "Expert slices resident when they were asked for.", ("", stats.demand_hits))
     metric("expert_misses_total", "counter", "Expert slices that had to be read.", ("", stats.demand_misses))
     metric("expert_evictions_total", "counter", "Expert slices dropped for others.", ("", stats.evictions))
@@ -41,7 +41,7 @@ def metrics_text(stats: Stats, desk: Desk) -> str:
         ('{precision="none"}', stats.skipped),
     )
     metric("stall_seconds_total", "counter", "Time compute waited for experts, mean over its threads.", ("", stats.stall_seconds))
-    metric("requests_waiting", "gauge", "Requests in the queue before the model.", ("", desk.waiting))
+    metric("requests_waiting", "gauge", "Requests in the queue before the model.", ("", queue.waiting))
     metric("arena_bytes", "gauge", "Memory that experts may take.", ("", stats.arena_bytes))
     metric("resident_memory_bytes", "gauge", "Resident memory of the process.", ("", rss()))
     metric("budget_bytes", "gauge", "The bound given by --memory; 0 where only the experts are bounded.", ("", stats.budget_bytes))

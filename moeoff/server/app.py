@@ -1,6 +1,6 @@
 """`moeoff serve`: llama_cpp's OpenAI-compatible server on `moeoff.Llama`.
 
-Routes, schemas and streaming are those of llama_cpp.server; `moeoff.desk` stands in front of them. This module opens the model,
+Routes, schemas and streaming are those of llama_cpp.server; `moeoff.server.request_queue` stands in front of them. This module opens the model,
 puts the two together and runs them until a signal comes.
 """
 
@@ -13,12 +13,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from .engine.llama import Llama  # before llama_cpp: it prepares the process
-from .errors import Cancelled, MoeoffError, OptionError
+from ..engine.llama import Llama  # before llama_cpp: it prepares the process
+from ..errors import Cancelled, MoeoffError, OptionError
 
 try:
     import uvicorn
-    from fastapi import FastAPI, HTTPException, Request
+    from fastapi import FastAPI, HTTPException
+    from fastapi import Request as HTTPRequest
     from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import JSONResponse, PlainTextResponse
     from llama_cpp import llama_cpp as binding
@@ -28,18 +29,18 @@ try:
 except ModuleNotFoundError as error:
     raise OptionError(f"moeoff serve needs {error.name}, which is not installed: pip install 'moeoff[server]'") from None
 
-from . import __version__
-from .desk import Desk, current_ticket, error_body
-from .engine.open import open_model
-from .memory import format_size
+from .. import __version__
+from ..engine.open import open_model
+from ..memory import format_size
+from ..paths import demo_model
 from .metrics import metrics_text
-from .paths import demo_model
+from .request_queue import RequestQueue, current_request, error_body
 
 GRACE_SECONDS = 10  # for what is in flight when a signal comes
 
 
 class ServedLlama(Llama):
-    """Counts an answer's tokens on its ticket, and ends the answer when nobody waits for it any more.
+    """Counts an answer's tokens on its request, and ends the answer when nobody waits for it any more.
 
     alias: what answers call the model where the request did not name one.
     """
@@ -47,18 +48,18 @@ class ServedLlama(Llama):
     alias = "default"
 
     def generate(self, tokens: Sequence[int], *args, **kwargs) -> Iterator[int]:
-        ticket = current_ticket()
-        ticket.prompt_tokens = len(tokens)
-        ticket.answer = super().generate(tokens, *args, **kwargs)
+        request = current_request()
+        request.prompt_tokens = len(tokens)
+        request.answer = super().generate(tokens, *args, **kwargs)
         try:
-            for token in ticket.answer:
+            for token in request.answer:
                 if not binding.llama_vocab_is_eog(self._model.vocab, token):
-                    ticket.completion_tokens += 1
+                    request.completion_tokens += 1
                 yield token
-                if ticket.left:
+                if request.left:
                     return
         except Cancelled as error:
-            if not ticket.left:
+            if not request.left:
                 raise HTTPException(500, str(error)) from error
         except MoeoffError as error:
             raise HTTPException(500, str(error)) from error
@@ -83,18 +84,18 @@ class OneModel:
         return iter([self.llm.alias])
 
 
-def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[str] = ()) -> tuple[Callable, Desk]:
-    """The application, and the desk in front of it. One at a time in a process: llama_cpp's routes keep their model in a global."""
+def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[str] = ()) -> tuple[Callable, RequestQueue]:
+    """The application, and the request queue in front of it. One at a time in a process: llama_cpp's routes keep their model in a global."""
     proxy = OneModel(llm)
-    # made without reading the environment, which pydantic's settings would do; the key is the desk's business
+    # made without reading the environment, which pydantic's settings would do; the key is the request queue's business
     llama_app.set_server_settings(ServerSettings.model_construct(api_key=None, interrupt_requests=False))
     llama_app._llama_proxy = proxy  # what set_llama_proxy() does after opening a llama_cpp.Llama
 
     app = FastAPI(title="moeoff", version=__version__, docs_url=None, redoc_url=None)
     app.include_router(llama_app.router)
-    # llama_cpp's lock would make the list of models wait for answers; the desk lets one request at a time to the model
+    # llama_cpp's lock would make the list of models wait for answers; the request queue lets one request at a time to the model
     app.dependency_overrides[llama_app.get_llama_proxy] = lambda: proxy
-    desk = Desk(app, llm, api_key)
+    request_queue = RequestQueue(app, llm, api_key)
 
     @app.get("/health")
     async def health() -> dict:
@@ -102,25 +103,25 @@ def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[s
 
     @app.get("/metrics")
     async def metrics() -> PlainTextResponse:
-        return PlainTextResponse(metrics_text(llm.stats(), desk), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(metrics_text(llm.stats(), request_queue), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.exception_handler(HTTPException)
-    async def openai_error(_request: Request, error: HTTPException) -> JSONResponse:
+    async def openai_error(_request: HTTPRequest, error: HTTPException) -> JSONResponse:
         return JSONResponse(error_body(str(error.detail), error.status_code), error.status_code)
 
-    guarded = CORSMiddleware(desk, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"]) if cors else desk
-    return guarded, desk
+    guarded = CORSMiddleware(request_queue, allow_origins=list(cors), allow_methods=["*"], allow_headers=["*"]) if cors else request_queue
+    return guarded, request_queue
 
 
 class Server(uvicorn.Server):
-    """Tells the desk about the signal before it waits for the connections."""
+    """Tells the request queue about the signal before it waits for the connections."""
 
-    def __init__(self, config: uvicorn.Config, desk: Desk):
+    def __init__(self, config: uvicorn.Config, request_queue: RequestQueue):
         super().__init__(config)
-        self.desk = desk
+        self.request_queue = request_queue
 
     def handle_exit(self, sig, frame) -> None:
-        self.desk.close()
+        self.request_queue.close()
         super().handle_exit(sig, frame)
 
 
@@ -160,12 +161,12 @@ def serve(
         llm = open_model(ServedLlama, model, logits_all=logprobs, **options)
         with llm:
             llm.alias = alias or os.path.basename(model).removesuffix(".gguf")
-            app, desk = create_app(llm, api_key=api_key, cors=cors)
+            app, request_queue = create_app(llm, api_key=api_key, cors=cors)
             config = uvicorn.Config(app, log_level="warning", access_log=False, lifespan="off", timeout_graceful_shutdown=GRACE_SECONDS)
-            AppStatus.enable_automatic_graceful_drain = False  # the desk ends streams at a token, with their last chunk
+            AppStatus.enable_automatic_graceful_drain = False  # the request queue ends streams at a token, with their last chunk
             if threading.current_thread() is threading.main_thread():
                 signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it once more when all is done
             name, number = sock.getsockname()[:2]
             url = f"http://[{name}]:{number}" if ":" in name else f"http://{name}:{number}"
             print(f"serving {model} on {url}/v1, experts in {format_size(llm.plan.arena)}; Ctrl-C ends", file=sys.stderr, flush=True)
-            Server(config, desk).run(sockets=[sock])
+            Server(config, request_queue).run(sockets=[sock])

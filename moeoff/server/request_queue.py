@@ -1,4 +1,4 @@
-"""The desk in front of the model's routes: key, queue, and the receipt on every answer.
+"""The queue in front of the model's routes: API key, order of arrival, and the usage statistics in every answer.
 
 An ASGI application around another one. It knows HTTP and the shape of OpenAI's answers, nothing of llama.cpp. One request at a
 time is at the model, in order of arrival; a client that hangs up loses its turn, and its answer ends at the next token.
@@ -15,20 +15,20 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .errors import MoeoffError
+from ..errors import MoeoffError
 
 if TYPE_CHECKING:
-    from .engine.llama import Llama
-    from .engine.stats import Stats
+    from ..engine.llama import Llama
+    from ..engine.stats import Stats
 
 OPEN_PATHS = ("/health",)
 MODEL_PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/engines/copilot-codex/completions")
 
-_ticket: contextvars.ContextVar[Ticket] = contextvars.ContextVar("moeoff_ticket")
+_request: contextvars.ContextVar[Request] = contextvars.ContextVar("moeoff_request")
 
 
 @dataclass
-class Ticket:
+class Request:
     """One request. `left` is read by the thread that computes the answer; `answer` are the tokens it draws."""
 
     prompt_tokens: int = 0
@@ -43,12 +43,12 @@ class Ticket:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
-def current_ticket() -> Ticket:
-    """The ticket of the request that this thread works for; a fresh one outside of requests."""
-    return _ticket.get(None) or Ticket()
+def current_request() -> Request:
+    """The request that this thread works for; a fresh one outside of requests."""
+    return _request.get(None) or Request()
 
 
-def receipt(before: Stats, after: Stats) -> dict:
+def usage_stats(before: Stats, after: Stats) -> dict:
     """What one answer took, from the statistics before and after it."""
     hits, misses = after.demand_hits - before.demand_hits, after.demand_misses - before.demand_misses
     return {
@@ -79,12 +79,12 @@ async def _refuse(send, status: int, message: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-class Desk:
+class RequestQueue:
     def __init__(self, app, llm: Llama, api_key: str | None):
         self.app, self.llm = app, llm
         self._key = api_key.encode() if api_key else None
         self._turn = asyncio.Lock()  # lets waiters in by order of arrival
-        self._at_model: Ticket | None = None
+        self._running: Request | None = None
         self._closing = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self.requests = self.waiting = self.prompt_tokens = self.completion_tokens = 0
@@ -92,14 +92,14 @@ class Desk:
     def close(self) -> None:
         """Ends the answer at the model and refuses whoever waits. Called by a signal handler, which must take no locks."""
         self._closing = True
-        if self._at_model is not None:
-            self._at_model.left = True
-            self._loop.call_soon_threadsafe(self._drop, self._at_model)
+        if self._running is not None:
+            self._running.left = True
+            self._loop.call_soon_threadsafe(self._drop, self._running)
 
-    def _drop(self, ticket: Ticket) -> None:
+    def _drop(self, request: Request) -> None:
         """Nobody waits for this answer any more: not even its prompt is computed to the end."""
-        ticket.left = True
-        if self._at_model is ticket:
+        request.left = True
+        if self._running is request:
             self.llm.cancel()
 
     async def __call__(self, scope, receive, send) -> None:
@@ -128,8 +128,8 @@ class Desk:
             body += message.get("body", b"")
             if not message.get("more_body"):
                 break
-        ticket = Ticket()
-        watcher = asyncio.create_task(self._watch(receive, ticket))
+        request = Request()
+        watcher = asyncio.create_task(self._watch(receive, request))
         self.waiting += 1
         try:
             await self._turn.acquire()
@@ -141,57 +141,57 @@ class Desk:
         try:
             if self._closing:
                 await _refuse(send, 503, "the server is shutting down")
-            elif not ticket.left:
-                await self._answer(scope, bytes(body), ticket, send)
+            elif not request.left:
+                await self._answer(scope, bytes(body), request, send)
         finally:
             watcher.cancel()
             self._turn.release()
 
-    async def _watch(self, receive, ticket: Ticket) -> None:
+    async def _watch(self, receive, request: Request) -> None:
         """Notices that the client has hung up, even while it waits for its turn."""
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._drop(ticket)
-        ticket.gone.set()
+        self._drop(request)
+        request.gone.set()
 
-    async def _answer(self, scope, body: bytes, ticket: Ticket, send) -> None:
-        self._at_model, self._loop = ticket, asyncio.get_running_loop()
-        _ticket.set(ticket)  # of this request's task, and of the threads it sends work to
+    async def _answer(self, scope, body: bytes, request: Request, send) -> None:
+        self._running, self._loop = request, asyncio.get_running_loop()
+        _request.set(request)  # of this request's task, and of the threads it sends work to
         body, wants_usage = _prepare(body)
-        reply = Reply(send, ticket, self.llm, wants_usage)
+        response = ResponseRewriter(send, request, self.llm, wants_usage)
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 
         async def replay() -> dict:
             if pending:
                 return pending.pop()
-            await ticket.gone.wait()
+            await request.gone.wait()
             return {"type": "http.disconnect"}
 
         try:
-            await self.app(scope, replay, reply.send)
-            await reply.finish()
+            await self.app(scope, replay, response.send)
+            await response.finish()
         except Exception as error:
-            if not ticket.left:  # a client that left hears nothing more
-                await reply.fail(_root_cause(error))
+            if not request.left:  # a client that left hears nothing more
+                await response.fail(_root_cause(error))
         finally:
-            self._at_model = None
-            if ticket.answer is not None:
-                ticket.answer.close()  # one that was dropped between two tokens would look like an answer in progress
+            self._running = None
+            if request.answer is not None:
+                request.answer.close()  # one that was dropped between two tokens would look like an answer in progress
             self.requests += 1
-            self.prompt_tokens += ticket.prompt_tokens
-            self.completion_tokens += ticket.completion_tokens
+            self.prompt_tokens += request.prompt_tokens
+            self.completion_tokens += request.completion_tokens
 
 
 def _prepare(body: bytes) -> tuple[bytes, bool]:
     """The request with OpenAI's meaning of what is left out, and whether the client wants a last chunk with the usage
     (stream_options.include_usage)."""
     try:
-        request = json.loads(body)
-        options = request.get("stream_options")
+        fields = json.loads(body)
+        options = fields.get("stream_options")
     except (ValueError, AttributeError):
         return body, False  # the route will say what is wrong with it
-    request.setdefault("repeat_penalty", 1.0)  # llama_cpp.server's 1.1 spoils sums and code; nobody else has one
-    return json.dumps(request).encode(), isinstance(options, dict) and bool(options.get("include_usage"))
+    fields.setdefault("repeat_penalty", 1.0)  # llama_cpp.server's 1.1 spoils sums and code; nobody else has one
+    return json.dumps(fields).encode(), isinstance(options, dict) and bool(options.get("include_usage"))
 
 
 def _root_cause(error: BaseException) -> BaseException:
@@ -201,11 +201,11 @@ def _root_cause(error: BaseException) -> BaseException:
     return error
 
 
-class Reply:
+class ResponseRewriter:
     """Passes a response on and puts usage and receipt into its JSON, or into the last chunk of a stream."""
 
-    def __init__(self, send, ticket: Ticket, llm: Llama, wants_usage: bool):
-        self._send, self._ticket, self._llm, self._wants_usage = send, ticket, llm, wants_usage
+    def __init__(self, send, request: Request, llm: Llama, wants_usage: bool):
+        self._send, self._request, self._llm, self._wants_usage = send, request, llm, wants_usage
         self._before = llm.stats()
         self._start: dict | None = None
         self._kind = b""
@@ -213,8 +213,8 @@ class Reply:
         self._ending = False
         self._last: dict | None = None  # the chunk that ended the answer
 
-    def _receipt(self) -> dict:
-        return receipt(self._before, self._llm.stats())
+    def _usage_stats(self) -> dict:
+        return usage_stats(self._before, self._llm.stats())
 
     async def send(self, message: dict) -> None:
         if message["type"] == "http.response.start":
@@ -243,7 +243,7 @@ class Reply:
     async def _send_json(self) -> None:
         answer = json.loads(self._body)
         if isinstance(answer, dict):
-            answer["moeoff"] = self._receipt()
+            answer["moeoff"] = self._usage_stats()
         body = json.dumps(answer).encode()
         headers = [(name, value) for name, value in self._start["headers"] if name != b"content-length"]
         await self._send({**self._start, "headers": [*headers, (b"content-length", str(len(body)).encode())]})
@@ -254,7 +254,7 @@ class Reply:
         data = event.removeprefix(b"data: ").strip()
         if data == b"[DONE]":
             if self._wants_usage and self._last is not None:
-                return _sse({**self._last, "choices": [], "usage": self._ticket.usage, "moeoff": self._receipt()}) + event
+                return _sse({**self._last, "choices": [], "usage": self._request.usage, "moeoff": self._usage_stats()}) + event
             return event
         if not data.startswith(b"{") or b'"finish_reason": null' in data:
             return event
@@ -264,7 +264,7 @@ class Reply:
         self._last = chunk
         if self._wants_usage:  # the chunk after this one carries it
             return event
-        return _sse({**chunk, "usage": self._ticket.usage, "moeoff": self._receipt()})
+        return _sse({**chunk, "usage": self._request.usage, "moeoff": self._usage_stats()})
 
     async def finish(self) -> None:
         if self._ending:

@@ -1,0 +1,1 @@
+"""HTTP: an OpenAI-compatible server in front of a model."""
