@@ -134,7 +134,9 @@ def memory(model, folder, limit, tiers) -> None:
     """Peak resident memory of a conversion, and whether it lives in a cgroup."""
     drop_from_page_cache(model)
     with scratch(folder, model, "memory") as out, memory_cgroup(limit << 20) as group:
-        code = f"import resource; from moeoff.cli import main; main(['convert', {model!r}, '-o', {str(out)!r}, '--tiers', {tiers!r}], standalone_mode=False)"
+        code = (
+            f"import resource; from moeoff.cli.main import main; main(['convert', {model!r}, '-o', {str(out)!r}, '--tiers', {tiers!r}], standalone_mode=False)"
+        )
         done = group.run([sys.executable, "-c", code + "; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"], capture_output=True, text=True)
         if done.returncode:
             sys.exit(f"exit code {done.returncode}: {done.stderr.strip()}")

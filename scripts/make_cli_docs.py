@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 
-from moeoff.cli import main
+from moeoff.cli.main import main
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 

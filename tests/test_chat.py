@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from moeoff.chat import is_open, unquote
+from moeoff.cli.chat import is_open, unquote
 from terminal import STATS, Terminal
 
 CTRL_C = "\x03"
@@ -53,7 +53,7 @@ def test_answers_and_leaves(chat):
 
 def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
     from moeoff import Llama
-    from moeoff.answer import Template
+    from moeoff.cli.completion import Template
 
     terminal = chat("-n", "24", "--system", "Be brief.")
     first = terminal.ask("How many apples are there?")

@@ -6,7 +6,8 @@ import resource
 
 import pytest
 
-from moeoff import disk, doctor
+from moeoff.budget import disk_probe
+from moeoff.cli import doctor
 
 
 def findings(done) -> dict[str, dict]:
@@ -67,17 +68,17 @@ def test_a_model_that_does_not_fit(monkeypatch, demo):
 
 
 def test_file_system(tmp_path):
-    assert disk.file_system("/proc/self/status") == "proc"
-    assert disk.file_system(tmp_path) not in ("", "unknown")
+    assert disk_probe.file_system("/proc/self/status") == "proc"
+    assert disk_probe.file_system(tmp_path) not in ("", "unknown")
 
 
 def test_probe_without_direct_reads(monkeypatch, tmp_path):
     path = tmp_path / "file"
     path.write_bytes(os.urandom(1 << 20))
-    monkeypatch.setattr(disk, "_open_direct", lambda path: None)
-    rate = disk.probe(path, 5000, seconds=0.1)
+    monkeypatch.setattr(disk_probe, "_open_direct", lambda path: None)
+    rate = disk_probe.probe(path, 5000, seconds=0.1)
     assert not rate.direct_io and rate.bytes_per_second > 0 and rate.block_bytes == 8192
-    assert not disk.direct_io(path)
+    assert not disk_probe.direct_io(path)
     (tmp_path / "empty").touch()
-    with pytest.raises(disk.ModelError, match="empty"):
-        disk.probe(tmp_path / "empty", 4096)
+    with pytest.raises(disk_probe.ModelError, match="empty"):
+        disk_probe.probe(tmp_path / "empty", 4096)

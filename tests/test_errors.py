@@ -145,7 +145,7 @@ def test_unreadable(moeoff_command, demo, tmp_path, command):
 FUZZ = """
 import sys
 from moeoff.errors import MoeoffError
-from moeoff.inspection import examine
+from moeoff.budget.inspection import examine
 from moeoff.gguf.layout import Layout
 seed, count, source, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
 import os, random, shutil

@@ -6,8 +6,8 @@ import pytest
 
 import moeoff
 from moeoff.budget.footprint import Footprint, kv_bytes, slice_kinds
+from moeoff.budget.inspection import OVERLAP, examine, speed
 from moeoff.gguf.layout import Layout
-from moeoff.inspection import OVERLAP, examine, speed
 from moeoff.memory import MIB
 
 

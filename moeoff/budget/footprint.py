@@ -16,6 +16,7 @@ from ..gguf.quantize import type_name
 from ..memory import rss, slot_bytes
 from .memory_plan import RESERVE, Needs, Plan
 
+DEFAULT_CTX = 4096  # tokens, where the user names none and the model was trained for as many
 MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
 _UBATCH = 512  # llama.cpp's default: tokens that are computed at once
 _LIBRARIES = 16 << 20  # llama.cpp and numpy take this much more once a model is loaded

@@ -40,10 +40,11 @@ CTX = 512
 
 @dataclass(frozen=True)
 class SearchResult:
-    """path: of the profile."""
+    """path: of the profile; max_loss: the bound that was searched for."""
 
     path: str
     contract: LossContract
+    max_loss: float
 
 
 def search_precision(
@@ -111,7 +112,7 @@ def search_precision(
     text_hash = hash64(np.array([window.tokens for window in windows], np.int32))
     contract = LossContract(companion.identity, text_hash, len(windows), len(windows) * n_scored(ctx), ctx, tuple(search.candidates))
     Profile.write(path, layout, {SECTION: contract.to_section()})
-    return SearchResult(path, contract)
+    return SearchResult(path, contract, max_loss)
 
 
 class PrecisionEvaluator:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 
+from ..budget.footprint import DEFAULT_CTX
 from ..console import loading_bar
 from ..errors import OptionError
 from ..gguf.layout import Layout
-
-DEFAULT_CTX = 4096
 
 
 def open_model(kind, model: str, *, experts: str | None = None, no_experts: bool = False, profile: str | None = None, no_profile: bool = False,

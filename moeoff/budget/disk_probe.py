@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import dataclass
 
-from .errors import ModelError
+from ..errors import ModelError
 
 LANES = 4  # as the expert buffer has by default
 LONGEST_READ = 4 << 20  # a lane reads a slice in pieces of this size

@@ -8,16 +8,47 @@ import random
 import sys
 from dataclasses import fields
 
-from .console import remark
-from .engine.open import open_model
-from .errors import OptionError
-from .memory import DEFAULT_SHARE
-from .paths import demo_model
+import click
+
+from ..console import remark
+from ..errors import OptionError
+from ..memory import DEFAULT_SHARE
+from ..paths import demo_model
+from .options import CONTEXT, one_sentence, opening_options
 
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
 
-def run(
+@click.command(context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
+@click.option("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+@click.option("-p", "--prompt", help="What to answer. Without a prompt, in a terminal: chat.")
+@click.option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. What is piped in follows -p or -f.")
+@click.option("--system", metavar="TEXT", help="System prompt.")
+@click.option("-n", "--n-predict", type=click.IntRange(min=-1), default=-1, show_default=True, help="Tokens to generate at most; -1: as many as fit.")
+@click.option("-s", "--stop", multiple=True, metavar="TEXT", help="Text that ends the answer. May be given several times.")
+@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
+@opening_options
+@click.option("--temp", type=click.FloatRange(min=0), default=0.8, show_default=True, help="Temperature; 0 takes the likeliest token.")
+@click.option("--top-k", type=int, default=40, show_default=True, help="Draw from the likeliest K tokens; 0: from all.")
+@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Draw from the likeliest tokens that make up this probability.")
+@click.option(
+    "--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Leave out tokens below this share of the likeliest one's probability."
+)
+@click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Penalty on tokens that occurred lately; 1: none.")
+@click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
+@click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
+@click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
+@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts every gate chose, for simulate; goes on in FILE.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@one_sentence
+def run(**options) -> None:
+    """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
+    _run(**options)
+
+
+def _run(
     *,
     model: str | None = None,
     hf_repo: str | None = None,
@@ -36,7 +67,7 @@ def run(
     """Answers a prompt, or chats; see `moeoff run --help` for the options.
 
     Args:
-        **options: the fields of `moeoff.answer.Sampling`, and what `open_model` takes.
+        **options: the fields of `moeoff.cli.completion.Sampling`, and what `open_model` takes.
 
     Raises:
         MoeoffError: the model, the budget or an option is no good.
@@ -47,7 +78,7 @@ def run(
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
         raise OptionError(f"{stats_json}: there is no such folder to write statistics into")
     if hf_repo:
-        from .gguf.hub import download, parse
+        from ..gguf.hub import download, parse
 
         parse(hf_repo)
     prompt = _prompt(prompt, file)
@@ -59,22 +90,23 @@ def run(
     if hf_repo:
         model = download(hf_repo)
 
-    from .answer import Answerer, Sampling
-    from .engine.llama import Llama
+    from ..engine.llama import Llama
+    from ..engine.open import open_model
+    from .completion import Completer, Sampling
 
     sampling = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
     how = Sampling(**sampling | {"stop": tuple(sampling.get("stop", ()))})
     share = f" ({DEFAULT_SHARE:.0%} of what is available)" if memory is None and expert_memory is None else ""
     options |= {"memory": memory, "expert_memory": expert_memory, "trace": trace}
     llm = open_model(Llama, model or demo_model(), seed=seed if seed >= 0 else random.getrandbits(31), **options)
-    with llm, Answerer(llm, how) as answerer:
+    with llm, Completer(llm, how) as completer:
         if chat:
             from .chat import Chat
 
-            stats = Chat(answerer, system).loop(share)
+            stats = Chat(completer, system).loop(share)
             cancelled = False
         else:
-            answer = _answer(answerer, prompt, system, raw, as_json, share)
+            answer = _complete(completer, prompt, system, raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
     if stats_json and stats is not None:
         with open(stats_json, "w") as out:
@@ -108,11 +140,11 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _answer(answerer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str):
+def _complete(completer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str):
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
-    from .answer import Template, text_tokens
+    from .completion import Template, text_tokens
 
-    llm = answerer.llm
+    llm = completer.llm
     if raw or "tokenizer.chat_template" not in llm.metadata:
         if system:
             raise OptionError("--system: there is no chat template to put it into")
@@ -121,7 +153,7 @@ def _answer(answerer, prompt: str, system: str | None, raw: bool, as_json: bool,
         messages = [{"role": "system", "content": system}] if system else []
         tokens = Template(llm).tokens([*messages, {"role": "user", "content": prompt}])
     if as_json:
-        answer = answerer.answer(tokens, lambda _text: None)
+        answer = completer.complete(tokens, lambda _text: None)
         print(json.dumps(answer.to_dict(), ensure_ascii=False))
         return answer
 
@@ -129,7 +161,7 @@ def _answer(answerer, prompt: str, system: str | None, raw: bool, as_json: bool,
         sys.stdout.write(text)
         sys.stdout.flush()
 
-    answer = answerer.answer(tokens, write)
+    answer = completer.complete(tokens, write)
     write("\n")
     remark(answer.summary() + share)
     return answer

@@ -11,10 +11,10 @@ import os
 import sys
 from dataclasses import replace
 
-from .answer import Answer, Answerer, Template
-from .console import remark
-from .errors import ContextError, MoeoffError, OptionError
-from .memory import format_size, rss
+from ..console import remark
+from ..errors import ContextError, MoeoffError, OptionError
+from ..memory import format_size, rss
+from .completion import Completer, Completion, Template
 
 QUOTES = '"""'
 
@@ -48,7 +48,7 @@ class Chat:
     """A conversation with a person at a terminal.
 
     Args:
-        answerer: computes; it and its model stay the caller's.
+        completer: computes; it and its model stay the caller's.
         system: the system prompt.
         read: gives the next line that was typed, raises KeyboardInterrupt for Ctrl-C and EOFError for Ctrl-D.
 
@@ -56,14 +56,14 @@ class Chat:
         ModelError: the model has no chat template.
     """
 
-    def __init__(self, answerer: Answerer, system: str | None = None, read=None):
-        self._answerer = answerer
-        self._llm = answerer.llm
+    def __init__(self, completer: Completer, system: str | None = None, read=None):
+        self._completer = completer
+        self._llm = completer.llm
         self._template = Template(self._llm)
         self._read = read or _terminal_reader()
         self._system = system
         self._messages: list[dict] = []
-        self._answers: list[Answer] = []
+        self._answers: list[Completion] = []
         self._begin = self._llm.stats(), replace(self._llm.timing)
         self._commands = {
             "/help": self._help,
@@ -119,7 +119,7 @@ class Chat:
         self._messages.append({"role": "user", "content": question})
         writer = _Writer()
         try:
-            answer = self._answerer.answer(self._template.tokens(self._prompt()), writer.write)
+            answer = self._completer.complete(self._template.tokens(self._prompt()), writer.write)
         except ContextError as error:
             self._messages.pop()
             return remark(_overflow(error, bool(self._messages)))
@@ -280,7 +280,7 @@ def _terminal_reader():
 def _history():
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from .paths import cache_folder
+    from ..paths import cache_folder
 
     try:
         path = cache_folder() / "chat_history"

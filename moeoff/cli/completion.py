@@ -16,9 +16,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
-from .engine.stats import Stats
-from .errors import ContextError, ModelError, MoeoffError, OptionError
-from .memory import format_size, rss
+from ..engine.stats import Stats
+from ..errors import ContextError, ModelError, MoeoffError, OptionError
+from ..memory import format_size, rss
 
 _LOGGER = logging.getLogger("llama-cpp-python")
 
@@ -58,7 +58,7 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Answer:
+class Completion:
     """What was said and what it took.
 
     Attributes:
@@ -148,7 +148,7 @@ def text_tokens(llm, text: str) -> list[int]:
     return llm.tokenize(text.encode("utf-8", "replace"), add_bos=True, special=True)
 
 
-class Answerer:
+class Completer:
     """Has a model answer, one prompt after the other. Use with `with`.
 
     Args:
@@ -164,7 +164,7 @@ class Answerer:
         self._executor = ThreadPoolExecutor(1, "moeoff-answer")
         self._keywords = self._completion_keywords()
 
-    def __enter__(self) -> Answerer:
+    def __enter__(self) -> Completer:
         return self
 
     def __exit__(self, *_exc) -> None:
@@ -176,7 +176,7 @@ class Answerer:
         _LOGGER.setLevel(logging.CRITICAL)  # llama.cpp logs three errors about a graph that was ended on purpose
         self.llm.cancel()
 
-    def answer(self, tokens: list[int], write: Callable[[str], None]) -> Answer:
+    def complete(self, tokens: list[int], write: Callable[[str], None]) -> Completion:
         """Answers a prompt; each piece of text goes to `write` in the calling thread. Ctrl-C ends the answer, not the program.
 
         Raises:
@@ -213,7 +213,7 @@ class Answerer:
         stats = llm.stats().since(before, spent, time.process_time() - cpu)
         if spent.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
             stats = replace(stats, gen_tps=spent.gen_tokens / (ended - started - spent.prompt_seconds))
-        return Answer(
+        return Completion(
             text="".join(text),
             finish_reason=reason,
             prompt_tokens=len(tokens),

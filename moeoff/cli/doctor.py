@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
 
-from . import __version__
-from .disk import direct_io, file_system, probe
-from .errors import MoeoffError
-from .memory import available, cgroup_limit, format_size
+import click
+
+from .. import __version__
+from ..budget.disk_probe import direct_io, file_system, probe
+from ..errors import MoeoffError
+from ..memory import available, cgroup_limit, format_size
+from .options import CONTEXT, one_sentence
 
 PROBE_SECONDS = 1.0
 BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
@@ -43,7 +47,7 @@ def check_fork() -> Iterator[Finding]:
     version = metadata.version("llama-cpp-python")
     yield Finding("moeoff", OK, __version__)
     yield Finding("fork", OK, f"llama-cpp-python {version}")  # another one would have ended at `import moeoff`
-    from . import native  # raises ForkError if the two do not speak the same language
+    from .. import native  # raises ForkError if the two do not speak the same language
 
     yield Finding("interface", OK, f"version {native.abi_version()}, structs agree")
 
@@ -51,7 +55,7 @@ def check_fork() -> Iterator[Finding]:
 def check_cpu() -> Iterator[Finding]:
     from llama_cpp import llama_cpp as binding
 
-    from . import native  # noqa: F401  before llama.cpp is asked anything
+    from .. import native  # noqa: F401  before llama.cpp is asked anything
 
     text = binding.llama_print_system_info().decode()
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
@@ -173,9 +177,8 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
 
 def check_model(path: str) -> Iterator[Finding]:
     """The model's headers, its floor against what is available, and the disk at its slices' size."""
-    from .budget.footprint import Footprint, slice_kinds
-    from .engine.open import DEFAULT_CTX
-    from .gguf.layout import Layout
+    from ..budget.footprint import DEFAULT_CTX, Footprint, slice_kinds
+    from ..gguf.layout import Layout
 
     try:
         layout = Layout.read(path)
@@ -194,7 +197,7 @@ def check_model(path: str) -> Iterator[Finding]:
     yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(layout)))
 
 
-def doctor(*, model: str | None = None, as_json: bool = False) -> bool:
+def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:
     """Prints every finding; see `moeoff doctor --help`. Returns whether there was no problem."""
     path = model or os.getcwd()
     checks = [check_fork, check_cpu, check_openmp, check_memory, check_files]
@@ -223,3 +226,13 @@ def _print(findings: list[Finding]) -> None:
         if finding.way_out:
             text.append(f" -> {finding.way_out}", "bold")
         console.print(text, soft_wrap=True)
+
+
+@click.command(context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), help="A GGUF, or the folder where models are. Default: the current folder.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@one_sentence
+def doctor(**options) -> None:
+    """Check this machine and installation; exit code 1 if something is in the way."""
+    if not run_checks(**options):
+        sys.exit(1)

@@ -1,0 +1,108 @@
+"""`moeoff eval`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ..console import progress_bar, remark
+from ..errors import OptionError
+from ..memory import peak_rss
+from ..paths import demo_model
+from .options import CONTEXT, one_sentence
+
+if TYPE_CHECKING:
+    from ..budget.statistics import Quality
+
+
+@click.command(name="eval", context_settings=CONTEXT)
+@click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
+@click.option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
+@click.option("--ctx", type=click.IntRange(min=4), default=512, show_default=True, help="Tokens in a window; its second half is scored.")
+@click.option("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")
+@click.option("--mode", type=click.Choice(["prefill", "decode"]), default="prefill", show_default=True, help="decode: feed the scored half token by token.")
+@click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
+@click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
+@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
+@click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
+@click.option("--tier", metavar="NAME", help="Precision of the companion to evaluate, as Q2_K. Default: the model's own.")
+@click.option("--max-loss", metavar="PERCENT", help="Evaluate the precision that calibrate --max-loss found to lose at most this, as 1%.")
+@click.option("--deterministic", is_flag=True, help="With --max-loss: as if no expert were in memory, the most that is ever given up.")
+@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
+@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
+@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@one_sentence
+def eval_(model, text, ctx: int, mode: str, tier, max_loss, as_json: bool, experts, no_experts: bool, threads, **options) -> None:
+    """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
+
+    What is lossy is compared with the lossless model on the same windows: loss of perplexity, KL divergence, and how often
+    both find the same token the likeliest.
+    """
+    from ..calibrate.evaluation import evaluate_model
+
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
+    model = model or demo_model()
+    with progress_bar("tokens") as progress:
+        done = evaluate_model(
+            model, text, ctx=ctx, mode=mode, tier=tier, max_loss=max_loss, experts=experts or not no_experts, n_threads=threads, progress=progress, **options
+        )
+    stats = done.stats
+    if as_json:
+        result = {
+            "model": model,
+            "mode": mode,
+            "ctx": ctx,
+            **_fields(done.quality),
+            "texts": [{"file": path, **_fields(quality)} for path, quality in zip(text, done.texts)],
+            "precision": asdict(done.precision),
+            **{name: getattr(stats, name) for name in ("tier", "expert_uses", "served_low", "skipped", "max_loss", "estimated_loss")},
+            "seconds": done.seconds,
+            "bytes_read": done.bytes_read,
+            "strategy": stats.strategy,
+            "budget_bytes": stats.budget_bytes,
+            "arena_bytes": stats.arena_bytes,
+            "peak_rss_bytes": peak_rss(),
+        }
+        click.echo(json.dumps(result))
+        return
+    what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
+    rows = [(os.path.basename(path), quality) for path, quality in zip(text, done.texts)]
+    _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*rows, *([("all", done.quality)] if len(rows) > 1 else [])])
+    said = [
+        f"{done.n_tokens} tokens in {done.seconds:.1f} s, {done.n_tokens / done.seconds:.1f} tok/s",
+        f"{done.bytes_read / 1e6 / done.n_tokens:.2f} MB/token read",
+        stats.precision_summary,
+    ]
+    remark(" | ".join(part for part in said if part))
+
+
+def _fields(quality: Quality) -> dict:
+    return {name: value for name, value in asdict(quality).items() if value is not None}
+
+
+def _table(title: str, rows: list[tuple[str, Quality]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from ..budget.statistics import interval
+
+    table = Table(title=title, title_justify="left")
+    for name in ("text", "windows", "perplexity"):
+        table.add_column(name, justify="left" if name == "text" else "right")
+    compared = rows[0][1].kl is not None
+    for name in ("loss", "KL", "same top token") if compared else ():
+        table.add_column(f"{name} (95 %)", justify="right")
+    for name, q in rows:
+        cells = [name, str(q.n_windows), f"{q.perplexity:.4f} ± {q.perplexity_error:.5f}"]
+        if compared:
+            cells += [interval(q.loss, "{:+.2%}"), interval(q.kl, "{:.5f}"), interval(q.top1, "{:.2%}")]
+        table.add_row(*cells)
+    Console(width=None if sys.stdout.isatty() else 140).print(table)

@@ -1,0 +1,92 @@
+"""`moeoff inspect`."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ..memory import MIB, format_size
+from .options import CONTEXT, one_sentence
+
+if TYPE_CHECKING:
+    from ..budget.inspection import Report
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("file", type=click.Path())
+@click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
+@click.option("--probe/--no-probe", default=True, show_default=True, help="Read from the file for 2 seconds to tell its speed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@one_sentence
+def inspect(file: str, ctx_size: int | None, probe: bool, as_json: bool) -> None:
+    """Tell what a GGUF holds, what it takes, and what more memory buys, from its headers alone."""
+    from ..budget.inspection import examine
+
+    report = examine(file, ctx_size=ctx_size, probe_disk=probe)
+    if as_json:
+        click.echo(json.dumps(asdict(report), indent=2))
+    else:
+        _print(report)
+
+
+def _rate(tps: float) -> str:
+    return f"{tps:.0f}" if tps >= 10 else f"{tps:.2g}"
+
+
+def _print(r: Report) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+
+    def table(*columns: str) -> Table:
+        made = Table(box=None, pad_edge=False, header_style="bold", show_header=bool(any(columns)))
+        for index, column in enumerate(columns):
+            made.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+        return made
+
+    def line(name: str, text: str) -> None:
+        console.print(f"{name:<14}{text}", markup=False, soft_wrap=True)
+
+    line("model", r.files[0] + (f" and {len(r.files) - 1} more" if len(r.files) > 1 else ""))
+    line("architecture", f"{r.architecture}, {r.n_layer} layers, {r.n_moe_layer} of them with experts, trained for {r.n_ctx_train or '?'} tokens")
+    shared = f", {r.n_expert_shared} shared" if r.n_expert_shared else ""
+    line("experts", f"{r.n_expert} a layer, top-{r.n_expert_used}{shared}; a token uses {format_size(r.token_bytes)} of slices")
+    line("weights", f"{format_size(r.expert_bytes)} in experts, {format_size(r.dense_bytes)} outside")
+    console.print()
+    slices = table("slices", "type", "size", "number")
+    for kind in r.slices:
+        slices.add_row(kind.matrix, kind.type, format_size(kind.nbytes), str(kind.count))
+    console.print(slices)
+    console.print()
+
+    floor = table(f"needed at a context of {r.ctx_size}", "")
+    floor.add_row("weights outside the experts", format_size(r.dense_bytes))
+    floor.add_row("KV cache" + ("" if r.kv_exact else " and state (estimate)"), format_size(r.kv_bytes))
+    floor.add_row("compute buffers (estimate)", format_size(r.compute_bytes))
+    floor.add_row("Python and libraries, reserve", format_size(r.floor_bytes - r.dense_bytes - r.kv_bytes - r.compute_bytes - r.arena_floor_bytes))
+    floor.add_row("two slots for slices", format_size(r.arena_floor_bytes))
+    floor.add_row("floor", format_size(r.floor_bytes), style="bold")
+    floor.add_row("available here", format_size(r.available_bytes))
+    console.print(floor)
+    console.print()
+
+    bought = table("--memory", "experts resident", *(["tokens/s"] if r.disk else []))
+    for row in r.budgets:
+        cells = [f"{-(-row.memory_bytes // MIB)}M", f"{row.resident_share:.0%}"]
+        if r.disk:
+            cells.append("no reads" if row.tps_low is None else f"{_rate(row.tps_low)} to {_rate(row.tps_high)}")
+        bought.add_row(*cells)
+    console.print(bought)
+    if r.disk:
+        how = "direct reads" if r.disk.direct_io else "reads through the page cache, which may flatter it"
+        text = (
+            f"Disk: {r.disk.bytes_per_second / 1e6:.0f} MB/s, {how} of {format_size(r.disk.block_bytes)}. tokens/s = disk rate / (bytes a token uses x "
+            "share missed): from 60 % of the rate and experts drawn evenly, to the full rate and tokens that come back to their "
+            "experts, misses (1 - resident) squared. What computing takes comes on top."
+        )
+        console.print()
+        console.print(text, style="dim", markup=False)

@@ -1,0 +1,27 @@
+"""The command `moeoff`: one file for each of its commands, which parses, calls one library function, and prints."""
+
+from __future__ import annotations
+
+import click
+
+from .. import __version__
+from .calibrate import calibrate
+from .convert import convert
+from .doctor import doctor
+from .eval import eval_
+from .inspect import inspect
+from .options import CONTEXT
+from .run import run
+from .serve import serve
+from .simulate import simulate
+from .verify import verify
+
+
+@click.group(context_settings=CONTEXT)
+@click.version_option(__version__, prog_name="moeoff")
+def main() -> None:
+    """Mixture-of-Experts models (GGUF) in less memory than they need."""
+
+
+for _command in (run, serve, inspect, doctor, convert, verify, eval_, calibrate, simulate):
+    main.add_command(_command)

@@ -1,0 +1,70 @@
+"""What the commands have in common: options that say how a model is opened, and errors as one sentence."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+
+import click
+
+from ..errors import MoeoffError
+
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+
+
+def one_sentence(command):
+    """Library errors become a message and exit code 1; Ctrl-C becomes 130. `--debug` lets the traceback through."""
+
+    @functools.wraps(command)
+    def wrapped(*args, debug: bool = False, **kwargs):
+        try:
+            return command(*args, **kwargs)
+        except BrokenPipeError:  # whoever read us has left; Python must not try once more at exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            sys.exit(0)
+        except (MoeoffError, OSError, MemoryError) as error:
+            if debug:
+                raise
+            raise click.ClickException(str(error) or type(error).__name__) from None
+        except KeyboardInterrupt:
+            if debug:
+                raise
+            sys.exit(130)
+
+    return click.option("--debug", is_flag=True, help="Show the traceback of an error.")(wrapped)
+
+
+_OPENING = (
+    click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available."),
+    click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory."),
+    click.option(
+        "--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there."
+    ),
+    click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone."),
+    click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own."),
+    click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read."),
+    click.option(
+        "--strategy",
+        default="auto",
+        show_default=True,
+        metavar="NAME",
+        help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.",
+    ),
+    click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there."),
+    click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone."),
+    click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless."),
+    click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory."),
+    click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed."),
+    click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use."),
+    click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less."),
+    click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers."),
+    click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all."),
+)
+
+
+def opening_options(command):
+    """The options that say how a model is opened, the same wherever one is."""
+    for option in reversed(_OPENING):
+        command = option(command)
+    return command

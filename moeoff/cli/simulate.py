@@ -1,0 +1,74 @@
+"""`moeoff simulate`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ..console import progress_bar
+from ..errors import OptionError
+from ..memory import format_size, parse_size
+from .options import CONTEXT, one_sentence
+
+SIZES = ("10%", "25%", "50%", "75%", "90%")
+
+
+@click.command(context_settings=CONTEXT)
+@click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
+@click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
+@click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
+@click.option("--plot", type=click.Path(dir_okay=False, writable=True), metavar="FILE.png", help="Draw hit rates by size and layer, and the experts' use.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
+@one_sentence
+def simulate(traces, strategy, memory, plot, as_json: bool, seed: int) -> None:
+    """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
+    from ..simulate.comparison import compare, gap_recovered, recorded_reads
+    from ..simulate.trace import Trace
+
+    trace = Trace.join([Trace.read(path) for path in traces])
+    arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
+    names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
+    with progress_bar("events") as progress:
+        results = compare(trace, names, arenas, seed=seed, progress=progress)
+    if plot:
+        from ..simulate.plots import plot as draw
+
+        draw(plot, trace, results)
+    rows = [r.to_dict() | {"gap_recovered": gap_recovered(r, results)} for r in results]
+    reads = recorded_reads(trace)
+    if as_json:
+        head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "recorded_reads": reads}
+        click.echo(json.dumps(head | {"results": rows}, indent=2))
+        return
+    click.echo(_table(rows, trace.model.full_bytes))
+    if reads:
+        low = f" ({reads['low']:,} of low versions)" if reads["low"] else ""
+        click.echo(
+            f"\nin the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
+            f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
+        )
+
+
+def _arena(size: str, full: int) -> int:
+    if size.strip().endswith("%"):
+        try:
+            share = float(size.strip()[:-1]) / 100
+        except ValueError:
+            share = 0
+        if share <= 0:
+            raise OptionError(f"{size!r} is no share of the experts")
+        return int(full * share)
+    return parse_size(size)
+
+
+def _table(rows: list[dict], full: int) -> str:
+    lines = [f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}"]
+    for row in rows:
+        gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
+        lines.append(
+            f"{format_size(row['arena_bytes']):>10} {100 * row['arena_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
+            f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,65 @@
+"""Policies compared on one trace: each at each arena size, with LRU and Belady's optimum between which a policy can win."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ..cache import get_policy
+from ..errors import OptionError
+from .read_log import DEMAND_LEVEL
+from .simulator import Result, simulate
+from .trace import Trace
+
+__all__ = ["compare", "gap_recovered", "recorded_reads"]
+
+
+def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0,
+            progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
+    """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
+
+    Args:
+        policies: names; those of LRU and Belady need not be given.
+        arenas: bytes of the experts' arena.
+        progress: told what is replayed, events done and events there are.
+
+    Raises:
+        OptionError: the trace is empty, or there is no such policy.
+        BudgetError: an arena is below the floor.
+    """
+    if not trace.events:
+        raise OptionError("there is no gate event in the trace")
+    names = list(dict.fromkeys(["lru", *policies, "belady"]))
+    for name in names:
+        get_policy(name)
+    results = []
+    runs = [(arena, name) for arena in arenas for name in names]
+    for i, (arena, name) in enumerate(runs, 1):
+        tell = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
+        # a variant's result is named after the variant, not after its policy
+        results.append(replace(simulate(trace, name, arena, seed=seed, progress=tell), policy=name))
+    return results
+
+
+def recorded_reads(trace: Trace) -> dict | None:
+    """What the trace says of the runs it was recorded in; traces of version 1 say nothing."""
+    done = trace.reads[trace.reads["result"] == 0]
+    if not len(done):
+        return None
+    return {
+        "reads": len(done),
+        "low": int(np.count_nonzero(done["version"])),
+        "lost": trace.reads_lost,
+        "late": float(np.mean(done["level"] == DEMAND_LEVEL)),
+        "median_wait_us": float(np.median(done["wait_us"])),
+        "median_read_us": float(np.median(done["read_us"])),
+    }
+
+
+def gap_recovered(result: Result, results: list[Result]) -> float | None:
+    """Share of the way from LRU's hit rate to Belady's at the same size."""
+    rate = {r.policy: r.hit_rate for r in results if r.arena_bytes == result.arena_bytes and r.policy in ("lru", "belady")}
+    return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None
