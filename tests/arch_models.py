@@ -1,6 +1,6 @@
 """Small random models of every MoE architecture that llama.cpp can write, and both ways of running them.
 
-The files come from llama.cpp's own test-llama-archs (see scripts/fork.py): 8 experts of which 2 are used, a vocabulary
+The files come from llama.cpp's own test-llama-archs (see scripts/build/fork.py): 8 experts of which 2 are used, a vocabulary
 of 128 tokens without text, 256 positions, F32.
 """
 
@@ -15,10 +15,10 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import ggml_api
 import llama_cpp
 import numpy as np
 
+import ggml_api
 import moeoff
 from eval_callback import WithCallback
 from moeoff.engine.expert_buffer import ExpertBuffer
@@ -52,7 +52,7 @@ ROUTED_OUTSIDE = {"grovemoe", "kimi-k3", "smallthinker"}
 
 def find_writer() -> Path:
     """test-llama-archs, built at the first use."""
-    run = subprocess.run([sys.executable, ROOT / "scripts/fork.py", "archs"], check=True, text=True, stdout=subprocess.PIPE)
+    run = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "archs"], check=True, text=True, stdout=subprocess.PIPE)
     return Path(run.stdout.splitlines()[-1])
 
 

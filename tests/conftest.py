@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
-
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from arch_models import (
     ARCHITECTURES,
     N_EXPERT,

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CALIBRATION_TEXTS
 
+from conftest import CALIBRATION_TEXTS
 from moeoff.cache import Shape, create
 from moeoff.calibrate import profile_fit as module
 from moeoff.calibrate.profile_fit import calibrate, cap_hidden

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from ggml_api import (
     ABORTED,
     F16,
@@ -25,7 +26,6 @@ from ggml_api import (
     read,
     write,
 )
-
 from moeoff import native
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import MoeoffError, ReadError

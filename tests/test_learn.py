@@ -4,7 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from test_cache import random_events, update_cost
 
 from moeoff import OptionError
 from moeoff.cache import Event, Shape, create
@@ -14,6 +13,7 @@ from moeoff.calibrate.fit_hobbit import fit_hobbit
 from moeoff.calibrate.fit_score import HORIZONS, MAX_MATRIX, fit_score, next_use
 from moeoff.simulate.simulator import simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
+from test_cache import random_events, update_cost
 
 SMALL = Path(__file__).parent / "data" / "small.trace"
 MODEL = Model("none", 2, tuple(TensorInfo(g, g, m, 16, 5000) for g in range(4) for m in (2, 1, 3)))

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from logits import assert_bit_equal, greedy_logits
-from split_model import split_model
 
 import moeoff
+from logits import assert_bit_equal, greedy_logits
 from moeoff import BudgetError, ModelError, OptionError, ReadError
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_from_name
 from requantize_experts import requantize_experts
+from split_model import split_model
 from stock import Stock
 
 ROOT = Path(__file__).parent.parent

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "native_stress.sh"
+SCRIPT = Path(__file__).parent.parent / "scripts" / "build" / "native_stress.sh"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
