@@ -12,21 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import ggml_api
 import moeoff
-from arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
-from damage import flip_bit, mutate
 from eval_callback import WithCallback
-from logits import assert_bit_equal, greedy_logits
+from helpers import ggml_api
+from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
+from helpers.damage import flip_bit, mutate
+from helpers.kernels import Op, Plain
+from helpers.logits import assert_bit_equal, greedy_logits
+from helpers.split_model import split_model
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.companion.convert import convert
 from moeoff.companion.file import Companion, companion_path
 from moeoff.gguf.file import ModelFile, ModelWriter, pack
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import quantize, type_name
-from split_model import split_model
 from stock import Stock
-from test_kernel import Op, Plain
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 << 30}

@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from damage import mutate
+from helpers.damage import mutate
 from moeoff import ModelError, OptionError
 from moeoff.companion import builder
 from moeoff.companion.convert import convert

@@ -25,8 +25,8 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def files(demo, tmp_path_factory):
     """Path of each kind of bad file by name."""
+    from helpers.split_model import split_model
     from moeoff.gguf.file import ModelFile, ModelWriter
-    from split_model import split_model
 
     folder = tmp_path_factory.mktemp("files")
     with open(demo, "rb") as file:

@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.files import ROOT
 from moeoff import OptionError
 from moeoff.budget.statistics import Estimate, Scores, divergence, log_probs, spearman, student
 from moeoff.calibrate.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
 from moeoff.companion.convert import convert
 from stock import Stock
 
-ROOT = Path(__file__).parent.parent
 CTX = 64
 
 

@@ -14,13 +14,12 @@ from gguf import GGUFReader
 
 from export_demo import export_demo
 from grow_model import Growth, grow_model
+from helpers.files import DEMO
 from moeoff.errors import ModelError
 from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
 from moeoff.gguf.quantize import fits, quantize, type_from_name, type_name
 from requantize_experts import requantize_experts
 
-ROOT = Path(__file__).parents[1]
-DEMO = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
 # The first six logits after TOKENS, of the trained arrays in F32 (PyTorch; llama.cpp gives the same to 4e-5 with an F32
 # cache).

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import moeoff
-from logits import assert_bit_equal, greedy_logits
+from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError, native
 from moeoff.budget.precision import Precision
 from moeoff.companion.convert import convert

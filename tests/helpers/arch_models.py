@@ -18,17 +18,16 @@ from pathlib import Path
 import llama_cpp
 import numpy as np
 
-import ggml_api
 import moeoff
 from eval_callback import WithCallback
+from helpers import ggml_api
+from helpers.files import ROOT
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.gguf.layout import EXPERT_PATTERN, Layout
 from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes
 from requantize_experts import requantize_experts
 from stock import Stock
-
-ROOT = Path(__file__).parents[1]
 
 # test_the_list_is_complete compares this with what test-llama-archs writes
 ARCHITECTURES = (
