@@ -1,10 +1,10 @@
 # The set-up, the tests and the fork, by name. Everything that is made here lies in .venv, or in the cache that
-# scripts/fork.py describes; re-running a target does only what has changed.
+# scripts/build/fork.py describes; re-running a target does only what has changed.
 
 PYTHON ?= python3
 VENV   := .venv
 PY     := $(VENV)/bin/python
-FORK    = $(PYTHON) scripts/fork.py
+FORK    = $(PYTHON) scripts/build/fork.py
 
 # `make run PROMPT="..." ARGS="--memory 200M"`
 PROMPT ?=
@@ -61,15 +61,15 @@ archs: ## llama.cpp's test-llama-archs, which writes a small model for each arch
 patches-check: ## do the patches apply cleanly, and once only, to the pinned release?
 	@$(FORK) check
 
-patches-refresh: ## patch files anew from the commits in DIR (made by: scripts/fork.py tree DIR)
+patches-refresh: ## patch files anew from the commits in DIR (made by: scripts/build/fork.py tree DIR)
 	@test -n "$(DIR)" || { echo "say where: make patches-refresh DIR=..." >&2; exit 2; }
 	@$(FORK) refresh "$(DIR)"
 
 native-stress-tsan: ## the native store under the thread sanitizer
-	bash scripts/native_stress.sh thread 60
+	bash scripts/build/native_stress.sh thread 60
 
 native-stress-asan: ## the native store under the address sanitizer
-	bash scripts/native_stress.sh address 60
+	bash scripts/build/native_stress.sh address 60
 
 clean: ## removes .venv and what the tests leave; the cache of builds stays
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache

@@ -34,7 +34,7 @@ def _require_fork() -> None:
     if "+moeoff." not in version:
         raise ForkError(
             f"moeoff needs its own build of llama-cpp-python, but the installed one is {version}: "
-            "run `make env` in the moeoff repository, or install the wheel that `scripts/fork.py build` makes"
+            "run `make env` in the moeoff repository, or install the wheel that `scripts/build/fork.py build` makes"
         )
 
 

@@ -6,10 +6,13 @@ python scripts/capture_chat.py [-o docs/chat.txt]
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from pathlib import Path
 
-from terminal import Terminal
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "tests"))
+from helpers.terminal import Terminal
 
 ARGS = ["--memory", "100M", "--temp", "0", "-n", "48", "-c", "512"]
 LINES = [
@@ -35,7 +38,7 @@ def capture() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent.parent / "docs" / "chat.txt")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "chat.txt")
     output = parser.parse_args().output
     output.write_text(capture())
     print(output)

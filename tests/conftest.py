@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
+pytest.register_assert_rewrite("helpers")
+
+from helpers.files import CALIBRATION_TEXTS, DEMO, ROOT
 
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -40,8 +40,7 @@ def grown(tmp_path_factory) -> str:
     """The demo model grown to about 100 MB with Q4_K experts: slices of many pages, rows that K-quants can hold."""
     path = tmp_path_factory.mktemp("grown") / "grown.gguf"
     script = ROOT / "scripts" / "grow_model.py"
-    source = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
-    command = [sys.executable, str(script), str(source), "-o", str(path), "--width", "4", "--ff", "4", "--expert-type", "Q4_K"]
+    command = [sys.executable, str(script), str(DEMO), "-o", str(path), "--width", "4", "--ff", "4", "--expert-type", "Q4_K"]
     subprocess.run(command, check=True, capture_output=True)
     return str(path)
 
@@ -49,7 +48,7 @@ def grown(tmp_path_factory) -> str:
 @pytest.fixture
 def backend():
     """ggml's CPU backend, for single graphs."""
-    from ggml_api import Backend
+    from helpers.ggml_api import Backend
 
     backend = Backend()
     yield backend
@@ -59,7 +58,7 @@ def backend():
 @pytest.fixture(scope="session")
 def writer() -> Path:
     """llama.cpp's program that writes models of every architecture: see arch_models."""
-    from arch_models import find_writer
+    from helpers.arch_models import find_writer
 
     return find_writer()
 
@@ -69,9 +68,6 @@ def folder(tmp_path):
     """For models of every architecture, 5 to 60 MB each: they go as soon as their test ends."""
     yield tmp_path
     shutil.rmtree(tmp_path)
-
-
-CALIBRATION_TEXTS = [str(ROOT / "docs" / "design.md"), str(ROOT / "moeoff" / "llama.py")]
 
 
 @pytest.fixture(scope="session")

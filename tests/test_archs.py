@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from arch_models import (
+
+from helpers.arch_models import (
     ARCHITECTURES,
     N_EXPERT,
     N_STEPS,

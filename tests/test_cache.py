@@ -1,28 +1,17 @@
 """Cache policies: one contract for all, brute-force references, the papers' formulas, and what an update costs."""
 
-import time
 from collections import OrderedDict
 
 import numpy as np
 import pytest
 
 import moeoff
+from helpers.files import ROOT
+from helpers.gate_events import SHAPE, random_events, update_cost
 from moeoff import OptionError
 from moeoff.cache import POLICIES, Event, Policy, Shape, create, get_policy, names, register
 from moeoff.cache.arc import quotas
 from moeoff.cache.importance import miss_cost, unimportance
-
-SHAPE = Shape(n_gates=3, n_experts=8, n_used=2, capacity=12)
-
-
-def random_events(n, shape=SHAPE, seed=0, n_tokens=1):
-    rng = np.random.default_rng(seed)
-    out = []
-    for i in range(n):
-        probs = rng.dirichlet(np.full(shape.n_experts, 0.3), n_tokens).astype(np.float32)
-        ids = np.argsort(-probs, axis=1)[:, : shape.n_used].astype(np.int32)
-        out.append(Event(i % shape.n_gates, ids, np.take_along_axis(probs, ids, axis=1), probs))
-    return out
 
 
 @pytest.mark.parametrize("name", names())
@@ -65,20 +54,6 @@ class TestContract:
     def test_update_cost(self, name):
         """20 us for each event at 64 x 256 experts, 8 used; the best of several rounds, because others use the machine too."""
         assert update_cost(name) < 20e-6
-
-
-def update_cost(name, **options):
-    shape = Shape(64, 256, 8, 8000)
-    events = random_events(192, shape)
-    best = float("inf")
-    for _ in range(12):
-        policy = create(name, shape, **options)
-        policy.prepare(events)
-        started = time.perf_counter()
-        for event in events:
-            policy.update(event)
-        best = min(best, time.perf_counter() - started)
-    return best / len(events)
 
 
 def test_lfu_counts_within_a_sequence():
@@ -205,9 +180,8 @@ def test_arc_keeps_what_arc_keeps():
 def test_register_ten_lines():
     """The example of docs/strategies.md, as it stands there."""
     import re
-    from pathlib import Path
 
-    text = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()
+    text = (ROOT / "docs" / "strategies.md").read_text()
     example = re.search(r"```python\n(.*?)```", text, re.S).group(1)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     try:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import CALIBRATION_TEXTS
 
+from helpers.files import CALIBRATION_TEXTS
 from moeoff.cache import Shape, create
 from moeoff.calibrate import profile_fit as module
 from moeoff.calibrate.profile_fit import calibrate, cap_hidden
@@ -24,8 +24,6 @@ from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS
 from moeoff.predict import create as create_predictor
 from moeoff.predict.router import Router
-
-ROOT = Path(__file__).parent.parent
 
 
 def test_profile(calibrated):

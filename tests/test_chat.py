@@ -6,8 +6,8 @@ import time
 
 import pytest
 
+from helpers.terminal import STATS, Terminal
 from moeoff.cli.chat import is_open, unquote
-from terminal import STATS, Terminal
 
 CTRL_C = "\x03"
 CTRL_J = "\n"

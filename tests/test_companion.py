@@ -9,17 +9,17 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import ggml_api
 import numpy as np
 import pytest
-from arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
-from damage import flip_bit, mutate
-from logits import assert_bit_equal, greedy_logits
-from split_model import split_model
-from test_kernel import Op, Plain
 
 import moeoff
 from eval_callback import WithCallback
+from helpers import ggml_api
+from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
+from helpers.damage import flip_bit, mutate
+from helpers.kernels import Op, Plain
+from helpers.logits import assert_bit_equal, greedy_logits
+from helpers.split_model import split_model
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.companion.convert import convert
 from moeoff.companion.file import Companion, companion_path

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from damage import mutate
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from helpers.damage import mutate
 from moeoff import ModelError, OptionError
 from moeoff.companion import builder
 from moeoff.companion.convert import convert

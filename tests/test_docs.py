@@ -3,11 +3,10 @@
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from helpers.files import ROOT
 
 
 def test_cli_page_is_up_to_date():

@@ -25,8 +25,7 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def files(demo, tmp_path_factory):
     """Path of each kind of bad file by name."""
-    from split_model import split_model
-
+    from helpers.split_model import split_model
     from moeoff.gguf.file import ModelFile, ModelWriter
 
     folder = tmp_path_factory.mktemp("files")

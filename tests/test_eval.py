@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.files import ROOT
 from moeoff import OptionError
 from moeoff.budget.statistics import Estimate, Scores, divergence, log_probs, spearman, student
 from moeoff.calibrate.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
 from moeoff.companion.convert import convert
 from stock import Stock
 
-ROOT = Path(__file__).parent.parent
 CTX = 64
 
 
@@ -204,7 +204,7 @@ def test_ctrl_c_ends_it_at_once(grown, text, tmp_path):
 @pytest.mark.parametrize("ctx", [256, 512])
 def test_agrees_with_llama_perplexity(ctx, demo, text, moeoff_command):
     """The same four digits, and the same standard error. One sequence a batch (-b); its default puts several side by side."""
-    program = subprocess.run([sys.executable, ROOT / "scripts/fork.py", "perplexity"], check=True, text=True, stdout=subprocess.PIPE)
+    program = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "perplexity"], check=True, text=True, stdout=subprocess.PIPE)
     path = program.stdout.splitlines()[-1]
     options = ["-m", demo, "-f", text, "-c", str(ctx), "-b", str(ctx), "-ub", str(ctx), "-t", "2"]
     theirs = subprocess.run([path, *options], check=True, capture_output=True, text=True)

@@ -6,14 +6,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import zipfile
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
 import fork as tool
 import forkcache
 import forktree

@@ -68,7 +68,7 @@ def test_probe(demo):
 
 
 def test_split(demo, tmp_path, moeoff_command):
-    from split_model import split_model
+    from helpers.split_model import split_model
 
     parts = split_model(demo, tmp_path, 3)
     split = json.loads(moeoff_command("inspect", str(parts[0]), "--json", "--no-probe").stdout)

@@ -1,11 +1,10 @@
 """What is fitted on traces: the learned score, and HOBBIT's weights."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
-from test_cache import random_events, update_cost
 
+from helpers.files import SMALL_TRACE
+from helpers.gate_events import random_events, update_cost
 from moeoff import OptionError
 from moeoff.cache import Event, Shape, create
 from moeoff.cache.hobbit import Hobbit
@@ -15,7 +14,6 @@ from moeoff.calibrate.fit_score import HORIZONS, MAX_MATRIX, fit_score, next_use
 from moeoff.simulate.simulator import simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
-SMALL = Path(__file__).parent / "data" / "small.trace"
 MODEL = Model("none", 2, tuple(TensorInfo(g, g, m, 16, 5000) for g in range(4) for m in (2, 1, 3)))
 
 
@@ -117,7 +115,7 @@ def test_update_cost_with_weights():
 
 
 def test_the_demo_models_weights_beat_the_generic_ones():
-    trace = Trace.read(SMALL)
+    trace = Trace.read(SMALL_TRACE)
     for share in (0.25, 0.5, 0.75):
         arena = int(trace.model.full_bytes * share)
         generic, ours = (simulate(trace, "score", arena, weights=w).hit_rate for w in ("generic", None))
@@ -125,7 +123,7 @@ def test_the_demo_models_weights_beat_the_generic_ones():
 
 
 def test_hobbit_weights_lower_the_penalty():
-    trace, arena = Trace.read(SMALL), int(Trace.read(SMALL).model.full_bytes * 0.5)
+    trace, arena = Trace.read(SMALL_TRACE), int(Trace.read(SMALL_TRACE).model.full_bytes * 0.5)
     calls = []
     weights = fit_hobbit(trace, shares=(0.5,), progress=calls.append)
     assert sum(weights.values()) == pytest.approx(1, abs=1e-3) and set(weights) == {"lru", "lfu", "lhu", "fld"}

@@ -7,21 +7,20 @@ import shutil
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
-from logits import assert_bit_equal, greedy_logits
-from split_model import split_model
 
 import moeoff
+from helpers.files import DEMO, ROOT
+from helpers.logits import assert_bit_equal, greedy_logits
+from helpers.split_model import split_model
 from moeoff import BudgetError, ModelError, OptionError, ReadError
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_from_name
 from requantize_experts import requantize_experts
 from stock import Stock
 
-ROOT = Path(__file__).parent.parent
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 128, "n_threads": 2, "logits_all": True}
 
@@ -55,7 +54,7 @@ def test_lossless(demo, reference, strategy, direct_io, share):
 def grown_f16(tmp_path_factory):
     """Rows of 256, which every type can hold."""
     path = tmp_path_factory.mktemp("f16") / "grown.gguf"
-    grow = [sys.executable, str(ROOT / "scripts" / "grow_model.py"), str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")]
+    grow = [sys.executable, str(ROOT / "scripts" / "grow_model.py"), str(DEMO)]
     subprocess.run([*grow, "-o", str(path), "--width", "2", "--ff", "4", "--expert-type", "F16"], check=True, capture_output=True)
     return path
 

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cgroup
+from helpers.files import DEMO, ROOT
 from moeoff import BudgetError, OptionError
 from moeoff.budget.memory_plan import RESERVE, Needs, Plan, Pools
 from moeoff.memory import MIB, available, cgroup_limit, format_size, parse_size, peak_rss, rss
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize(
@@ -119,8 +119,7 @@ def test_below_the_floor_is_refused(grown, tmp_path):
 def test_budget_holds_at_gigabytes(tmp_path):
     """The reference model at 1.63 GiB finishes 256 tokens in 1400, 1100 and 800 MiB, with --memory 5 % below."""
     model = tmp_path / "grown.gguf"
-    source = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
-    grow = [sys.executable, str(ROOT / "scripts" / "grow_model.py"), str(source), "-o", str(model), "--width", "16", "--ff", "16"]
+    grow = [sys.executable, str(ROOT / "scripts" / "grow_model.py"), str(DEMO), "-o", str(model), "--width", "16", "--ff", "16"]
     subprocess.run(grow, check=True, capture_output=True)
     for limit in (1400, 1100, 800):
         memory = int(limit * 0.95)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -13,18 +12,14 @@ import pytest
 from gguf import GGMLQuantizationType as T
 from gguf import GGUFReader
 
-from moeoff.errors import ModelError
-from moeoff.gguf.quantize import fits, quantize, type_from_name, type_name
-
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT / "scripts"))
-
 from export_demo import export_demo
 from grow_model import Growth, grow_model
+from helpers.files import DEMO
+from moeoff.errors import ModelError
 from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
+from moeoff.gguf.quantize import fits, quantize, type_from_name, type_name
 from requantize_experts import requantize_experts
 
-DEMO = ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf"
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
 # The first six logits after TOKENS, of the trained arrays in F32 (PyTorch; llama.cpp gives the same to 4e-5 with an F32
 # cache).

@@ -2,11 +2,12 @@
 
 import shutil
 import subprocess
-from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "native_stress.sh"
+from helpers.files import ROOT
+
+SCRIPT = ROOT / "scripts" / "build" / "native_stress.sh"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")

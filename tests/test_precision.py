@@ -13,9 +13,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from logits import assert_bit_equal, greedy_logits
 
 import moeoff
+from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError, native
 from moeoff.budget.precision import Precision
 from moeoff.companion.convert import convert

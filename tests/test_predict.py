@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.files import ROOT
 from moeoff import Llama
 from moeoff.cache import Event
 from moeoff.calibrate.record import batch_size, record, sequences
@@ -21,8 +21,7 @@ from moeoff.predict.router import Router
 from moeoff.predict.tokens import PRIOR
 from moeoff.simulate.trace import Model, TensorInfo
 
-ROOT = Path(__file__).parent.parent
-TEXTS = [ROOT / "docs" / "design.md", ROOT / "moeoff" / "llama.py"]
+TEXTS = [ROOT / "docs" / "design.md", ROOT / "moeoff" / "engine" / "llama.py"]
 HIDDEN = 64
 
 

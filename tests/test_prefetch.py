@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from logits import assert_bit_equal, greedy_logits
 
 import moeoff
+from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError, native
 from moeoff.budget.precision import Precision
 from moeoff.engine.ab_test import BLOCK, ORDER

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, tokens, write_model
 
+from helpers.arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, tokens, write_model
 from moeoff import Llama
 from moeoff.gguf.layout import Layout
 from moeoff.predict.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, gating_of

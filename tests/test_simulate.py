@@ -2,11 +2,11 @@
 
 import json
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.files import SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
 from moeoff.cache import Event, Policy, create
 from moeoff.engine.driver import Driver
@@ -14,7 +14,6 @@ from moeoff.gguf.layout import Layout
 from moeoff.simulate.simulator import _Zero, simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
-SMALL = Path(__file__).parent / "data" / "small.trace"
 ONE = Model("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
 TWO = Model("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
 
@@ -99,7 +98,7 @@ def batches(n=300, seed=0):
     return Trace(model, events, zero.astype(bool), zero, zero, zero, [])
 
 
-@pytest.mark.parametrize("trace", [Trace.read(SMALL), batches()], ids=["small", "batches"])
+@pytest.mark.parametrize("trace", [Trace.read(SMALL_TRACE), batches()], ids=["small", "batches"])
 @pytest.mark.parametrize("share", [0.05, 0.12, 0.333, 0.37, 0.5, 0.83, 0.99])
 def test_fast_path_is_the_general_one(trace, share):
     arena = max(int(trace.model.full_bytes * share), 3 * 12288)
@@ -113,7 +112,7 @@ def test_fast_path_is_the_general_one(trace, share):
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
 def test_lru_is_fast(share):
     """50,000 events a second on an idle machine; the best of several rounds, and half of that, because others use it too."""
-    small = Trace.read(SMALL)
+    small = Trace.read(SMALL_TRACE)
     trace = Trace.join([small] * 8)
     best = float("inf")
     for _ in range(5):
@@ -125,7 +124,7 @@ def test_lru_is_fast(share):
 
 def test_the_checked_in_run_comes_out_as_it_happened():
     """Recorded live with lru at 40 %: hits of every event, evictions and bytes."""
-    trace = Trace.read(SMALL)
+    trace = Trace.read(SMALL_TRACE)
     began, ended = trace.notes
     result = simulate(trace, "lru", began["arena_bytes"], events=True)
     assert (result.event_hits == trace.hits).all()
@@ -133,9 +132,9 @@ def test_the_checked_in_run_comes_out_as_it_happened():
 
 
 def test_exact_counts():
-    trace = Trace.read(SMALL)
+    trace = Trace.read(SMALL_TRACE)
     arena = trace.model.full_bytes // 2
-    for name, expected in json.loads((SMALL.parent / "small.json").read_text()).items():
+    for name, expected in json.loads((SMALL_TRACE.parent / "small.json").read_text()).items():
         result = simulate(trace, name, arena)
         assert [int(result.gate_hits.sum()), int(result.gate_misses.sum()), result.evictions] == expected, name
 
@@ -265,15 +264,15 @@ def test_more_memory_is_never_slower(demo, name):
 
 def test_command(moeoff_command, tmp_path):
     picture = tmp_path / "p.png"
-    done = moeoff_command("simulate", str(SMALL), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json", "--plot", str(picture))
+    done = moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json", "--plot", str(picture))
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["results"]
     assert [r["strategy"] for r in rows] == ["lru", "decay", "score", "belady"] * 2 and picture.stat().st_size > 10000
     assert rows[3]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
-    assert done.stdout == moeoff_command("simulate", str(SMALL), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json").stdout
-    assert "of the gap" in moeoff_command("simulate", str(SMALL)).stdout
+    assert done.stdout == moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json").stdout
+    assert "of the gap" in moeoff_command("simulate", str(SMALL_TRACE)).stdout
     for arguments, message in ((("--strategy", "fifo"), "unknown strategy 'fifo'"), (("--memory", "x%"), "no share"), (("--plot", "a.xyz"), "a.xyz")):
-        failed = moeoff_command("simulate", str(SMALL), *arguments)
+        failed = moeoff_command("simulate", str(SMALL_TRACE), *arguments)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 
 

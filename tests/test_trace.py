@@ -1,11 +1,11 @@
 """Traces on disk: they come back as they were written, survive a cut, and go on where they ended."""
 
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from helpers.files import SMALL_TRACE
 from moeoff import Llama, OptionError
 from moeoff.engine.expert_buffer import READ_DTYPE, GateEvent
 from moeoff.simulate.read_log import DEMAND_LEVEL, PREFETCH_LEVEL
@@ -173,7 +173,7 @@ def test_the_log_is_off_by_default_and_bounded(demo):
 
 
 def test_checked_in_trace():
-    trace = Trace.read(Path(__file__).parent / "data" / "small.trace")
+    trace = Trace.read(SMALL_TRACE)
     assert trace.model.n_gates == 12 and trace.n_tokens == 96 and trace.starts.sum() == 3
     assert not any("/" in str(v) for n in trace.notes for v in n.values())
 

@@ -8,9 +8,9 @@ import math
 
 import numpy as np
 import pytest
-from ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read, write
-from test_kernel import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
 
+from helpers.ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read, write
+from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
 from moeoff import OptionError, native
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import MoeoffError

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ..errors import OptionError
 
-LOW_SHARE = 0.05  # of the experts' memory, for low versions: scripts/bench_low_share.py
+LOW_SHARE = 0.05  # of the experts' memory, for low versions: scripts/bench/bench_low_share.py
 
 
 @dataclass(frozen=True)

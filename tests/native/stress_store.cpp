@@ -1,7 +1,7 @@
 // Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, lanes whose
 // reads fail or dawdle, all at once, over arenas from two slots to everything. In most rounds every slice has two versions and
 // the rule changes all the time: each op must get the versions that its own gate event decided. Every byte that a computing
-// thread sees is checked. Built with ThreadSanitizer or AddressSanitizer by scripts/native_stress.sh.
+// thread sees is checked. Built with ThreadSanitizer or AddressSanitizer by scripts/build/native_stress.sh.
 //
 // usage: stress_store SECONDS [SEED]
 

@@ -1,6 +1,6 @@
 """Small random models of every MoE architecture that llama.cpp can write, and both ways of running them.
 
-The files come from llama.cpp's own test-llama-archs (see scripts/fork.py): 8 experts of which 2 are used, a vocabulary
+The files come from llama.cpp's own test-llama-archs (see scripts/build/fork.py): 8 experts of which 2 are used, a vocabulary
 of 128 tokens without text, 256 positions, F32.
 """
 
@@ -15,20 +15,19 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-import ggml_api
 import llama_cpp
 import numpy as np
 
 import moeoff
 from eval_callback import WithCallback
+from helpers import ggml_api
+from helpers.files import ROOT
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.gguf.layout import EXPERT_PATTERN, Layout
 from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes
 from requantize_experts import requantize_experts
 from stock import Stock
-
-ROOT = Path(__file__).parents[1]
 
 # test_the_list_is_complete compares this with what test-llama-archs writes
 ARCHITECTURES = (
@@ -52,7 +51,7 @@ ROUTED_OUTSIDE = {"grovemoe", "kimi-k3", "smallthinker"}
 
 def find_writer() -> Path:
     """test-llama-archs, built at the first use."""
-    run = subprocess.run([sys.executable, ROOT / "scripts/fork.py", "archs"], check=True, text=True, stdout=subprocess.PIPE)
+    run = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "archs"], check=True, text=True, stdout=subprocess.PIPE)
     return Path(run.stdout.splitlines()[-1])
 
 

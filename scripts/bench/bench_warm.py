@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 
-from bench_offload import drop_from_page_cache, machine
+from timing import drop_from_page_cache, machine
 
 CHILD = """
 import json, sys, time

@@ -21,10 +21,9 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-sys.path.insert(0, str(Path(__file__).parent))
-from bench_offload import drop_from_page_cache, machine, measure
 from cgroup import disk_cgroup
 from moeoff.gguf.layout import Layout
+from timing import drop_from_page_cache, machine, measure
 
 LOSSLESS = "lossless"
 

@@ -4,7 +4,7 @@
 set -euo pipefail
 
 sanitizer=${1:?usage: native_stress.sh thread|address [SECONDS] [SEED]}
-root=$(cd "$(dirname "$0")/.." && pwd)
+root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 

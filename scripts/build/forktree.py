@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STAMP = ".moeoff-patches"  # inside a patched tree: which patches it holds, by name and digest
 REASONS = ("upstreamable", "build only", "incompatible by nature")
 # Several folders of ours may share one place in the tree.

@@ -17,10 +17,9 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parent))
-from bench_offload import machine, measure, median
 from moeoff.engine.strategy import PRESETS
 from moeoff.gguf.layout import Layout
+from timing import machine, measure, median
 
 COLUMNS = {
     "prompt_tps": ("prompt tok/s", "{:.1f}"),

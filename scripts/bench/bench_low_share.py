@@ -3,7 +3,7 @@
 Decodes texts token by token with HOBBIT's thresholds in arenas of some shares of all experts, with LRU and no prefetching.
 Counts bytes and not seconds, so the table does not depend on the machine. The default of `moeoff.budget.precision.LOW_SHARE` comes from here.
 
-    python scripts/bench_low_share.py MODEL.gguf prose.txt math.txt --tier Q4_0
+    python scripts/bench/bench_low_share.py MODEL.gguf prose.txt math.txt --tier Q4_0
 """
 
 from __future__ import annotations

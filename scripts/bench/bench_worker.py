@@ -1,4 +1,4 @@
-"""One measured run for bench_offload.py: evaluates a text token by token and prints what it took as JSON.
+"""One measured run, started by timing.py: evaluates a text token by token and prints what it took as JSON.
 
 usage: bench_worker.py ENGINE MODEL TEXT N_PROMPT N_DECODE [OPTION=VALUE ...]
 

@@ -24,13 +24,11 @@ from pathlib import Path
 import click
 import numpy as np
 
+from cgroup import memory_cgroup
 from moeoff.companion.convert import convert
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bench_offload import drop_from_page_cache, run
-from cgroup import memory_cgroup
+from timing import drop_from_page_cache, run
 
 SEARCHED = "Q2_0, searched scales"
 TYPES = f"Q8_0|Q6_K|Q5_K|Q4_K|Q4_0|IQ4_NL|IQ4_XS|MXFP4|NVFP4|Q3_K|IQ3_S|IQ3_XXS|Q2_K|IQ2_S|{SEARCHED}|Q2_0|TQ2_0".split("|")

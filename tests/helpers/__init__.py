@@ -1,0 +1,1 @@
+"""What several test files need. No test imports from another test."""
