@@ -14,6 +14,7 @@ import cgroup
 from helpers.files import DEMO, ROOT
 from moeoff import BudgetError, OptionError
 from moeoff.budget.memory_plan import RESERVE, Needs, Plan, Pools
+from moeoff.cli.errors import sentence
 from moeoff.memory import MIB, available, cgroup_limit, format_size, parse_size, peak_rss, rss
 
 NO_CGROUP = cgroup.unavailable()
@@ -46,11 +47,12 @@ def test_plan_never_promises_more_than_the_budget(budget, python, weights, state
         plan = Plan.divide(budget, needs, floor, full)
     except BudgetError as error:
         assert budget < python + weights + state + compute + RESERVE + floor
-        assert format_size(budget) in str(error)
+        assert format_size(budget) in str(error) and "--" not in str(error)  # flags are the command line's
+        assert error.facts["needed"] == python + weights + state + compute + RESERVE + floor
         # the budget that the message names is enough, and so is the context
-        enough = int(re.search(r"--memory (\d+)M", str(error))[1]) * MIB
+        enough = int(re.search(r"--memory (\d+)M", sentence(error))[1]) * MIB
         assert Plan.divide(enough, needs, floor, full).arena >= floor
-        if context := re.search(r"-c (\d+)\)", str(error)):
+        if context := re.search(r"-c (\d+)\)", sentence(error)):
             smaller = int(context[1])
             assert 0 < smaller < n_ctx
             Plan.divide(budget, Needs(python, weights, state * smaller // n_ctx, compute, smaller), floor, full)

@@ -15,7 +15,8 @@ FLOORS = [
     {"simulate"},
     {"cache"},
     {"gguf"},
-    {"native", "memory", "console", "paths"},
+    {"native"},
+    {"binding", "memory", "console", "paths"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

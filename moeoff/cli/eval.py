@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..console import progress_bar, remark
-from ..errors import OptionError
 from ..memory import peak_rss
 from ..paths import demo_model
-from .options import CONTEXT, one_sentence
+from .options import CONTEXT, companion, one_sentence
 
 if TYPE_CHECKING:
     from ..budget.statistics import Quality
@@ -47,12 +46,19 @@ def eval_(model, text, ctx: int, mode: str, tier, max_loss, as_json: bool, exper
     """
     from ..calibrate.evaluation import evaluate_model
 
-    if experts and no_experts:
-        raise OptionError("give --experts or --no-experts, not both")
     model = model or demo_model()
     with progress_bar("tokens") as progress:
         done = evaluate_model(
-            model, text, ctx=ctx, mode=mode, tier=tier, max_loss=max_loss, experts=experts or not no_experts, n_threads=threads, progress=progress, **options
+            model,
+            text,
+            ctx=ctx,
+            mode=mode,
+            tier=tier,
+            max_loss=max_loss,
+            experts=companion(experts, no_experts),
+            n_threads=threads,
+            progress=progress,
+            **options,
         )
     stats = done.stats
     if as_json:

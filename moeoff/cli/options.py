@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 
 import click
 
-from ..errors import MoeoffError
+from ..errors import MoeoffError, OptionError
+from .errors import sentence
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -26,7 +28,7 @@ def one_sentence(command):
         except (MoeoffError, OSError, MemoryError) as error:
             if debug:
                 raise
-            raise click.ClickException(str(error) or type(error).__name__) from None
+            raise click.ClickException(sentence(error)) from None
         except KeyboardInterrupt:
             if debug:
                 raise
@@ -63,8 +65,22 @@ _OPENING = (
 )
 
 
-def opening_options(command):
-    """The options that say how a model is opened, the same wherever one is."""
+def opening_options(command: Callable) -> Callable:
+    """The options that say how a model is opened, the same wherever one is; the command gets them as `moeoff.Llama` calls them."""
+
+    @functools.wraps(command)
+    def wrapped(*args, experts, no_experts, profile, no_profile, ctx_size, threads, **options):
+        if profile and no_profile:
+            raise OptionError("give --profile or --no-profile, not both")
+        return command(*args, experts=companion(experts, no_experts), profile=profile or not no_profile, n_ctx=ctx_size, n_threads=threads, **options)
+
     for option in reversed(_OPENING):
-        command = option(command)
-    return command
+        wrapped = option(wrapped)
+    return wrapped
+
+
+def companion(experts: str | None, no_experts: bool) -> str | bool:
+    """What --experts and --no-experts say together."""
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
+    return experts or not no_experts

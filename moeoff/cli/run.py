@@ -20,6 +20,7 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 
 
 @click.command(context_settings=CONTEXT)
+@one_sentence
 @click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
 @click.option("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
 @click.option("-p", "--prompt", help="What to answer. Without a prompt, in a terminal: chat.")
@@ -42,7 +43,6 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 @click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts every gate chose, for simulate; goes on in FILE.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
-@one_sentence
 def run(**options) -> None:
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
     _run(**options)

@@ -8,6 +8,7 @@ from .options import CONTEXT, one_sentence, opening_options
 
 
 @click.command(context_settings=CONTEXT)
+@one_sentence
 @click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to listen on; 0 takes a free one.")
@@ -17,7 +18,6 @@ from .options import CONTEXT, one_sentence, opening_options
 @opening_options
 @click.option("--logprobs", is_flag=True, help="Let requests ask for logprobs: takes context x vocabulary x 4 bytes.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
-@one_sentence
 def serve(**options) -> None:
     """Serve a model over HTTP as OpenAI's API does, one answer at a time.
 
