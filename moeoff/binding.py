@@ -1,6 +1,6 @@
 """llama_cpp, and the one place that depends on its internals. docs/patches.md lists each of them with its reason.
 
-Importing this module loads llama.cpp. Whoever needs llama_cpp imports it from here, so that the process is prepared first.
+Importing this module loads llama.cpp. Modules that need llama_cpp import it from here, so that the process is prepared first.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O workers make it one, every barrier then
-# waits out the time slice of whoever took a core: 3.5 tok/s instead of 10.4 beside two busy processes on 2 cores, no
+# waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 beside two busy processes on 2 cores, no
 # difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 

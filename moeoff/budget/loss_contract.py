@@ -44,8 +44,8 @@ def parse_loss(text: str | float) -> float:
 
 
 def upper_loss(loss: Estimate, n_windows: int) -> float:
-    """The loss that is not exceeded, with 95 % confidence in `AT_ONCE` candidates at once: whoever tries many and keeps the best
-    must not be flattered by it. Infinite if one window cannot tell."""
+    """The loss that is not exceeded, with 95 % confidence in `AT_ONCE` candidates at once: a search that tries many and keeps the best
+    must not be flattered by chance. Infinite if one window cannot tell."""
     if loss.high is None:
         return math.inf
     centre, half = math.log1p(loss.value), math.log1p(loss.high) - math.log1p(loss.value)
@@ -166,7 +166,7 @@ class LossContract:
         """What a model's profile promises within a bound.
 
         Raises:
-            OptionError: there is no profile, or it has no contract, or one with another companion; says what to do.
+            OptionError: there is no profile, or it has no contract, or one with another companion.
         """
         facts = {"model": layout.files[0], "max_loss": max_loss}
         section = profile.section(SECTION) if profile else None

@@ -70,7 +70,7 @@ class Plan:
         """Gives the experts what the rest leaves, at most what holds all of them.
 
         Raises:
-            BudgetError: less than their floor is left; says what the model needs and what would fit.
+            BudgetError: less than their floor is left; its facts are what the model needs and what would fit.
         """
         arena = budget - needs.total
         if arena < arena_floor:

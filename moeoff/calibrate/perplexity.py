@@ -1,7 +1,7 @@
 """`evaluate`: a model on windows of text, token by token as llama-perplexity scores them, alone or beside the lossless one.
 
 Knows a `Llama` and its logits; how it came by its experts is not known here. Memory: logits of one batch (planned for by
-`Llama(logits_all=True)`) and about 10 MB; what the lossless model said lies in a temporary file.
+`Llama(logits_all=True)`) and about 10 MB; the lossless model's predictions lie in a temporary file.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def read_windows(llm: EvaluatedModel, paths: Sequence[str | os.PathLike], n_ctx:
 
 
 class Reference:
-    """What the lossless model said to each scored token. Use with `with`: the log-probabilities lie in a temporary file.
+    """The lossless model's predictions for each scored token. Use with `with`: the log-probabilities lie in a temporary file.
 
     They are kept as float16 below the likeliest token's and made to sum to one again when read: KL is exact to about 1e-6.
     The token's own probability and the likeliest token are kept as they were.
@@ -128,7 +128,7 @@ class Reference:
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise OptionError(
-                f"{folder}: {format_size(needed)} are needed for what the lossless model says, and {format_size(free)} are free",
+                f"{folder}: {format_size(needed)} are needed for the lossless model's predictions, and {format_size(free)} are free",
                 Remedy.FEWER_CHUNKS,
             )
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
@@ -184,7 +184,7 @@ def evaluate(
 
     Args:
         llm: opened with `logits_all=True` and room for a window.
-        reference: what the lossless model said to the same windows, in the same mode.
+        reference: the lossless model's predictions for the same windows, in the same mode.
         mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds the scored half token by token, as an
             answer is computed.
         cold: drops all experts before every batch, so that each is a miss: what a rule about misses does at worst.

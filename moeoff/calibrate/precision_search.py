@@ -95,8 +95,8 @@ def search_precision(
         with open_model(model, ctx, precision=Precision(tier=name), **options) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
-                said = f"the texts make {len(windows)} windows of {ctx} tokens"
-                raise OptionError(f"{said}, and at least {MIN_WINDOWS} are needed for an interval", Remedy.MORE_TEXT)
+                found = f"the texts make {len(windows)} windows of {ctx} tokens"
+                raise OptionError(f"{found}, and at least {MIN_WINDOWS} are needed for an interval", Remedy.MORE_TEXT)
             yield PrecisionEvaluator(llm, windows, name, relative_bytes(layout, companion, name), progress), call
 
     search, reference = _Search(max_loss), None

@@ -57,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was said and what it took.
+    """An answer's text, and what it took.
 
     Attributes:
         finish_reason: "stop": the model or a stop text ended it; "length": -n or the context did; "cancelled": the user did.
@@ -196,7 +196,7 @@ class Completer:
                 while (piece := pieces.get()) is not None:
                     text.append(piece)
                     write(piece)
-            except BaseException:  # whoever reads us has left
+            except BaseException:  # the reader of our output has gone
                 self.cancel()
                 raise
             finally:

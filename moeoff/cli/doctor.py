@@ -1,4 +1,4 @@
-"""`moeoff doctor`: is anything on this machine, or about this installation, in the way?
+"""`moeoff doctor`: does anything on this machine, or in this installation, get in the way?
 
 Every check is a function that returns findings; none of them changes anything, and one that fails is a finding itself.
 """
@@ -47,7 +47,7 @@ def check_fork() -> Iterator[Finding]:
     version = metadata.version("llama-cpp-python")
     yield Finding("moeoff", OK, __version__)
     yield Finding("fork", OK, f"llama-cpp-python {version}")  # another one would have ended at `import moeoff`
-    from .. import native  # raises ForkError if the two do not speak the same language
+    from .. import native  # raises ForkError if the two interfaces differ
 
     yield Finding("interface", OK, f"version {native.abi_version()}, structs agree")
 

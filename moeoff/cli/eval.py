@@ -82,12 +82,12 @@ def eval_(model, text, ctx: int, mode: str, tier, max_loss, as_json: bool, exper
     what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
     rows = [(os.path.basename(path), quality) for path, quality in zip(text, done.texts)]
     _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*rows, *([("all", done.quality)] if len(rows) > 1 else [])])
-    said = [
+    remarks = [
         f"{done.n_tokens} tokens in {done.seconds:.1f} s, {done.n_tokens / done.seconds:.1f} tok/s",
         f"{done.bytes_read / 1e6 / done.n_tokens:.2f} MB/token read",
         stats.precision_summary,
     ]
-    remark(" | ".join(part for part in said if part))
+    remark(" | ".join(part for part in remarks if part))
 
 
 def _fields(quality: Quality) -> dict:

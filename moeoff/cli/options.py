@@ -22,7 +22,7 @@ def one_sentence(command):
     def wrapped(*args, debug: bool = False, **kwargs):
         try:
             return command(*args, **kwargs)
-        except BrokenPipeError:  # whoever read us has left; Python must not try once more at exit
+        except BrokenPipeError:  # the reader of our output has gone; Python must not try once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(0)
         except (MoeoffError, OSError, MemoryError) as error:

@@ -1,4 +1,4 @@
-"""`moeoff run`: a prompt answered, or a chat if nobody gave one."""
+"""`moeoff run`: answers a prompt, or chats where none is given."""
 
 from __future__ import annotations
 

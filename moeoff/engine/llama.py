@@ -45,7 +45,7 @@ class Llama(PatchedLlama):
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
-        BudgetError: the budget is below what the model needs; says what would do.
+        BudgetError: the budget is below what the model needs; its facts say what would do.
         OptionError: an unknown keyword or strategy, or a value that makes no sense.
     """
 

@@ -38,7 +38,7 @@ GRACE_SECONDS = 10  # for what is in flight when a signal comes
 
 
 class ServedLlama(Llama):
-    """Counts an answer's tokens on its request, and ends the answer when nobody waits for it any more.
+    """Counts an answer's tokens on its request, and ends the answer when its client has gone.
 
     alias: what answers call the model where the request did not name one.
     """
@@ -64,7 +64,7 @@ class ServedLlama(Llama):
 
     def create_completion(self, prompt, *args, **kwargs):
         if kwargs.get("logprobs") is not None and not self.keeps_logits:
-            raise HTTPException(400, "this server keeps no logits: start it with --logprobs to ask for logprobs")
+            raise HTTPException(400, "this server keeps no logits and cannot give logprobs: its operator starts it with --logprobs for that")
         kwargs["model"] = kwargs.get("model") or self.alias  # llama_cpp would say where the file is
         return super().create_completion(prompt, *args, **kwargs)
 
