@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ import pytest
 
 import moeoff
 from helpers.files import ROOT
+from helpers.terminal import start_with_bars
 from moeoff import OptionError
 from moeoff.budget.statistics import Estimate, Scores, divergence, log_probs, spearman, student
 from moeoff.calibrate.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
@@ -191,12 +191,11 @@ def test_stays_within_its_budget(grown, text, tmp_path, moeoff_command):
 
 def test_ctrl_c_ends_it_at_once(grown, text, tmp_path):
     command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "eval", "-m", grown, "--text", text, "--text", text]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
-        time.sleep(3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
-    assert process.returncode == 130 and b"Traceback" not in err and out == b""
+    process, shown = start_with_bars(command, stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)})
+    shown.expect(r"[1-9]\d*/\d+ tokens")
+    process.send_signal(signal.SIGINT)
+    err, out = shown.read(), process.stdout.read()
+    assert process.wait(60) == 130 and "Traceback" not in err and out == ""
     assert not list(tmp_path.iterdir())
 
 

@@ -106,6 +106,7 @@ def test_many_experts_are_compressed(monkeypatch):
     assert (simulate(trace, "score", arena, weights=weights).hit_rate - lru) / (best - lru) > 0.4
 
 
+@pytest.mark.perf
 def test_update_cost_with_weights():
     """20 us for each event at 64 x 256 experts, with the bottleneck that such a model gets."""
     rng, rank = np.random.default_rng(0), MAX_MATRIX // 512

@@ -71,6 +71,7 @@ def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
         assert high + low == arena
 
 
+@pytest.mark.cgroup
 @in_cgroup
 def test_cgroup_limit_is_seen():
     code = "from moeoff.memory import available, cgroup_limit; print(cgroup_limit(), available())"
@@ -91,6 +92,7 @@ def run_in_cgroup(model: str, limit: int, memory: int, n: int, stats: Path, prom
 PROMPT = "The sun had set behind the hills, and the travellers, weary of the road, began to speak of the day. " * 12
 
 
+@pytest.mark.cgroup
 @in_cgroup
 @pytest.mark.parametrize("limit", [190, 165])
 def test_budget_holds_small(grown, tmp_path, limit):
@@ -102,6 +104,7 @@ def test_budget_holds_small(grown, tmp_path, limit):
     assert stats["evictions"] > 0
 
 
+@pytest.mark.cgroup
 @in_cgroup
 def test_below_the_floor_is_refused(grown, tmp_path):
     done, _ = run_in_cgroup(grown, 400, 120, 8, tmp_path / "stats.json", PROMPT)
@@ -114,6 +117,7 @@ def test_below_the_floor_is_refused(grown, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cgroup
 @in_cgroup
 @pytest.mark.timeout(1800)
 def test_budget_holds_at_gigabytes(tmp_path):
