@@ -13,7 +13,7 @@ ARGS   ?=
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test check-all lint archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test nightly lint types archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -44,16 +44,19 @@ run: env ## moeoff run on the demo model; PROMPT="...", ARGS="..."
 run: export PROMPT := $(PROMPT)
 
 test: env ## the quick tests
-	$(PY) -m pytest -m "not slow" $(TESTS)
+	$(PY) -m pytest -m "not slow and not perf and not cgroup" $(TESTS)
 
-check-all: env patches-check ## every test, slow ones included, and both sanitizers
-	$(PY) -m pytest $(TESTS)
+nightly: env patches-check lint ## every test, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
+	$(PY) -m pytest -m "not perf" --cov
+	$(PY) -m pytest -m perf
 	$(MAKE) native-stress-tsan native-stress-asan
 
 lint: env ## style, as pyproject.toml has it
-	$(PY) -m pip install --quiet 'ruff==0.17.5'
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+
+types: env ## mypy on moeoff/, as pyproject.toml has it
+	$(VENV)/bin/mypy
 
 archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path
 	@$(FORK) archs
@@ -72,5 +75,5 @@ native-stress-asan: ## the native store under the address sanitizer
 	bash scripts/build/native_stress.sh address 60
 
 clean: ## removes .venv and what the tests leave; the cache of builds stays
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache .coverage
 	find moeoff scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

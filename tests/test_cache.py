@@ -51,6 +51,7 @@ class TestContract:
         with pytest.raises(OptionError, match="unknown option 'colour'"):
             create(name, SHAPE, colour=1)
 
+    @pytest.mark.perf
     def test_update_cost(self, name):
         """20 us for each event at 64 x 256 experts, 8 used; the best of several rounds, because others use the machine too."""
         assert update_cost(name) < 20e-6

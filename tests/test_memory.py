@@ -7,15 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 import cgroup
 from helpers.files import DEMO, ROOT
-from moeoff import BudgetError, OptionError
-from moeoff.budget.memory_plan import RESERVE, Needs, Plan, Pools
-from moeoff.cli.errors import sentence
-from moeoff.memory import MIB, available, cgroup_limit, format_size, parse_size, peak_rss, rss
+from moeoff import OptionError
+from moeoff.memory import MIB, available, cgroup_limit, parse_size, peak_rss, rss
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
@@ -40,39 +36,7 @@ def test_share_of_available():
     assert 0 < rss() <= peak_rss() < available()
 
 
-@given(*[st.integers(0, 1 << 40)] * 6, st.integers(0, 1 << 45), st.integers(1, 1 << 20))
-def test_plan_never_promises_more_than_the_budget(budget, python, weights, state, compute, floor, more, n_ctx):
-    full, needs = floor + more, Needs(python, weights, state, compute, n_ctx)
-    try:
-        plan = Plan.divide(budget, needs, floor, full)
-    except BudgetError as error:
-        assert budget < python + weights + state + compute + RESERVE + floor
-        assert format_size(budget) in str(error) and "--" not in str(error)  # flags are the command line's
-        assert error.facts["needed"] == python + weights + state + compute + RESERVE + floor
-        # the budget that the message names is enough, and so is the context
-        enough = int(re.search(r"--memory (\d+)M", sentence(error))[1]) * MIB
-        assert Plan.divide(enough, needs, floor, full).arena >= floor
-        if context := re.search(r"-c (\d+)\)", sentence(error)):
-            smaller = int(context[1])
-            assert 0 < smaller < n_ctx
-            Plan.divide(budget, Needs(python, weights, state * smaller // n_ctx, compute, smaller), floor, full)
-    else:
-        assert floor <= plan.arena <= full
-        assert python + weights + state + compute + RESERVE + plan.arena <= budget
-
-
-@given(*[st.integers(1, 1 << 30)] * 2, *[st.integers(0, 1 << 30)] * 3, st.floats(0.01, 0.99))
-def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
-    pools = Pools(floor, floor + more, low_floor, low_floor + low_more, share)
-    arena = floor + low_floor + extra
-    high, low = pools.split(arena)
-    assert high + low <= arena and floor <= high <= pools.full and low_floor <= low <= pools.low_full
-    if arena >= pools.full + pools.low_full:
-        assert (high, low) == (pools.full, pools.low_full)
-    elif high < pools.full and low < pools.low_full:
-        assert high + low == arena
-
-
+@pytest.mark.cgroup
 @in_cgroup
 def test_cgroup_limit_is_seen():
     code = "from moeoff.memory import available, cgroup_limit; print(cgroup_limit(), available())"
@@ -93,6 +57,7 @@ def run_in_cgroup(model: str, limit: int, memory: int, n: int, stats: Path, prom
 PROMPT = "The sun had set behind the hills, and the travellers, weary of the road, began to speak of the day. " * 12
 
 
+@pytest.mark.cgroup
 @in_cgroup
 @pytest.mark.parametrize("limit", [190, 165])
 def test_budget_holds_small(grown, tmp_path, limit):
@@ -104,6 +69,7 @@ def test_budget_holds_small(grown, tmp_path, limit):
     assert stats["evictions"] > 0
 
 
+@pytest.mark.cgroup
 @in_cgroup
 def test_below_the_floor_is_refused(grown, tmp_path):
     done, _ = run_in_cgroup(grown, 400, 120, 8, tmp_path / "stats.json", PROMPT)
@@ -116,6 +82,7 @@ def test_below_the_floor_is_refused(grown, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.cgroup
 @in_cgroup
 @pytest.mark.timeout(1800)
 def test_budget_holds_at_gigabytes(tmp_path):

@@ -8,7 +8,6 @@ import math
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -16,6 +15,7 @@ import pytest
 
 import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits
+from helpers.waiting import wait_until, wait_until_still
 from moeoff import OptionError, native
 from moeoff.budget.precision import Precision
 from moeoff.companion.convert import convert
@@ -107,7 +107,8 @@ def test_a_trace_tells_low_reads(model, tmp_path):
     """Every read of a lossy run: which version it was for, as its size and the counters say too."""
     with moeoff.Llama(model, **OPTIONS, expert_memory="1M", precision=LOSSY, trace=tmp_path / "trace") as llm:
         greedy_logits(llm, PROMPT, 16)
-        stats = settled(llm)
+        wait_until_still(lambda: llm.expert_buffer.stats().reads)
+        stats = llm.expert_buffer.stats()
     trace = Trace.read(tmp_path / "trace")
     done = trace.reads[trace.reads["result"] == 0]
     low = done["version"] == LOW
@@ -177,15 +178,6 @@ def test_more_precision_is_closer(model):
     assert distance[0] < distance[1]
 
 
-def settled(llm) -> native.Stats:
-    """The counters once nothing is read any more."""
-    buffer, last = llm.expert_buffer, None
-    while last is None or last.reads < buffer.stats().reads:
-        last = buffer.stats()
-        time.sleep(0.3)
-    return last
-
-
 @pytest.fixture
 def remembered(model, tmp_path, monkeypatch):
     """After a lossy run with room for everything: options of another, what was resident in both versions, and the warm start's file."""
@@ -202,9 +194,8 @@ def remembered(model, tmp_path, monkeypatch):
 def test_warm_start_with_low_versions(model, remembered):
     options, (high, low), _, expected = remembered
     with moeoff.Llama(model, expert_memory="100M", **options) as llm:
-        before = settled(llm)
-        np.testing.assert_array_equal(llm.expert_buffer.residency(), high)
-        np.testing.assert_array_equal(llm.expert_buffer.residency(low=True), low)
+        wait_until(lambda: np.array_equal(llm.expert_buffer.residency(), high) and np.array_equal(llm.expert_buffer.residency(low=True), low))
+        before = llm.expert_buffer.stats()
         assert before.low_bytes_read > 0 and before.prefetch_issued == 0
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
         stats = llm.stats()
@@ -215,7 +206,10 @@ def test_warm_start_fills_smaller_arenas(model, remembered):
     """As far as each arena goes, and no further: nothing that was preloaded is evicted for something else of it."""
     options, (high, low), _, expected = remembered
     with moeoff.Llama(model, expert_memory="3M", **options | {"precision": replace(LOSSY, low_share=0.2)}) as llm:
-        stats, buffer = settled(llm), llm.expert_buffer
+        buffer = llm.expert_buffer
+        wait_until(lambda: buffer.stats().arena_committed > 0.9 * buffer.stats().arena_bytes)
+        wait_until_still(lambda: buffer.stats().reads)
+        stats = buffer.stats()
         high_arena = stats.arena_bytes - stats.low_arena_bytes
         assert 0.9 * stats.low_arena_bytes < stats.low_arena_committed <= stats.low_arena_bytes
         assert 0.9 * high_arena < stats.arena_committed - stats.low_arena_committed <= high_arena
@@ -229,12 +223,10 @@ def test_warm_start_between_lossless_and_lossy(model, remembered):
     """A run without low versions takes the high ones alone, and what it leaves serves a lossy run as far as it goes."""
     options, (high, _), _, _ = remembered
     with moeoff.Llama(model, expert_memory="100M", warm=True, **OPTIONS) as llm:
-        stats = settled(llm)
-        np.testing.assert_array_equal(llm.expert_buffer.residency(), high)
-        assert stats.low_bytes_read == 0
+        wait_until(lambda: np.array_equal(llm.expert_buffer.residency(), high))
+        assert llm.expert_buffer.stats().low_bytes_read == 0
     with moeoff.Llama(model, expert_memory="100M", **options) as llm:
-        settled(llm)
-        np.testing.assert_array_equal(llm.expert_buffer.residency(), high)
+        wait_until(lambda: np.array_equal(llm.expert_buffer.residency(), high))
         assert not llm.expert_buffer.residency(low=True).any()
 
 
@@ -243,8 +235,10 @@ def test_warm_start_from_another_file(low, model, remembered):
     options, (high, _), path, expected = remembered
     np.savez_compressed(path, version=1, residency=high, **({} if low is None else {"low": low}))
     with moeoff.Llama(model, expert_memory="100M", **options) as llm:
-        settled(llm)
-        np.testing.assert_array_equal(llm.expert_buffer.residency(), high if low is None else np.zeros_like(high))
+        expected_high = high if low is None else np.zeros_like(high)
+        wait_until(lambda: np.array_equal(llm.expert_buffer.residency(), expected_high))
+        wait_until_still(lambda: llm.expert_buffer.stats().reads)
+        np.testing.assert_array_equal(llm.expert_buffer.residency(), expected_high)
         assert not llm.expert_buffer.residency(low=True).any()
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
 

@@ -1,5 +1,6 @@
 """`moeoff serve` as OpenAI's own client sees it. The answers are compared with those of the model alone, temperature 0."""
 
+import contextlib
 import json
 import os
 import re
@@ -8,10 +9,11 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+
+from helpers.waiting import wait_until
 
 openai = pytest.importorskip("openai", reason="the client comes with the test extra")
 httpx = pytest.importorskip("httpx")
@@ -154,14 +156,16 @@ def test_client_that_hangs_up_before_its_turn_is_not_answered(server):
     """Also without streaming: the answer ends at the next token, and what waited behind it is dropped."""
     host, port = server.url.removeprefix("http://").split(":")
     before = server.metrics()
-    for _ in range(4):
-        body = json.dumps(ask("Tell me a long story.", max_tokens=400))
-        with socket.create_connection((host, int(port))) as sock:
-            sock.sendall(
-                f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-                f"Content-Length: {len(body)}\r\n\r\n{body}".encode()
-            )
-            time.sleep(0.1)
+    body = json.dumps(ask("Tell me a long story.", max_tokens=400))
+    request = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n{body}"
+    )
+    with contextlib.ExitStack() as clients:
+        for _ in range(4):
+            clients.enter_context(socket.create_connection((host, int(port)))).sendall(request.encode())
+        arrived = before["moeoff_requests_total"] + 4
+        wait_until(lambda: (now := server.metrics())["moeoff_requests_total"] + now["moeoff_requests_waiting"] >= arrived)
     assert server.client().chat.completions.create(**ask(PROMPTS[4], max_tokens=2)).choices[0].message.content is not None
     after = server.metrics()
     assert after['moeoff_tokens_total{kind="completion"}'] - before['moeoff_tokens_total{kind="completion"}'] < 800
@@ -226,7 +230,7 @@ def test_shutdown_cuts_the_answer_and_ends_cleanly(demo, sig, expected):
     assert started.wait(30)
     threads.append(threading.Thread(target=wait))
     threads[1].start()
-    time.sleep(0.3)
+    wait_until(lambda: server.metrics()["moeoff_requests_waiting"] or not threads[1].is_alive())
     code, text = server.stop(sig)
     for thread in threads:
         thread.join(30)

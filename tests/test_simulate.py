@@ -109,6 +109,7 @@ def test_fast_path_is_the_general_one(trace, share):
     assert (fast.resident == general.resident).all()
 
 
+@pytest.mark.perf
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
 def test_lru_is_fast(share):
     """50,000 events a second on an idle machine; the best of several rounds, and half of that, because others use it too."""
@@ -231,17 +232,17 @@ def test_more_memory_is_never_a_lower_hit_rate(demo, name):
     assert all(b <= a * 1.01 for a, b in zip(reads, reads[1:], strict=False)), reads
 
 
-@pytest.mark.slow
+@pytest.mark.perf
 @pytest.mark.parametrize("name", ["lru", "score"])
 def test_more_memory_is_never_slower(demo, name):
-    """Bytes and tokens per second over a sweep of budgets; the best of five sweeps, because others use the machine too.
+    """Tokens per second over a sweep of budgets; the best of five sweeps, because others use the machine too.
 
     The two smallest arenas do the same work, hit nothing, and differ by 20 % from one run to the next: up to ten more sweeps
     may show that a slower one was only disturbed.
     """
     full = Layout.read(demo).expert_bytes * 2
     shares = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
-    best, least = dict.fromkeys(shares, 0.0), dict.fromkeys(shares, 1 << 60)
+    best = dict.fromkeys(shares, 0.0)
 
     def never_slower() -> bool:
         speeds = list(best.values())
@@ -255,9 +256,7 @@ def test_more_memory_is_never_slower(demo, name):
                 started = time.perf_counter()
                 decode(llm, 64)
                 best[share] = max(best[share], 128 / (time.perf_counter() - started))
-                least[share] = min(least[share], llm.stats().bytes_read)
-    speeds, reads = list(best.values()), list(least.values())
-    assert all(b <= a * 1.01 for a, b in zip(reads, reads[1:], strict=False)), reads
+    speeds = list(best.values())
     assert never_slower(), speeds
     assert speeds[-1] > speeds[0], speeds
 

@@ -3,7 +3,6 @@ that was decided, and who goes first of a pool."""
 
 from __future__ import annotations
 
-import ctypes
 import math
 
 import numpy as np
@@ -11,6 +10,7 @@ import pytest
 
 from helpers.ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read, write
 from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
+from helpers.waiting import wait_until
 from moeoff import OptionError, native
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import MoeoffError
@@ -250,11 +250,7 @@ def test_prefetch_by_version(tmp_path, backend):
         buffer = block.buffer
 
         def settle():
-            for _ in range(2000):
-                if buffer.stats().reads == settle.reads:
-                    return
-                ctypes.CDLL(None).usleep(1000)
-            raise AssertionError("the lanes do not come to rest")
+            wait_until(lambda: buffer.stats().reads == settle.reads)
 
         graph.choose(rng)
         settle.reads = 2 * N_USED

@@ -1,13 +1,15 @@
-"""A `moeoff run` in a real terminal, driven by a program: for the chat's tests and for the capture in the docs."""
+"""Programs in a real terminal: a `moeoff run` driven by a program, for the chat's tests and the capture in the docs; and bars."""
 
 from __future__ import annotations
 
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
 import pexpect
+import pexpect.fdpexpect
 
 # prompt_toolkit switches bracketed paste on when it begins to read and off when it has a line; redraws do neither
 READING = r"\x1b\[\?2004h.*?>>>.*?\x1b\[\?25h"
@@ -19,6 +21,14 @@ _ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]|\x1b[=>]|\r|\x07")
 def plain(text: str) -> str:
     """Without the escape sequences."""
     return _ESCAPES.sub("", text)
+
+
+def start_with_bars(command: list[str], **kwargs) -> tuple[subprocess.Popen, pexpect.fdpexpect.fdspawn]:
+    """A program whose standard error is a terminal, and what reads there: its progress bars say how far it has come."""
+    ours, theirs = os.openpty()
+    process = subprocess.Popen(command, stderr=theirs, text=True, **kwargs)
+    os.close(theirs)
+    return process, pexpect.fdpexpect.fdspawn(ours, encoding="utf-8", timeout=60)
 
 
 class Terminal:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +15,9 @@ import pytest
 
 import moeoff
 from helpers.files import ROOT
+from helpers.terminal import start_with_bars
 from moeoff import OptionError
-from moeoff.budget.statistics import Estimate, Scores, divergence, log_probs, spearman, student
+from moeoff.budget.statistics import Estimate, log_probs
 from moeoff.calibrate.perplexity import Reference, Window, evaluate, n_scored, open_model, read_windows
 from moeoff.companion.convert import convert
 from stock import Stock
@@ -33,53 +32,6 @@ def companion(demo, tmp_path_factory) -> str:
 
 def opened(model, **options):
     return open_model(model, CTX, expert_memory=1 << 26, n_threads=1, **({"experts": False} | options))
-
-
-# --- numbers ---
-
-
-def test_log_probs_and_divergence():
-    rng = np.random.default_rng(0)
-    logits = rng.normal(0, 5, (7, 50)).astype(np.float32)
-    p = np.exp(logits.astype(np.float64))
-    p /= p.sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(log_probs(logits), np.log(p), atol=1e-5)
-    q = log_probs(rng.normal(0, 5, (7, 50)).astype(np.float32))
-    np.testing.assert_allclose(divergence(log_probs(logits), q), (p * (np.log(p) - q)).sum(axis=1), rtol=1e-5)
-    assert not divergence(q, q).any()
-
-
-def test_intervals_cover():
-    """95 % of intervals contain the truth, for few windows too."""
-    rng = np.random.default_rng(1)
-    for n, exact in ((2, 12.706), (5, 2.776), (10, 2.262), (30, 2.045)):
-        assert student(n) == pytest.approx(exact, rel=0.005)
-        hits = 0
-        for _ in range(2000):
-            window_effect = rng.normal(0, 1, (n, 1))  # tokens of a window have something in common
-            e = Estimate.mean(3 + window_effect + rng.normal(0, 1, (n, 20)))
-            hits += e.low <= 3 <= e.high
-        assert 0.93 < hits / 2000 < 0.97
-    assert Estimate.mean(np.ones((1, 5))) == Estimate(1.0, None, None)
-
-
-def test_quality_of_known_scores():
-    reference = np.full((4, 10), 2.0)
-    scores = Scores(reference + 0.01, reference, np.full((4, 10), 0.25), np.arange(40).reshape(4, 10) % 2 == 0)
-    q = scores.quality()
-    assert q.perplexity == pytest.approx(math.exp(2.01))
-    assert (q.loss.value, q.loss.low, q.loss.high) == pytest.approx((math.expm1(0.01),) * 3)
-    assert (q.kl.value, q.top1.value, q.n_tokens, q.n_windows) == pytest.approx((0.25, 0.5, 40, 4))
-    assert scores.quality(slice(0, 1)).loss.low is None
-
-
-def test_spearman():
-    assert spearman([1, 2, 3, 4], [10, 20, 30, 50]) == pytest.approx(1)
-    assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
-    assert spearman([1, 2, 2, 3], [1, 2, 3, 4]) == pytest.approx(np.corrcoef([1, 2.5, 2.5, 4], [1, 2, 3, 4])[0, 1])
-
-
-# --- on the model ---
 
 
 def test_agrees_with_stock_logits(demo, text):
@@ -191,12 +143,11 @@ def test_stays_within_its_budget(grown, text, tmp_path, moeoff_command):
 
 def test_ctrl_c_ends_it_at_once(grown, text, tmp_path):
     command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "eval", "-m", grown, "--text", text, "--text", text]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
-        time.sleep(3)
-        assert process.poll() is None
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=10)
-    assert process.returncode == 130 and b"Traceback" not in err and out == b""
+    process, shown = start_with_bars(command, stdout=subprocess.PIPE, env=os.environ | {"TMPDIR": str(tmp_path)})
+    shown.expect(r"[1-9]\d*/\d+ tokens")
+    process.send_signal(signal.SIGINT)
+    err, out = shown.read(), process.stdout.read()
+    assert process.wait(60) == 130 and "Traceback" not in err and out == ""
     assert not list(tmp_path.iterdir())
 
 

@@ -1,4 +1,4 @@
-"""What is fitted on traces: the learned score, and HOBBIT's weights."""
+"""The learned score: its fit on traces, and what its weights are worth."""
 
 import numpy as np
 import pytest
@@ -7,9 +7,7 @@ from helpers.files import SMALL_TRACE
 from helpers.gate_events import random_events, update_cost
 from moeoff import OptionError
 from moeoff.cache import Event, Shape, create
-from moeoff.cache.hobbit import Hobbit
 from moeoff.cache.score import Score
-from moeoff.calibrate.fit_hobbit import fit_hobbit
 from moeoff.calibrate.fit_score import HORIZONS, MAX_MATRIX, fit_score, next_use
 from moeoff.simulate.simulator import simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
@@ -106,6 +104,7 @@ def test_many_experts_are_compressed(monkeypatch):
     assert (simulate(trace, "score", arena, weights=weights).hit_rate - lru) / (best - lru) > 0.4
 
 
+@pytest.mark.perf
 def test_update_cost_with_weights():
     """20 us for each event at 64 x 256 experts, with the bottleneck that such a model gets."""
     rng, rank = np.random.default_rng(0), MAX_MATRIX // 512
@@ -120,19 +119,3 @@ def test_the_demo_models_weights_beat_the_generic_ones():
         arena = int(trace.model.full_bytes * share)
         generic, ours = (simulate(trace, "score", arena, weights=w).hit_rate for w in ("generic", None))
         assert ours > generic + 0.005
-
-
-def test_hobbit_weights_lower_the_penalty():
-    trace, arena = Trace.read(SMALL_TRACE), int(Trace.read(SMALL_TRACE).model.full_bytes * 0.5)
-    calls = []
-    weights = fit_hobbit(trace, shares=(0.5,), progress=calls.append)
-    assert sum(weights.values()) == pytest.approx(1, abs=1e-3) and set(weights) == {"lru", "lfu", "lhu", "fld"}
-    fitted = simulate(trace, "hobbit", arena, **weights).miss_penalty
-    for other in ({}, *({name: float(name == only) for name in weights} for only in weights)):
-        assert fitted <= simulate(trace, "hobbit", arena, **other).miss_penalty * (1 + 1e-6)
-    assert calls == sorted(calls) and len(calls) > 10 and sum(Hobbit.defaults[n] for n in weights) == pytest.approx(1, abs=1e-3)
-
-
-def test_hobbit_needs_events():
-    with pytest.raises(OptionError, match="empty"):
-        fit_hobbit(trace_of([]))
