@@ -47,7 +47,7 @@ except ForkError as _error:
 
 
 # Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
-_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "cache"}
+_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "engine.strategy"}
 _MODULES = ("cache", "calibrate", "companion", "convert", "predict", "simulate")
 
 

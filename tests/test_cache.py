@@ -5,7 +5,6 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-import moeoff
 from helpers.files import ROOT
 from helpers.gate_events import SHAPE, random_events, update_cost
 from moeoff import OptionError
@@ -191,17 +190,18 @@ def test_register_ten_lines():
         for event in random_events(9):
             policy.update(event)
         assert policy.priorities.any() and "mru" in names(live=True)
-        assert moeoff.register is register
     finally:
         POLICIES.pop("mru", None)
 
 
-@pytest.mark.parametrize("name", ["", "lru", "lfu-model", "on-demand"])
+@pytest.mark.parametrize("name", ["", "lru", "lfu-model", "on-demand", "none"])
 def test_register_refuses(name):
     with pytest.raises(OptionError, match="not taken"):
         register(type("Mine", (Policy,), {"name": name}))
+    with pytest.raises(OptionError, match="not a subclass of moeoff.cache.Policy"):
+        register(dict)
 
 
 def test_unknown_policy():
-    with pytest.raises(OptionError, match="there are: lru, lfu"):
+    with pytest.raises(OptionError, match="unknown policy 'fifo'; there are: lru, lfu, .*, lfu-model, "):
         get_policy("fifo")

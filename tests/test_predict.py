@@ -379,9 +379,10 @@ def test_registry():
         assert register(Mine) is Mine and "mine" in names()
         with pytest.raises(OptionError, match="taken"):
             register(Mine)
+        assert register(type("Other", (Predictor,), {"name": "mine"}), replace=True) is get_predictor("mine") is not Mine
     finally:
         PREDICTORS.pop("mine", None)
-    with pytest.raises(OptionError, match="unknown predictor 'mine'"):
+    with pytest.raises(OptionError, match="unknown predictor 'mine'; there are: gate, stacked, "):
         get_predictor("mine")
-    with pytest.raises(OptionError, match="not a subclass"):
+    with pytest.raises(OptionError, match="not a subclass of moeoff.predict.Predictor"):
         register(dict)

@@ -9,13 +9,13 @@ import pytest
 
 import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits
-from moeoff import OptionError, native
+from moeoff import OptionError, cache, native
 from moeoff.budget.precision import Precision
 from moeoff.engine.ab_test import BLOCK, ORDER
 from moeoff.engine.prefetcher import Prefetcher
 from moeoff.engine.strategy import PRESETS, Strategy, get_strategy, strategy_names
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS, Prediction
+from moeoff.predict import PREDICTORS, Prediction, Predictor, get_predictor
 from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
@@ -117,6 +117,21 @@ def test_names():
     for wrong in ("magic", "lru+magic", "magic+gate", "belady+gate"):
         with pytest.raises(OptionError):
             get_strategy(wrong)
+
+
+def test_register_takes_either_part_of_a_strategy():
+    policy, predictor = type("Mine", (cache.Policy,), {"name": "mine"}), type("Mine", (Predictor,), {"name": "mine"})
+    try:
+        assert moeoff.register(policy) is policy and moeoff.register(predictor) is predictor
+        assert cache.get_policy("mine") is policy and get_predictor("mine") is predictor
+        assert "mine" in strategy_names() and get_strategy("mine+mine").predictor == "mine"
+        with pytest.raises(OptionError, match="not taken: 'mine'"):
+            moeoff.register(policy)
+        with pytest.raises(OptionError, match="neither of moeoff.cache.Policy nor of moeoff.predict.Predictor"):
+            moeoff.register(dict)
+    finally:
+        cache.POLICIES.pop("mine", None)
+        PREDICTORS.pop("mine", None)
 
 
 class Recorder:

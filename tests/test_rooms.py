@@ -20,7 +20,7 @@ FLOORS = [
     {"cache"},
     {"gguf"},
     {"native"},
-    {"binding", "memory", "console", "paths"},
+    {"binding", "memory", "console", "paths", "registry"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

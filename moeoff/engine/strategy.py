@@ -8,10 +8,14 @@ it is one of those.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from .. import predict
-from ..cache import get_policy, names
+from ..cache import Policy, get_policy, names
+from ..cache import register as register_policy
 from ..errors import OptionError
+
+Part = TypeVar("Part", bound=type)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,23 @@ PRESETS = {
         Strategy("eap", "expert activation path of one layer (Fate's baseline): LRU", policy="lru", predictor="eap"),
     )
 }
+
+
+def register(part: Part, replace: bool = False) -> Part:
+    """Makes a part of strategies known by its `name`: a subclass of `moeoff.cache.Policy` or of `moeoff.predict.Predictor`. Works as a decorator.
+
+    A policy is known to `--strategy` and to `moeoff.simulate`, a predictor to POLICY+PREDICTOR and to `moeoff calibrate`.
+
+    Raises:
+        OptionError: neither, or no name, or the name is taken (unless `replace`).
+    """
+    if isinstance(part, type) and issubclass(part, Policy):
+        register_policy(part, replace)
+    elif isinstance(part, type) and issubclass(part, predict.Predictor):
+        predict.register(part, replace)
+    else:
+        raise OptionError(f"{part!r} is a subclass neither of moeoff.cache.Policy nor of moeoff.predict.Predictor")
+    return part
 
 
 def strategy_names() -> list[str]:
