@@ -8,9 +8,10 @@ import pytest
 from helpers.files import ROOT
 from helpers.gate_events import SHAPE, random_events, update_cost
 from moeoff import OptionError
-from moeoff.cache import POLICIES, Event, Policy, Shape, create, get_policy, names, register
+from moeoff.cache import POLICIES, Policy, Shape, create, get_policy, names, register
 from moeoff.cache.arc import quotas
 from moeoff.cache.importance import miss_cost, unimportance
+from moeoff.gate_event import GateEvent
 
 
 @pytest.mark.parametrize("name", names())
@@ -40,7 +41,7 @@ class TestContract:
 
     def test_batches_and_missing_probabilities(self, name):
         policy = create(name, SHAPE)
-        events = [Event(e.gate, e.ids, e.weights) for e in random_events(12, n_tokens=5)]
+        events = [GateEvent(e.gate, e.ids, e.weights) for e in random_events(12, n_tokens=5)]
         policy.prepare(events)
         for event in events:
             policy.update(event)
@@ -108,7 +109,7 @@ def test_the_penalty_enters_hobbits_priorities():
     """With B_l/B_h a use counts by what its miss would have cost (HOBBIT §3.4): the high ones 1, the low ones B_l/B_h."""
     policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, lfu=0.45, lhu=0.45, fld=0, t1=0.5, low_cost=0.3)
     for ids, weights in (([0, 1], [0.9, 0.1]), ([0, 2], [0.6, 0.4]), ([3, 0], [0.8, 0.2])):
-        policy.update(Event(0, np.array([ids], np.int32), np.array([weights], np.float32)))
+        policy.update(GateEvent(0, np.array([ids], np.int32), np.array([weights], np.float32)))
     both = 0.45 + 0.45  # 0 is first twice and second once, 3 first, 1 and 2 second: unimportance 0 or above 0.5
     np.testing.assert_allclose(policy.priorities[0], both * np.array([2.3, 0.3, 0.3, 1.0]), rtol=1e-6)
 
@@ -172,7 +173,7 @@ def test_arc_keeps_what_arc_keeps():
     rng = np.random.default_rng(1)
     for _ in range(3000):
         expert = int(rng.zipf(1.5)) % 12 if rng.random() < 0.7 else int(rng.integers(12))
-        policy.update(Event(0, np.array([[expert]]), np.ones((1, 1), np.float32)))
+        policy.update(GateEvent(0, np.array([[expert]]), np.ones((1, 1), np.float32)))
         brute.use(expert)
         assert set(np.flatnonzero(policy.priorities[0] >= 0)) == set(brute.t1) | set(brute.t2)
 

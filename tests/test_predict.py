@@ -9,9 +9,9 @@ import pytest
 
 from helpers.files import ROOT
 from moeoff import Llama
-from moeoff.cache import Event
 from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
+from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
 from moeoff.predict.gate import shallow_boundary
@@ -49,15 +49,16 @@ def make(name: str, recording: Recording, sections: dict, **options) -> Predicto
     return create(name, recording.router, sections.get(get_predictor(name).profile_section), **options)
 
 
-def batch_events(recording: Recording, start: int, stop: int) -> list[Event]:
+def batch_events(recording: Recording, start: int, stop: int) -> list[GateEvent]:
     """The tokens as one batch."""
     part = slice(start, stop)
     return [
-        Event(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32)) for g in range(recording.model.n_gates)
+        GateEvent(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32))
+        for g in range(recording.model.n_gates)
     ]
 
 
-def drive(predictor: Predictor, events: list[Event], tokens: np.ndarray) -> list[list[tuple[int, np.ndarray]]]:
+def drive(predictor: Predictor, events: list[GateEvent], tokens: np.ndarray) -> list[list[tuple[int, np.ndarray]]]:
     """What it says before and after each event."""
     out, at = [], 0
     for event in events:
@@ -247,7 +248,7 @@ def test_path_learns_while_it_runs():
     """Without a profile: after enough of the same, it expects the same."""
     recording = tiny()
     predictor = create("activation-path", recording.router)
-    loop = [Event(g, np.array([[g, g + 1]]), np.ones((1, 2), np.float32)) for g in range(3)]
+    loop = [GateEvent(g, np.array([[g, g + 1]]), np.ones((1, 2), np.float32)) for g in range(3)]
     for _ in range(30):
         said = {p.gate: p.scores for event in loop for p in predictor.observe(event)}
     for gate, scores in said.items():
@@ -275,7 +276,7 @@ def test_tokens_that_decide_alone():
     (found,) = create("token-table", router).begin(np.array([2, 0]))
     assert found.gate == 1
     np.testing.assert_array_equal(np.sort(top_k(found.scores, 2)), [[4, 5], [0, 1]])
-    event = Event(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), None, np.ones((1, 4), np.float32))
+    event = GateEvent(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), None, np.ones((1, 4), np.float32))
     assert create("gate", router).observe(event) == []
 
 
@@ -339,7 +340,7 @@ def test_learned_on_text_it_has_not_seen(recording, sections):
     for gate in (3, 7, 11):
         predictor = create("learned", recording.router, arrays)
         x = recording.inputs[held, gate - 1].astype(np.float32)
-        (found,) = predictor.observe(Event(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
+        (found,) = predictor.observe(GateEvent(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
         right = np.take_along_axis(used[:, gate], top_k(found.scores, 4), axis=1).mean()
         popular = used[:, gate][:, np.argsort(-recording.popularity()[gate])[:4]].mean()
         assert right > 1.5 * popular

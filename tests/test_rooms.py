@@ -20,7 +20,7 @@ FLOORS = [
     {"cache"},
     {"gguf"},
     {"native"},
-    {"binding", "memory", "console", "paths", "registry"},
+    {"binding", "memory", "console", "paths", "registry", "gate_event"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -8,8 +8,9 @@ import pytest
 
 from helpers.files import SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
-from moeoff.cache import Event, Policy, create
+from moeoff.cache import Policy, create
 from moeoff.engine.driver import Driver
+from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
 from moeoff.simulate.simulator import _Zero, simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
@@ -24,11 +25,10 @@ def random_trace(model, n=400, seed=0):
     events = []
     for i in range(n):
         ids = rng.choice(8, (1, 2), replace=False, p=popular[i % 3] * 0.9 + 0.1 / 8).astype(np.int32)
-        events.append(Event(i % 3, ids, rng.random((1, 2)).astype(np.float32), None))
+        events.append(GateEvent(i % 3, ids, rng.random((1, 2)).astype(np.float32), None))
     starts = np.zeros(n, bool)
     starts[::60] = True
-    zero = np.zeros(n, np.int64)
-    return Trace(model, events, starts, zero, zero, zero, [])
+    return Trace(model, events, starts)
 
 
 def brute(trace, policy, arena):
@@ -93,9 +93,8 @@ def batches(n=300, seed=0):
     events = []
     for i in range(n):
         ids = np.stack([rng.choice(8, 2, replace=False) for _ in range(rng.integers(1, 5) if rng.random() < 0.3 else 1)]).astype(np.int32)
-        events.append(Event(i % 3, ids, rng.random(ids.shape).astype(np.float32), None))
-    zero = np.zeros(n, np.int64)
-    return Trace(model, events, zero.astype(bool), zero, zero, zero, [])
+        events.append(GateEvent(i % 3, ids, rng.random(ids.shape).astype(np.float32), None))
+    return Trace(model, events, np.zeros(n, bool))
 
 
 @pytest.mark.parametrize("trace", [Trace.read(SMALL_TRACE), batches()], ids=["small", "batches"])
@@ -141,10 +140,9 @@ def test_exact_counts():
 
 
 def test_batches_larger_than_the_arena():
-    events = [Event(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
-    zero = np.zeros(9, np.int64)
+    events = [GateEvent(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
     for model in (ONE, TWO):
-        trace = Trace(model, events, zero.astype(bool), zero, zero, zero, [])
+        trace = Trace(model, events, np.zeros(9, bool))
         for arena in (3 * 16384, model.full_bytes // 4, model.full_bytes):
             result = simulate(trace, "decay", arena)
             assert result.gate_hits.sum() + result.gate_misses.sum() == 9 * 24

@@ -4,7 +4,8 @@ from collections import OrderedDict
 
 import numpy as np
 
-from .base import Event, Policy, Shape
+from ..gate_event import GateEvent
+from .base import Policy, Shape
 
 _OVER = 1e6  # a layer within its quota outranks one beyond it by this much
 
@@ -28,7 +29,7 @@ class ARC(Policy):
         self._target = [0.0] * n
         self.priorities[:] = -_OVER
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         gate, size = event.gate, self.quotas[event.gate]
         row = self.priorities[gate]
         chosen = dict.fromkeys(event.ids.ravel().tolist())

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import OptionError
+from ..gate_event import GateEvent
 
 
 @dataclass(frozen=True)
@@ -40,27 +41,6 @@ class Shape:
             raise OptionError(f"no buffer has this shape: {self}")
 
 
-@dataclass(frozen=True)
-class Event:
-    """What one gate said for one batch; `moeoff.engine.expert_buffer.GateEvent` has the same names.
-
-    Attributes:
-        gate: row of the table.
-        ids: [n_tokens, n_used] integers.
-        weights: [n_tokens, n_used] float32.
-        probs: [n_tokens, n_experts] float32, the router's probabilities of all experts, or None where nobody computed them.
-        gate_input: [n_tokens, n_embd] float32, what the router read, or None.
-        versions: [n_tokens, n_used] uint8, what served each: 0 high precision, 1 low, 2 nothing; None: all high.
-    """
-
-    gate: int
-    ids: np.ndarray
-    weights: np.ndarray
-    probs: np.ndarray | None = None
-    gate_input: np.ndarray | None = None
-    versions: np.ndarray | None = None
-
-
 class Policy:
     """Base of all policies: override `update`, and `reset_sequence` if text matters.
 
@@ -78,7 +58,7 @@ class Policy:
     summary = ""
     offline = False  # needs the future: only the simulator can run it
     static = False  # the table never changes after `start`: no event need be delivered
-    wants_probs = False  # reads Event.probs
+    wants_probs = False  # reads GateEvent.probs
     defaults: dict = {}
 
     def __init__(self, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options):
@@ -96,17 +76,17 @@ class Policy:
     def start(self) -> None:
         """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         """Changes `priorities` in place for what one gate chose."""
 
     def reset_sequence(self) -> None:
         """A new text begins: the next event is its first."""
 
-    def prepare(self, events: Iterable[Event]) -> None:
+    def prepare(self, events: Iterable[GateEvent]) -> None:
         """Offline policies see all events before the first `update`."""
 
 
-def used(event: Event) -> tuple[np.ndarray, np.ndarray | int]:
+def used(event: GateEvent) -> tuple[np.ndarray, np.ndarray | int]:
     """Experts an event chose, each once, and how many of its tokens chose each (1 for a single token)."""
     if len(event.ids) == 1:
         return event.ids[0], 1

@@ -1,6 +1,7 @@
 """Counts that fade: frequency and recency in one number."""
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, used
 
 _LARGEST = 1e18  # of a float32 with room to add
 
@@ -15,7 +16,7 @@ class Decay(Policy):
         self._step = 1.0
         self._growth = 1 / (1 - self.options["rate"])
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         experts, count = used(event)
         self.priorities[event.gate][experts] += count * self._step
         if event.gate == self.shape.n_gates - 1:

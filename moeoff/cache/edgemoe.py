@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, used
 
 
 class EdgeMoE(Policy):
@@ -25,7 +26,7 @@ class EdgeMoE(Policy):
         self._nearness = (1 / distance).astype(np.float32)[:, :, None]
         self._counts = np.zeros_like(self.priorities)
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         experts, count = used(event)
         self._counts[event.gate][experts] += count
         np.multiply(self._counts, self._nearness[(event.gate + 1) % self.shape.n_gates], out=self.priorities)

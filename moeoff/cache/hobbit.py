@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, used
 from .importance import T1
 
 
@@ -31,7 +32,7 @@ class Hobbit(Policy):
         self._scratch = np.empty((n, 1), np.float32)
         self._tokens = 1
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         o, gate = self.options, event.gate
         if gate == 0:
             self._tokens += len(event.ids)

@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from ..errors import OptionError
-from .base import Event, Policy, Shape, used
+from ..gate_event import GateEvent
+from .base import Policy, Shape, used
 
 NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
 FLOOR = 1e-4  # under the logarithm
@@ -73,7 +74,7 @@ class Score(Policy):
         self._next = -1
         self._scores = np.zeros_like(self.priorities)
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         gate, n_tokens = event.gate, len(event.ids)
         experts, count = used(event)
         if event.probs is not None:

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, used
 
 
 class Static(Policy):
@@ -21,7 +22,7 @@ class Static(Policy):
         if counts is not None:
             self.priorities[:] = np.asarray(counts, np.float32)
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         if self._left > 0:
             experts, count = used(event)
             self.priorities[event.gate][experts] += count

@@ -14,7 +14,8 @@ import numpy as np
 
 from ..companion.file import Companion
 from ..companion.tiers import parse_tensor_name
-from ..engine.expert_buffer import RING_BYTES, GateEvent
+from ..engine.expert_buffer import RING_BYTES
+from ..gate_event import GateEvent
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import dequantize
 from .perplexity import Window, evaluate, open_model

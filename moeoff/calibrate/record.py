@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engine.expert_buffer import GateEvent
 from ..engine.llama import Llama
 from ..errors import OptionError
+from ..gate_event import GateEvent
 from ..memory import available
 from ..predict.recording import Recording
 from ..predict.router import Router

@@ -21,6 +21,7 @@ from ..companion.file import KEEP
 from ..companion.profile import Profile
 from ..companion.source import ExpertSource
 from ..errors import Cancelled, ModelError, MoeoffError
+from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
 from .arena_sizer import ArenaSizer
@@ -28,7 +29,7 @@ from .cancellation import Cancellation
 from .config import Config
 from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input
-from .expert_buffer import ExpertBuffer, GateEvent
+from .expert_buffer import ExpertBuffer
 from .stats import Stats, Timing
 from .warm_start import recall, remember
 

@@ -6,13 +6,16 @@ it gives it up before or between its chunks (ProMoE §5, early preemption), nati
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from .. import native
 from ..budget.precision import LOSSLESS, Precision
+from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
 from .ab_test import PrefetchABTest
-from .expert_buffer import ExpertBuffer, GateEvent
+from .expert_buffer import ExpertBuffer
 
 _RATE = 0.05  # of the running means
 _SAMPLE = 64  # tokens of a batch that are predicted for: what fewer than one in so many chooses is left to demand
@@ -147,4 +150,4 @@ def _sample(event: GateEvent) -> GateEvent:
     """Of a large batch some tokens, evenly: as many as there are, the union hardly grows, and prediction takes the cores."""
     step = -(-len(event.ids) // _SAMPLE)
     inputs = None if event.gate_input is None else event.gate_input[::step]
-    return event._replace(ids=event.ids[::step], weights=event.weights[::step], gate_input=inputs)
+    return replace(event, ids=event.ids[::step], weights=event.weights[::step], gate_input=inputs)

@@ -7,8 +7,9 @@ import os
 import numpy as np
 
 from ..errors import OptionError
+from ..gate_event import GateEvent
 from ..simulate.trace import Model, Trace
-from .expert_buffer import ExpertBuffer, GateEvent
+from .expert_buffer import ExpertBuffer
 
 
 class Replay:

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..cache import Event
 from ..errors import OptionError
+from ..gate_event import GateEvent
 from .router import Router
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class Predictor:
 
     name = ""
     summary = ""
-    wants_gate_input = False  # reads Event.gate_input
+    wants_gate_input = False  # reads GateEvent.gate_input
     wants_tokens = False  # begin() must be called with the tokens of each batch
     profile_section: str | None = None
     needs_profile = False  # says nothing without one
@@ -71,7 +71,7 @@ class Predictor:
         """Before a batch: its tokens [n_tokens]."""
         return []
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         """After a gate has chosen."""
         return []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
+from ..gate_event import GateEvent
 from .base import Prediction, Predictor
 from .learned import Learned
 from .path import ActivationPath
@@ -49,7 +49,7 @@ class Blend(Predictor):
         self._waiting[1] = {p.gate: p.scores for p in self._parts[1].begin(tokens)}
         return [Prediction(0, self._mixed(0, len(tokens)))]
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         for part, waiting in zip(self._parts, self._waiting):
             for p in part.observe(event):
                 waiting[p.gate] = p.scores

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
+from ..gate_event import GateEvent
 from .base import Prediction, Predictor, top_k, widened
 from .matmul import matmul
 
@@ -40,7 +40,7 @@ class _Ahead(Predictor):
                 bias = None
             self._steps.append((weight, bias, [target for target, _ in parts]))
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         step = self._steps[event.gate]
         if step is None or event.gate_input is None:
             return []

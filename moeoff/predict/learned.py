@@ -6,8 +6,8 @@ import warnings
 
 import numpy as np
 
-from ..cache import Event
 from ..errors import OptionError
+from ..gate_event import GateEvent
 from .base import Prediction, Predictor
 from .matmul import matmul
 
@@ -42,7 +42,7 @@ class Learned(Predictor):
             part = [self.arrays[f"{name}_{stride}"][target].astype(np.float32) for name in ("first", "first_bias", "second", "second_bias")]
             self._steps[int(target) - stride] = tuple(np.ascontiguousarray(p) for p in part)
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         step = self._steps.get(event.gate)
         if step is None or event.gate_input is None:
             return []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
+from ..gate_event import GateEvent
 from .base import Prediction, Predictor
 
 FLOOR = 1e-4  # under logarithms
@@ -43,7 +43,7 @@ class ActivationPath(Predictor):
     def reset_sequence(self) -> None:
         self._gate, self._last, self._before = -1, None, None
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         ids, n_gates = event.ids, self.router.n_gates
         follows = event.gate == (self._gate + 1) % n_gates and self._last is not None and len(self._last) == len(ids)
         if follows and event.gate == 0 and len(ids) > 1:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cache import Event
+from ..gate_event import GateEvent
 from ..simulate.trace import Model, Trace
 from .router import Router
 
@@ -51,7 +51,7 @@ class Recording:
         """[n_gates, n_experts] int64: tokens that used each expert."""
         return self.used().sum(axis=0)
 
-    def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[Event]:
+    def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[GateEvent]:
         """As decode gives them: of each token in turn, one of each gate."""
         out = []
         for t in range(start, min(self.n_tokens, stop if stop is not None else self.n_tokens)):
@@ -59,7 +59,7 @@ class Recording:
                 k = int((self.ids[t, g] >= 0).sum())
                 probs = self.probs[t : t + 1, g].astype(np.float32) if self.probs is not None and t < len(self.probs) else None
                 x = self.inputs[t : t + 1, g].astype(np.float32) if inputs and self.inputs is not None and t < len(self.inputs) else None
-                out.append(Event(g, self.ids[t : t + 1, g, :k], self.weights[t : t + 1, g, :k], probs, x))
+                out.append(GateEvent(g, self.ids[t : t + 1, g, :k], self.weights[t : t + 1, g, :k], probs, x))
         return out
 
     def trace(self, n_tokens: int | None = None) -> Trace:
@@ -68,8 +68,7 @@ class Recording:
         events = self.events(0, n, inputs=False)
         starts = np.zeros(len(events), bool)
         starts[:: self.model.n_gates] = self.starts[:n]
-        zeros = np.zeros(len(events), np.int64)
-        return Trace(self.model, events, starts, zeros, zeros, zeros, [])
+        return Trace(self.model, events, starts)
 
     def take(self, tokens: np.ndarray) -> Recording:
         """Of these tokens [n_tokens] bool alone; whole sequences."""

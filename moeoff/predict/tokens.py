@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
+from ..gate_event import GateEvent
 from .base import Prediction, Predictor
 
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
@@ -75,7 +75,7 @@ class PreviousToken(Predictor):
     def reset_sequence(self) -> None:
         self._scores[:] = 0
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         row, decay = self._scores[event.gate], self.options["decay"]
         for ids in event.ids[-8:]:
             row *= decay

@@ -20,9 +20,9 @@ import numpy as np
 import moeoff
 from eval_callback import WithCallback
 from moeoff import native
-from moeoff.cache import Event
 from moeoff.calibrate.profile_fit import cap_hidden, fit
 from moeoff.calibrate.record import LENGTH, batch_size, record, sequences
+from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
 from moeoff.predict import PREDICTORS, create, top_k, widened
 from moeoff.predict.gate import CrossLayerGate
@@ -139,7 +139,7 @@ class Score:
         return self.hit / n, self.wide / n, self.whole / n
 
 
-def decode(recording: Recording, events: list[Event], name: str, arrays, ahead: int, **options) -> Score:
+def decode(recording: Recording, events: list[GateEvent], name: str, arrays, ahead: int, **options) -> Score:
     """Replays a decode; of several predictions for a gate the one made `ahead` gates before counts."""
     n = recording.router.n_gates
     predictor, score, waiting = create(name, recording.router, arrays, **options), Score(n), {}
