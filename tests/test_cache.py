@@ -47,6 +47,11 @@ class TestContract:
             policy.update(event)
         assert np.isfinite(policy.priorities).all()
 
+    def test_options_of_a_calibration_and_of_a_precision(self, name):
+        kind = get_policy(name)
+        assert kind.profile_options({}) == {}
+        assert set(kind.precision_options(0.5, 0.25)) <= set(kind.defaults)
+
     def test_unknown_option(self, name):
         with pytest.raises(OptionError, match="unknown option 'colour'"):
             create(name, SHAPE, colour=1)

@@ -1,11 +1,12 @@
 """Fate's cache: shallow layers first, and ARC inside each layer (§4.4)."""
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Policy, Shape
+from .base import Policy, Sections, Shape
 
 _OVER = 1e6  # a layer within its quota outranks one beyond it by this much
 
@@ -21,6 +22,11 @@ class ARC(Policy):
 
     name, summary = "arc", "shallow layers first, recency and frequency balanced in each (Fate)"
     defaults = {"shallow": 3}
+    profile_sections = ("gate",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"shallow": int(profile["gate"]["shallow"][0])} if "gate" in profile else {}
 
     def start(self) -> None:
         n = self.shape.n_gates

@@ -9,13 +9,18 @@ being computed writes for gate `event.gate + 1`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
+
+# what a calibration measured: section of the profile -> its arrays by name
+Sections = Mapping[str, Mapping[str, np.ndarray]]
+P = TypeVar("P", bound="Policy")
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Shape:
 class Policy:
     """Base of all policies: override `update`, and `reset_sequence` if text matters.
 
+    A policy that takes options from a calibration names the sections in `profile_sections` and overrides `profile_options`.
+
     Args:
         shape: of the model and buffer.
         table: [n_gates, n_experts] float32 to write into, the native one when live; a new one by default.
@@ -59,9 +66,10 @@ class Policy:
     offline = False  # needs the future: only the simulator can run it
     static = False  # the table never changes after `start`: no event need be delivered
     wants_probs = False  # reads GateEvent.probs
-    defaults: dict = {}
+    profile_sections: tuple[str, ...] = ()  # of a profile, what `profile_options` reads
+    defaults: dict[str, Any] = {}
 
-    def __init__(self, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options):
+    def __init__(self, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options: Any):
         unknown = sorted(set(options) - set(self.defaults))
         if unknown:
             raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
@@ -72,6 +80,30 @@ class Policy:
         self.options = self.defaults | options
         self.rng = np.random.default_rng(seed)
         self.start()
+
+    @classmethod
+    def from_profile(cls: type[P], profile: Sections, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options: Any) -> P:
+        """A policy with the options that a calibration of the model gives; `options` beat them.
+
+        Args:
+            profile: those of `profile_sections` that the calibration wrote.
+        """
+        return cls(shape, table, seed, **(cls.profile_options(profile) | options))
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        """Options that a calibration gives; none for what it has not written."""
+        return {}
+
+    @classmethod
+    def precision_options(cls, t1: float, low_cost: float) -> dict[str, Any]:
+        """Options for a run in which not every miss costs the same (HOBBIT §3.2).
+
+        Args:
+            t1: largest unimportance that is read in high precision, 0 to 1.
+            low_cost: bytes of a low version, as a share of the high one's.
+        """
+        return {}
 
     def start(self) -> None:
         """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""

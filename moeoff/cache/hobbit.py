@@ -1,9 +1,11 @@
 """HOBBIT's weighted sum of LRU, LFU, LHU and layer distance (§3.4, equation 3)."""
 
+from typing import Any
+
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Policy, used
+from .base import Policy, Sections, used
 from .importance import T1
 
 
@@ -19,6 +21,15 @@ class Hobbit(Policy):
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
     defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "low_cost": None, "sequence": True}
+    profile_sections = ("hobbit",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {name: float(weight) for name, weight in profile.get("hobbit", {}).items()}
+
+    @classmethod
+    def precision_options(cls, t1: float, low_cost: float) -> dict[str, Any]:
+        return {"t1": t1, "low_cost": low_cost}
 
     def start(self) -> None:
         o, n = self.options, self.shape.n_gates

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..registry import Registry
 from .arc import ARC
-from .base import Policy, Shape
+from .base import Policy, Sections, Shape
 from .belady import Belady
 from .decay import Decay
 from .edgemoe import EdgeMoE
@@ -52,6 +52,6 @@ def get_policy(name: str) -> type[Policy]:
     return _registry.get(name)
 
 
-def create(name: str, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options: Any) -> Policy:
-    """A new policy of that name; `options` beat a variant's."""
-    return get_policy(name)(shape, table, seed, **(_registry.options(name) | options))
+def create(name: str, shape: Shape, table: np.ndarray | None = None, seed: int = 0, *, profile: Sections | None = None, **options: Any) -> Policy:
+    """A new policy of that name. `options` beat a variant's, and both what the `profile_sections` of a profile give."""
+    return get_policy(name).from_profile(profile or {}, shape, table, seed, **(_registry.options(name) | options))

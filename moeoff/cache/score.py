@@ -13,12 +13,13 @@ from __future__ import annotations
 import functools
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
-from .base import Policy, Shape, used
+from .base import Policy, Sections, Shape, used
 
 NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
 FLOOR = 1e-4  # under the logarithm
@@ -42,6 +43,11 @@ class Score(Policy):
 
     name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
     defaults = {"weights": None, "position": None}
+    profile_sections = ("score",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"weights": profile["score"]} if "score" in profile else {}
 
     def start(self) -> None:
         n, e = self.shape.n_gates, self.shape.n_experts

@@ -1,9 +1,11 @@
 """The experts that were popular on other text, whatever this text does."""
 
+from typing import Any
+
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Policy, used
+from .base import Policy, Sections, used
 
 
 class Static(Policy):
@@ -15,6 +17,11 @@ class Static(Policy):
 
     name, summary = "static", "keeps the experts that were popular before"
     defaults = {"counts": None, "learn": 512}
+    profile_sections = ("popularity",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
 
     def start(self) -> None:
         counts = self.options["counts"]

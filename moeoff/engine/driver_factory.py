@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 
 from .. import predict
@@ -21,18 +20,11 @@ from .replay import Replay
 from .strategy import Strategy
 
 _WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input
-# what each policy takes of a profile, as its options
-_CALIBRATED: dict[str, Callable[[Profile], dict | None]] = {
-    "score": lambda p: (s := p.section("score")) and {"weights": s},
-    "hobbit": lambda p: (s := p.section("hobbit")) and {name: float(value) for name, value in s.items()},
-    "arc": lambda p: (s := p.section("gate")) and {"shallow": int(s["shallow"][0])},
-    "static": lambda p: (s := p.section("popularity")) and {"counts": s["counts"]},
-}
 
 
 def sections(strategy: Strategy) -> set[str]:
     """Of a profile, what a strategy may take."""
-    names = {"score", "hobbit", "gate", "popularity"}
+    names: set[str] = set() if strategy.policy is None else set(get_policy(strategy.policy).profile_sections)
     if strategy.predictor is not None:
         names |= {s for n in (strategy.predictor, _WITHOUT_INPUT) if (s := predict.get_predictor(n).profile_section) is not None}
     return names
@@ -80,11 +72,11 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         fallback = _predictor(_WITHOUT_INPUT, router, profile, layout) if predictor.wants_gate_input else None
         prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, judged=strategy.judged, rule=precision)
     if policy_name is not None:
-        if profile is not None and policy_name in _CALIBRATED:
-            options = (_CALIBRATED[policy_name](profile) or {}) | options
-        if not precision.lossless and "low_cost" in get_policy(policy_name).defaults:
-            options = {"t1": precision.t1, "low_cost": buffer.low_arena_full / buffer.arena_full} | options
-        policy = create(policy_name, model.shape(arena), buffer.priorities, **options)
+        kind = get_policy(policy_name)
+        if not precision.lossless:
+            options = kind.precision_options(precision.t1, buffer.low_arena_full / buffer.arena_full) | options
+        measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
+        policy = create(policy_name, model.shape(arena), buffer.priorities, profile=measured, **options)
     if trace is not None:
         session = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:
