@@ -13,7 +13,7 @@ from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
+from moeoff.predict import PREDICTORS, FitOptions, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
 from moeoff.predict.gate import shallow_boundary
 from moeoff.predict.path import PRIOR_ONE, PRIOR_TWO
 from moeoff.predict.recording import Recording
@@ -40,8 +40,7 @@ def sections(recording) -> dict[str, dict[str, np.ndarray]]:
     out = {}
     for predictor in PREDICTORS.values():
         if predictor.profile_section and predictor.profile_section not in out:
-            options = {"hidden": HIDDEN} if predictor.profile_section in ("learned", "blend") else {}
-            out[predictor.profile_section] = predictor.fit(recording, **options)
+            out[predictor.profile_section] = predictor.fit(recording, FitOptions(hidden=HIDDEN))
     return out
 
 
@@ -355,7 +354,7 @@ def test_blend_is_better_than_its_parts(demo, recording):
     """Fitted on three quarters of the text, judged on the rest: at least as good as each source, and layer 0 is predicted."""
     number = np.cumsum(recording.starts)
     train, rest = recording.take(number % 4 != 0), recording.take(number % 4 == 0)
-    arrays = get_predictor("blend").fit(train, hidden=HIDDEN)
+    arrays = get_predictor("blend").fit(train, FitOptions(hidden=HIDDEN))
     assert arrays["weights"].shape == (12, 4) and (arrays["weights"] >= 0).all() and arrays["weights"].any(axis=1).all()
     predictor = create("blend", recording.router, arrays)
     parts = [create("learned", recording.router, {k.removeprefix("learned_"): v for k, v in arrays.items() if k.startswith("learned_")})]

@@ -8,16 +8,41 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
+from .recording import Recording
 from .router import Router
 
-if TYPE_CHECKING:
-    from .recording import Recording
+Progress = Callable[[int, int], None]  # steps done, and all
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What every fit is given beside the recording; each takes what it needs.
+
+    Attributes:
+        seed: of whatever is random in the fit; the same seed gives the same arrays.
+        hidden: units in the hidden layer of a network.
+
+    Raises:
+        OptionError: out of range.
+    """
+
+    seed: int = 0
+    hidden: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 32:
+            raise OptionError(f"the seed of a fit lies between 0 and {(1 << 32) - 1}, not {self.seed}")
+        if self.hidden < 1:
+            raise OptionError(f"a network has at least one hidden unit, not {self.hidden}")
+
+
+DEFAULT_FIT = FitOptions()
 
 
 @dataclass(frozen=True)
@@ -54,9 +79,9 @@ class Predictor:
     wants_tokens = False  # begin() must be called with the tokens of each batch
     profile_section: str | None = None
     needs_profile = False  # says nothing without one
-    defaults: dict = {}
+    defaults: dict[str, Any] = {}
 
-    def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options):
+    def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options: Any):
         unknown = sorted(set(options) - set(self.defaults))
         if unknown:
             raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
@@ -79,8 +104,8 @@ class Predictor:
         """A new text begins."""
 
     @classmethod
-    def fit(cls, recording: Recording, progress: Callable[[int, int], None] | None = None) -> dict[str, np.ndarray] | None:
-        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it."""
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
         return None
 
 

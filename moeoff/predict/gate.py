@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Prediction, Predictor, top_k, widened
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress, top_k, widened
 from .matmul import matmul
+from .recording import Recording
 
 SHALLOW = 0.85  # of the median layer's recall
 
@@ -56,7 +57,7 @@ class _Ahead(Predictor):
         return [Prediction(gate, scores[:, i], True) for i, gate in enumerate(targets)]
 
     @classmethod
-    def fit(cls, recording, progress=None) -> dict[str, np.ndarray] | None:
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """From a `Recording` with gate inputs; None if it has none.
 
         Returns:

@@ -8,8 +8,9 @@ import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
-from .base import Prediction, Predictor
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
 from .matmul import matmul
+from .recording import Recording
 
 STRIDES = (1, 2)
 EPOCHS, FINE_EPOCHS = 8, 4  # the last ones at a quarter of the learning rate
@@ -30,6 +31,7 @@ class Learned(Predictor):
     profile_section = "learned"
     needs_profile = True
     defaults = {"stride": 1}
+    strides: tuple[int, ...] = STRIDES  # that `fit` trains for
 
     def start(self) -> None:
         stride = self.options["stride"]
@@ -58,8 +60,8 @@ class Learned(Predictor):
         return [Prediction(event.gate + self.options["stride"], np.reciprocal(logits, out=logits))]
 
     @classmethod
-    def fit(cls, recording, progress=None, hidden: int = 128, seed: int = 0, strides: tuple[int, ...] = STRIDES) -> dict[str, np.ndarray] | None:
-        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none.
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none. A network for each of `strides`.
 
         Returns:
             for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s [n_gates, E, hidden], second_bias_s,
@@ -70,7 +72,7 @@ class Learned(Predictor):
 
         if recording.inputs is None:
             return None
-        router, n_rows = recording.router, len(recording.inputs)
+        router, n_rows, hidden, strides = recording.router, len(recording.inputs), options.hidden, cls.strides
         n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
         used = recording.used()[:n_rows]
         train, held = (mask[:n_rows] for mask in recording.split())
@@ -93,7 +95,7 @@ class Learned(Predictor):
             active = active[~y[train][:, active].all(axis=0)]
             if not len(active):
                 continue
-            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, int(train.sum())), learning_rate_init=RATE, random_state=seed)
+            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, int(train.sum())), learning_rate_init=RATE, random_state=options.seed)
             best = (-1.0, None, None)
             # products this small take longer on more threads, and many times longer where other processes want the cores
             with warnings.catch_warnings(), threadpool_limits(1):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Prediction, Predictor
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
+from .recording import Recording
 
 FLOOR = 1e-4  # under logarithms
 PRIOR_ONE, PRIOR_TWO = 8.0, 8.0  # observations that the back-off weighs as much as
@@ -72,7 +73,7 @@ class ActivationPath(Predictor):
         return np.exp(log, out=log)
 
     @classmethod
-    def fit(cls, recording, progress=None) -> dict[str, np.ndarray]:
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:

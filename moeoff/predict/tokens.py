@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Prediction, Predictor
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
+from .recording import Recording
 
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
 LIMIT = 64 << 20  # bytes of the table; the most frequent tokens are kept
@@ -38,7 +39,7 @@ class TokenTable(Predictor):
         return out
 
     @classmethod
-    def fit(cls, recording, progress=None) -> dict[str, np.ndarray]:
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:

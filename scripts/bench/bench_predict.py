@@ -24,7 +24,7 @@ from moeoff.calibrate.profile_fit import cap_hidden, fit
 from moeoff.calibrate.record import LENGTH, batch_size, record, sequences
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS, create, top_k, widened
+from moeoff.predict import PREDICTORS, FitOptions, create, top_k, widened
 from moeoff.predict.gate import CrossLayerGate
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
@@ -243,7 +243,7 @@ def accuracy(args) -> None:
     ]
     table(f"Cross-layer gate, all {valid.n_tokens:,} validation tokens", [f"layer {g}" for g in layers], rows)
     positions(some, attention)
-    sections = fit(calib, args.hidden)
+    sections = fit(calib, FitOptions(hidden=args.hidden))
     print(f"\nshallow boundary L = {int(sections['gate']['shallow'][0])}; next norm for layers {np.flatnonzero(sections['gate']['next_norm'])[1:].tolist()}")
     events = valid.events(0, args.decode_tokens)
     scores = {}
