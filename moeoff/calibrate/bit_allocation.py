@@ -23,10 +23,11 @@ from ..budget.statistics import Estimate, Quality
 from ..companion.composite import CompositeCompanion
 from ..companion.convert import convert
 from ..companion.file import KEEP, Companion
-from ..companion.tiers import bits_per_weight, nearest, parse_tensor_name
+from ..companion.tiers import bits_per_weight, nearest
 from ..errors import OptionError
 from ..gguf.layout import Layout
 from ..gguf.quantize import needs_imatrix, type_from_name
+from ..gguf.tensor_name import parse_tensor_name
 from .expert_importance import estimate_importance
 from .perplexity import Reference, Window, evaluate, open_model, read_windows
 
@@ -76,7 +77,7 @@ class Trial:
         self.companion, self.windows = companion, windows
         self._model, self._reference, self._options = model, reference, options
         self.layout = Layout.read(model)
-        self.experts = sorted({(parse_tensor_name(name).layer, e) for name, e, _ in companion.slices if not parse_tensor_name(name).chunk})
+        self.experts = sorted({(role.layer, e) for name, e, _ in companion.slices if not (role := parse_tensor_name(name)).chunk})
 
     def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
         """Of the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""

@@ -13,17 +13,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..companion.file import Companion
-from ..companion.tiers import parse_tensor_name
 from ..engine.expert_buffer import RING_BYTES
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import dequantize
+from ..gguf.tensor_name import parse_tensor_name
 from .perplexity import Window, evaluate, open_model
 
 __all__ = ["estimate_importance"]
 
 N_SAMPLES = 512  # tokens whose inputs are kept, of each gate
-_MATRIX = ("gate_up", "up", "gate", "down")  # numbers of TensorRole.matrix
 
 
 class _Sample:
@@ -66,7 +65,7 @@ def estimate_importance(layout: Layout, companion: Companion, tier: str, windows
         for name, span in layout.experts.items():
             where = parse_tensor_name(name)
             if not where.chunk:
-                by_layer.setdefault(where.layer, {})[_MATRIX[where.matrix]] = span
+                by_layer.setdefault(where.layer, {})[where.matrix_name] = span
         for layer, spans in by_layer.items():
             for expert, value in enumerate(_layer(spans, samples.get(layer), companion, tier, files)):
                 out[layer, expert] = float(value)
@@ -79,7 +78,7 @@ def estimate_importance(layout: Layout, companion: Companion, tier: str, windows
 def _listen(layout: Layout, windows: Sequence[Window], options: dict) -> dict[int, _Sample]:
     samples: dict[int, _Sample] = {}
     with open_model(layout.files[0], len(windows[0].tokens), experts=False, gate_input=True, **options) as llm:
-        gates = {info.gate: info for info in llm.expert_buffer.tensors if b"chexps" not in info.name}
+        gates = {info.gate: info for info in llm.expert_buffer.tensors if not parse_tensor_name(info.name.decode()).chunk}
 
         def note(event: GateEvent) -> None:
             if event.gate in gates:

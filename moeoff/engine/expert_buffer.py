@@ -19,7 +19,8 @@ from .. import native
 from ..companion.source import ExpertSource
 from ..errors import ModelError, MoeoffError, OptionError, ReadError
 from ..gate_event import GateEvent
-from ..gguf.layout import EXPERT_PATTERN, Layout, TensorSpan
+from ..gguf.layout import Layout, TensorSpan
+from ..gguf.tensor_name import EXPERT_PATTERN
 from ..memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size

@@ -24,6 +24,7 @@ from moeoff.calibrate.profile_fit import cap_hidden, fit
 from moeoff.calibrate.record import LENGTH, batch_size, record, sequences
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
+from moeoff.gguf.tensor_name import parse_tensor_name
 from moeoff.predict import PREDICTORS, FitOptions, create, top_k, widened
 from moeoff.predict.gate import CrossLayerGate
 from moeoff.predict.recording import Recording
@@ -260,7 +261,7 @@ def accuracy(args) -> None:
 def cost(args) -> None:
     """Microseconds of an event of one token, its selection left out."""
     layout = Layout.read(args.model)
-    layers = sorted({int(name.split(".")[1]) for name in layout.experts})
+    layers = sorted({parse_tensor_name(name).layer for name in layout.experts})
     router = Router.read(layout, layers)
     rng = np.random.default_rng(0)
     n, e, k, d = router.n_gates, router.n_experts, router.n_used[0], router.weights[0].shape[1]
