@@ -24,8 +24,8 @@ def read(name: str) -> dict:
 
 def markdown(table: dict) -> str:
     columns = table["columns"]
-    lines = [columns, ["---"] + ["---:"] * (len(columns) - 1), *table["rows"]]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    head, *rows = (f"| {' | '.join(cells)} |\n" for cells in [columns, *table["rows"]])
+    return f"{head}|---|{'---:|' * (len(columns) - 1)}\n{''.join(rows)}"
 
 
 def block(name: str, table: str | None) -> str:

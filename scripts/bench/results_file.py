@@ -24,14 +24,17 @@ HELP = "Keep the tables as a data file for docs/results."
 
 
 def command_line() -> str:
-    """What was typed; of files only the names, since folders differ from machine to machine."""
+    """What was typed, but for --json; of files only the names, since folders differ from machine to machine."""
 
     def short(argument: str) -> str:
         name, equals, value = argument.rpartition("=")
         return name + equals + Path(value).name if os.path.isabs(value) else argument
 
-    script = Path(sys.argv[0]).resolve()
-    return shlex.join(["python", f"scripts/bench/{script.name}", *map(short, sys.argv[1:])])
+    typed = sys.argv[1:]
+    if "--json" in typed:
+        at = typed.index("--json")
+        del typed[at : at + 2]
+    return shlex.join(["python", f"scripts/bench/{Path(sys.argv[0]).name}", *map(short, typed)])
 
 
 class Table:
