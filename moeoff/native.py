@@ -7,16 +7,9 @@ above each binding. Importing this module loads llama.cpp and raises `ForkError`
 from __future__ import annotations
 
 import ctypes
-import os
 from ctypes import POINTER, Structure, c_bool, c_char, c_char_p, c_float, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint32, c_uint64, c_void_p
 
-# OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O lanes make it one, every barrier then
-# waits out the time slice of whoever took a core: 3.5 tok/s instead of 10.4 beside two busy processes on 2 cores, no
-# difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-from llama_cpp import llama_cpp as _binding
-
+from .binding import api, lib
 from .errors import ForkError
 
 ABI_VERSION = 6
@@ -33,8 +26,6 @@ ALL_MATRICES = (1 << len(MATRICES)) - 1
 
 HIGH, LOW, SKIP = 0, 1, 2  # enum moeoff_version: of a slice; skip is a decision about an expert, its output is zero
 RULE_BLIND = 1
-
-lib = _binding._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
 
 
 class Rule(Structure):
@@ -237,7 +228,7 @@ get_stall = _function("moeoff_get_stall", c_int, c_void_p, POINTER(c_uint64), c_
 # int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
 take_error = _function("moeoff_take_error", c_int, c_void_p, c_char_p, c_size_t)
 # bool moeoff_should_abort(void * eb);  -- a ggml_abort_callback
-should_abort = _binding.ggml_abort_callback(ctypes.cast(_function("moeoff_should_abort", c_bool, c_void_p), c_void_p).value)
+should_abort = api.ggml_abort_callback(ctypes.cast(_function("moeoff_should_abort", c_bool, c_void_p), c_void_p).value)
 # void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled);
 set_cancelled = _function("moeoff_set_cancelled", None, c_void_p, c_bool)
 # int moeoff_is_buffered(const moeoff_expert_buffer * eb);

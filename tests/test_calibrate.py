@@ -78,7 +78,7 @@ def test_hidden_units_cost_their_share(demo):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"text": []}, "at least one --text"),
+        ({"text": []}, "no text to calibrate on"),
         ({"text": ["/nowhere.txt"]}, "/nowhere.txt: no such text file"),
         ({"tokens": 100}, "100 tokens are too few"),
         ({"text": ["empty.txt"]}, "holds no text to calibrate on"),

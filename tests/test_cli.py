@@ -85,6 +85,24 @@ def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
     assert "Traceback" in moeoff_command("run", "-n", "4", "--debug", *args).stderr
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--tier", "Q4_0"], "--tier has no effect without --max-loss"),
+        (["--thresholds"], "--thresholds has no effect without --max-loss"),
+        (["--experts", "x.gguf"], "--experts has no effect without --max-loss"),
+        (["--types", "Q4_K"], "--types has no effect without --bits-plan"),
+        (["--tolerance", "5%"], "--tolerance has no effect without --bits-plan"),
+        (["--measure", "--max-loss", "1%"], "--measure has no effect without --bits-plan"),
+        (["--seed", "0", "--max-loss", "1%"], "--seed has no effect with --max-loss"),
+        (["--seed", "1", "--bits-plan"], "--seed has no effect with --bits-plan"),
+    ],
+)
+def test_calibrate_refuses_what_it_would_ignore(moeoff_command, options, words):
+    done = moeoff_command("calibrate", "-m", DEMO, "--text", __file__, *options)
+    assert done.returncode == 1 and done.stderr == f"Error: {words}\n" and done.stdout == ""
+
+
 def test_no_second_line_about_the_context(moeoff_command):
     """llama.cpp's warning that the model was trained on a shorter context is not for everyone."""
     done = moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024")

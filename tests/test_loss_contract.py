@@ -19,6 +19,7 @@ from moeoff.budget.precision import Precision
 from moeoff.budget.statistics import Estimate
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.calibrate.precision_search import search_precision
+from moeoff.cli.errors import sentence
 from moeoff.companion.convert import convert
 from moeoff.companion.file import companion_path
 from moeoff.companion.profile import Profile, profile_path
@@ -195,8 +196,9 @@ def test_lossless_unless_asked(measured):
 def test_refusals(measured, demo, text, tmp_path):
     model, done = measured
     bare = shutil.copy(demo, tmp_path / "bare.gguf")
-    with pytest.raises(OptionError, match="moeoff calibrate -m .*bare.gguf"):
+    with pytest.raises(OptionError, match="needs a measurement of this very model") as refused:
         moeoff.Llama(str(bare), max_loss="1%", **OPTIONS)
+    assert f"moeoff calibrate -m {bare} --text FILE --max-loss 1%" in sentence(refused.value)
     with pytest.raises(OptionError, match="no companion with lower precision"):
         search_precision(bare, [text], 0.01, **OPTIONS)
     other = tmp_path / "other.gguf"

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from moeoff import BudgetError
 from moeoff.budget.memory_plan import RESERVE, Needs, Plan, Pools
+from moeoff.cli.errors import sentence
 from moeoff.memory import MIB, format_size
 
 
@@ -18,10 +19,11 @@ def test_plan_never_promises_more_than_the_budget(budget, python, weights, state
     except BudgetError as error:
         assert budget < python + weights + state + compute + RESERVE + floor
         assert format_size(budget) in str(error)
+        assert error.facts["needed"] == python + weights + state + compute + RESERVE + floor
         # the budget that the message names is enough, and so is the context
-        enough = int(re.search(r"--memory (\d+)M", str(error))[1]) * MIB
+        enough = int(re.search(r"--memory (\d+)M", sentence(error))[1]) * MIB
         assert Plan.divide(enough, needs, floor, full).arena >= floor
-        if context := re.search(r"-c (\d+)\)", str(error)):
+        if context := re.search(r"-c (\d+)\)", sentence(error)):
             smaller = int(context[1])
             assert 0 < smaller < n_ctx
             Plan.divide(budget, Needs(python, weights, state * smaller // n_ctx, compute, smaller), floor, full)

@@ -105,7 +105,7 @@ def test_a_smaller_budget_calls_the_driver(demo):
 
 
 def test_learned_needs_a_profile(demo):
-    with pytest.raises(OptionError, match="moeoff calibrate -m"):
+    with pytest.raises(OptionError, match="needs a calibration of this model"):
         moeoff.Llama(demo, strategy="promoe", profile=False, expert_memory=share(demo, 0.5), **OPTIONS)
 
 

@@ -1,9 +1,13 @@
 """The house: which room may import which. docs/design.md draws it."""
 
+import ast
 import graphlib
+from pathlib import Path
 
 import grimp
 import pytest
+
+import moeoff
 
 # the highest first; a room imports from lower lines only, and rooms on one line do not know each other
 FLOORS = [
@@ -15,7 +19,8 @@ FLOORS = [
     {"simulate"},
     {"cache"},
     {"gguf"},
-    {"native", "memory", "console", "paths"},
+    {"native"},
+    {"binding", "memory", "console", "paths"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -48,3 +53,16 @@ def test_imports_go_down(imports):
 
 def test_no_circle_of_modules(imports):
     graphlib.TopologicalSorter({module: imports.find_modules_directly_imported_by(module) for module in imports.modules}).prepare()  # raises CycleError
+
+
+def test_internals_of_llama_cpp_are_used_in_one_module():
+    """docs/patches.md lists them; an update of llama_cpp is then checked against one file."""
+    internals = {"_ctx", "_batch", "_model", "_stack", "_logits_all", "_n_vocab", "_lib", "_llama_proxy", "_internals", "_logger"}
+    guilty = set()
+    for path in Path(moeoff.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}  # of the module's own classes
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in internals - own and path.name != "binding.py":
+                guilty.add(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert not guilty

@@ -1,6 +1,6 @@
 """The disk under a model: which file system it is, whether it reads around the page cache, and how fast.
 
-Reads as the expert buffer's lanes do, aligned and in parallel; knows nothing of models.
+Reads as the expert buffer's I/O workers do, aligned and in parallel; knows nothing of models.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from ..errors import ModelError
 
-LANES = 4  # as the expert buffer has by default
-LONGEST_READ = 4 << 20  # a lane reads a slice in pieces of this size
+N_WORKERS = 4  # as the expert buffer has by default
+LONGEST_READ = 4 << 20  # an I/O worker reads a slice in pieces of this size
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class DiskRate:
     """What reading took.
 
     Attributes:
-        bytes_per_second: of all lanes together.
+        bytes_per_second: of all workers together.
         block_bytes: of one read.
         direct_io: False where the reads went through the page cache, whose speed they may then show.
         seconds: how long it was measured.
@@ -89,7 +89,7 @@ def file_system(path: str | os.PathLike) -> str:
     return kind
 
 
-def probe(path: str | os.PathLike, block_bytes: int, seconds: float = 2.0, n_lanes: int = LANES) -> DiskRate:
+def probe(path: str | os.PathLike, block_bytes: int, seconds: float = 2.0, n_workers: int = N_WORKERS) -> DiskRate:
     """Reads blocks from random places of a file for some seconds.
 
     Raises:
@@ -110,11 +110,11 @@ def probe(path: str | os.PathLike, block_bytes: int, seconds: float = 2.0, n_lan
     except OSError as error:
         raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
     n_blocks = max(1, size // block)
-    totals = [0] * n_lanes
+    totals = [0] * n_workers
     failures: list[OSError] = []
     started = time.perf_counter()
 
-    def lane(index: int) -> None:
+    def work(index: int) -> None:
         places = random.Random(index)  # nosec: places to read, the same ones every time
         try:
             with mmap.mmap(-1, block) as buffer:
@@ -123,7 +123,7 @@ def probe(path: str | os.PathLike, block_bytes: int, seconds: float = 2.0, n_lan
         except OSError as error:
             failures.append(error)
 
-    threads = [threading.Thread(target=lane, args=(index,)) for index in range(n_lanes)]
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(n_workers)]
     try:
         for thread in threads:
             thread.start()

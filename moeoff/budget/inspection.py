@@ -1,4 +1,4 @@
-"""What a GGUF holds, what it takes, what more memory buys.
+"""What a GGUF holds, what it takes, and how fast it may run with more memory.
 
 Reads headers, and for the disk probe a sample of the file; loads nothing.
 """
@@ -21,7 +21,7 @@ OVERLAP = 0.6
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """What `--memory` of so many bytes buys.
+    """What a memory budget of so many bytes gives.
 
     Attributes:
         resident_share: of the experts' bytes.

@@ -15,7 +15,7 @@ import numpy as np
 from ..companion.file import KEEP
 from ..companion.profile import Profile
 from ..companion.source import ExpertSource
-from ..errors import OptionError
+from ..errors import OptionError, Remedy
 from ..gguf.layout import Layout
 from .footprint import expected_bytes
 from .precision import Precision
@@ -44,8 +44,8 @@ def parse_loss(text: str | float) -> float:
 
 
 def upper_loss(loss: Estimate, n_windows: int) -> float:
-    """The loss that is not exceeded, with 95 % confidence in `AT_ONCE` candidates at once: whoever tries many and keeps the best
-    must not be flattered by it. Infinite if one window cannot tell."""
+    """The loss that is not exceeded, with 95 % confidence in `AT_ONCE` candidates at once: a search that tries many and keeps the best
+    must not be flattered by chance. Infinite if one window cannot tell."""
     if loss.high is None:
         return math.inf
     centre, half = math.log1p(loss.value), math.log1p(loss.high) - math.log1p(loss.value)
@@ -166,20 +166,19 @@ class LossContract:
         """What a model's profile promises within a bound.
 
         Raises:
-            OptionError: there is no profile, or it has no contract, or one with another companion; says what to do.
+            OptionError: there is no profile, or it has no contract, or one with another companion.
         """
-        model = layout.files[0]
-        way = f"moeoff calibrate -m {model} --text FILE --max-loss {100 * max_loss:g}%"
+        facts = {"model": layout.files[0], "max_loss": max_loss}
         section = profile.section(SECTION) if profile else None
-        if section is None:
-            raise OptionError(f"--max-loss needs a measurement of this very model, and there is none: make a companion with moeoff convert, then {way}")
+        if profile is None or section is None:
+            raise OptionError("a bound of loss needs a measurement of this very model, and there is none", Remedy.MAKE_COMPANION_AND_MEASURE_LOSS, **facts)
         try:
             contract = cls.from_section(section)
         except IndexError:
-            raise OptionError(f"{profile.path}: was measured by an earlier moeoff: measure again: {way}") from None
+            raise OptionError(f"{profile.path}: was measured by an earlier moeoff", Remedy.MEASURE_LOSS, **facts) from None
         if source.companion is None or source.companion.identity != contract.companion:
-            found = f"with another companion than {source.companion.path}" if source.companion else f"with a companion, and {model} has none now"
-            raise OptionError(f"{profile.path}: was measured {found}: measure again: {way}")
+            found = f"with another companion than {source.companion.path}" if source.companion else f"with a companion, and {facts['model']} has none now"
+            raise OptionError(f"{profile.path}: was measured {found}", Remedy.MEASURE_LOSS, **facts)
         return contract.select(max_loss, resident)
 
 

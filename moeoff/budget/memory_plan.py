@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..errors import BudgetError
+from ..errors import BudgetError, Remedy
 from ..memory import MIB, format_size
 
 RESERVE = 24 * MIB  # for what cannot be measured before the first token: Python objects, sampler, allocator slack
@@ -70,24 +70,25 @@ class Plan:
         """Gives the experts what the rest leaves, at most what holds all of them.
 
         Raises:
-            BudgetError: less than their floor is left; says what the model needs and what would fit.
+            BudgetError: less than their floor is left; its facts are what the model needs and what would fit.
         """
         arena = budget - needs.total
         if arena < arena_floor:
-            raise BudgetError(_refusal(budget, needs, arena_floor))
+            raise _refusal(budget, needs, arena_floor)
         return cls(budget, needs, min(arena, arena_full), arena_floor)
 
 
-def _refusal(budget: int, needs: Needs, arena_floor: int) -> str:
+def _refusal(budget: int, needs: Needs, arena_floor: int) -> BudgetError:
     needed = needs.total + arena_floor
-    ways = f"give --memory {-(-needed // MIB)}M or more"
     # the state shrinks with the context, and the compute buffers do not grow
     n_ctx = (needs.n_ctx - (needed - budget) * needs.n_ctx // max(needs.state, 1)) // _CTX_STEP * _CTX_STEP
-    if n_ctx >= _CTX_STEP:
-        ways += f", or a context of {n_ctx} tokens (-c {n_ctx})"
-    return (
+    remedy = Remedy.MORE_MEMORY_OR_SMALLER_CONTEXT if n_ctx >= _CTX_STEP else Remedy.MORE_MEMORY
+    return BudgetError(
         f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
         f"{format_size(needs.weights)} for weights outside the experts, {format_size(needs.state)} for the KV cache at {needs.n_ctx} tokens, "
         f"{format_size(needs.compute)} for computing, {format_size(needs.python + RESERVE)} for Python and a reserve, "
-        f"and at least {format_size(arena_floor)} for experts; {ways}"
+        f"and at least {format_size(arena_floor)} for experts",
+        remedy,
+        needed=needed,
+        n_ctx=n_ctx,
     )

@@ -1,6 +1,6 @@
 """How much precision may be given up, and where: the numbers behind the expert buffer's rule.
 
-Knows nothing of what they cost in quality: that is measured for each model, and whoever sets them answers for it.
+Knows nothing of what they cost in quality: that is measured for each model, and is the caller's decision.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model said to each scored token, [n_windows, n_scored] each.
+    """A model's prediction for each scored token, [n_windows, n_scored] each.
 
     Attributes:
         nll: -ln of the probability of the token that came, float64.

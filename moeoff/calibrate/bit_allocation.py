@@ -70,7 +70,7 @@ class BitsPlan:
 
 
 class Trial:
-    """Tries tiers for experts: a companion that holds them all, calibration windows, and what the lossless model said to them."""
+    """Tries tiers for experts: a companion that holds them all, calibration windows, and the lossless model's predictions for them."""
 
     def __init__(self, model: str, companion: Companion, windows: Sequence[Window], reference: Reference, **options):
         self.companion, self.windows = companion, windows

@@ -1,35 +1,57 @@
 """`evaluate`: a model on windows of text, token by token as llama-perplexity scores them, alone or beside the lossless one.
 
 Knows a `Llama` and its logits; how it came by its experts is not known here. Memory: logits of one batch (planned for by
-`Llama(logits_all=True)`) and about 10 MB; what the lossless model said lies in a temporary file.
+`Llama(logits_all=True)`) and about 10 MB; the lossless model's predictions lie in a temporary file.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
 
+from ..binding import quiet_log
 from ..budget.statistics import Scores, divergence, log_probs
+from ..engine.cancellation import Cancellation
+from ..engine.expert_buffer import ExpertBuffer
 from ..engine.llama import Llama
-from ..errors import OptionError
+from ..engine.stats import Stats
+from ..errors import OptionError, Remedy
 from ..memory import format_size, trim
 
 __all__ = ["MODES", "Reference", "Window", "evaluate", "interruptible", "n_scored", "open_model", "read_windows"]
-
-_LOGGER = logging.getLogger("llama-cpp-python")
 
 N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
 MODES = ("prefill", "decode")
 _CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for each temporary
 _FLOOR = -1e4  # of stored log-probabilities, where a model forbids a token
+
+
+class EvaluatedModel(Protocol):
+    """What evaluation needs of a model; `moeoff.Llama` has it."""
+
+    n_batch: int
+    cancellation: Cancellation
+
+    @property
+    def expert_buffer(self) -> ExpertBuffer: ...
+    def n_ctx(self) -> int: ...
+    def n_vocab(self) -> int: ...
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]: ...
+    def token_bos(self) -> int: ...
+    def adds_bos(self) -> bool: ...
+    def clear_context(self) -> None: ...
+    def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None: ...
+    def batch_logits(self, n: int) -> np.ndarray: ...
+    def stats(self) -> Stats: ...
+    def cancel(self) -> None: ...
 
 
 def open_model(model: str, ctx: int, **options):
@@ -55,7 +77,7 @@ def n_scored(n_ctx: int) -> int:
     return n_ctx - n_ctx // 2 - 1
 
 
-def read_windows(llm, paths: Sequence[str | os.PathLike], n_ctx: int, chunks: int | None = None) -> list[Window]:
+def read_windows(llm: EvaluatedModel, paths: Sequence[str | os.PathLike], n_ctx: int, chunks: int | None = None) -> list[Window]:
     """The windows that llama-perplexity makes of each file: consecutive, without overlap, the remainder left out.
 
     Args:
@@ -66,7 +88,7 @@ def read_windows(llm, paths: Sequence[str | os.PathLike], n_ctx: int, chunks: in
     """
     if n_ctx < 4:
         raise OptionError(f"windows of {n_ctx} tokens are too short: at least 4 are needed")
-    add_bos, bos = llm._model.add_bos_token(), llm.token_bos()
+    add_bos, bos = llm.adds_bos(), llm.token_bos()
     windows = []
     for index, path in enumerate(paths):
         try:
@@ -79,7 +101,7 @@ def read_windows(llm, paths: Sequence[str | os.PathLike], n_ctx: int, chunks: in
         tokens = llm.tokenize(text.encode(), add_bos=True, special=False)
         n = len(tokens) // n_ctx
         if n == 0:
-            raise OptionError(f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}: give a longer text or a smaller --ctx")
+            raise OptionError(f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}", Remedy.SHORTER_WINDOWS)
         for start in range(0, min(n, chunks or n) * n_ctx, n_ctx):
             window = tokens[start : start + n_ctx]
             windows.append(Window((bos, *window[1:]) if add_bos else tuple(window), index))
@@ -87,7 +109,7 @@ def read_windows(llm, paths: Sequence[str | os.PathLike], n_ctx: int, chunks: in
 
 
 class Reference:
-    """What the lossless model said to each scored token. Use with `with`: the log-probabilities lie in a temporary file.
+    """The lossless model's predictions for each scored token. Use with `with`: the log-probabilities lie in a temporary file.
 
     They are kept as float16 below the likeliest token's and made to sum to one again when read: KL is exact to about 1e-6.
     The token's own probability and the likeliest token are kept as they were.
@@ -106,13 +128,13 @@ class Reference:
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise OptionError(
-                f"{folder}: {format_size(needed)} are needed for what the lossless model says, and {format_size(free)} are free: "
-                "evaluate fewer --chunks, or set TMPDIR"
+                f"{folder}: {format_size(needed)} are needed for the lossless model's predictions, and {format_size(free)} are free",
+                Remedy.FEWER_CHUNKS,
             )
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
 
     @classmethod
-    def record(cls, llm, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None) -> Reference:
+    def record(cls, llm: EvaluatedModel, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None) -> Reference:
         """Asks the lossless model; see `evaluate`."""
         reference = cls(len(windows), n_scored(len(windows[0].tokens)), llm.n_vocab())
         try:
@@ -150,7 +172,7 @@ class Reference:
 
 
 def evaluate(
-    llm,
+    llm: EvaluatedModel,
     windows: Sequence[Window],
     reference: Reference | None = None,
     *,
@@ -162,7 +184,7 @@ def evaluate(
 
     Args:
         llm: opened with `logits_all=True` and room for a window.
-        reference: what the lossless model said to the same windows, in the same mode.
+        reference: the lossless model's predictions for the same windows, in the same mode.
         mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds the scored half token by token, as an
             answer is computed.
         cold: drops all experts before every batch, so that each is a miss: what a rule about misses does at worst.
@@ -189,7 +211,7 @@ def evaluate(
     return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll, kl, same, bytes_read)
 
 
-def _run(llm, windows, mode: str, cold: bool, progress, sink: Callable[[int, int, np.ndarray, np.ndarray], None]) -> None:
+def _run(llm: EvaluatedModel, windows: Sequence[Window], mode: str, cold: bool, progress, sink: Callable[[int, int, np.ndarray, np.ndarray], None]) -> None:
     """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens."""
     n_ctx = len(windows[0].tokens)
     if mode not in MODES:
@@ -201,23 +223,22 @@ def _run(llm, windows, mode: str, cold: bool, progress, sink: Callable[[int, int
     done = 0
     with llm.cancellation.in_progress():  # cancel() works from the first batch to the last
         for index, window in enumerate(windows):
-            llm.reset()
-            llm._ctx.kv_cache_clear()
+            llm.clear_context()
             tokens = np.asarray(window.tokens, np.int32)
             for start, stop in _batches(n_ctx, llm.n_batch, mode):
                 if cold:
                     llm.expert_buffer.clear()
-                _decode(llm, tokens, start, stop, first)
+                llm.decode_batch(tokens[start:stop].tolist(), start, first)
                 scored = (max(start, first), min(stop, last))
                 if scored[0] < scored[1]:
-                    logits = np.ctypeslib.as_array(llm._ctx.get_logits(), (scored[1] - scored[0], n_vocab))
+                    logits = llm.batch_logits(scored[1] - scored[0])
                     for row in range(scored[0], scored[1], step):
                         end = min(row + step, scored[1])
                         sink(index, row - first, logits[row - scored[0] : end - scored[0]], tokens[row + 1 : end + 1])
                 done += stop - start
                 if progress:
                     progress(done)
-    llm.reset()
+    llm.clear_context()
 
 
 def _batches(n_ctx: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
@@ -226,31 +247,20 @@ def _batches(n_ctx: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
     return batches + [(i, i + 1) for i in range(whole, n_ctx - 1)]  # the last token's prediction is not scored
 
 
-def _decode(llm, tokens: np.ndarray, start: int, stop: int, first: int) -> None:
-    batch = llm._batch
-    batch.set_batch(tokens[start:stop].tolist(), start, logits_all=False)
-    for i in range(stop - start):
-        batch.batch.logits[i] = start + i >= first
-    llm._ctx.decode(batch)
-
-
 @contextlib.contextmanager
-def interruptible(llm):
+def interruptible(llm: EvaluatedModel) -> Iterator[Callable[..., Any]]:
     """Yields `call(function, *args)`, which computes in another thread, so that Ctrl-C is noticed at once and ends it."""
-    level = _LOGGER.level
-    try:
-        with ThreadPoolExecutor(1, "moeoff-eval") as pool:  # one for all calls: OpenMP keeps a team for each thread that computed
+    # one thread for all calls: OpenMP keeps a team for each thread that computed
+    with quiet_log() as silence, ThreadPoolExecutor(1, "moeoff-eval") as pool:
 
-            def call(function, *args, **kwargs):
-                future = pool.submit(function, *args, **kwargs)
-                try:
-                    return future.result()
-                except BaseException:
-                    if not future.done():
-                        _LOGGER.setLevel(logging.CRITICAL)  # llama.cpp logs three errors about a graph that was ended on purpose
-                        llm.cancel()
-                    raise
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            future = pool.submit(function, *args, **kwargs)
+            try:
+                return future.result()
+            except BaseException:
+                if not future.done():
+                    silence()
+                    llm.cancel()
+                raise
 
-            yield call
-    finally:
-        _LOGGER.setLevel(level)
+        yield call

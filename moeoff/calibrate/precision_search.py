@@ -25,7 +25,7 @@ from ..companion.file import KEEP, Companion
 from ..companion.hashing import hash64
 from ..companion.profile import Profile, profile_path
 from ..companion.source import ExpertSource
-from ..errors import OptionError
+from ..errors import OptionError, Remedy
 from ..gguf.layout import Layout
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 
@@ -82,7 +82,7 @@ def search_precision(
     companion = ExpertSource.make(layout, experts, KEEP).companion
     lower = [name for name in companion.tiers if name != KEEP] if companion else []
     if not lower:
-        raise OptionError(f"{model}: has no companion with lower precision: make one with moeoff convert, or name it with --experts")
+        raise OptionError(f"{model}: has no companion with lower precision", Remedy.MAKE_COMPANION)
     tiers = [companion.tier(tier) or tier] if tier else lower
     path = os.fspath(output) if output else profile_path(model)
     if os.path.exists(path):
@@ -95,8 +95,8 @@ def search_precision(
         with open_model(model, ctx, precision=Precision(tier=name), **options) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
-                said = f"the texts make {len(windows)} windows of {ctx} tokens"
-                raise OptionError(f"{said}, and at least {MIN_WINDOWS} are needed for an interval: give more text or --tokens")
+                found = f"the texts make {len(windows)} windows of {ctx} tokens"
+                raise OptionError(f"{found}, and at least {MIN_WINDOWS} are needed for an interval", Remedy.MORE_TEXT)
             yield PrecisionEvaluator(llm, windows, name, relative_bytes(layout, companion, name), progress), call
 
     search, reference = _Search(max_loss), None

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..companion.profile import Profile, profile_path
 from ..engine.llama import Llama
-from ..errors import ModelError, OptionError
+from ..errors import ModelError, OptionError, Remedy
 from ..gguf.layout import Layout
 from ..predict import PREDICTORS
 from ..predict.recording import Recording
@@ -78,7 +78,7 @@ def calibrate(
     """
     started = time.monotonic()
     if not text:
-        raise OptionError("give at least one --text FILE to calibrate on")
+        raise OptionError("there is no text to calibrate on", Remedy.GIVE_TEXT)
     layout = Layout.read(model)
     layout.require_experts()
     path = os.fspath(output) if output is not None else profile_path(model)

@@ -90,12 +90,11 @@ def record(
     model.set_gate_callback(deliver)
     try:
         for tokens in texts:
-            model._ctx.kv_cache_clear()
+            model.clear_context()
             for i in range(0, len(tokens), model.n_batch):
                 batch = tokens[i : i + model.n_batch]
                 # all logits are asked for: else the last layers leave out the tokens that no answer needs
-                model._batch.set_batch(batch=batch, n_past=i, logits_all=True)
-                model._ctx.decode(model._batch)
+                model.decode_batch(batch, i)
                 buffer.drain()
                 buffer.check()
                 at += len(batch)
@@ -103,8 +102,7 @@ def record(
                     progress(at, n)
     finally:
         model.set_gate_callback(None)
-        model.reset()
-        model._ctx.kv_cache_clear()
+        model.clear_context()
     starts = np.zeros(n, bool)
     starts[np.cumsum([0, *map(len, texts[:-1])])] = True
     return Recording(header, router, np.concatenate(texts).astype(np.int32), starts, ids, weights, kept["inputs"], kept["probs"])

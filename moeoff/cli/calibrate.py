@@ -25,11 +25,13 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 @click.option(
     "--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text like what the model will see; may be repeated."
 )
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="Default: MODEL.profile.npz, where it is found on its own.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it."
+)
 @click.option("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
 @click.option("--memory", metavar="SIZE", help="Bound of the process while the model runs. Default: 80% of what is available.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of what is trained.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
 @click.option("--max-loss", metavar="PERCENT", help="Instead: measure what low precision costs, for run --max-loss, as 1%. Needs a companion.")
 @click.option("--tier", metavar="NAME", help="With --max-loss: the companion's low precision. Default: all of them are tried.")
 @click.option("--thresholds", is_flag=True, help="With --max-loss: search thresholds on misses even if a tier for all experts keeps the bound. Slow.")

@@ -78,7 +78,7 @@ class Chat:
     def loop(self, share: str = ""):
         """Reads and answers until the person leaves; returns the `Stats` of the whole chat, or None if nothing was asked.
 
-        `share` says where the budget comes from, if nobody stated it.
+        `share` is a note on where the budget comes from, if it is the default.
         """
         name, budget = os.path.basename(self._llm.model_path), self._llm.plan.budget
         memory = f", {format_size(budget)} of memory{share}" if budget else ""

@@ -6,7 +6,6 @@ for minutes and Python notices Ctrl-C only in a thread that is not.
 
 from __future__ import annotations
 
-import logging
 import queue
 import signal
 import threading
@@ -16,11 +15,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 
+from ..binding import quiet_log
 from ..engine.stats import Stats
 from ..errors import ContextError, ModelError, MoeoffError, OptionError
 from ..memory import format_size, rss
-
-_LOGGER = logging.getLogger("llama-cpp-python")
 
 
 @dataclass(frozen=True)
@@ -59,7 +57,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Completion:
-    """What was said and what it took.
+    """An answer's text, and what it took.
 
     Attributes:
         finish_reason: "stop": the model or a stop text ended it; "length": -n or the context did; "cancelled": the user did.
@@ -126,11 +124,8 @@ class Template:
         self._refusals = (jinja2.TemplateError, ValueError, TypeError)
         self._llm = llm
 
-        def text_of(token: int) -> str:
-            return llm._model.token_get_text(token) if token != -1 else ""
-
         try:
-            self._format = Jinja2ChatFormatter(template, eos_token=text_of(llm.token_eos()), bos_token=text_of(llm.token_bos()))
+            self._format = Jinja2ChatFormatter(template, eos_token=llm.token_text(llm.token_eos()), bos_token=llm.token_text(llm.token_bos()))
         except jinja2.TemplateError as error:
             raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}; --raw does without") from None
 
@@ -160,6 +155,7 @@ class Completer:
         self.llm = llm
         self.sampling = sampling
         self._cancelled = threading.Event()
+        self._silence: Callable[[], None] = lambda: None  # while an answer is computed: no log of the graph that is ended
         # one thread for all answers: OpenMP keeps a team of threads for each thread that ever computed
         self._executor = ThreadPoolExecutor(1, "moeoff-answer")
         self._keywords = self._completion_keywords()
@@ -173,7 +169,7 @@ class Completer:
     def cancel(self) -> None:
         """Ends the answer that is being computed; from any thread, and from a signal handler."""
         self._cancelled.set()
-        _LOGGER.setLevel(logging.CRITICAL)  # llama.cpp logs three errors about a graph that was ended on purpose
+        self._silence()
         self.llm.cancel()
 
     def complete(self, tokens: list[int], write: Callable[[str], None]) -> Completion:
@@ -190,23 +186,21 @@ class Completer:
         if len(tokens) >= n_ctx:
             raise ContextError(len(tokens), n_ctx)
         self._cancelled.clear()
-        log_level = _LOGGER.level
         before, timing = llm.stats(), replace(llm.timing)
         cpu, started = time.process_time(), time.perf_counter()
         pieces: queue.SimpleQueue = queue.SimpleQueue()
         text = []
-        with self._ctrl_c_cancels():
+        with quiet_log() as self._silence, self._ctrl_c_cancels():
             future = self._executor.submit(self._compute, tokens, pieces)
             try:
                 while (piece := pieces.get()) is not None:
                     text.append(piece)
                     write(piece)
-            except BaseException:  # whoever reads us has left
+            except BaseException:  # the reader of our output has gone
                 self.cancel()
                 raise
             finally:
                 future.exception()  # waits
-                _LOGGER.setLevel(log_level)
             reason = future.result()
         ended = time.perf_counter()
         spent = llm.timing.since(timing)
@@ -279,7 +273,4 @@ class Completer:
 
 def _end_tokens(llm) -> list[int]:
     """Every token that ends an answer; models have several."""
-    from llama_cpp import llama_cpp as binding
-
-    vocab = llm._model.vocab
-    return [token for token in range(llm.n_vocab()) if binding.llama_vocab_is_eog(vocab, token)]
+    return [token for token in range(llm.n_vocab()) if llm.is_end_token(token)]

@@ -13,14 +13,16 @@ from .options import CONTEXT, one_sentence
 
 @click.command(context_settings=CONTEXT)
 @click.argument("model", type=click.Path())
-@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="Default: MODEL.experts.gguf, where it is found on its own.")
+@click.option(
+    "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.experts.gguf, where run and serve find it."
+)
 @click.option("--tiers", metavar="NAMES", help="Precisions, as keep,Q2_K. keep: the model's own bytes; twin: a lower one for each type. Default: twin.")
 @click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix for what is quantized.")
 @click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json", help="One more tier, 'bits', in which each expert has the type of this plan.")
-@click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Default: every core this process may use.")
-@click.option("--dry-run", is_flag=True, help="Tell sizes and time, and write nothing.")
+@click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Threads. Default: every core this process may use.")
+@click.option("--dry-run", is_flag=True, help="Print sizes and time, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace an existing companion.")
-@click.option("--resume", is_flag=True, help="Take up an interrupted conversion; if interrupted again, leave what there is.")
+@click.option("--resume", is_flag=True, help="Continue an interrupted conversion; if interrupted again, keep what is written.")
 @one_sentence
 def convert(**options) -> None:
     """Repack a model's experts into a companion file, in one or more precisions. The model stays as it is."""

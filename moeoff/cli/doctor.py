@@ -1,4 +1,4 @@
-"""`moeoff doctor`: is anything on this machine, or about this installation, in the way?
+"""`moeoff doctor`: does anything on this machine, or in this installation, get in the way?
 
 Every check is a function that returns findings; none of them changes anything, and one that fails is a finding itself.
 """
@@ -47,17 +47,15 @@ def check_fork() -> Iterator[Finding]:
     version = metadata.version("llama-cpp-python")
     yield Finding("moeoff", OK, __version__)
     yield Finding("fork", OK, f"llama-cpp-python {version}")  # another one would have ended at `import moeoff`
-    from .. import native  # raises ForkError if the two do not speak the same language
+    from .. import native  # raises ForkError if the two interfaces differ
 
     yield Finding("interface", OK, f"version {native.abi_version()}, structs agree")
 
 
 def check_cpu() -> Iterator[Finding]:
-    from llama_cpp import llama_cpp as binding
+    from ..binding import api, supports_gpu
 
-    from .. import native  # noqa: F401  before llama.cpp is asked anything
-
-    text = binding.llama_print_system_info().decode()
+    text = api.llama_print_system_info().decode()
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
     try:
         with open("/proc/cpuinfo") as file:
@@ -79,7 +77,7 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cores", WARNING, f"{n_cores}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
     else:
         yield Finding("cores", OK, str(n_cores))
-    gpu = binding.llama_supports_gpu_offload()
+    gpu = supports_gpu()
     yield Finding("gpu", OK, "this build can offload layers to one (-ngl)" if gpu else "none in this build; experts are computed on the CPU anyway")
 
 

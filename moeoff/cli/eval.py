@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..console import progress_bar, remark
-from ..errors import OptionError
 from ..memory import peak_rss
 from ..paths import demo_model
-from .options import CONTEXT, one_sentence
+from .options import CONTEXT, companion, one_sentence
 
 if TYPE_CHECKING:
     from ..budget.statistics import Quality
@@ -47,12 +46,19 @@ def eval_(model, text, ctx: int, mode: str, tier, max_loss, as_json: bool, exper
     """
     from ..calibrate.evaluation import evaluate_model
 
-    if experts and no_experts:
-        raise OptionError("give --experts or --no-experts, not both")
     model = model or demo_model()
     with progress_bar("tokens") as progress:
         done = evaluate_model(
-            model, text, ctx=ctx, mode=mode, tier=tier, max_loss=max_loss, experts=experts or not no_experts, n_threads=threads, progress=progress, **options
+            model,
+            text,
+            ctx=ctx,
+            mode=mode,
+            tier=tier,
+            max_loss=max_loss,
+            experts=companion(experts, no_experts),
+            n_threads=threads,
+            progress=progress,
+            **options,
         )
     stats = done.stats
     if as_json:
@@ -76,12 +82,12 @@ def eval_(model, text, ctx: int, mode: str, tier, max_loss, as_json: bool, exper
     what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
     rows = [(os.path.basename(path), quality) for path, quality in zip(text, done.texts)]
     _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*rows, *([("all", done.quality)] if len(rows) > 1 else [])])
-    said = [
+    remarks = [
         f"{done.n_tokens} tokens in {done.seconds:.1f} s, {done.n_tokens / done.seconds:.1f} tok/s",
         f"{done.bytes_read / 1e6 / done.n_tokens:.2f} MB/token read",
         stats.precision_summary,
     ]
-    remark(" | ".join(part for part in said if part))
+    remark(" | ".join(part for part in remarks if part))
 
 
 def _fields(quality: Quality) -> dict:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_sentence
 def inspect(file: str, ctx_size: int | None, probe: bool, as_json: bool) -> None:
-    """Tell what a GGUF holds, what it takes, and what more memory buys, from its headers alone."""
+    """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
     from ..budget.inspection import examine
 
     report = examine(file, ctx_size=ctx_size, probe_disk=probe)
@@ -86,7 +86,7 @@ def _print(r: Report) -> None:
         text = (
             f"Disk: {r.disk.bytes_per_second / 1e6:.0f} MB/s, {how} of {format_size(r.disk.block_bytes)}. tokens/s = disk rate / (bytes a token uses x "
             "share missed): from 60 % of the rate and experts drawn evenly, to the full rate and tokens that come back to their "
-            "experts, misses (1 - resident) squared. What computing takes comes on top."
+            "experts, misses (1 - resident) squared. Compute time is not included."
         )
         console.print()
         console.print(text, style="dim", markup=False)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Callable
 
 import click
 
-from ..errors import MoeoffError
+from ..errors import MoeoffError, OptionError
+from .errors import sentence
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -20,13 +22,13 @@ def one_sentence(command):
     def wrapped(*args, debug: bool = False, **kwargs):
         try:
             return command(*args, **kwargs)
-        except BrokenPipeError:  # whoever read us has left; Python must not try once more at exit
+        except BrokenPipeError:  # the reader of our output has gone; Python must not try once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(0)
         except (MoeoffError, OSError, MemoryError) as error:
             if debug:
                 raise
-            raise click.ClickException(str(error) or type(error).__name__) from None
+            raise click.ClickException(sentence(error)) from None
         except KeyboardInterrupt:
             if debug:
                 raise
@@ -39,11 +41,11 @@ _OPENING = (
     click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available."),
     click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory."),
     click.option(
-        "--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there."
+        "--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion written by moeoff convert. Default: MODEL.experts.gguf, if it is there."
     ),
-    click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone."),
+    click.option("--no-experts", is_flag=True, help="Do not use the companion beside the model."),
     click.option("--tier", metavar="NAME", help="Precision of the companion to run with, as Q2_K. Default: the model's own."),
-    click.option("--verify-reads", is_flag=True, help="Compare experts with their hashes in the companion whenever they are read."),
+    click.option("--verify-reads", is_flag=True, help="Compare every expert that is read with its hash in the companion."),
     click.option(
         "--strategy",
         default="auto",
@@ -51,11 +53,21 @@ _OPENING = (
         metavar="NAME",
         help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.",
     ),
-    click.option("--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Of moeoff calibrate. Default: MODEL.profile.npz, if it is there."),
-    click.option("--no-profile", is_flag=True, help="Leave the profile beside the model alone."),
-    click.option("--max-loss", metavar="PERCENT", help="Give up precision where calibrate --max-loss found it to cost at most this, as 1%. Default: lossless."),
-    click.option("--deterministic", is_flag=True, help="Where precision may be given up, decide by the gates alone and not by what is in memory."),
-    click.option("--warm/--no-warm", default=True, show_default=True, help="Load in the background what was in memory when the model was last closed."),
+    click.option(
+        "--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Profile written by moeoff calibrate. Default: MODEL.profile.npz, if it is there."
+    ),
+    click.option("--no-profile", is_flag=True, help="Do not use the profile beside the model."),
+    click.option(
+        "--max-loss", metavar="PERCENT", help="Use the lower precision that calibrate --max-loss measured to cost at most this, as 1%. Default: lossless."
+    ),
+    click.option(
+        "--deterministic",
+        is_flag=True,
+        help="With lower precision: decide by the gate weights alone and not by what is in memory, so that a run can be repeated.",
+    ),
+    click.option(
+        "--warm/--no-warm", default=True, show_default=True, help="Load in the background the experts that were in memory when the model was last closed."
+    ),
     click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use."),
     click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less."),
     click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers."),
@@ -63,8 +75,22 @@ _OPENING = (
 )
 
 
-def opening_options(command):
-    """The options that say how a model is opened, the same wherever one is."""
+def opening_options(command: Callable) -> Callable:
+    """The options that say how a model is opened, the same wherever one is; `opening_arguments` takes them."""
     for option in reversed(_OPENING):
         command = option(command)
     return command
+
+
+def opening_arguments(*, experts, no_experts, profile, no_profile, ctx_size, threads, **options) -> dict:
+    """The values of `opening_options`, and of any others, as `moeoff.engine.open.open_model` calls them."""
+    if profile and no_profile:
+        raise OptionError("give --profile or --no-profile, not both")
+    return {"experts": companion(experts, no_experts), "profile": profile or not no_profile, "n_ctx": ctx_size, "n_threads": threads, **options}
+
+
+def companion(experts: str | None, no_experts: bool) -> str | bool:
+    """What --experts and --no-experts say together."""
+    if experts and no_experts:
+        raise OptionError("give --experts or --no-experts, not both")
+    return experts or not no_experts

@@ -1,4 +1,4 @@
-"""`moeoff run`: a prompt answered, or a chat if nobody gave one."""
+"""`moeoff run`: answers a prompt, or chats where none is given."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..console import remark
 from ..errors import OptionError
 from ..memory import DEFAULT_SHARE
 from ..paths import demo_model
-from .options import CONTEXT, one_sentence, opening_options
+from .options import CONTEXT, one_sentence, opening_arguments, opening_options
 
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
@@ -22,8 +22,8 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 @click.command(context_settings=CONTEXT)
 @click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
 @click.option("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
-@click.option("-p", "--prompt", help="What to answer. Without a prompt, in a terminal: chat.")
-@click.option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. What is piped in follows -p or -f.")
+@click.option("-p", "--prompt", help="Prompt. Without one, in a terminal: chat.")
+@click.option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
 @click.option("--system", metavar="TEXT", help="System prompt.")
 @click.option("-n", "--n-predict", type=click.IntRange(min=-1), default=-1, show_default=True, help="Tokens to generate at most; -1: as many as fit.")
 @click.option("-s", "--stop", multiple=True, metavar="TEXT", help="Text that ends the answer. May be given several times.")
@@ -40,12 +40,12 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 @click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
 @click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
 @click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
-@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts every gate chose, for simulate; goes on in FILE.")
+@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts the router selected, for simulate; appends to FILE.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @one_sentence
 def run(**options) -> None:
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
-    _run(**options)
+    _run(**opening_arguments(**options))
 
 
 def _run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .options import CONTEXT, one_sentence, opening_options
+from .options import CONTEXT, one_sentence, opening_arguments, opening_options
 
 
 @click.command(context_settings=CONTEXT)
@@ -13,7 +13,7 @@ from .options import CONTEXT, one_sentence, opening_options
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to listen on; 0 takes a free one.")
 @click.option("--api-key", envvar="MOEOFF_API_KEY", show_envvar=True, metavar="KEY", help="Refuse requests without this bearer token.")
 @click.option("-a", "--alias", metavar="NAME", help="What /v1/models calls the model. Default: its file name.")
-@click.option("--cors", multiple=True, metavar="ORIGIN", help="Let web pages from here ask, as https://example.org or *; may be repeated.")
+@click.option("--cors", multiple=True, metavar="ORIGIN", help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")
 @opening_options
 @click.option("--logprobs", is_flag=True, help="Let requests ask for logprobs: takes context x vocabulary x 4 bytes.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
@@ -21,8 +21,8 @@ from .options import CONTEXT, one_sentence, opening_options
 def serve(**options) -> None:
     """Serve a model over HTTP as OpenAI's API does, one answer at a time.
 
-    Completions, chat, streaming; /metrics for Prometheus, /health. Every answer says in `moeoff` what it took.
+    Completions, chat, streaming; /metrics for Prometheus, /health. Every answer carries its statistics in `moeoff`.
     """
     from ..server.app import serve as command
 
-    command(**options)
+    command(**opening_arguments(**options))

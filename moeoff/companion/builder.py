@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from ..errors import Cancelled, ModelError, OptionError, WriteError
+from ..errors import Cancelled, ModelError, OptionError, Remedy, WriteError
 from ..gguf.file import Tensor, header_bytes, pack, pack_array
 from ..gguf.imatrix import Imatrix
 from ..gguf.layout import Layout, TensorSpan
@@ -64,7 +64,7 @@ class CompanionBuilder:
     def __init__(self, layout: Layout, tiers: list[Tier], imatrix: Imatrix | None = None):
         layout.require_experts()
         if not tiers:
-            raise OptionError("no tier to make: give --tiers or --bits")
+            raise OptionError("no tier to make", Remedy.GIVE_TIERS)
         self.layout, self.tiers, self.imatrix = layout, tiers, imatrix
         self.tensors: list[Tensor] = []
         self.offsets: list[int] = []  # in the file
@@ -108,7 +108,7 @@ class CompanionBuilder:
         if type in _NOT_WRITTEN:
             raise OptionError(f"experts cannot be stored as {type_name(type)}: ggml does not quantize to it")
         if needs_imatrix(type) and (self.imatrix is None or span.name not in self.imatrix.values):
-            raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}: give --imatrix, or another type")
+            raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}", Remedy.GIVE_IMATRIX)
 
     # --- the header ---
 
@@ -164,9 +164,9 @@ class CompanionBuilder:
             WriteError: `out` cannot be written.
         """
         if not force and os.path.lexists(out):
-            raise OptionError(f"{out} exists: give --force to replace it, or another name with -o")
+            raise OptionError(f"{out} exists", Remedy.OVERWRITE)
         if os.path.exists(out) and any(os.path.samefile(out, path) for path in self.layout.files):
-            raise OptionError(f"{out} is the model itself: give another name with -o")
+            raise OptionError(f"{out} is the model itself", Remedy.OTHER_OUTPUT)
         if not os.path.isdir(os.path.dirname(os.path.abspath(out))):
             raise OptionError(f"{out}: there is no such folder")
         try:
@@ -181,7 +181,9 @@ class CompanionBuilder:
             left = self.total_bytes - os.fstat(file.fd).st_blocks * 512
             free = shutil.disk_usage(os.path.dirname(os.path.abspath(out))).free
             if left > free:
-                raise OptionError(f"{out}: needs {format_size(left)}, and there are {format_size(free)} free: make room, or write elsewhere with -o")
+                raise OptionError(
+                    f"{out}: needs {format_size(left)}, and there are {format_size(free)} free; make room, or write elsewhere", Remedy.OTHER_OUTPUT
+                )
             os.ftruncate(file.fd, self.total_bytes)
             if resume:
                 file.begin_journal(self.fingerprint, done)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..errors import ModelError
+from ..errors import ModelError, Remedy
 from ..gguf.file import ModelFile, unpack
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import row_bytes
@@ -161,10 +161,7 @@ class Companion:
     def check_belongs(self, layout: Layout) -> None:
         """Raises `ModelError` unless the companion was made of this model, as it is now."""
         if source_sample(layout) != self._sample:
-            raise ModelError(
-                f"{self.path}: made of another {self.source_name}, or {layout.files[0]} has changed since: "
-                "convert the model again, or go without the companion (--no-experts)"
-            )
+            raise ModelError(f"{self.path}: made of another {self.source_name}, or {layout.files[0]} has changed since", Remedy.CONVERT_AGAIN)
 
     def tier(self, name: str) -> str | None:
         """A tier by its name in any case; None: there is no such."""

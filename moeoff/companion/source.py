@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ..errors import OptionError
+from ..errors import OptionError, Remedy
 from ..gguf.layout import Layout
 from .file import KEEP, Companion, companion_path
 
@@ -33,7 +33,7 @@ class ExpertSource:
             OptionError: there is no companion, or it has no such tier, or the high versions are read from it.
         """
         if self.companion is None:
-            raise OptionError(f"low precision ({tier}) needs a companion of the model: make one with moeoff convert, or name it with --experts")
+            raise OptionError(f"low precision ({tier}) needs a companion of the model", Remedy.MAKE_COMPANION)
         name = self.companion.tier(tier)
         if name is None or name in (self.tier, KEEP):
             others = ", ".join(t for t in self.companion.tiers if t not in (self.tier, KEEP)) or "none"
@@ -57,12 +57,12 @@ class ExpertSource:
         if not path or (automatic and not os.path.exists(path)):
             if tier not in (None, KEEP) or verify:
                 what = "verify_reads" if verify else f"tier {tier}"
-                raise OptionError(f"{what} needs a companion of {layout.files[0]}: make one with moeoff convert, or name it with --experts")
+                raise OptionError(f"{what} needs a companion of {layout.files[0]}", Remedy.MAKE_COMPANION)
             return cls()
         companion = path if isinstance(path, Companion) else Companion(path)
         companion.check_belongs(layout)
         if tier is None and not automatic and KEEP not in companion.tiers:
-            raise OptionError(f"{companion.path}: holds lower precision only: choose it with --tier {companion.tiers[0]}")
+            raise OptionError(f"{companion.path}: holds lower precision only", Remedy.CHOOSE_TIER, tier=companion.tiers[0])
         name = KEEP if tier is None or tier.lower() == KEEP else companion.tier(tier)
         if name is None:
             raise OptionError(f"{companion.path}: no tier {tier}; there are {', '.join(dict.fromkeys([*companion.tiers, KEEP]))}")

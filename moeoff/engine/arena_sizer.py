@@ -51,7 +51,7 @@ class ArenaSizer:
         return self._pools.split(self.plan.arena)
 
     def move(self, budget: int) -> None:
-        """Another budget, between answers: the arenas grow or give way at once.
+        """Another budget, between answers: the arenas are resized at once.
 
         Raises:
             BudgetError: below what the model needs; the old budget stays.
@@ -62,7 +62,7 @@ class ArenaSizer:
         self._buffer.set_arena_bytes(*self.arenas)
 
     def look(self) -> None:
-        """After each decode: if the rest of the process has grown into the reserve, the arenas give way."""
+        """After each decode: if the rest of the process has grown into the reserve, the arenas shrink."""
         if not self.plan.budget:
             return
         stats = self._buffer.stats()

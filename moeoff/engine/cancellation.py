@@ -28,7 +28,7 @@ class Cancellation:
                 native.set_cancelled(self._buffer.handle, True)
 
     def withdraw(self) -> None:
-        """Forgets a request that nobody noticed: of an answer that was left in the middle."""
+        """Withdraws a request that had no effect: its answer was abandoned before the next decode."""
         with self._lock:
             self._withdraw()
 

@@ -10,7 +10,7 @@ from .. import predict
 from ..budget.precision import LOSSLESS, Precision
 from ..cache import create, get_policy
 from ..companion.profile import Profile
-from ..errors import OptionError
+from ..errors import OptionError, Remedy
 from ..gguf.layout import Layout
 from ..predict.router import Router
 from ..simulate.trace import Model, TraceWriter
@@ -97,5 +97,5 @@ def _predictor(name: str, router: Router, profile: Profile | None, layout: Layou
     kind = predict.get_predictor(name)
     arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
     if kind.needs_profile and arrays is None:
-        raise OptionError(f"predictor {name} needs a calibration of this model: moeoff calibrate -m {layout.files[0]} --text FILE")
+        raise OptionError(f"predictor {name} needs a calibration of this model", Remedy.CALIBRATE, model=layout.files[0])
     return predict.create(name, router, arrays, **options)

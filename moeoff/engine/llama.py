@@ -2,252 +2,206 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import functools
-import inspect
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
+from typing import Any
 
-from .. import native  # first: it prepares the process for llama.cpp  # isort: skip
-
-import llama_cpp
-from llama_cpp import llama_cpp as _binding
-
+from .. import native
+from ..binding import PatchedLlama, set_log
 from ..budget.footprint import require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.loss_contract import LossContract, parse_loss
+from ..budget.loss_contract import LossContract, SelectedPrecision
 from ..budget.memory_plan import Needs, Plan
-from ..budget.precision import LOSSLESS, Precision
-from ..companion.file import KEEP, Companion
+from ..budget.precision import Precision
+from ..companion.file import KEEP
 from ..companion.profile import Profile
 from ..companion.source import ExpertSource
-from ..errors import Cancelled, ModelError, MoeoffError, OptionError
+from ..errors import Cancelled, ModelError, MoeoffError
 from ..gguf.layout import Layout
 from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
 from .arena_sizer import ArenaSizer
 from .cancellation import Cancellation
+from .config import Config
 from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input
 from .expert_buffer import ExpertBuffer, GateEvent
-from .log import set_log
 from .stats import Stats, Timing
-from .strategy import Strategy, get_strategy
 from .warm_start import recall, remember
 
-_KEYWORDS = {name for name, p in inspect.signature(llama_cpp.Llama.__init__).parameters.items() if p.kind is not inspect.Parameter.VAR_KEYWORD} - {"self"}
 
-
-def _progress_callback(progress):
-    """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; false would end the load."""
-
-    def report(fraction: float, _user) -> bool:
-        with contextlib.suppress(Exception):  # must not cross the C frame below, and a progress bar is not worth a model
-            progress(fraction)
-        return True
-
-    return _binding.llama_progress_callback(report) if progress else _binding.llama_progress_callback()
-
-
-class Llama(llama_cpp.Llama):
+class Llama(PatchedLlama):
     """A Mixture-of-Experts model that needs less memory than its file.
 
     Args:
-        model_path: a GGUF with routed experts; of a split model the first part.
-        memory: bound of this process's resident memory, "6G", "80%" or bytes. The default is 80 % of what is available.
-        expert_memory: bound of the experts' arena alone, instead of `memory`.
-        strategy: what stays in memory and what is prefetched, by name: `moeoff.engine.strategy.strategy_names()`, docs/strategies.md.
-        profile: of `moeoff calibrate`; "auto" takes the one beside the model if there is one, False none.
-        n_lanes: I/O threads.
-        direct_io: False reads through the page cache.
-        experts: companion file of `moeoff convert`; "auto" takes the one beside the model if there is one, False none.
-        tier: of the companion, as "Q2_K". The default, "keep", is the model's own precision.
-        verify_reads: compares everything read of the experts with its hash in the companion; `ReadError` if it differs.
-        gate_input: gate events carry the router's input (see `set_gate_callback`).
-        trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
-        warm: remembers on closing which experts were resident, in which version, and loads them in the background on the next start.
-        precision: which experts may be served in lower precision, or not at all; the default is lossless.
-        max_loss: instead of `precision`: the bound of lost perplexity, as "1%"; takes what `moeoff calibrate --max-loss` measured
-            on this very model.
-        deterministic: lossy decisions look at the gates alone and not at what is resident, so that the text does not depend on
-            timing, memory or what was asked before. An expert that is resident may then be served in low precision.
-        replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
-            results are the same bit for bit whatever is resident.
+        model_path: of the GGUF, or a `Config` instead of it and of all options.
         progress: called with the loaded fraction, 0 to 1, while the weights outside the experts are read.
         on_stats: called with the `Stats` of each answer when it ends.
-        **llama_cpp_kwargs: those of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
-            `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
+        **options: those of `moeoff.engine.config.Config`: memory, expert_memory, strategy, experts, tier, max_loss, ...; and of
+            `llama_cpp.Llama`: n_ctx, n_threads, ...
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
-        BudgetError: the budget is below what the model needs; the message says what would do.
+        BudgetError: the budget is below what the model needs; its facts say what would do.
         OptionError: an unknown keyword or strategy, or a value that makes no sense.
     """
 
     def __init__(
         self,
-        model_path: str,
+        model_path: str | os.PathLike[str] | Config,
         *,
-        memory: str | int | None = None,
-        expert_memory: str | int | None = None,
-        strategy: str | Strategy = "auto",
-        profile: str | os.PathLike | bool = "auto",
-        n_lanes: int = 4,
-        direct_io: bool = True,
-        experts: Companion | str | os.PathLike | bool = "auto",
-        tier: str | None = None,
-        verify_reads: bool = False,
-        gate_input: bool = False,
-        trace: str | os.PathLike | None = None,
-        warm: bool = False,
-        precision: Precision = LOSSLESS,
-        max_loss: str | float | None = None,
-        deterministic: bool = False,
-        replay: str | os.PathLike | None = None,
         progress: Callable[[float], None] | None = None,
         on_stats: Callable[[Stats], None] | None = None,
-        **llama_cpp_kwargs,
+        **options: Any,
     ):
+        config = model_path if isinstance(model_path, Config) else Config.make(model_path, **options)
         self._buffer: ExpertBuffer | None = None
-        model_path = os.fspath(model_path)
-        unknown = sorted(set(llama_cpp_kwargs) - _KEYWORDS)
-        if unknown:
-            raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
-        if llama_cpp_kwargs.pop("use_mmap", False) or llama_cpp_kwargs.get("use_mlock", False):
-            raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
-        if llama_cpp_kwargs.get("n_gpu_layers") and not _binding.llama_supports_gpu_offload():
-            raise OptionError("n_gpu_layers: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
-        if memory is not None and expert_memory is not None:
-            raise OptionError("give memory or expert_memory, not both")
-        if max_loss is not None:
-            max_loss = parse_loss(max_loss)
-            if precision is not LOSSLESS or tier not in (None, KEEP):
-                raise OptionError("max_loss finds the precision by itself, measured against the model's own: give no other")
-        self.strategy = get_strategy(strategy)
         self._driver: Driver | None = None
-        gate_input = gate_input or wants_gate_input(self.strategy, trace)
-        budget = parse_size(memory) if memory is not None else None
-        arena = parse_size(expert_memory) if expert_memory is not None else None
-        if budget is None and arena is None:
-            budget = int(available() * DEFAULT_SHARE)
-
-        layout = Layout.read(model_path)
-        layout.require_experts()
-        n_ctx = llama_cpp_kwargs.get("n_ctx", 512) or layout.n_ctx_train or 512
-        require_room(layout, n_ctx, budget or available())
-        if profile is True or profile == "auto":
-            self.profile = Profile.find(layout)
-        else:
-            self.profile = Profile.read(profile, layout) if profile else None
-        if self.profile is not None:
-            self.profile = self.profile.only(sections(self.strategy) | {CONTRACT_SECTION})
-        source = ExpertSource.make(layout, experts, KEEP if tier is None and (precision.tier or max_loss) else tier, verify_reads)
-        self.selected_precision = None
-        if max_loss:
-            self.selected_precision = LossContract.find(layout, self.profile, source, max_loss, usual_share(layout, n_ctx, budget, arena))
-            precision, source = self.selected_precision.precision, replace(source, tier=self.selected_precision.tier)
-        if not self.strategy.eager and not (precision.lossless and replay is None):
-            raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
-        self.precision = precision
-        low = source.low(precision.tier) if precision.tier else None
-
-        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        llama_cpp_kwargs["n_threads"] = llama_cpp_kwargs.get("n_threads") or n_cores
-        llama_cpp_kwargs["n_threads_batch"] = llama_cpp_kwargs.get("n_threads_batch") or llama_cpp_kwargs["n_threads"]
-        llama_cpp_kwargs.setdefault("verbose", False)
-
-        set_log(llama_cpp_kwargs["verbose"])
-
-        self._buffer = ExpertBuffer(
-            n_lanes=n_lanes,
-            keep=self.strategy.keep,
-            eager=self.strategy.eager,
-            serial=self.strategy.serial,
-            direct_io=direct_io,
-            gate_input=gate_input,
-        )
-        self.timing = Timing()
-        self._layout = layout
-        self._warm = warm
-        self._on_stats = on_stats
-        self._progress = _progress_callback(progress)
         self._listener: Callable[[GateEvent], None] | None = None
+        self._config, self.strategy = config, config.strategy
+        self._progress, self._on_stats = progress, on_stats
+        self.timing = Timing()
+
+        self._budget = self._choose_budget()
+        self._layout = self._read_layout()
+        self.profile = self._find_profile()
+        self._source, self._low_source = self._select_experts()
+        set_log(config.keywords["verbose"])
+        self._buffer = self._make_buffer()
         self.cancellation = Cancellation(self._buffer)
         try:
-            with self._buffer.loading() as self._overrides:
-                try:
-                    super().__init__(model_path, use_mmap=False, **llama_cpp_kwargs)
-                except ValueError as error:  # llama_cpp's word for every failed load; llama.cpp's log has the reason
-                    raise ModelError(f"{model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
-            self._stack.callback(self._buffer.close)
-            self._buffer.attach(layout, source, low)
-            self._tier = source.tier
-            self._sizer = ArenaSizer(self._buffer, budget, arena, self._needs(), precision.low_share)
-            self._buffer.start(*self._sizer.arenas)
-            if not precision.lossless:
-                self._buffer.set_rule(precision.t1, precision.t2, precision.prefill_low_share, blind=deterministic)
-            self._attach = functools.partial(
-                attach_driver, self._buffer, self.strategy, layout, trace, n_lanes=n_lanes, profile=self.profile, precision=precision, replay=replay
-            )
-            self._driver = self._attach()
-            _binding.llama_set_abort_callback(self._ctx.ctx, native.should_abort, self._buffer.handle)
-            self._guard_decode()
-            if warm and self.strategy.keep:
-                recall(self._buffer, layout, self._sizer.arenas)
+            self._load_model()
+            self._buffer.attach(self._layout, self._source, self._low_source)
+            self._start_buffer()
+            self._driver = self._make_driver()
+            self.set_abort_callback(native.should_abort, self._buffer.handle)
+            self.wrap_decode(self._decode)
+            self._warm_up()
         except BaseException:
             self.close()
             raise
 
-    # llama_cpp.Llama.__init__ assigns its parameters once, then loads: the place to put ours in
-    @property
-    def model_params(self):
-        return self._model_params
+    # --- the steps of opening ---
 
-    @model_params.setter
-    def model_params(self, params) -> None:
-        params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
-        params.progress_callback = self._progress
-        params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
-        self._model_params = params
+    def _choose_budget(self) -> int | None:
+        """Bytes of the whole process; None: the experts' arena alone is bounded."""
+        if self._config.memory is None and self._config.expert_memory is None:
+            return int(available() * DEFAULT_SHARE)
+        return self._config.memory
+
+    def _read_layout(self) -> Layout:
+        """The file's headers, and whether the model can fit, before anything is loaded."""
+        layout = Layout.read(self._config.model_path)
+        layout.require_experts()
+        require_room(layout, self._n_ctx_of(layout), self._budget or available())
+        return layout
+
+    def _n_ctx_of(self, layout: Layout) -> int:
+        return self._config.n_ctx or layout.n_ctx_train or 512
+
+    def _find_profile(self) -> Profile | None:
+        wanted = self._config.profile
+        if wanted in (True, "auto"):
+            profile = Profile.find(self._layout)
+        else:
+            profile = Profile.read(wanted, self._layout) if wanted else None
+        return profile and profile.only(sections(self.strategy) | {CONTRACT_SECTION})
+
+    def _select_experts(self) -> tuple[ExpertSource, ExpertSource | None]:
+        """Where experts are read from, and their low versions if there are any. Sets `precision` and `selected_precision`."""
+        config = self._config
+        self.precision: Precision = config.precision
+        self.selected_precision: SelectedPrecision | None = None
+        tier = KEEP if config.tier is None and (self.precision.tier or config.max_loss) else config.tier
+        source = ExpertSource.make(self._layout, config.experts, tier, config.verify_reads)
+        if config.max_loss:
+            share = usual_share(self._layout, self._n_ctx_of(self._layout), self._budget, config.expert_memory)
+            self.selected_precision = LossContract.find(self._layout, self.profile, source, config.max_loss, share)
+            self.precision = self.selected_precision.precision
+            source = replace(source, tier=self.selected_precision.tier)
+            config.check_precision(self.precision)
+        return source, source.low(self.precision.tier) if self.precision.tier else None
+
+    def _make_buffer(self) -> ExpertBuffer:
+        config = self._config
+        return ExpertBuffer(
+            n_lanes=config.n_lanes,
+            keep=self.strategy.keep,
+            eager=self.strategy.eager,
+            serial=self.strategy.serial,
+            direct_io=config.direct_io,
+            gate_input=config.gate_input or wants_gate_input(self.strategy, config.trace),
+        )
+
+    def _load_model(self) -> None:
+        """llama.cpp loads everything but the experts, for which it reserves address space in the buffer."""
+        with self.expert_buffer.loading() as self._overrides:
+            try:
+                self.load(self._config.model_path, **self._config.keywords)
+            except ValueError as error:
+                raise ModelError(f"{self._config.model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
+        self.on_close(self.expert_buffer.close)
+
+    def _start_buffer(self) -> None:
+        """Sizes the arenas from what the loaded model has left of the budget."""
+        buffer, precision = self.expert_buffer, self.precision
+        self._sizer = ArenaSizer(buffer, self._budget, self._config.expert_memory, self._needs(), precision.low_share)
+        buffer.start(*self._sizer.arenas)
+        if not precision.lossless:
+            buffer.set_rule(precision.t1, precision.t2, precision.prefill_low_share, blind=self._config.deterministic)
 
     def _needs(self) -> Needs:
         weights, state, compute, work = self.context_memory()
-        outputs = 4 * self._n_vocab * (self.n_batch + self.scores.shape[0] if self._logits_all else 1)
         python = max(rss() - weights - state, 0)  # both are resident: the weights have been read, the state cleared
-        return Needs(python, weights, state, compute + work + outputs, self.n_ctx())
+        return Needs(python, weights, state, compute + work + self.output_bytes, self.n_ctx())
 
-    def _guard_decode(self) -> None:
-        """After every decode, what went wrong in a callback or a lane comes first."""
-        buffer, ctx, timing = self._buffer, self._ctx, self.timing
-        decode = type(ctx).decode
+    def _make_driver(self) -> Driver | None:
+        config = self._config
+        return attach_driver(
+            self.expert_buffer,
+            self.strategy,
+            self._layout,
+            config.trace,
+            n_lanes=config.n_lanes,
+            profile=self.profile,
+            precision=self.precision,
+            replay=config.replay,
+        )
 
-        def guarded(batch) -> None:
-            self._layout.check_unchanged()
-            if self._driver is not None:
-                self._driver.begin(batch.batch)
-            started = time.perf_counter()
-            with self.cancellation.in_progress():
-                try:
-                    decode(ctx, batch)
-                except RuntimeError:
-                    buffer.check()
-                    if self.cancellation.requested:
-                        raise Cancelled("the answer was cancelled") from None
-                    raise
-            buffer.check()
-            timing.add(batch.batch.n_tokens, time.perf_counter() - started)
-            self._sizer.look()
+    def _warm_up(self) -> None:
+        if self._config.warm and self.strategy.keep:
+            recall(self.expert_buffer, self._layout, self._sizer.arenas)
 
-        ctx.decode = guarded
+    # --- computing ---
+
+    def _decode(self, decode: Callable[[], None], batch: Any) -> None:
+        """Around every decode: what went wrong in a callback or an I/O worker comes before what llama.cpp says of it."""
+        buffer = self.expert_buffer
+        self._layout.check_unchanged()
+        if self._driver is not None:
+            self._driver.begin(batch)
+        started = time.perf_counter()
+        with self.cancellation.in_progress():
+            try:
+                decode()
+            except RuntimeError:
+                buffer.check()
+                if self.cancellation.requested:
+                    raise Cancelled("the answer was cancelled") from None
+                raise
+        buffer.check()
+        self.timing.add(batch.n_tokens, time.perf_counter() - started)
+        self._sizer.look()
 
     def cancel(self) -> None:
         """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
         self.cancellation.request()
 
-    def generate(self, *args, **kwargs):
+    def generate(self, *args: Any, **kwargs: Any) -> Iterator[int]:
+        """As llama_cpp's; `on_stats` is told when it ends."""
         before, timing = self.stats(), replace(self.timing)
         self.cancellation.withdraw()
         with self.cancellation.in_progress():
@@ -257,16 +211,18 @@ class Llama(llama_cpp.Llama):
                 if self._on_stats:
                     self._on_stats(self.stats().since(before, self.timing.since(timing)))
 
+    # --- memory ---
+
     def set_memory(self, memory: str | int) -> None:
-        """Moves the budget of a running model, between answers: the arena grows or gives way at once.
+        """Moves the budget of a running model, between answers: the arena is resized at once.
 
         Raises:
             BudgetError: below what the model needs; the old budget stays.
             OptionError: not a size.
         """
         self._sizer.move(parse_size(memory))
-        if self._driver is None:  # nobody was needed as long as everything fitted
-            self._driver = self._attach()
+        if self._driver is None:  # as long as all experts fit, no driver is attached
+            self._driver = self._make_driver()
             self.set_gate_callback(self._listener)
 
     @property
@@ -277,8 +233,11 @@ class Llama(llama_cpp.Llama):
     def context_memory(self) -> tuple[int, int, int, int]:
         """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
         out = (ctypes.c_uint64 * 4)()
-        native.context_memory(self._ctx.ctx, out)
-        return tuple(out)
+        native.context_memory(self.context_handle, out)
+        weights, state, compute, work = out
+        return weights, state, compute, work
+
+    # --- watching ---
 
     @property
     def expert_buffer(self) -> ExpertBuffer:
@@ -286,7 +245,7 @@ class Llama(llama_cpp.Llama):
             raise MoeoffError("the model is closed")
         return self._buffer
 
-    def set_gate_callback(self, callback) -> None:
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
         self._listener = callback
         if self._driver is not None and self._driver.needed:
@@ -297,7 +256,9 @@ class Llama(llama_cpp.Llama):
 
     def stats(self) -> Stats:
         """What happened since the model was opened, or since `reset_stats()`."""
-        stats = Stats.collect(self.expert_buffer, strategy=self.strategy.name, model=self.model_path, tier=self._tier, budget=self.plan.budget, peak=peak_rss())
+        stats = Stats.collect(
+            self.expert_buffer, strategy=self.strategy.name, model=self.model_path, tier=self._source.tier, budget=self.plan.budget, peak=peak_rss()
+        )
         prefetcher = self._driver.prefetcher if self._driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
@@ -309,19 +270,24 @@ class Llama(llama_cpp.Llama):
         self.expert_buffer.reset_stats()
         self.timing.reset()
 
+    # --- closing ---
+
     def __enter__(self) -> Llama:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
     def close(self) -> None:
-        if getattr(self, "_driver", None) is not None and self._buffer.running and not sys.is_finalizing():
-            stats = asdict(self.stats())
-            self._driver.close({name: stats[name] for name in ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")})
-        if self._buffer is not None and self._buffer.running and self._warm and not sys.is_finalizing():
-            remember(self._buffer, self._layout)
-        if getattr(self, "_stack", None) is not None:
+        """Closes trace and driver, remembers what is resident for a warm start, and frees the model. May be called twice."""
+        buffer = getattr(self, "_buffer", None)  # llama_cpp calls this from __del__, of objects that were never made, too
+        if buffer is not None and buffer.running and not sys.is_finalizing():
+            if self._driver is not None:
+                stats = asdict(self.stats())
+                self._driver.close({name: stats[name] for name in ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")})
+            if self._config.warm:
+                remember(buffer, self._layout)
+        if self.loaded:
             super().close()
-        if self._buffer is not None:
-            self._buffer.close()
+        if buffer is not None:
+            buffer.close()

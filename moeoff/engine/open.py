@@ -1,34 +1,30 @@
-"""Opening a model by the names of the command line."""
+"""Opening a model for a person: with a context of a usual size, and a bar while it loads."""
 
 from __future__ import annotations
 
 import os
+from typing import Any, TypeVar
 
 from ..budget.footprint import DEFAULT_CTX
 from ..console import loading_bar
-from ..errors import OptionError
 from ..gguf.layout import Layout
+from .config import Config
+from .llama import Llama
+
+L = TypeVar("L", bound=Llama)
 
 
-def open_model(kind, model: str, *, experts: str | None = None, no_experts: bool = False, profile: str | None = None, no_profile: bool = False,
-               ctx_size: int | None = None, threads: int | None = None, **options):  # fmt: skip
-    """A `moeoff.Llama` or a class of its kind, by the names of the command line, with a bar on the terminal.
+def open_model(kind: type[L], model: str, *, n_ctx: int | None = None, **options: Any) -> L:
+    """A `moeoff.Llama` or a class of its kind, with a bar on the terminal while it loads.
+
+    Args:
+        n_ctx: tokens; by default as many as the model was trained with, at most `DEFAULT_CTX`.
+        **options: what else `Config.make` takes.
 
     Raises:
         MoeoffError: the model, the budget or an option is no good.
     """
-    if experts and no_experts:
-        raise OptionError("give --experts or --no-experts, not both")
-    if profile and no_profile:
-        raise OptionError("give --profile or --no-profile, not both")
     layout = Layout.read(model)
+    config = Config.make(model, n_ctx=n_ctx or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX), **options)
     with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
-        return kind(
-            model,
-            experts=experts or not no_experts,
-            profile=profile or not no_profile,
-            n_ctx=ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX),
-            n_threads=threads,
-            progress=progress,
-            **options,
-        )
+        return kind(config, progress=progress)

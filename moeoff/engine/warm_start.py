@@ -1,7 +1,7 @@
 """Warm start: which slices were resident when a model was closed, so that the next start loads them in the background.
 
 One small file for each model in the user's cache folder, named after the model's path, size and time of change: another or
-changed model never finds it. It speaks of high and low versions, not of tiers: a start with other tiers loads those.
+changed model never finds it. It holds high and low versions, not tiers: a start with other tiers loads those.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int
     except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # never closed before, or a damaged file
         return 0
     # the few low ones first: once a high version is there, the native side leaves its low one out, and what is resident
-    # would depend on the lanes' speed
+    # would depend on the I/O workers' speed
     return _preload(buffer, low, arenas[1], True) + _preload(buffer, high, arenas[0], False)
 
 

@@ -13,8 +13,8 @@ import struct
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
 
+from ..binding import lib
 from ..errors import ModelError
-from ..native import lib
 
 EXPERT_PATTERN = r"ffn_(gate|up|down|gate_up)_(ch)?exps\.weight$"
 _SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")

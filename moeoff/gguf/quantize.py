@@ -68,7 +68,7 @@ class _Library:
     def __init__(self) -> None:
         # Here, because importing llama_cpp loads every library. libllama's handle also resolves the symbols of the ggml
         # it is linked with; llama_cpp._ggml would ignore LLAMA_CPP_LIB_PATH and could load a second ggml.
-        from llama_cpp.llama_cpp import _lib as lib
+        from ..binding import lib
 
         # const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
         self.get_type_traits = lib.ggml_get_type_traits

@@ -13,8 +13,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from ..engine.llama import Llama  # before llama_cpp: it prepares the process
-from ..errors import Cancelled, MoeoffError, OptionError
+from ..binding import serve_model
+from ..engine.llama import Llama
+from ..errors import Cancelled, MoeoffError, OptionError, Remedy
 
 try:
     import uvicorn
@@ -22,9 +23,6 @@ try:
     from fastapi import Request as HTTPRequest
     from fastapi.middleware.cors import CORSMiddleware
     from fastapi.responses import JSONResponse, PlainTextResponse
-    from llama_cpp import llama_cpp as binding
-    from llama_cpp.server import app as llama_app
-    from llama_cpp.server.settings import ServerSettings
     from sse_starlette.sse import AppStatus
 except ModuleNotFoundError as error:
     raise OptionError(f"moeoff serve needs {error.name}, which is not installed: pip install 'moeoff[server]'") from None
@@ -40,7 +38,7 @@ GRACE_SECONDS = 10  # for what is in flight when a signal comes
 
 
 class ServedLlama(Llama):
-    """Counts an answer's tokens on its request, and ends the answer when nobody waits for it any more.
+    """Counts an answer's tokens on its request, and ends the answer when its client has gone.
 
     alias: what answers call the model where the request did not name one.
     """
@@ -53,7 +51,7 @@ class ServedLlama(Llama):
         request.answer = super().generate(tokens, *args, **kwargs)
         try:
             for token in request.answer:
-                if not binding.llama_vocab_is_eog(self._model.vocab, token):
+                if not self.is_end_token(token):
                     request.completion_tokens += 1
                 yield token
                 if request.left:
@@ -65,8 +63,8 @@ class ServedLlama(Llama):
             raise HTTPException(500, str(error)) from error
 
     def create_completion(self, prompt, *args, **kwargs):
-        if kwargs.get("logprobs") is not None and not self._logits_all:
-            raise HTTPException(400, "this server keeps no logits: start it with --logprobs to ask for logprobs")
+        if kwargs.get("logprobs") is not None and not self.keeps_logits:
+            raise HTTPException(400, "this server keeps no logits and cannot give logprobs: its operator starts it with --logprobs for that")
         kwargs["model"] = kwargs.get("model") or self.alias  # llama_cpp would say where the file is
         return super().create_completion(prompt, *args, **kwargs)
 
@@ -87,14 +85,12 @@ class OneModel:
 def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[str] = ()) -> tuple[Callable, RequestQueue]:
     """The application, and the request queue in front of it. One at a time in a process: llama_cpp's routes keep their model in a global."""
     proxy = OneModel(llm)
-    # made without reading the environment, which pydantic's settings would do; the key is the request queue's business
-    llama_app.set_server_settings(ServerSettings.model_construct(api_key=None, interrupt_requests=False))
-    llama_app._llama_proxy = proxy  # what set_llama_proxy() does after opening a llama_cpp.Llama
+    routes = serve_model(proxy)  # without a key: that is the request queue's business
 
     app = FastAPI(title="moeoff", version=__version__, docs_url=None, redoc_url=None)
-    app.include_router(llama_app.router)
+    app.include_router(routes.router)
     # llama_cpp's lock would make the list of models wait for answers; the request queue lets one request at a time to the model
-    app.dependency_overrides[llama_app.get_llama_proxy] = lambda: proxy
+    app.dependency_overrides[routes.get_llama_proxy] = lambda: proxy
     request_queue = RequestQueue(app, llm, api_key)
 
     @app.get("/health")
@@ -133,7 +129,7 @@ def _bind(host: str, port: int) -> socket.socket:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
     except OSError as error:
-        raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}; choose another --host or --port") from None
+        raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", Remedy.OTHER_ADDRESS) from None
     return sock
 
 

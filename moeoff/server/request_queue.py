@@ -90,14 +90,14 @@ class RequestQueue:
         self.requests = self.waiting = self.prompt_tokens = self.completion_tokens = 0
 
     def close(self) -> None:
-        """Ends the answer at the model and refuses whoever waits. Called by a signal handler, which must take no locks."""
+        """Ends the answer at the model and refuses the requests that wait. Called by a signal handler, which must take no locks."""
         self._closing = True
         if self._running is not None:
             self._running.left = True
             self._loop.call_soon_threadsafe(self._drop, self._running)
 
     def _drop(self, request: Request) -> None:
-        """Nobody waits for this answer any more: not even its prompt is computed to the end."""
+        """The client has gone: not even the prompt of its answer is computed to the end."""
         request.left = True
         if self._running is request:
             self.llm.cancel()
@@ -190,7 +190,7 @@ def _prepare(body: bytes) -> tuple[bytes, bool]:
         options = fields.get("stream_options")
     except (ValueError, AttributeError):
         return body, False  # the route will say what is wrong with it
-    fields.setdefault("repeat_penalty", 1.0)  # llama_cpp.server's 1.1 spoils sums and code; nobody else has one
+    fields.setdefault("repeat_penalty", 1.0)  # llama_cpp.server's 1.1 spoils sums and code; other servers use none
     return json.dumps(fields).encode(), isinstance(options, dict) and bool(options.get("include_usage"))
 
 

@@ -20,7 +20,7 @@ def plot(path: str | os.PathLike, trace: Trace, results: list[Result]) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise OptionError("--plot needs matplotlib: pip install 'moeoff[plot]'") from None
+        raise OptionError("plots need matplotlib: pip install 'moeoff[plot]'") from None
     figure = Figure(figsize=(16, 4.6), layout="constrained")
     sizes, layers, heat = figure.subplots(1, 3)
     full = trace.model.full_bytes

@@ -1,0 +1,120 @@
+"""How a model is opened: one validated, frozen object, built by `Llama`, the command line, the server and calibration alike."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from ..binding import KEYWORDS, supports_gpu
+from ..budget.loss_contract import parse_loss
+from ..budget.precision import LOSSLESS, Precision
+from ..companion.file import KEEP, Companion
+from ..errors import OptionError
+from ..memory import parse_size
+from .strategy import Strategy, get_strategy
+
+__all__ = ["Config"]
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The options of `moeoff.Llama`; `make` takes them as people write them.
+
+    Attributes:
+        model_path: a GGUF with routed experts; of a split model the first part.
+        memory: bound of this process's resident memory, in bytes; `make` takes "6G" and "80%", too. None: 80 % of what is available.
+        expert_memory: bound of the experts' arena alone, instead of `memory`.
+        strategy: what stays in memory and what is prefetched; `make` takes its name (`moeoff.engine.strategy.strategy_names()`,
+            docs/strategies.md), too.
+        profile: of `moeoff calibrate`; "auto" takes the one beside the model if there is one, False none.
+        n_lanes: I/O workers.
+        direct_io: False reads through the page cache.
+        experts: companion file of `moeoff convert`; "auto" takes the one beside the model if there is one, False none.
+        tier: of the companion, as "Q2_K". The default, "keep", is the model's own precision.
+        verify_reads: compares everything read of the experts with its hash in the companion; `ReadError` if it differs.
+        gate_input: gate events carry the router's input (see `Llama.set_gate_callback`).
+        trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
+        warm: remembers on closing which experts were resident, in which version, and loads them in the background on the next start.
+        precision: which experts may be served in lower precision, or not at all; the default is lossless.
+        max_loss: instead of `precision`: the bound of lost perplexity, 0.01 or for `make` "1%"; takes what `moeoff calibrate --max-loss` measured
+            on this very model.
+        deterministic: lossy decisions look at the gates alone and not at what is resident, so that the text does not depend on
+            timing, memory or what was asked before. An expert that is resident may then be served in low precision.
+        replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
+            results are the same bit for bit whatever is resident.
+        llama_cpp: options of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
+            `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
+
+    Raises:
+        OptionError: an unknown option or strategy, or a value that makes no sense.
+    """
+
+    model_path: str
+    memory: int | None = None
+    expert_memory: int | None = None
+    strategy: Strategy = field(default_factory=lambda: get_strategy("auto"))
+    profile: Path | bool = "auto"
+    n_lanes: int = 4
+    direct_io: bool = True
+    experts: Companion | Path | bool = "auto"
+    tier: str | None = None
+    verify_reads: bool = False
+    gate_input: bool = False
+    trace: Path | None = None
+    warm: bool = False
+    precision: Precision = LOSSLESS
+    max_loss: float | None = None
+    deterministic: bool = False
+    replay: Path | None = None
+    llama_cpp: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, model_path: Path, *, memory: str | int | None = None, expert_memory: str | int | None = None,
+             strategy: str | Strategy = "auto", max_loss: str | float | None = None, **options: Any) -> Config:  # fmt: skip
+        """Of the keyword arguments of `moeoff.Llama`: sizes, strategies and losses may be text; what is not ours is llama_cpp's."""
+        ours = {f.name for f in fields(cls)} - {"llama_cpp"}
+        return cls(
+            model_path=os.fspath(model_path),
+            memory=None if memory is None else parse_size(memory),
+            expert_memory=None if expert_memory is None else parse_size(expert_memory),
+            strategy=get_strategy(strategy),
+            max_loss=None if max_loss is None else parse_loss(max_loss),
+            llama_cpp={name: value for name, value in options.items() if name not in ours},
+            **{name: value for name, value in options.items() if name in ours},
+        )
+
+    def __post_init__(self) -> None:
+        unknown = sorted(set(self.llama_cpp) - KEYWORDS)
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
+        if self.llama_cpp.get("use_mmap") or self.llama_cpp.get("use_mlock"):
+            raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
+        if self.llama_cpp.get("n_gpu_layers") and not supports_gpu():
+            raise OptionError("n_gpu_layers: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+        if self.memory is not None and self.expert_memory is not None:
+            raise OptionError("give memory or expert_memory, not both")
+        if self.max_loss is not None and (self.precision is not LOSSLESS or self.tier not in (None, KEEP)):
+            raise OptionError("max_loss finds the precision by itself, measured against the model's own: give no other")
+        self.check_precision(self.precision)
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raises OptionError if the strategy cannot serve experts in this precision, or cannot repeat a run's decisions."""
+        if not self.strategy.eager and not (precision.lossless and self.replay is None):
+            raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The arguments of llama_cpp.Llama."""
+        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        n_threads = self.llama_cpp.get("n_threads") or n_cores
+        options = {"verbose": False, **self.llama_cpp, "use_mmap": False, "n_threads": n_threads}
+        return options | {"n_threads_batch": self.llama_cpp.get("n_threads_batch") or n_threads}
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens, as llama_cpp takes it: 0 for what the model was trained with."""
+        return self.llama_cpp.get("n_ctx", 512)
