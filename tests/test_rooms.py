@@ -14,7 +14,7 @@ FLOORS = [
     {"companion", "predict"},
     {"simulate"},
     {"cache"},
-    {"gguf"},
+    {"gguf", "threads"},
     {"native", "memory", "console", "paths"},
     {"errors"},
 ]

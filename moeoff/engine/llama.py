@@ -28,6 +28,7 @@ from ..companion.source import ExpertSource
 from ..errors import Cancelled, ModelError, MoeoffError, OptionError
 from ..gguf.layout import Layout
 from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
+from ..threads import CoreBinding
 from .arena_sizer import ArenaSizer
 from .cancellation import Cancellation
 from .driver import Driver
@@ -194,6 +195,7 @@ class Llama(llama_cpp.Llama):
             )
             self._driver = self._attach()
             _binding.llama_set_abort_callback(self._ctx.ctx, native.should_abort, self._buffer.handle)
+            self._core_binding = CoreBinding(self._ctx.ctx)
             self._guard_decode()
             if warm and self.strategy.keep:
                 recall(self._buffer, layout, self._sizer.arenas)
@@ -229,7 +231,7 @@ class Llama(llama_cpp.Llama):
             if self._driver is not None:
                 self._driver.begin(batch.batch)
             started = time.perf_counter()
-            with self.cancellation.in_progress():
+            with self.cancellation.in_progress(), self._core_binding:
                 try:
                     decode(ctx, batch)
                 except RuntimeError:
@@ -323,5 +325,7 @@ class Llama(llama_cpp.Llama):
             remember(self._buffer, self._layout)
         if getattr(self, "_stack", None) is not None:
             super().close()
+        if getattr(self, "_core_binding", None) is not None:
+            self._core_binding.close()
         if self._buffer is not None:
             self._buffer.close()
