@@ -21,8 +21,9 @@ FLOORS = [
     {"simulate"},
     {"cache"},
     {"gguf"},
-    {"native"},
-    {"binding", "memory", "console", "paths", "registry", "gate_event"},
+    {"native", "threads"},
+    {"binding", "memory", "console", "paths"},
+    {"registry", "gate_event"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -24,6 +25,7 @@ from ..errors import Cancelled, ModelError, MoeoffError
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
+from ..threads import CoreBinding
 from .arena_sizer import ArenaSizer
 from .cancellation import Cancellation
 from .config import Config
@@ -50,6 +52,11 @@ class Llama(PatchedLlama):
         OptionError: an unknown keyword or strategy, or a value that makes no sense.
     """
 
+    # llama_cpp closes objects that were never opened, too
+    _buffer: ExpertBuffer | None = None
+    _driver: Driver | None = None
+    _core_binding: CoreBinding | None = None
+
     def __init__(
         self,
         model_path: str | os.PathLike[str] | Config,
@@ -59,8 +66,6 @@ class Llama(PatchedLlama):
         **options: Any,
     ):
         config = model_path if isinstance(model_path, Config) else Config.make(model_path, **options)
-        self._buffer: ExpertBuffer | None = None
-        self._driver: Driver | None = None
         self._listener: Callable[[GateEvent], None] | None = None
         self._config, self.strategy = config, config.strategy
         self._progress, self._on_stats = progress, on_stats
@@ -79,6 +84,7 @@ class Llama(PatchedLlama):
             self._start_buffer()
             self._driver = self._make_driver()
             self.set_abort_callback(native.should_abort, self._buffer.handle)
+            self._core_binding = CoreBinding(self.context_handle)
             self.wrap_decode(self._decode)
             self._warm_up()
         except BaseException:
@@ -185,7 +191,7 @@ class Llama(PatchedLlama):
         if self._driver is not None:
             self._driver.begin(batch)
         started = time.perf_counter()
-        with self.cancellation.in_progress():
+        with self.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:
                 decode()
             except RuntimeError:
@@ -281,7 +287,7 @@ class Llama(PatchedLlama):
 
     def close(self) -> None:
         """Closes trace and driver, remembers what is resident for a warm start, and frees the model. May be called twice."""
-        buffer = getattr(self, "_buffer", None)  # llama_cpp calls this from __del__, of objects that were never made, too
+        buffer = self._buffer
         if buffer is not None and buffer.running and not sys.is_finalizing():
             if self._driver is not None:
                 stats = asdict(self.stats())
@@ -290,5 +296,7 @@ class Llama(PatchedLlama):
                 remember(buffer, self._layout)
         if self.loaded:
             super().close()
+        if self._core_binding is not None:
+            self._core_binding.close()
         if buffer is not None:
             buffer.close()
