@@ -64,6 +64,15 @@ def test_links_of_the_readme_and_docs():
             assert (page.parent / target).exists() or target.startswith("http"), f"{page.name}: {target}"
 
 
+def test_paths_in_the_pages_exist():
+    wrong = []
+    for page in PAGES:
+        for path in re.findall(r"(?<![\w./-])((?:moeoff|scripts|tests|docs|llamacpp_patches)/[\w./-]*\w/?)(?![\w*<])", page.read_text()):
+            if not (ROOT / path).exists():
+                wrong.append(f"{page.name}: {path}")
+    assert not wrong
+
+
 @pytest.mark.parametrize("name, given", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])
 def test_examples_run(name, given):
     script = ROOT / "docs" / "examples" / f"{name}.py"
