@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -111,7 +111,7 @@ class Llama(PatchedLlama):
 
     def _find_profile(self) -> Profile | None:
         wanted = self._config.profile
-        if wanted in (True, "auto"):
+        if wanted is True or wanted == "auto":
             profile = Profile.find(self._layout)
         else:
             profile = Profile.read(wanted, self._layout) if wanted else None
@@ -207,7 +207,7 @@ class Llama(PatchedLlama):
         """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
         self.cancellation.request()
 
-    def generate(self, *args: Any, **kwargs: Any) -> Iterator[int]:
+    def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As llama_cpp's; `on_stats` is told when it ends."""
         before, timing = self.stats(), replace(self.timing)
         self.cancellation.withdraw()
