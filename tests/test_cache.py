@@ -39,6 +39,30 @@ class TestContract:
             tables.append(policy.priorities.copy())
         assert (tables[0] == tables[1]).all()
 
+    def test_a_new_text_forgets_everything_or_nothing(self, name):
+        """A policy is about one text, and then starts afresh, or about all."""
+        before, after = random_events(60), random_events(45, seed=1)
+
+        def table(*parts, reset):
+            policy = create(name, SHAPE)
+            policy.prepare([event for part in parts for event in part])
+            for i, part in enumerate(parts):
+                if i and reset:
+                    policy.reset_sequence()
+                for event in part:
+                    policy.update(event)
+            return policy.priorities
+
+        found, afresh, continued = table(before, after, reset=True), table(after, reset=False), table(before, after, reset=False)
+        forgets = get_policy(name).reset_sequence is not Policy.reset_sequence and create(name, SHAPE).options["sequence"]
+        assert np.array_equal(found, afresh if forgets else continued)
+        assert not forgets or not np.array_equal(afresh, continued)
+
+    def test_refuses_a_table_of_another_shape(self, name):
+        assert create(name, SHAPE).priorities.shape == (3, 8) and create(name, SHAPE).priorities.dtype == np.float32
+        with pytest.raises(OptionError, match=r"a table of \(8, 3\) does not fit"):
+            create(name, SHAPE, np.zeros((8, 3), np.float32))
+
     def test_batches_and_missing_probabilities(self, name):
         policy = create(name, SHAPE)
         events = [GateEvent(e.gate, e.ids, e.weights) for e in random_events(12, n_tokens=5)]

@@ -15,16 +15,18 @@ import pytest
 
 import moeoff
 from helpers.files import CALIBRATION_TEXTS
+from helpers.recordings import random_recording
 from helpers.terminal import start_with_bars
 from moeoff.cache import POLICIES, Policy, Shape, create, get_policy, names
 from moeoff.calibrate import profile_fit as module
-from moeoff.calibrate.profile_fit import calibrate, cap_hidden
+from moeoff.calibrate.profile_fit import calibrate, cap_hidden, fit, fits
 from moeoff.companion.profile import Profile, profile_path
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS
+from moeoff.predict import PREDICTORS, FitOptions, Predictor
 from moeoff.predict import create as create_predictor
 from moeoff.predict.router import Router
+from moeoff.predict.tokens import TokenTable
 
 
 def test_profile(calibrated):
@@ -57,6 +59,42 @@ def test_predictors_take_their_sections(calibrated):
     found, router = Profile.find(layout), Router.read(layout, list(range(12)))
     for name, predictor in PREDICTORS.items():
         create_predictor(name, router, predictor.profile_section and found.section(predictor.profile_section))
+
+
+class TestFitsOfUsers:
+    """A registered predictor's fit is called like moeoff's own, or refused."""
+
+    @pytest.fixture(autouse=True)
+    def forget(self):
+        yield
+        PREDICTORS.pop("mine", None)
+
+    class Mine(Predictor):
+        name, profile_section = "mine", "mine"
+
+        @classmethod
+        def fit(cls, recording, options=None, progress=None):
+            progress(1, 1)
+            return {"seed": np.array([options.seed]), "used": recording.used().sum(axis=0)}
+
+    def test_is_fitted(self):
+        moeoff.register(self.Mine)
+        recording, stages = random_recording(), []
+        sections = fit(recording, FitOptions(7, 16), lambda stage, done, total: stages.append((stage, done, total)))
+        assert set(sections) == set(fits()) and set(sections) >= {"popularity", "gate", "learned", "mine", "score", "hobbit"}
+        assert sections["mine"]["seed"] == [7] and ("fitting mine", 1, 1) in stages
+        mine = create_predictor("mine", recording.router, sections["mine"])
+        assert np.array_equal(mine.arrays["used"], recording.popularity())
+
+    @pytest.mark.parametrize("section, message", [(None, "no profile_section"), ("tokens", "'tokens'"), ("score", "'score'"), ("popularity", "'popularity'")])
+    def test_needs_a_section_of_its_own(self, section, message, demo):
+        moeoff.register(type("Other", (self.Mine,), {"profile_section": section}))
+        with pytest.raises(OptionError, match=f"predictor mine .*{message}"):
+            calibrate(demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun"))
+
+    def test_may_share_the_fit_of_its_base(self):
+        moeoff.register(type("Other", (TokenTable,), {"name": "mine"}))
+        assert fits()["tokens"].__self__ is TokenTable
 
 
 def test_policies_take_their_sections(calibrated):

@@ -21,7 +21,7 @@ def trace_of(events, model=MODEL):
 
 
 def walk(n_tokens, seed=0):
-    """A hidden state that goes round: whoever reads the router's probabilities knows what comes, recency does not."""
+    """A hidden state that goes round: the router's probabilities tell what comes, recency does not."""
     rng = np.random.default_rng(seed)
     favourites = np.random.default_rng(7).normal(size=(24, 4, 16)).astype(np.float32) * 2
     events, state = [], 0

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.files import SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
-from moeoff.cache import Policy, create
+from moeoff.cache import Policy, create, names
 from moeoff.engine.driver import Driver
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
@@ -34,7 +34,7 @@ def random_trace(model, n=400, seed=0):
 def brute(trace, policy, arena):
     """Native's rules one slice at a time: moeoff-store.cpp's take_slot and moeoff-arena.cpp's take."""
     tensors, e = trace.model.tensors, trace.model.n_experts
-    resident, last, hits, evictions = set(), {}, [], 0
+    resident, last, hits, evictions, nbytes = set(), {}, [], 0, 0
     committed, free = 0, dict.fromkeys((t.slot_bytes for t in tensors), 0)
     policy.prepare(trace.events)
     for n, event in enumerate(trace.events):
@@ -63,19 +63,23 @@ def brute(trace, policy, arena):
                 free[tensors[victim // e].slot_bytes] += 1
                 evictions += 1
             resident.add(s)
+            nbytes += tensors[s // e].nbytes
         policy.update(event)
-    return hits, evictions, resident
+    return hits, evictions, nbytes, resident
 
 
 @pytest.mark.parametrize("model", [ONE, TWO], ids=lambda m: m.name)
-@pytest.mark.parametrize("name", ["lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score", "belady"])
+@pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_brute_force(model, name, share):
+    """Hits, evictions and bytes of every policy; the slices in the arena fit into it, and none is lost."""
     trace, arena = random_trace(model), int(model.full_bytes * share)
     result = simulate(trace, name, arena, events=True)
-    hits, evictions, resident = brute(trace, create(name, model.shape(arena)), arena)
-    assert result.event_hits.tolist() == hits and result.evictions == evictions
+    hits, evictions, nbytes, resident = brute(trace, create(name, model.shape(arena)), arena)
+    assert result.event_hits.tolist() == hits and (result.evictions, result.bytes_read) == (evictions, nbytes)
     assert set(np.flatnonzero(result.resident)) == resident
+    assert result.gate_hits.sum() == sum(hits) and result.gate_misses.sum() - result.evictions == len(resident)
+    assert sum(model.tensors[i // model.n_experts].slot_bytes for i in resident) <= arena
 
 
 def test_nothing_beats_belady_on_one_size_class():
@@ -134,7 +138,9 @@ def test_the_checked_in_run_comes_out_as_it_happened():
 def test_exact_counts():
     trace = Trace.read(SMALL_TRACE)
     arena = trace.model.full_bytes // 2
-    for name, expected in json.loads((SMALL_TRACE.parent / "small.json").read_text()).items():
+    counts = json.loads((SMALL_TRACE.parent / "small.json").read_text())
+    assert set(counts) == set(names())
+    for name, expected in counts.items():
         result = simulate(trace, name, arena)
         assert [int(result.gate_hits.sum()), int(result.gate_misses.sum()), result.evictions] == expected, name
 

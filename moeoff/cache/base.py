@@ -1,7 +1,7 @@
 """What a cache policy is: a table of priorities that gate events change.
 
-A policy never evicts. It writes `priorities` [n_gates, n_experts], and whoever owns the slices (the native buffer live,
-`moeoff.simulate` offline) evicts the lowest, among equals the least recently used. It knows nothing of files, slots or threads.
+A policy never evicts. It writes `priorities` [n_gates, n_experts], and the owner of the slices (the native buffer live,
+`moeoff.simulate` offline) evicts the lowest, among equals the least recently used. A policy knows nothing of files, slots or threads.
 
 Invariant: the table that an event leaves behind is read when the *next* gate misses, so a policy that depends on the layer
 being computed writes for gate `event.gate + 1`.
@@ -64,7 +64,7 @@ class Policy:
     name = ""
     summary = ""
     offline = False  # needs the future: only the simulator can run it
-    static = False  # the table never changes after `start`: no event need be delivered
+    static = False  # the table never changes after `start`: events need not be delivered
     wants_probs = False  # reads GateEvent.probs
     profile_sections: tuple[str, ...] = ()  # of a profile, what `profile_options` reads
     defaults: dict[str, Any] = {}
@@ -109,7 +109,7 @@ class Policy:
         """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""
 
     def update(self, event: GateEvent) -> None:
-        """Changes `priorities` in place for what one gate chose."""
+        """Changes `priorities` in place after a router has selected."""
 
     def reset_sequence(self) -> None:
         """A new text begins: the next event is its first."""

@@ -1,4 +1,4 @@
-"""Counts that fade: frequency and recency in one number."""
+"""Exponentially decayed counts: frequency and recency in one number."""
 
 from ..gate_event import GateEvent
 from .base import Policy, used
@@ -7,7 +7,7 @@ _LARGEST = 1e18  # of a float32 with room to add
 
 
 class Decay(Policy):
-    """Each use counts 1, and `rate` less with each token since. The increment grows instead of all counts shrinking."""
+    """Each use counts 1, and loses the share `rate` with each token since. The increment grows instead of all counts shrinking."""
 
     name, summary = "decay", "counts uses, older ones for less"
     defaults = {"rate": 0.02}

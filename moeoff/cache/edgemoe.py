@@ -7,11 +7,11 @@ from .base import Policy, used
 
 
 class EdgeMoE(Policy):
-    """Eviction score -f / distance: rarely used experts of layers that come late go first.
+    """Eviction score -f / distance (EdgeMoE §3.3.3): rarely used experts of layers that run late are evicted first.
 
-    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer just *behind*: against its own text,
-    the layer that comes next goes first. Here it is (i - I + S) mod S; `printed` takes the paper's form. A distance of 0, the
-    layer that is evicting now, is a whole token (S): what it has not chosen it cannot use before.
+    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer that has just run: against the paper's
+    own text, the layer that runs next would be evicted first. Here it is (i - I + S) mod S; `printed` takes the paper's form. A
+    distance of 0, the layer that is evicting now, is a whole token (S): an expert that it has not selected cannot be used before.
     """
 
     name, summary = "edgemoe", "keeps what is used often and in layers that come soon"

@@ -10,7 +10,7 @@ from .importance import T1
 
 
 class Hobbit(Policy):
-    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n), reset with each text.
+    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n) (HOBBIT §3.4), reset with each text.
 
     R is the token of the last use, F the uses in this text, H those in high precision (unimportance <= T1, §3.2), T the
     tokens so far, l_i the layer that is evicting. The table holds p times T, which orders the same and leaves all rows but

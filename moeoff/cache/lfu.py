@@ -1,4 +1,4 @@
-"""Least frequently used, counted within a sequence or for ever."""
+"""Least frequently used, counted in one text or in all."""
 
 from ..gate_event import GateEvent
 from .base import Policy, used

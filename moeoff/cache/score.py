@@ -1,4 +1,4 @@
-"""Ours: a learned score of how soon an expert will be used again.
+"""moeoff's own policy: a learned score of how soon an expert will be used again.
 
 Target: discount^(tokens until the next use). Two linear stages, fitted on traces by `moeoff.calibrate.fit_score`: all layers' router
 probabilities (now, and a running mean) go through a narrow bottleneck to what every expert can expect; that, and the expert's own
@@ -32,10 +32,12 @@ GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
 
 
 class Score(Policy):
-    """Options:
-    weights: what `moeoff.calibrate.fit_score.fit_score` gives, or the path of an .npz with it. None: those that moeoff has for this model
-        (by its file's name), or else generic coefficients without the bottleneck; "generic" asks for these.
-    position: weight of the layer's distance, 0 to leave it out; None for that of the weights.
+    """Priority = the estimated discount^(tokens until the next use).
+
+    Options:
+        weights: what `moeoff.calibrate.fit_score.fit_score` returns, or the path of an .npz with it. None: those that moeoff has for
+            this model (by its file's name), or else generic coefficients without the bottleneck; "generic" takes these.
+        position: weight of the layer's distance, 0 to leave it out; None for that of the weights.
 
     Raises:
         OptionError: weights of another shape.
@@ -85,7 +87,7 @@ class Score(Policy):
         experts, count = used(event)
         if event.probs is not None:
             probs = event.probs[0] if n_tokens == 1 else event.probs.mean(axis=0)
-        else:  # nobody computed them: the chosen experts' weights
+        else:  # without them, the selected experts' weights
             probs = np.zeros(self.shape.n_experts, np.float32)
             np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
         keep, mix = (self._keep, self._mix) if n_tokens == 1 else mixing(n_tokens)

@@ -1,4 +1,4 @@
-"""The experts that were popular on other text, whatever this text does."""
+"""The experts that were popular on other text, independent of this one."""
 
 from typing import Any
 

@@ -83,7 +83,7 @@ def calibrate(
     layout.require_experts()
     path = os.fspath(output) if output is not None else profile_path(model)
     if os.path.exists(path):
-        Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
+        Profile.read(path, layout)  # another model's would be refused in the end: raise before the work
     folder = os.path.dirname(os.path.abspath(path))
     if not os.access(folder, os.W_OK):
         raise ModelError(f"{path}: cannot be written: no write access to {folder}")

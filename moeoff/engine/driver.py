@@ -1,6 +1,6 @@
 """The driver: gate events in, priorities out, on the native driver thread. Compute never waits for it.
 
-Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text: it is told when a sequence begins.
+Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text: its owner calls `new_sequence`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Driver:
         trace: gets every event.
         router: gives GateEvent.probs of the gate input.
         prefetcher: sees every event first.
-        replay: the recorded run whose decisions are taken again; a run that leaves it raises at the next decode.
+        replay: the recorded run whose decisions are taken again; a run that departs from it raises at the next decode.
         hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
     """
 
@@ -51,7 +51,7 @@ class Driver:
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
         if self.prefetcher is not None:
-            self.prefetcher.observe(event)  # first: the lanes may be idle
+            self.prefetcher.observe(event)  # first: the I/O workers may be idle
         if self._replay is not None:
             self._replay.follow(event)
         if self.listener is not None:

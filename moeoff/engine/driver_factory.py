@@ -41,9 +41,9 @@ def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> boo
 
 def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike | None = None, *, n_lanes: int = 4,
                   profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
-    """The driver of a started buffer, or None if native needs nobody.
+    """The driver of a started buffer, or None if the strategy needs none.
 
-    A policy that weighs uses by the precision they need learns of `precision`.
+    A policy that weighs uses by the precision they need gets its options from `precision`.
 
     Args:
         profile: what calibration measured of the model.
@@ -55,10 +55,10 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     """
     stats = buffer.stats()
     arena = stats.arena_bytes - stats.low_arena_bytes
-    everything = arena >= buffer.arena_full  # nothing is ever evicted or expected
+    everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
     policy_name = None if everything and not options else strategy.policy
     if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
-        policy_name = None  # what native does by itself
+        policy_name = None  # the buffer's own eviction order
     predictor_name = None if everything else strategy.predictor
     if policy_name is None and predictor_name is None and trace is None and replay is None:
         return None
@@ -70,7 +70,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     if predictor_name is not None:
         predictor = _predictor(predictor_name, router, profile, layout, **strategy.options)
         fallback = _predictor(_WITHOUT_INPUT, router, profile, layout) if predictor.wants_gate_input else None
-        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, judged=strategy.judged, rule=precision)
+        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, ab_tested=strategy.ab_tested, precision=precision)
     if policy_name is not None:
         kind = get_policy(policy_name)
         if not precision.lossless:

@@ -1,7 +1,7 @@
-"""Strategies by name: what stays in memory, what is expected next, and when experts are asked for.
+"""Strategies by name: which experts stay in memory, which are predicted next, and when they are requested.
 
 A strategy is a composition: a cache policy (`moeoff.cache`) and a predictor (`moeoff.predict`), "POLICY+PREDICTOR". The
-papers' systems and our own are names for such compositions; a policy's name alone is the policy without a predictor, unless
+papers' systems and moeoff's own are names for such compositions; a policy's name alone is the policy without a predictor, unless
 it is one of those.
 """
 
@@ -21,14 +21,14 @@ Part = TypeVar("Part", bound=type)
 @dataclass(frozen=True)
 class Strategy:
     """Attributes:
-    keep: slices stay after their use until others need the room; the priorities say which go first.
-    eager: the gate asks for the slices of all matrices at once.
+    keep: slices stay after their use until others need the room; the priorities are the eviction order.
+    eager: the slices of all matrices are requested when the router has selected, not by each matrix's op.
     serial: a matrix op reads all its slices before it computes with any.
     policy: name of the cache policy that writes the priorities (`moeoff.cache`), or None.
     predictor: name of the predictor (`moeoff.predict`), or None.
     options: of the predictor.
     share: of all experts, how many are candidates for a prefetch at least.
-    judged: prefetching is switched off where it loses wall-clock.
+    ab_tested: prefetching is switched off where token times with it are longer than without.
     """
 
     name: str
@@ -40,13 +40,15 @@ class Strategy:
     predictor: str | None = None
     options: dict = field(default_factory=dict)
     share: float = 0.0
-    judged: bool = False
+    ab_tested: bool = False
 
 
 PRESETS = {
     s.name: s
     for s in (
-        Strategy("auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", judged=True),
+        Strategy(
+            "auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", ab_tested=True
+        ),
         Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False, serial=True),
         Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25),
         Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path"),
@@ -99,4 +101,4 @@ def get_strategy(name: str | Strategy) -> Strategy:
         raise OptionError(f"strategy {name!r} needs to know the future: only `moeoff simulate` can run it")
     if predictor in ("", "none"):
         return Strategy(name, policy.summary, policy=policy_name)
-    return Strategy(name, f"{policy.summary}; {predict.get_predictor(predictor).summary}", policy=policy_name, predictor=predictor, judged=True)
+    return Strategy(name, f"{policy.summary}; {predict.get_predictor(predictor).summary}", policy=policy_name, predictor=predictor, ab_tested=True)

@@ -1,7 +1,7 @@
 """What a predictor is: gate events in, scores of the experts of coming gates out.
 
-It knows nothing of files, buffers or what is done with its scores. Where it needs a calibration, it gets the arrays of its
-section of a profile; without them it learns while it runs, or says nothing.
+A predictor knows nothing of files, buffers or what is done with its scores. Where it needs a calibration, it gets the arrays
+of its section of a profile; without them it learns while it runs, or predicts nothing.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Prediction:
     Attributes:
         gate: row of the priority table: a later gate of the same batch, or an earlier one of the next token.
         scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. One row where the prediction
-            is of the next token. Valid until the predictor's next call.
+            is for the next token. Valid until the predictor's next call.
         logits: the scores are a router's logits, not weights.
     """
 
@@ -78,7 +78,7 @@ class Predictor:
     wants_gate_input = False  # reads GateEvent.gate_input
     wants_tokens = False  # begin() must be called with the tokens of each batch
     profile_section: str | None = None
-    needs_profile = False  # says nothing without one
+    needs_profile = False  # predicts nothing without one
     defaults: dict[str, Any] = {}
 
     def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options: Any):
@@ -97,7 +97,7 @@ class Predictor:
         return []
 
     def observe(self, event: GateEvent) -> list[Prediction]:
-        """After a gate has chosen."""
+        """After a router has selected."""
         return []
 
     def reset_sequence(self) -> None:

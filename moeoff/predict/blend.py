@@ -1,4 +1,4 @@
-"""Ours: what the layer before read, the token and the path at once, weighed by layer."""
+"""moeoff's own predictor: the input of the layer before, the token and the path at once, weighed by layer."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SOURCES: tuple[type[Predictor], ...] = (_NextLayer, TokenTable, ActivationPath, 
 class Blend(Predictor):
     """A logistic regression on the logarithms of four predictors' scores, one for each layer. Needs a profile.
 
-    The token knows the first layers, where what the layer before read tells little; later it is the other way round.
+    In the first layers the token predicts best, and the input of the layer before little; in later layers it is the reverse.
     """
 
     name, summary = "blend", "learned, token table, path and previous token, weighed by layer"
@@ -68,7 +68,7 @@ class Blend(Predictor):
         return [Prediction(target, self._mixed(target, len(event.ids)))]
 
     def _mixed(self, gate: int, n: int) -> np.ndarray:
-        """What there is for the gate, and not of another batch."""
+        """The weighted scores of the sources for a gate; those of another batch's size are left out."""
         out = np.zeros((n, self.router.n_experts), np.float32)
         for weight, waiting in zip(self._weights[gate], self._waiting):
             scores = waiting.get(gate)
@@ -94,10 +94,10 @@ class Blend(Predictor):
         weights = np.zeros((kept.router.n_gates, len(SOURCES)), np.float32)
         learned = [_learn(source, kept.take(train), options) for source in SOURCES]
         some, used = kept.take(held), kept.used()[held]
-        said = [_replay(source(kept.router, arrays or None), some) for source, arrays in zip(SOURCES, learned)]
+        predicted = [_replay(source(kept.router, arrays or None), some) for source, arrays in zip(SOURCES, learned)]
         for gate in range(kept.router.n_gates):
             columns, there = [], []
-            for i, scores in enumerate(said):
+            for i, scores in enumerate(predicted):
                 if scores[:, gate].any():
                     x = np.log(np.maximum(scores[:, gate], FLOOR))
                     columns.append((x - x.mean(axis=1, keepdims=True)).ravel())
@@ -118,7 +118,7 @@ def _learn(source: type[Predictor], recording: Recording, options: FitOptions) -
 
 
 def _replay(predictor: Predictor, recording: Recording) -> np.ndarray:
-    """[n_tokens, n_gates, E] float32: what it said of each gate in a decode, 0 where nothing."""
+    """[n_tokens, n_gates, E] float32: its scores for each gate when decoding token by token, 0 where it predicts nothing."""
     out = np.zeros((*recording.ids.shape[:2], recording.router.n_experts), np.float32)
     for t in range(recording.n_tokens):
         if recording.starts[t]:

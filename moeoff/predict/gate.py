@@ -1,4 +1,4 @@
-"""The next layers' own routers, read one or several layers too early."""
+"""The next layers' own routers, applied one or several layers early."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Ahead(Predictor):
                 use = bool(chosen[target]) if chosen is not None else norm is not False
                 found = router.ahead(gate, target, use)
                 if found is None or (parts and found[0].shape != parts[0][1][0].shape):
-                    break  # a layer whose token or architecture decides otherwise ends the look ahead
+                    break  # the look ahead ends at a layer that routes by token, or whose router has another shape
                 parts.append((target, found))
             if not parts:
                 self._steps.append(None)
@@ -109,7 +109,7 @@ class CrossLayerGate(_Ahead):
     """Fate §4.2: the router of layer i + 1 on the gate input of layer i. Also ProMoE's skip-based baseline.
 
     Options:
-        norm: give layer i + 1 its own norm's weights (see `Router.ahead`). None: where calibration says so, else yes.
+        norm: apply layer i + 1's own norm weights (see `Router.ahead`). None: where calibration measured that it helps; without one, yes.
     """
 
     name, summary = "gate", "the next layer's router on this layer's input"

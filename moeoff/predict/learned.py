@@ -91,7 +91,7 @@ class Learned(Predictor):
             fold, shift = _features(x[train], router, g, g + s)
             x = x @ fold.T - shift
             y = used[:, g + s]
-            active = np.flatnonzero(y[train].any(axis=0))  # the classifier wants both answers of each output
+            active = np.flatnonzero(y[train].any(axis=0))  # the classifier needs both classes of each output
             active = active[~y[train][:, active].all(axis=0)]
             if not len(active):
                 continue
@@ -123,8 +123,8 @@ class Learned(Predictor):
 
 
 def _features(x: np.ndarray, router, source: int, target: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and what the target's router
-    says of it, each of mean 0 and deviation 1."""
+    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and the logits of the target's
+    router on it, each of mean 0 and deviation 1."""
     d = x.shape[1]
     if d > COMPONENTS:
         sample = x[:: max(len(x) // 2048, 1)]
@@ -138,7 +138,7 @@ def _features(x: np.ndarray, router, source: int, target: int) -> tuple[np.ndarr
 
 
 def _begin_as_router(network, active: np.ndarray, n_experts: int, share: np.ndarray) -> None:
-    """Where there is room, the first 2 E units pass on what the router ahead says: training begins at its accuracy.
+    """Where there is room, the first 2 E units pass on the router ahead's logits: training begins at its accuracy.
 
     The last E features are its logits; relu(z) - relu(-z) = z.
     """

@@ -1,4 +1,4 @@
-"""What one pass over text recorded, token by token: what every gate read and chose. The data that predictors and caches are fitted to."""
+"""What one pass over text recorded, token by token: each gate's input and selection. The data that predictors and cache policies are fitted to."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Recording:
         return Recording(self.model, self.router, **parts)
 
     def split(self, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
-        """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to judge by (ProMoE §4.3: 9:1)."""
+        """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to validate on (ProMoE §4.3: 9:1)."""
         number = np.cumsum(self.starts) - 1
         every = max(round(1 / share), 2)
         held = number % every == min(every - 1, number[-1] if len(number) else 0)

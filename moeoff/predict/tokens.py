@@ -1,4 +1,4 @@
-"""Predictions before a batch has computed anything: of its tokens, and of the token before."""
+"""Predictions from the tokens of a batch, before it computes, and from the token before."""
 
 from __future__ import annotations
 

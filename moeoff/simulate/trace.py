@@ -1,10 +1,9 @@
-"""Traces: what every gate said in a run, in a file that can be replayed.
+"""Traces: the gate events of runs, in a file that can be replayed.
 
     magic "MOEOFFTR", u32 version, u32 length, JSON header, then records:
     RECORD (little endian) and its payload; docs/trace.md has the fields of each kind
 
-A record is written whole or not at all as far as a reader can tell: a tail that is cut, or whose checksum is wrong, ends the
-trace. A file that exists is continued if its header describes the same model. No text or token is stored.
+A reader sees whole records only: a tail that is cut, or whose checksum is wrong, ends the trace. A file that exists is continued if its header describes the same model. No text or token is stored.
 Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for. Older ones are
 read, and become version 3 when they are continued.
 """
@@ -93,7 +92,7 @@ class TraceWriter:
     """Appends gate events to `path`; `close()` or leave the `with` block. One writer for a file at a time.
 
     Args:
-        session: written once, whatever says under which conditions the events happened (arena, strategy).
+        session: written once, the conditions under which the events happened (arena, strategy).
 
     Raises:
         OptionError: the file is something else, or a trace of another model.
@@ -149,7 +148,7 @@ class TraceWriter:
         self._write(READS, flags, 0, 0, len(reads), 0, lost, int(reads["t_done"][-1]), payload)
 
     def note(self, fields: dict) -> None:
-        """A JSON object between the events: counters at the end of a run, say."""
+        """Writes a JSON object between the events, as the counters at the end of a run."""
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(fields).encode())
 
     def _write(self, kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, payload: bytes) -> None:
@@ -178,7 +177,7 @@ class Trace:
         starts: [n_events] bool, the first event of a text (of a run, too).
         notes: the sessions' JSON objects.
         reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none. Traces of version 2 do
-            not tell low reads from high ones: there all are high.
+            not distinguish low reads from high ones: there all are high.
         reads_lost: reads that the log had no room for.
     """
 
