@@ -43,7 +43,7 @@ def compare(writer, folder, architecture: str, kind: str) -> None:
             assert stats.evictions > n_graphs
 
 
-@pytest.mark.parametrize("kind", ["F32", "4-bit"])
+@pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), "4-bit"])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_equal_stock(architecture, kind, writer, folder):
     compare(writer, folder, architecture, kind)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 import moeoff
 from helpers.files import CALIBRATION_TEXTS
@@ -20,6 +21,7 @@ from helpers.terminal import start_with_bars
 from moeoff.cache import POLICIES, Policy, Shape, create, get_policy, names
 from moeoff.calibrate import profile_fit as module
 from moeoff.calibrate.profile_fit import calibrate, cap_hidden, fit, fits
+from moeoff.cli.calibrate import calibrate as command
 from moeoff.companion.profile import Profile, profile_path
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.layout import Layout
@@ -179,14 +181,26 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
     assert Path(profile_path(model)).read_bytes() == b"something else"
 
 
-def test_command(moeoff_command, demo, tmp_path, monkeypatch):
+def test_command(calibrated, moeoff_command, monkeypatch):
+    """What is typed reaches the library function, and what that returns is shown."""
+    model, done, _ = calibrated
+    given = {}
+    monkeypatch.setattr("moeoff.calibrate.calibrate", lambda *args, **kwargs: given.update(kwargs) or done)
+    shown = CliRunner().invoke(command, ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith(f"{done.path}: {', '.join(done.sections)}; ") and "are predicted to" in shown.stderr
+    assert given["model"] == model and given["text"] == ("a.txt", "b.txt") and (given["tokens"], given["seed"]) == (1024, 7)
+    refused = moeoff_command("calibrate", "-m", model, "--text", "/nowhere.txt")
+    assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: no such text file\n"
+
+
+@pytest.mark.slow
+def test_the_whole_command(moeoff_command, demo, tmp_path):
     out = tmp_path / "made.npz"
     done = moeoff_command("calibrate", "-m", demo, "--text", CALIBRATION_TEXTS[0], "--tokens", "1024", "-o", str(out), timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{out}: popularity, gate,") and "are predicted to" in done.stderr
+    assert done.stdout.startswith(f"{out}: popularity, gate,")
     assert Profile.read(out, Layout.read(demo)).section("gate")["next_norm"].dtype == bool
-    refused = moeoff_command("calibrate", "-m", demo, "--text", "/nowhere.txt")
-    assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: no such text file\n"
 
 
 def test_ctrl_c_leaves_nothing(demo, tmp_path):
