@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
 
+from moeoff.atomic_file import atomic_file
 from moeoff.errors import ModelError, MoeoffError
-from moeoff.gguf.file import partial_file
 from moeoff.gguf.quantize import quantize, type_from_name
 
 __all__ = ["export_demo"]
@@ -53,11 +53,11 @@ def export_demo(
 ) -> None:
     """Write `out` from the arrays' .npz file and tokenizer.json.
 
-    Raises ModelError for arrays that are missing or of a wrong shape, an existing `out` (unless overwrite), or types
-    that do not fit.
+    Raises ModelError for arrays that are missing or of a wrong shape, or types that do not fit, WriteError for an existing
+    `out` (unless overwrite).
     """
-    with partial_file(out, overwrite) as partial, np.load(arrays) as ref:
-        writer = GGUFWriter(partial, "qwen2moe")
+    with atomic_file(out, overwrite=overwrite) as file, np.load(arrays) as ref:
+        writer = GGUFWriter(file.name, "qwen2moe")
         _add_metadata(writer, {int(expert_type), int(dense_type)})
         _add_tokenizer(writer, json.loads(Path(tokenizer).read_text(encoding="utf-8")))
         types = {"expert": int(expert_type), "dense": int(dense_type), "plain": int(GGMLQuantizationType.F32)}

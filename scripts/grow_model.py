@@ -118,8 +118,8 @@ def grow_model(
     """Write the model of `source` (qwen2moe, any types) to `out`, grown; the tokenizer and all other metadata are kept.
 
     Memory stays far under 1 GiB at every size. progress(done, total) is called with bytes written.
-    Raises ModelError if the source is no qwen2moe model, a row length does not fit its type, or `out` exists (unless
-    overwrite).
+    Raises ModelError if the source is no qwen2moe model or a row length does not fit its type, WriteError if `out` exists
+    (unless overwrite).
     """
     with ModelFile(source) as model:
         plan = _plan(model, growth)

@@ -37,7 +37,7 @@ def requantize_experts(source: str | os.PathLike[str], out: str | os.PathLike[st
 
     Metadata, tensor order and all other tensors stay bit for bit (so general.file_type may no longer describe the
     file).
-    Raises ModelError for a damaged source, an unknown type, or an existing `out` (unless overwrite).
+    Raises ModelError for a damaged source or an unknown type, WriteError for an existing `out` (unless overwrite).
     """
     with ModelFile(source) as model:
         tensors: list[Tensor] = []

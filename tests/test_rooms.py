@@ -23,7 +23,7 @@ FLOORS = [
     {"gguf"},
     {"native", "threads"},
     {"binding", "memory", "console", "paths"},
-    {"registry", "gate_event"},
+    {"registry", "gate_event", "atomic_file"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

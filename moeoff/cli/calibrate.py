@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..atomic_file import atomic_file
 from ..console import progress_bar
 from ..errors import OptionError
 from ..memory import format_size
@@ -147,8 +148,8 @@ def _write_plan(
         chunks=max(tokens // (ctx * len(text)), 1), memory=memory, n_threads=threads, progress=progress,
     ) as planner:  # fmt: skip
         plan = planner.plan(bound)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(plan.to_json())
+    with atomic_file(path) as file:
+        file.write(plan.to_json().encode())
     rows = [[name, format_size(nbytes), interval(q.distance.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]
     rows.append(
         [

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..atomic_file import atomic_file
 from ..console import remark
 from ..errors import ContextError, MoeoffError, OptionError
 from ..memory import format_size, rss
@@ -170,13 +171,8 @@ class Chat:
             text = json.dumps(self._prompt(), ensure_ascii=False, indent=2) + "\n"
         else:
             text = "\n".join(f"{m['role']}: {m['content'].strip()}\n" for m in self._prompt())
-        try:
-            with open(path, "x", encoding="utf-8") as out:
-                out.write(text)
-        except FileExistsError:
-            raise OptionError(f"{file}: exists already; choose another name") from None
-        except OSError as error:
-            raise OptionError(f"{file}: cannot be written: {error.strerror}") from None
+        with atomic_file(path, overwrite=False) as out:
+            out.write(text.encode())
         remark(f"{len(self._messages)} messages written to {file}")
 
     def _memory(self, size: str) -> None:

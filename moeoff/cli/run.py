@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
+from ..atomic_file import atomic_file
 from ..console import remark
 from ..errors import OptionError
 from ..memory import DEFAULT_SHARE
@@ -113,8 +114,8 @@ def _run(
             answer = _complete(completer, prompt, system, raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
     if stats_json and stats is not None:
-        with open(stats_json, "w") as out:
-            out.write(stats.to_json())
+        with atomic_file(stats_json) as out:
+            out.write(stats.to_json().encode())
     if cancelled:
         raise KeyboardInterrupt
 

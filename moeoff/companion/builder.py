@@ -195,7 +195,6 @@ class CompanionBuilder:
                 for target, value in zip(self.jobs[index].targets, values):
                     hashes[target] = value
             _write(file.fd, self.header(hashes, [done[i][0] for i in range(len(self.jobs))]), 0)
-            os.fsync(file.fd)
             file.publish(out)
 
     def _ranges(self, index: int) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+from ..atomic_file import publish
 from ..errors import OptionError
 from .hashing import hash_range
 
@@ -53,13 +54,8 @@ class PartialFile:
                 os.unlink(path)
 
     def publish(self, out: str) -> None:
-        os.replace(self.path, out)
+        publish(self.fd, self.path, out)
         self._remove()
-        folder = os.open(os.path.dirname(os.path.abspath(out)), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
     def begin_journal(self, fingerprint: bytes, done: dict[int, tuple[int, ...]]) -> None:
         self._journal = open(self._journal_path, "wb", buffering=0)

@@ -11,11 +11,10 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager
-from pathlib import Path
 
 import numpy as np
 
+from ..atomic_file import atomic_file
 from ..errors import ModelError
 from ..gguf.layout import Layout
 from ..gguf.split_name import model_stem
@@ -97,7 +96,8 @@ class Profile:
         """Replaces these sections of the file, or makes it; others that it has stay. Complete, or not at all.
 
         Raises:
-            ModelError: the file is there and is no profile of this model, or cannot be written.
+            ModelError: the file is there and is no profile of this model.
+            WriteError: it cannot be written.
         """
         path = os.fspath(path)
         old = cls.read(path, layout) if os.path.exists(path) else cls(path, {}, {})
@@ -108,28 +108,6 @@ class Profile:
         info = old.info | (info or {})
         header = {"version": VERSION, "source": source_sample(layout), "model": os.path.basename(layout.files[0]), "info": info}
         raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
-        try:
-            with _replacing(path) as file:
-                np.savez_compressed(file, **{_HEADER: raw}, **arrays)
-        except OSError as error:
-            raise ModelError(f"{path}: cannot be written: {error.strerror or error}") from None
+        with atomic_file(path) as file:
+            np.savez_compressed(file, **{_HEADER: raw}, **arrays)
         return cls(path, arrays, info)
-
-
-@contextmanager
-def _replacing(path: str):
-    """A file that takes `path`'s place when the block has ended well and its bytes are on the disk."""
-    partial = Path(path).with_name(f".{os.path.basename(path)}.{os.getpid()}.part")
-    try:
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
-        folder = os.open(os.path.dirname(os.path.abspath(path)), os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
-    finally:
-        partial.unlink(missing_ok=True)

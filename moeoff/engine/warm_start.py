@@ -14,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..atomic_file import atomic_file
 from ..gguf.layout import Layout
 from ..paths import cache_folder
 from .expert_buffer import ExpertBuffer
@@ -37,13 +38,8 @@ def remember(buffer: ExpertBuffer, layout: Layout) -> None:
     with contextlib.suppress(OSError):
         path = _file(layout)
         path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-        try:
-            with open(partial, "wb") as file:
-                np.savez_compressed(file, version=VERSION, residency=residency, low=low)
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
+        with atomic_file(path) as file:
+            np.savez_compressed(file, version=VERSION, residency=residency, low=low)
 
 
 def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int:

@@ -12,7 +12,7 @@ import contextlib
 import mmap
 import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..atomic_file import atomic_file
 from ..errors import ModelError
 from .quantize import dequantize, row_bytes, type_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["FileState", "ModelFile", "ModelWriter", "Tensor", "header_bytes", "pack", "pack_array", "partial_file", "unpack"]
+__all__ = ["FileState", "ModelFile", "ModelWriter", "Tensor", "header_bytes", "pack", "pack_array", "unpack"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # the same layout; 1 had 32-bit counts and is long gone
@@ -95,23 +96,6 @@ def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
         values.append(raw[at + 8 : at + 8 + size].decode("utf-8", "replace"))
         at += 8 + size
     return values
-
-
-@contextlib.contextmanager
-def partial_file(path: str | os.PathLike[str], overwrite: bool = False) -> Iterator[Path]:
-    """A temporary path beside `path`, renamed to it when the block ends well and removed when it does not.
-
-    Raises ModelError if `path` exists and overwrite is false.
-    """
-    path = Path(path)
-    if path.exists() and not overwrite:
-        raise ModelError(f"{path} exists; choose another name or ask to overwrite it")
-    partial = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        yield partial
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)
@@ -298,8 +282,8 @@ class ModelWriter:
     """Writes a GGUF file whose tensors arrive as a stream, in the order of `tensors`, each in pieces of any size.
 
     A context manager: the file appears under its name when the block ends and every tensor is complete. Raises
-    ModelError at the start for a tensor whose row length does not fit its type or a file that exists (unless
-    overwrite), at the end for missing data.
+    ModelError at the start for a tensor whose row length does not fit its type, at the end for missing data, and
+    WriteError for a file that exists (unless overwrite) or cannot be written.
     """
 
     def __init__(
@@ -321,8 +305,7 @@ class ModelWriter:
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
-            partial = stack.enter_context(partial_file(self._path, self._overwrite))
-            self._file = stack.enter_context(open(partial, "wb"))
+            self._file = stack.enter_context(atomic_file(self._path, overwrite=self._overwrite))
             stack.callback(self._check_complete)
             self._file.write(self._header)
             self._stack = stack.pop_all()
