@@ -143,6 +143,19 @@ def test_the_penalty_enters_hobbits_priorities():
     np.testing.assert_allclose(policy.priorities[0], both * np.array([2.3, 0.3, 0.3, 1.0]), rtol=1e-6)
 
 
+def test_unimportance_by_brute_force():
+    rng = np.random.default_rng(5)
+    weights = rng.dirichlet(np.ones(6), 200).astype(np.float32) * rng.uniform(0.5, 2, (200, 1)).astype(np.float32)
+    weights[::3, 2] = weights[::3, 4]
+    weights[7] = 0
+    for n_scale in (None, 4):
+        for row, found in zip(weights, unimportance(weights, n_scale)):
+            ranked = sorted(range(6), key=lambda k: (-row[k], k))
+            total = sum(float(row[k]) for k in ranked[:n_scale])
+            for i, k in enumerate(ranked):
+                assert found[k] == pytest.approx(sum(float(row[j]) for j in ranked[:i]) / total if total else 0, abs=1e-6)
+
+
 def test_unimportance_and_miss_cost():
     weights = np.array([[0.1, 0.6, 0.3]])
     assert np.allclose(unimportance(weights), [[0.9, 0.0, 0.6]])

@@ -12,6 +12,7 @@ from helpers.ggml_api import F32, I32, Context, cpu_buffer_type, quantized, read
 from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, Plain
 from helpers.waiting import wait_until
 from moeoff import OptionError, native
+from moeoff.cache.importance import unimportance
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import MoeoffError
 from moeoff.gguf.quantize import type_from_name
@@ -141,15 +142,8 @@ def decide(graph: Graph, t1, t2, share, blind) -> np.ndarray:
     t1, t2, share = np.float32(t1), np.float32(t2), float(np.float32(share))
     ids, wish = graph.ids, np.full(N_EXPERT, HIGH)
     if len(ids) == 1:
-        order = sorted(range(N_USED), key=lambda k: (-graph.weights[0, k], k))
-        total = np.float32(0)
-        for k in order:
-            total = np.float32(total + graph.weights[0, k])
-        before = np.float32(0)
-        for rank, k in enumerate(order):
-            s = np.float32(before / total)
-            wish[ids[0, k]] = HIGH if s <= t1 or rank == 0 else LOW if s <= t2 else SKIP
-            before = np.float32(before + graph.weights[0, k])
+        s = unimportance(graph.weights)[0]
+        wish[ids[0]] = np.where(s <= t1, HIGH, np.where(s <= t2, LOW, SKIP))
     else:
         experts, counts = np.unique(ids, return_counts=True)
         unpopular = sorted(zip(counts, -experts))[: math.floor(share * len(experts))]
@@ -189,6 +183,19 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
                     seen += np.bincount(versions.ravel(), minlength=3)
         stats = block.buffer.stats()
         assert (seen > 20).all() and stats.evictions > 50 and 0 < stats.low_bytes_read < stats.bytes_read
+
+
+def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
+    """A threshold that equals an expert's score keeps it high, the next smaller number does not."""
+    rng = np.random.default_rng(6)
+    with Block(tmp_path / "experts", rng) as block, Graph(block, 1) as graph:
+        for _ in range(60):
+            graph.choose(rng)
+            scores = unimportance(graph.weights)[0]
+            for score in scores[scores > 0]:
+                for t1 in (score, np.nextafter(score, np.float32(0))):
+                    block.buffer.set_rule(float(t1), 1.0, 0.0, blind=True)
+                    np.testing.assert_array_equal(graph.speak(backend)[0], np.where(scores <= t1, HIGH, LOW))
 
 
 def test_lossless_by_default(tmp_path, backend):

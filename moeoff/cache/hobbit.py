@@ -6,7 +6,7 @@ import numpy as np
 
 from ..gate_event import GateEvent
 from .base import Policy, Sections, used
-from .importance import T1
+from .importance import T1, unimportance
 
 
 class Hobbit(Policy):
@@ -50,14 +50,9 @@ class Hobbit(Policy):
         experts, count = used(event)
         row = self._all[gate]
         if len(event.ids) == 1:
-            w = event.weights[0]
-            total = w.sum() * (1 + 1e-6)
-            # before[k]: the larger weights of the same token; a handful of experts, so all pairs
-            high = (w[None] * (w[None] > w[:, None])).sum(axis=1) <= o["t1"] * total
+            high = unimportance(event.weights)[0] <= o["t1"]
             row[experts] += o["lfu"] + o["lhu"] * high + o["lru"] * (self._tokens - self._last[gate][experts])
         else:
-            from .importance import unimportance
-
             high = np.bincount(event.ids[unimportance(event.weights) <= o["t1"]], minlength=len(row)).astype(np.float32)
             row[experts] += o["lfu"] * count + o["lru"] * (self._tokens - self._last[gate][experts])
             row += o["lhu"] * high

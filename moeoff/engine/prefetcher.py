@@ -12,6 +12,7 @@ import numpy as np
 
 from .. import native
 from ..budget.precision import LOSSLESS, Precision
+from ..cache.importance import unimportance
 from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
 from .ab_test import PrefetchABTest
@@ -122,11 +123,9 @@ class Prefetcher:
 
     def _versions(self, scores: np.ndarray) -> np.ndarray:
         """Versions that would serve these candidates, the likeliest first, if their scores were gate weights (HOBBIT §3.3). [n] of native.HIGH, LOW, SKIP."""
-        total = scores[: self._n_used].sum()
-        if total <= 0 or scores[-1] < 0:
+        if scores[-1] < 0:
             return np.full(len(scores), native.HIGH)
-        s = np.minimum((np.cumsum(scores) - scores) / total, 1)
-        s[0] = 0
+        s = np.minimum(unimportance(scores[None], self._n_used)[0], 1)
         return np.where(s <= self._precision.t1, native.HIGH, np.where(s <= self._precision.t2, native.LOW, native.SKIP))
 
     def _read_union(self, p: Prediction) -> None:
