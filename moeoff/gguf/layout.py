@@ -6,7 +6,9 @@ Reads headers only. Knows nothing of memory or of running models.
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from .quantize import is_computed, type_name
 from .split_name import SplitName
 from .tensor_name import is_expert, parse_tensor_name
 
+_T = TypeVar("_T", str, int)
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp knows
@@ -67,7 +70,7 @@ class Layout:
         return sum(span.nbytes for span in self.experts.values())
 
     @classmethod
-    def read(cls, path: str | os.PathLike) -> Layout:
+    def read(cls, path: str | os.PathLike[str]) -> Layout:
         """Reads the headers of a GGUF file and of the other parts if it is the first of a split one.
 
         Raises:
@@ -83,10 +86,10 @@ class Layout:
         return cls(
             files=tuple(files),
             architecture=first.architecture,
-            n_layer=first.number("block_count"),
-            n_expert=first.number("expert_count"),
-            n_expert_used=first.number("expert_used_count"),
-            n_ctx_train=first.number("context_length"),
+            n_layer=_count(first.hparams, "block_count"),
+            n_expert=_count(first.hparams, "expert_count"),
+            n_expert_used=_count(first.hparams, "expert_used_count"),
+            n_ctx_train=_count(first.hparams, "context_length"),
             experts={span.name: span for span in spans if is_expert(span.name)},
             dense={span.name: span for span in spans if not is_expert(span.name)},
             hparams=first.hparams,
@@ -104,12 +107,12 @@ class Layout:
 
     def _check_counts(self) -> None:
         """What llama.cpp asserts of the hyperparameters before it reads tensors. A missing or mistyped key it refuses in words."""
-        n_layer, n_expert, n_used = self._count("block_count"), self._count("expert_count"), self._count("expert_used_count")
-        n_groups, n_groups_used = self._count("expert_group_count"), self._count("expert_group_used_count")
+        n_layer, n_expert, n_used = self.n_layer, self.n_expert, self.n_expert_used
+        n_groups, n_groups_used = _count(self.hparams, "expert_group_count"), _count(self.hparams, "expert_group_used_count")
         scaling = self.hparams.get("rope.scaling.type", "linear")
         checks = [
             ("block_count", "block_count" not in self.hparams or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"),
-            ("nextn_predict_layers", self._count("nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"),
+            ("nextn_predict_layers", _count(self.hparams, "nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"),
             ("expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"),
             ("expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"),
             ("expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"),
@@ -118,22 +121,16 @@ class Layout:
         ]
         for key, good, expected in checks:
             if not good:
-                found = self.hparams.get(key, "missing")
-                raise ModelError(f"{self.files[0]}: {self.architecture}.{key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
+                found = repr(self.hparams[key]) if key in self.hparams else "missing"
+                raise ModelError(f"{self.files[0]}: {key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
 
     def _check_tensors(self) -> None:
-        n_expert = self._count("expert_count")
         for name, span in {**self.dense, **self.experts}.items():
             path = self.files[span.file]
             if not is_computed(span.type):
-                raise ModelError(f"{path}: {name} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
-            if name in self.experts and not parse_tensor_name(name).chunk and span.shape[2] != n_expert:
-                raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {n_expert} of {self.architecture}.expert_count")
-
-    def _count(self, key: str) -> int:
-        """As llama.cpp takes it: unsigned, of one for each layer the largest; 0 where the file does not say."""
-        value = self.hparams.get(key, 0)
-        return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)
+                raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
+            if name in self.experts and not parse_tensor_name(name).chunk and span.shape[2] != self.n_expert:
+                raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {self.n_expert} of expert_count")
 
     def check_unchanged(self) -> None:
         """Raises `ModelError` if a file was written to since it was read.
@@ -159,11 +156,11 @@ class _Part:
     spans: list[TensorSpan]
     state: FileState
 
-    def number(self, key: str) -> int:
-        """A count that some architectures give for each layer: then the largest. 0 if the file does not say."""
-        value = self.hparams.get(key, 0)
-        numbers = value if isinstance(value, tuple) else (value,)
-        return max((n for n in numbers if type(n) is int and n > 0), default=0)
+
+def _count(hparams: Mapping[str, object], key: str) -> int:
+    """As llama.cpp takes it: unsigned, and of one for each layer the largest; 0 where the file does not say."""
+    value = hparams.get(key, 0)
+    return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)
 
 
 def _split_files(path: str, count: int) -> list[str]:
@@ -189,10 +186,10 @@ def _hparams(file: ModelFile, architecture: str) -> dict[str, object]:
     return found
 
 
-def _value(file: ModelFile, key: str, default):
+def _value(file: ModelFile, key: str, default: _T) -> _T:
     """A scalar of the header, or the default if it is absent or of another type."""
     value = unpack(file.metadata[key]) if key in file.metadata else default
-    return value if type(value) is type(default) else default
+    return value if isinstance(value, type(default)) and not isinstance(value, bool) else default
 
 
 def _read_file(path: str, index: int) -> _Part:

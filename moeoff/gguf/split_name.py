@@ -20,7 +20,7 @@ class SplitName:
     count: int
 
     @classmethod
-    def parse(cls, path: str | os.PathLike) -> SplitName | None:
+    def parse(cls, path: str | os.PathLike[str]) -> SplitName | None:
         """None: not named like a part."""
         match = _SPLIT.fullmatch(os.fspath(path))
         return cls(match["stem"], int(match["index"]), int(match["count"])) if match else None
@@ -34,7 +34,7 @@ class SplitName:
         return [self.part(index) for index in range(1, self.count + 1)]
 
 
-def model_stem(model: str | os.PathLike) -> str:
+def model_stem(model: str | os.PathLike[str]) -> str:
     """What the files beside a model are named after: its path without ".gguf", and without the number if it is a first part."""
     split = SplitName.parse(model)
     return split.stem if split and split.index == 1 else os.fspath(model).removesuffix(".gguf")
