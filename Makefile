@@ -13,7 +13,7 @@ ARGS   ?=
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test nightly lint types archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test nightly lint types results archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ lint: env ## style, as pyproject.toml has it
 
 types: env ## mypy on moeoff/, as pyproject.toml has it
 	$(VENV)/bin/mypy
+
+results: ## the pages of docs/results, the README's table and its chart from docs/results/data
+	@$(PYTHON) scripts/results.py
 
 archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path
 	@$(FORK) archs

@@ -2,6 +2,7 @@
 
 import os as _os
 import sys as _sys
+import typing as _typing
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
@@ -45,13 +46,24 @@ except ForkError as _error:
         raise
     _sys.exit(f"Error: {_error}")  # the command says it in one sentence
 
+if _typing.TYPE_CHECKING:
+    from . import cache as cache
+    from . import calibrate as calibrate
+    from . import companion as companion
+    from . import convert as convert
+    from . import predict as predict
+    from . import simulate as simulate
+    from .cache import register as register
+    from .engine.llama import Llama as Llama
+    from .engine.stats import Stats as Stats
+    from .paths import demo_model as demo_model
 
 # Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
-_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "cache"}
+_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "engine.strategy"}
 _MODULES = ("cache", "calibrate", "companion", "convert", "predict", "simulate")
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> object:
     if name in _NAMES:
         return getattr(_import_module(f"moeoff.{_NAMES[name]}"), name)
     if name in _MODULES:

@@ -65,7 +65,7 @@ def quiet_log() -> Iterator[Callable[[], None]]:
 
 def supports_gpu() -> bool:
     """Whether this build of llama.cpp can offload layers to a GPU."""
-    return api.llama_supports_gpu_offload()
+    return bool(api.llama_supports_gpu_offload())
 
 
 def serve_model(proxy: Any) -> Any:
@@ -115,13 +115,14 @@ class PatchedLlama(llama_cpp.Llama):
     @property
     def context_handle(self) -> int:
         """struct llama_context *"""
-        return self._ctx.ctx
+        handle: int = self._ctx.ctx
+        return handle
 
     def wrap_decode(self, wrapper: Callable[[Callable[[], None], Any], None]) -> None:
         """From now on every decode is `wrapper(decode, llama_batch)`, which calls decode() once; it raises RuntimeError if llama.cpp fails."""
         ctx = self._ctx
         decode = type(ctx).decode
-        ctx.decode = lambda batch: wrapper(lambda: decode(ctx, batch), batch.batch)
+        ctx.decode = lambda batch: wrapper(lambda: decode(ctx, batch), batch.batch)  # type: ignore[method-assign]  # of this one object
 
     def on_close(self, function: Callable[[], None]) -> None:
         """Calls it when the model is closed, before the model is freed."""
@@ -146,8 +147,8 @@ class PatchedLlama(llama_cpp.Llama):
 
     def clear_context(self) -> None:
         """Empties the KV cache: the next batch begins a text."""
-        self.reset()
-        self._ctx.kv_cache_clear()
+        self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]  # likewise
 
     def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
         """Computes tokens at positions n_past, n_past + 1, ...; at most `n_batch` of them.
@@ -167,7 +168,8 @@ class PatchedLlama(llama_cpp.Llama):
 
     def batch_logits(self, n: int) -> np.ndarray:
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
-        return np.ctypeslib.as_array(self._ctx.get_logits(), (n, self.n_vocab()))
+        logits = self._ctx.get_logits()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
 
     # --- vocabulary ---
 
@@ -177,7 +179,7 @@ class PatchedLlama(llama_cpp.Llama):
 
     def is_end_token(self, token: int) -> bool:
         """The token ends an answer; models have several."""
-        return api.llama_vocab_is_eog(self._model.vocab, token)
+        return bool(api.llama_vocab_is_eog(self._model.vocab, token))
 
     def token_text(self, token: int) -> str:
         """A token as its vocabulary writes it; empty for -1, no token."""
@@ -187,9 +189,12 @@ class PatchedLlama(llama_cpp.Llama):
 def _progress_callback(progress: Callable[[float], None] | None) -> Any:
     """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; false would end the load."""
 
+    if progress is None:
+        return api.llama_progress_callback()
+
     def report(fraction: float, _user: Any) -> bool:
         with contextlib.suppress(Exception):  # must not cross the C frame below, and a progress bar is not worth a model
             progress(fraction)
         return True
 
-    return api.llama_progress_callback(report) if progress else api.llama_progress_callback()
+    return api.llama_progress_callback(report)

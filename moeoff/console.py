@@ -10,6 +10,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 LOADING_DELAY = 0.3  # seconds; a model that loads faster shows no bar
 LOADING_INTERVAL = 0.1
@@ -66,9 +70,9 @@ def loading_bar(name: str, nbytes: int) -> Iterator[Callable[[float], None] | No
 
 
 class _LoadingBar:
-    def __init__(self, name: str, nbytes: int, terminal):
+    def __init__(self, name: str, nbytes: int, terminal: TextIO):
         self._name, self._nbytes, self._terminal = name, nbytes, terminal
-        self._progress = None
+        self._progress: Progress | None = None
         self._next = time.monotonic() + LOADING_DELAY
 
     def update(self, fraction: float) -> None:
@@ -77,15 +81,15 @@ class _LoadingBar:
             return
         self._next = now + LOADING_INTERVAL
         if self._progress is None:
-            self._start()
+            self._progress = self._start()
         self._progress.update(self._task, completed=int(fraction * self._nbytes), refresh=True)
 
-    def _start(self) -> None:
+    def _start(self) -> Progress:
         from rich.console import Console
         from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
         columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-        self._progress = Progress(
+        progress = Progress(
             *columns,
             console=Console(file=self._terminal, force_terminal=True),
             auto_refresh=False,
@@ -93,8 +97,9 @@ class _LoadingBar:
             redirect_stdout=False,  # both are llama_cpp's while it loads
             redirect_stderr=False,
         )
-        self._task = self._progress.add_task(self._name, total=self._nbytes)
-        self._progress.start()
+        self._task = progress.add_task(self._name, total=self._nbytes)
+        progress.start()
+        return progress
 
     def stop(self) -> None:
         if self._progress is not None:

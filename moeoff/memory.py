@@ -93,9 +93,8 @@ def _cgroup_folders() -> list[tuple[str, str, str]]:
 
 def cgroup_limit() -> int | None:
     """The lowest memory limit of the cgroups this process is in, or None."""
-    limits = [_read_int(f"{folder}/{limit}") for folder, limit, _ in _cgroup_folders()]
-    limits = [limit for limit in limits if limit is not None and limit < 1 << 60]  # version 1 writes a huge number for "none"
-    return min(limits, default=None)
+    found = [_read_int(f"{folder}/{limit}") for folder, limit, _ in _cgroup_folders()]
+    return min((limit for limit in found if limit is not None and limit < 1 << 60), default=None)  # version 1 writes a huge number for "none"
 
 
 def available() -> int:

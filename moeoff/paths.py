@@ -26,3 +26,8 @@ def cache_folder() -> Path:
 def demo_model() -> str:
     """Path of the model that ships inside the package."""
     return str(importlib.resources.files("moeoff") / "data" / DEMO_MODEL)
+
+
+def machine_wide_file(name: str) -> str | None:
+    """The path of a file that all processes of moeoff's on this machine share, or in this container; None if there is no place for one."""
+    return next((f"{folder}/moeoff-{name}" for folder in ("/dev/shm", "/tmp") if os.access(folder, os.W_OK)), None)

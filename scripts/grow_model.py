@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from moeoff.errors import ModelError, MoeoffError
 from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
 from moeoff.gguf.quantize import quantize_chunks, type_from_name
+from moeoff.gguf.tensor_name import parse_block_name
 
 __all__ = ["Growth", "grow_model"]
 
@@ -144,7 +144,8 @@ def _plan(model: ModelFile, growth: Growth) -> list[tuple[Tensor, _Role]]:
     types = {"expert": int(growth.expert_type), "dense": int(growth.dense_type), "plain": _F32}
     plan = []
     for tensor in model.tensors.values():
-        role = _ROLES.get(re.sub(r"^blk\.\d+\.", "", tensor.name))
+        block = parse_block_name(tensor.name)
+        role = _ROLES.get(block[1] if block else tensor.name)
         if role is None:
             raise ModelError(f"{model.path}: cannot grow tensor {tensor.name}: its part in a qwen2moe model is unknown")
         *outer, n_cols = tensor.shape

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from dataclasses import dataclass, replace
 
@@ -18,10 +17,10 @@ import numpy as np
 from moeoff.errors import MoeoffError
 from moeoff.gguf.file import ModelFile, ModelWriter, Tensor
 from moeoff.gguf.quantize import fits, needs_imatrix, quantize_chunks, type_from_name, type_name
+from moeoff.gguf.tensor_name import is_expert
 
 __all__ = ["Requantized", "requantize_experts"]
 
-_EXPERTS = re.compile(r"ffn_(gate|up|down|gate_up)_(ch)?exps\.weight$")
 _CHUNK_VALUES = 1 << 20  # values quantized at once: 4 MiB of floats
 
 
@@ -44,7 +43,7 @@ def requantize_experts(source: str | os.PathLike[str], out: str | os.PathLike[st
         tensors: list[Tensor] = []
         changed, left = [], []
         for tensor in model.tensors.values():
-            if _EXPERTS.search(tensor.name):
+            if is_expert(tensor.name):
                 if fits(type, tensor.shape[-1]) and tensor.type != type:
                     changed.append(tensor.name)
                     tensor = replace(tensor, type=int(type))

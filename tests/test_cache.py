@@ -5,13 +5,13 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-import moeoff
 from helpers.files import ROOT
 from helpers.gate_events import SHAPE, random_events, update_cost
 from moeoff import OptionError
-from moeoff.cache import POLICIES, Event, Policy, Shape, create, get_policy, names, register
+from moeoff.cache import POLICIES, Policy, Shape, create, get_policy, names, register
 from moeoff.cache.arc import quotas
 from moeoff.cache.importance import miss_cost, unimportance
+from moeoff.gate_event import GateEvent
 
 
 @pytest.mark.parametrize("name", names())
@@ -39,13 +39,42 @@ class TestContract:
             tables.append(policy.priorities.copy())
         assert (tables[0] == tables[1]).all()
 
+    def test_a_new_text_forgets_everything_or_nothing(self, name):
+        """A policy is about one text, and then starts afresh, or about all."""
+        before, after = random_events(60), random_events(45, seed=1)
+
+        def table(*parts, reset):
+            policy = create(name, SHAPE)
+            policy.prepare([event for part in parts for event in part])
+            for i, part in enumerate(parts):
+                if i and reset:
+                    policy.reset_sequence()
+                for event in part:
+                    policy.update(event)
+            return policy.priorities
+
+        found, afresh, continued = table(before, after, reset=True), table(after, reset=False), table(before, after, reset=False)
+        forgets = get_policy(name).reset_sequence is not Policy.reset_sequence and create(name, SHAPE).options["sequence"]
+        assert np.array_equal(found, afresh if forgets else continued)
+        assert not forgets or not np.array_equal(afresh, continued)
+
+    def test_refuses_a_table_of_another_shape(self, name):
+        assert create(name, SHAPE).priorities.shape == (3, 8) and create(name, SHAPE).priorities.dtype == np.float32
+        with pytest.raises(OptionError, match=r"a table of \(8, 3\) does not fit"):
+            create(name, SHAPE, np.zeros((8, 3), np.float32))
+
     def test_batches_and_missing_probabilities(self, name):
         policy = create(name, SHAPE)
-        events = [Event(e.gate, e.ids, e.weights) for e in random_events(12, n_tokens=5)]
+        events = [GateEvent(e.gate, e.ids, e.weights) for e in random_events(12, n_tokens=5)]
         policy.prepare(events)
         for event in events:
             policy.update(event)
         assert np.isfinite(policy.priorities).all()
+
+    def test_options_of_a_calibration_and_of_a_precision(self, name):
+        kind = get_policy(name)
+        assert kind.profile_options({}) == {}
+        assert set(kind.precision_options(0.5, 0.25)) <= set(kind.defaults)
 
     def test_unknown_option(self, name):
         with pytest.raises(OptionError, match="unknown option 'colour'"):
@@ -109,7 +138,7 @@ def test_the_penalty_enters_hobbits_priorities():
     """With B_l/B_h a use counts by what its miss would have cost (HOBBIT §3.4): the high ones 1, the low ones B_l/B_h."""
     policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, lfu=0.45, lhu=0.45, fld=0, t1=0.5, low_cost=0.3)
     for ids, weights in (([0, 1], [0.9, 0.1]), ([0, 2], [0.6, 0.4]), ([3, 0], [0.8, 0.2])):
-        policy.update(Event(0, np.array([ids], np.int32), np.array([weights], np.float32)))
+        policy.update(GateEvent(0, np.array([ids], np.int32), np.array([weights], np.float32)))
     both = 0.45 + 0.45  # 0 is first twice and second once, 3 first, 1 and 2 second: unimportance 0 or above 0.5
     np.testing.assert_allclose(policy.priorities[0], both * np.array([2.3, 0.3, 0.3, 1.0]), rtol=1e-6)
 
@@ -173,7 +202,7 @@ def test_arc_keeps_what_arc_keeps():
     rng = np.random.default_rng(1)
     for _ in range(3000):
         expert = int(rng.zipf(1.5)) % 12 if rng.random() < 0.7 else int(rng.integers(12))
-        policy.update(Event(0, np.array([[expert]]), np.ones((1, 1), np.float32)))
+        policy.update(GateEvent(0, np.array([[expert]]), np.ones((1, 1), np.float32)))
         brute.use(expert)
         assert set(np.flatnonzero(policy.priorities[0] >= 0)) == set(brute.t1) | set(brute.t2)
 
@@ -191,17 +220,18 @@ def test_register_ten_lines():
         for event in random_events(9):
             policy.update(event)
         assert policy.priorities.any() and "mru" in names(live=True)
-        assert moeoff.register is register
     finally:
         POLICIES.pop("mru", None)
 
 
-@pytest.mark.parametrize("name", ["", "lru", "lfu-model", "on-demand"])
+@pytest.mark.parametrize("name", ["", "lru", "lfu-model", "on-demand", "none"])
 def test_register_refuses(name):
     with pytest.raises(OptionError, match="not taken"):
         register(type("Mine", (Policy,), {"name": name}))
+    with pytest.raises(OptionError, match="not a subclass of moeoff.cache.Policy"):
+        register(dict)
 
 
 def test_unknown_policy():
-    with pytest.raises(OptionError, match="there are: lru, lfu"):
+    with pytest.raises(OptionError, match="unknown policy 'fifo'; there are: lru, lfu, .*, lfu-model, "):
         get_policy("fifo")

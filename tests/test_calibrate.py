@@ -14,18 +14,21 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import moeoff
 from helpers.files import CALIBRATION_TEXTS
+from helpers.recordings import random_recording
 from helpers.terminal import start_with_bars
-from moeoff.cache import Shape, create
+from moeoff.cache import POLICIES, Policy, Shape, create, get_policy, names
 from moeoff.calibrate import profile_fit as module
-from moeoff.calibrate.profile_fit import calibrate, cap_hidden
+from moeoff.calibrate.profile_fit import calibrate, cap_hidden, fit, fits
 from moeoff.cli.calibrate import calibrate as command
 from moeoff.companion.profile import Profile, profile_path
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS
+from moeoff.predict import PREDICTORS, FitOptions, Predictor
 from moeoff.predict import create as create_predictor
 from moeoff.predict.router import Router
+from moeoff.predict.tokens import TokenTable
 
 
 def test_profile(calibrated):
@@ -60,11 +63,83 @@ def test_predictors_take_their_sections(calibrated):
         create_predictor(name, router, predictor.profile_section and found.section(predictor.profile_section))
 
 
-def test_score_takes_its_section(calibrated, tmp_path):
+class TestFitsOfUsers:
+    """A registered predictor's fit is called like moeoff's own, or refused."""
+
+    @pytest.fixture(autouse=True)
+    def forget(self):
+        yield
+        PREDICTORS.pop("mine", None)
+
+    class Mine(Predictor):
+        name, profile_section = "mine", "mine"
+
+        @classmethod
+        def fit(cls, recording, options=None, progress=None):
+            progress(1, 1)
+            return {"seed": np.array([options.seed]), "used": recording.used().sum(axis=0)}
+
+    def test_is_fitted(self):
+        moeoff.register(self.Mine)
+        recording, stages = random_recording(), []
+        sections = fit(recording, FitOptions(7, 16), lambda stage, done, total: stages.append((stage, done, total)))
+        assert set(sections) == set(fits()) and set(sections) >= {"popularity", "gate", "learned", "mine", "score", "hobbit"}
+        assert sections["mine"]["seed"] == [7] and ("fitting mine", 1, 1) in stages
+        mine = create_predictor("mine", recording.router, sections["mine"])
+        assert np.array_equal(mine.arrays["used"], recording.popularity())
+
+    @pytest.mark.parametrize("section, message", [(None, "no profile_section"), ("tokens", "'tokens'"), ("score", "'score'"), ("popularity", "'popularity'")])
+    def test_needs_a_section_of_its_own(self, section, message, demo):
+        moeoff.register(type("Other", (self.Mine,), {"profile_section": section}))
+        with pytest.raises(OptionError, match=f"predictor mine .*{message}"):
+            calibrate(demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun"))
+
+    def test_may_share_the_fit_of_its_base(self):
+        moeoff.register(type("Other", (TokenTable,), {"name": "mine"}))
+        assert fits()["tokens"].__self__ is TokenTable
+
+
+def test_policies_take_their_sections(calibrated):
+    """What calibration gives, a variant's options and a user's, each beats the one before."""
+    model, done, _ = calibrated
+    found = Profile.find(Layout.read(model))
+    profile, shape = {name: found.section(name) for name in found.sections}, Shape(12, 32, 4, 100.0)
+    taken = {name: get_policy(name).profile_options(profile) for name in names(live=True) if get_policy(name).profile_sections}
+    assert set(taken) == {"static", "arc", "hobbit", "score", "arc-even"}
+    for name, options in taken.items():
+        wanted = {section: profile[section] for section in get_policy(name).profile_sections}
+        assert options and get_policy(name).profile_options(wanted) == options, "reads a section that it does not name"
+    assert create("score", shape, profile=profile)._bottleneck
+    assert create("static", shape, profile=profile).priorities.sum() == 12 * 4 * done.n_tokens
+    hobbit = create("hobbit", shape, profile=profile, lru=0.5).options
+    assert hobbit["lru"] == 0.5 and all(hobbit[name] == profile["hobbit"][name] for name in ("lfu", "lhu", "fld"))
+    assert [create(name, shape, profile=profile).options["shallow"] for name in ("arc", "arc-even")] == [done.shallow, 0]
+    assert create("arc-even", shape, profile=profile, shallow=5).options["shallow"] == 5
+
+
+def test_a_users_policy_takes_its_sections(calibrated):
     model, _, _ = calibrated
-    np.savez(tmp_path / "score.npz", **Profile.find(Layout.read(model)).section("score"))
-    policy = create("score", Shape(12, 32, 4, 100.0), weights=str(tmp_path / "score.npz"))
-    assert policy._bottleneck is not None
+
+    class Popular(Policy):
+        name, defaults, profile_sections = "popular", {"counts": None}, ("popularity",)
+
+        @classmethod
+        def profile_options(cls, profile):
+            return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
+
+        def start(self):
+            if self.options["counts"] is not None:
+                self.priorities[:] = self.options["counts"]
+
+    counts = Profile.find(Layout.read(model)).section("popularity")["counts"]
+    try:
+        moeoff.register(Popular)
+        for profile, expected in (("auto", counts), (False, np.zeros_like(counts))):
+            with moeoff.Llama(model, expert_memory="4M", strategy="popular", profile=profile, n_ctx=64, n_threads=2) as llm:
+                assert np.array_equal(llm.expert_buffer.priorities, expected)
+                assert profile is False or "popularity" in llm.profile.sections and "score" not in llm.profile.sections
+    finally:
+        POLICIES.pop("popular", None)
 
 
 def test_hidden_units_cost_their_share(demo):

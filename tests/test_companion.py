@@ -22,10 +22,11 @@ from helpers.logits import assert_bit_equal, greedy_logits
 from helpers.split_model import split_model
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.companion.convert import convert
-from moeoff.companion.file import Companion, companion_path
+from moeoff.companion.file import Companion, companion_path, parse_slice_name
 from moeoff.gguf.file import ModelFile, ModelWriter, pack
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import quantize, type_name
+from moeoff.gguf.tensor_name import parse_tensor_name
 from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
@@ -147,7 +148,7 @@ def test_mixed_types_in_a_layer(model, tmp_path):
     made = convert(model, bits=tmp_path / "plan.json")
     slices = Companion(made.path).slices
     for (name, expert, tier), s in slices.items():
-        by = plan["layers"].get(name.split(".")[1], {})
+        by = plan["layers"].get(str(parse_tensor_name(name).layer), {})
         want = by if isinstance(by, str) else by.get(str(expert), by.get("default", "Q4_0"))
         assert tier == "bits" and type_name(s.type) == {"keep": "Q8_0"}.get(want, want)
 
@@ -324,9 +325,9 @@ def test_gguf_py_reads_it(model):
     layout = Layout.read(model)
     with ModelFile(model) as source:
         for tensor in reader.tensors[::97]:
-            name, expert, tier = tensor.name.rsplit(".", 2)
+            name, expert, tier = parse_slice_name(tensor.name)
             rows = layout.experts[name].shape[1]
-            original = source.data(name)[int(expert) * rows : (int(expert) + 1) * rows]
+            original = source.data(name)[expert * rows : (expert + 1) * rows]
             assert tensor.data_offset % 4096 == 0
             if tier == "keep":
                 assert np.array_equal(tensor.data.reshape(rows, -1), original)

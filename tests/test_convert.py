@@ -32,6 +32,7 @@ from moeoff.errors import WriteError
 from moeoff.gguf.file import ModelFile, ModelWriter, Tensor, pack
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.gguf.tensor_name import parse_tensor_name
 
 SOURCES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K")
 TARGETS = ("keep", "twin", "Q2_K", "Q3_K", "Q4_0", "Q8_0", "F16", "MXFP4", "IQ4_XS", "Q2_0", "NVFP4")
@@ -398,7 +399,7 @@ def test_plan_file_of_every_level(tmp_path):
     companion = Companion(convert(model, tiers="keep", bits=tmp_path / "m.json").path)
     assert companion.tiers == ["keep", "bits"]
     for (name, expert, tier), s in companion.slices.items():
-        layer = int(name.split(".")[1])
+        layer = parse_tensor_name(name).layer
         kind = "F16" if tier == "keep" or layer == 2 else "Q2_0" if (layer, expert) == (1, 2) else "Q8_0"
         assert type_name(s.type) == kind
 

@@ -9,6 +9,8 @@ import pytest
 import moeoff
 from helpers.files import ROOT
 
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+
 
 def test_cli_page_is_up_to_date():
     import make_cli_docs
@@ -16,10 +18,59 @@ def test_cli_page_is_up_to_date():
     assert make_cli_docs.PAGE.read_text() == make_cli_docs.page(), "run scripts/make_cli_docs.py"
 
 
+def test_result_pages_are_up_to_date():
+    import results
+
+    stale = [path.name for path, text in results.pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    assert not stale, f"run make results: {stale}"
+
+
+def test_every_measured_table_is_on_a_page():
+    import results
+
+    text = "".join(page.read_text(encoding="utf-8") for page in PAGES)
+    shown = [match["name"] for match in results.BLOCK.finditer(text)]
+    assert len(shown) == len(re.findall(r"^<!-- (?:results|end) ", text, re.MULTILINE)) // 2, "a marker that is none"
+    assert set(shown) == {path.stem for path in results.DATA.iterdir()}
+
+
+def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, capsys):
+    import results
+    import results_file
+
+    path = tmp_path / "new.json"
+    monkeypatch.setattr(sys, "argv", ["/anywhere/bench_x.py", "--model", "/models/m.gguf", "--trace", "a=/t/a.trace", "--json", str(path), "-n", "1 2"])
+    with results_file.ResultsFile(path) as file:
+        table = file.table("speed", "Speed", ["limit", "`lru`: tok/s"])
+        table.row("1 GiB", "1.0")
+        with pytest.raises(ValueError):
+            table.row("2 GiB")
+        table.row('"two"', "")
+    printed = capsys.readouterr().out
+    monkeypatch.setattr(results, "DATA", tmp_path)
+    page = results.block("new", None)
+    assert results.read("new")["command"] == "python scripts/bench/bench_x.py --model m.gguf --trace a=a.trace -n '1 2'"
+    assert printed.strip() == page[page.index("**Speed**") :].strip()
+    assert results.block("new", "speed") == printed.split("\n\n")[1]
+
+    with pytest.raises(RuntimeError), results_file.ResultsFile(tmp_path / "broken.json"):
+        raise RuntimeError
+    assert not (tmp_path / "broken.json").exists()
+
+
 def test_links_of_the_readme_and_docs():
-    for page in [*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md")]:
+    for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             assert (page.parent / target).exists() or target.startswith("http"), f"{page.name}: {target}"
+
+
+def test_paths_in_the_pages_exist():
+    wrong = []
+    for page in PAGES:
+        for path in re.findall(r"(?<![\w./-])((?:moeoff|scripts|tests|docs|llamacpp_patches)/[\w./-]*\w/?)(?![\w*<])", page.read_text()):
+            if not (ROOT / path).exists():
+                wrong.append(f"{page.name}: {path}")
+    assert not wrong
 
 
 @pytest.mark.parametrize("name, given", [("completion", ""), ("chat", "How many apples?\nAnd pears?\n")])

@@ -6,9 +6,10 @@ import pytest
 from helpers.files import SMALL_TRACE
 from helpers.gate_events import random_events, update_cost
 from moeoff import OptionError
-from moeoff.cache import Event, Shape, create
+from moeoff.cache import Shape, create
 from moeoff.cache.score import Score
 from moeoff.calibrate.fit_score import HORIZONS, MAX_MATRIX, fit_score, next_use
+from moeoff.gate_event import GateEvent
 from moeoff.simulate.simulator import simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
@@ -16,12 +17,11 @@ MODEL = Model("none", 2, tuple(TensorInfo(g, g, m, 16, 5000) for g in range(4) f
 
 
 def trace_of(events, model=MODEL):
-    zero = np.zeros(len(events), np.int64)
-    return Trace(model, events, zero.astype(bool), zero, zero, zero, [])
+    return Trace(model, events, np.zeros(len(events), bool))
 
 
 def walk(n_tokens, seed=0):
-    """A hidden state that goes round: whoever reads the router's probabilities knows what comes, recency does not."""
+    """A hidden state that goes round: the router's probabilities tell what comes, recency does not."""
     rng = np.random.default_rng(seed)
     favourites = np.random.default_rng(7).normal(size=(24, 4, 16)).astype(np.float32) * 2
     events, state = [], 0
@@ -31,7 +31,7 @@ def walk(n_tokens, seed=0):
             logits = favourites[state, g] + rng.normal(size=16).astype(np.float32) * 0.1
             probs = (np.exp(logits) / np.exp(logits).sum())[None]
             ids = np.argsort(-probs, axis=1)[:, :2].astype(np.int32)
-            events.append(Event(g, ids, np.take_along_axis(probs, ids, axis=1), probs))
+            events.append(GateEvent(g, ids, np.take_along_axis(probs, ids, axis=1), probs))
     return trace_of(events)
 
 
@@ -83,7 +83,7 @@ def test_refuses_traces():
         fit_score(walk(10))
     events = random_events(4 * 70, Shape(4, 16, 2, 8))
     for wrong in (
-        [Event(e.gate, e.ids, e.weights) for e in events],
+        [GateEvent(e.gate, e.ids, e.weights) for e in events],
         random_events(4 * 70, Shape(4, 16, 2, 8), n_tokens=2),
         [*events[1:], events[0]],
     ):
@@ -93,7 +93,7 @@ def test_refuses_traces():
 
 def test_many_experts_are_compressed(monkeypatch):
     """The features stay within their bound, and what comes out has the model's shape."""
-    from moeoff.calibrate.profile_fit import fit_score as learn
+    from moeoff.calibrate import fit_score as learn
 
     monkeypatch.setattr(learn, "MAX_FEATURES", 40)
     monkeypatch.setattr(learn, "MAX_VALUES", 4 * 16 * 512)

@@ -7,19 +7,20 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from helpers.files import ROOT
+from helpers.files import ROOT, SMALL_TRACE
+from helpers.recordings import random_recording
 from moeoff import Llama
-from moeoff.cache import Event
 from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
+from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
+from moeoff.predict import PREDICTORS, FitOptions, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
 from moeoff.predict.gate import shallow_boundary
 from moeoff.predict.path import PRIOR_ONE, PRIOR_TWO
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
 from moeoff.predict.tokens import PRIOR
-from moeoff.simulate.trace import Model, TensorInfo
+from moeoff.simulate.trace import Model, TensorInfo, Trace
 
 TEXTS = [ROOT / "docs" / "design.md", ROOT / "moeoff" / "engine" / "llama.py"]
 HIDDEN = 64
@@ -40,8 +41,7 @@ def sections(recording) -> dict[str, dict[str, np.ndarray]]:
     out = {}
     for predictor in PREDICTORS.values():
         if predictor.profile_section and predictor.profile_section not in out:
-            options = {"hidden": HIDDEN} if predictor.profile_section in ("learned", "blend") else {}
-            out[predictor.profile_section] = predictor.fit(recording, **options)
+            out[predictor.profile_section] = predictor.fit(recording, FitOptions(hidden=HIDDEN))
     return out
 
 
@@ -49,15 +49,16 @@ def make(name: str, recording: Recording, sections: dict, **options) -> Predicto
     return create(name, recording.router, sections.get(get_predictor(name).profile_section), **options)
 
 
-def batch_events(recording: Recording, start: int, stop: int) -> list[Event]:
+def batch_events(recording: Recording, start: int, stop: int) -> list[GateEvent]:
     """The tokens as one batch."""
     part = slice(start, stop)
     return [
-        Event(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32)) for g in range(recording.model.n_gates)
+        GateEvent(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32))
+        for g in range(recording.model.n_gates)
     ]
 
 
-def drive(predictor: Predictor, events: list[Event], tokens: np.ndarray) -> list[list[tuple[int, np.ndarray]]]:
+def drive(predictor: Predictor, events: list[GateEvent], tokens: np.ndarray) -> list[list[tuple[int, np.ndarray]]]:
     """What it says before and after each event."""
     out, at = [], 0
     for event in events:
@@ -92,7 +93,7 @@ class TestContract:
         assert {gate for gate, _ in said} >= set(range(3, n))
 
     def test_predicts_what_is_to_come(self, name, recording, sections):
-        """Never the gate that has just spoken, nor, within a token, an earlier one."""
+        """Never the gate of the event, nor, within a token, an earlier one."""
         predictor, n = make(name, recording, sections), recording.model.n_gates
         for event in recording.events(0, 3):
             for p in predictor.observe(event):
@@ -116,10 +117,23 @@ class TestContract:
                 np.testing.assert_array_equal(a, b)
 
     def test_events_without_gate_input(self, name, recording, sections):
-        """An architecture that passes logits: whoever needs the input says nothing."""
+        """An architecture that passes logits: a predictor that reads the input predicts nothing."""
         predictor = make(name, recording, sections)
         found = [p for event in recording.events(0, 2, inputs=False) for p in predictor.observe(event)]
         assert not (found and predictor.wants_gate_input)
+
+    def test_fits_are_deterministic(self, name, sections):
+        """The same options give the same arrays: numbers, as a profile can keep them. Only the seed of networks changes them."""
+        steps = []
+        recording, kind = random_recording(), get_predictor(name)
+        first, again, other = (kind.fit(recording, FitOptions(seed, 16), lambda *step: steps.append(step)) for seed in (3, 3, 4))
+        if kind.profile_section is None:
+            assert first is again is other is None and not steps
+            return
+        assert list(first) == list(again) == list(other) and not any(np.asarray(a).dtype.hasobject for a in first.values())
+        assert all(np.array_equal(a, again[key]) for key, a in first.items())
+        assert all(np.array_equal(a, other[key]) for key, a in first.items()) == (name not in ("learned", "blend"))
+        assert steps[-1][0] == steps[-1][1] and set(first) == set(sections[kind.profile_section])
 
     def test_batches_say_what_tokens_say(self, name, recording, sections):
         """Row t of a batch is the prediction for token t, where it does not depend on the token before."""
@@ -247,7 +261,7 @@ def test_path_learns_while_it_runs():
     """Without a profile: after enough of the same, it expects the same."""
     recording = tiny()
     predictor = create("activation-path", recording.router)
-    loop = [Event(g, np.array([[g, g + 1]]), np.ones((1, 2), np.float32)) for g in range(3)]
+    loop = [GateEvent(g, np.array([[g, g + 1]]), np.ones((1, 2), np.float32)) for g in range(3)]
     for _ in range(30):
         said = {p.gate: p.scores for event in loop for p in predictor.observe(event)}
     for gate, scores in said.items():
@@ -275,7 +289,7 @@ def test_tokens_that_decide_alone():
     (found,) = create("token-table", router).begin(np.array([2, 0]))
     assert found.gate == 1
     np.testing.assert_array_equal(np.sort(top_k(found.scores, 2)), [[4, 5], [0, 1]])
-    event = Event(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), None, np.ones((1, 4), np.float32))
+    event = GateEvent(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), None, np.ones((1, 4), np.float32))
     assert create("gate", router).observe(event) == []
 
 
@@ -332,6 +346,21 @@ def test_what_they_are_worth(recording, sections):
     assert found["gate"] > 0.7 > found["activation-path"] > found["eap"] > found["previous-token"] > 4 / 32
 
 
+@pytest.mark.parametrize("name, expected", [("previous-token", 1), ("activation-path", 1)])
+def test_exact_counts(name, expected):
+    """Without a profile, on the checked-in trace: the selected experts that were among the k best."""
+    trace = Trace.read(SMALL_TRACE)
+    predictor, waiting, right = create(name, Router([None] * 12, [4] * 12, n_experts=32)), {}, 0
+    for event, start in zip(trace.events, trace.starts):
+        if start:
+            predictor.reset_sequence()
+            waiting.clear()
+        if event.gate in waiting:
+            right += len(set(event.ids[0].tolist()) & set(top_k(waiting.pop(event.gate), 4)[0].tolist()))
+        waiting |= {p.gate: p.scores.copy() for p in predictor.observe(event)}
+    assert right == expected
+
+
 def test_learned_on_text_it_has_not_seen(recording, sections):
     """Better than the popular experts on the sequences left out, and as good as it says."""
     arrays, (_, held) = sections["learned"], recording.split()
@@ -339,7 +368,7 @@ def test_learned_on_text_it_has_not_seen(recording, sections):
     for gate in (3, 7, 11):
         predictor = create("learned", recording.router, arrays)
         x = recording.inputs[held, gate - 1].astype(np.float32)
-        (found,) = predictor.observe(Event(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
+        (found,) = predictor.observe(GateEvent(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
         right = np.take_along_axis(used[:, gate], top_k(found.scores, 4), axis=1).mean()
         popular = used[:, gate][:, np.argsort(-recording.popularity()[gate])[:4]].mean()
         assert right > 1.5 * popular
@@ -351,10 +380,10 @@ def test_learned_on_text_it_has_not_seen(recording, sections):
 
 
 def test_blend_is_better_than_its_parts(demo, recording):
-    """Fitted on three quarters of the text, judged on the rest: at least as good as each source, and layer 0 is predicted."""
+    """Fitted on three quarters of the text, tested on the rest: at least as good as each source, and layer 0 is predicted."""
     number = np.cumsum(recording.starts)
     train, rest = recording.take(number % 4 != 0), recording.take(number % 4 == 0)
-    arrays = get_predictor("blend").fit(train, hidden=HIDDEN)
+    arrays = get_predictor("blend").fit(train, FitOptions(hidden=HIDDEN))
     assert arrays["weights"].shape == (12, 4) and (arrays["weights"] >= 0).all() and arrays["weights"].any(axis=1).all()
     predictor = create("blend", recording.router, arrays)
     parts = [create("learned", recording.router, {k.removeprefix("learned_"): v for k, v in arrays.items() if k.startswith("learned_")})]
@@ -379,9 +408,10 @@ def test_registry():
         assert register(Mine) is Mine and "mine" in names()
         with pytest.raises(OptionError, match="taken"):
             register(Mine)
+        assert register(type("Other", (Predictor,), {"name": "mine"}), replace=True) is get_predictor("mine") is not Mine
     finally:
         PREDICTORS.pop("mine", None)
-    with pytest.raises(OptionError, match="unknown predictor 'mine'"):
+    with pytest.raises(OptionError, match="unknown predictor 'mine'; there are: gate, stacked, "):
         get_predictor("mine")
-    with pytest.raises(OptionError, match="not a subclass"):
+    with pytest.raises(OptionError, match="not a subclass of moeoff.predict.Predictor"):
         register(dict)

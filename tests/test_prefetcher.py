@@ -9,13 +9,13 @@ import pytest
 
 import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits
-from moeoff import OptionError, native
+from moeoff import OptionError, cache, native
 from moeoff.budget.precision import Precision
 from moeoff.engine.ab_test import BLOCK, ORDER
 from moeoff.engine.prefetcher import Prefetcher
 from moeoff.engine.strategy import PRESETS, Strategy, get_strategy, strategy_names
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS, Prediction
+from moeoff.predict import PREDICTORS, Prediction, Predictor, get_predictor
 from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
@@ -55,7 +55,7 @@ def test_prompts_are_read_ahead(calibrated):
 
 
 def test_what_is_expected_stays(demo):
-    """A full arena: residents that are expected outlive others of the same rank, until their gate has spoken."""
+    """A full arena: residents that are expected outlive others of the same rank, until their router has selected."""
     with moeoff.Llama(demo, expert_memory=share(demo, 0.25), strategy="lru", **OPTIONS) as llm:
         buffer = llm.expert_buffer
         llm.eval(PROMPT)
@@ -78,7 +78,7 @@ def test_limit(demo):
         assert llm.expert_buffer.prefetch(4, range(2)) == 6
 
 
-def test_judged_strategies_say_what_they_found(demo):
+def test_ab_tested_strategies_report_what_they_found(demo):
     n = BLOCK * len(ORDER) + 40
     with moeoff.Llama(demo, expert_memory=share(demo, 0.3), strategy="auto", n_ctx=512, n_threads=2) as llm:
         llm.eval(PROMPT[:4])
@@ -89,7 +89,7 @@ def test_judged_strategies_say_what_they_found(demo):
     assert stats.prefetch_on or stats.prefetch_gain < 0  # off only where it loses; a loss within the noise changes nothing
 
 
-def test_nobody_predicts_when_everything_is_there(demo):
+def test_no_driver_when_everything_is_resident(demo):
     with moeoff.Llama(demo, expert_memory=share(demo, 2), strategy="auto", **OPTIONS) as llm:
         llm.eval(PROMPT)
         stats = llm.stats()
@@ -119,6 +119,21 @@ def test_names():
             get_strategy(wrong)
 
 
+def test_register_takes_either_part_of_a_strategy():
+    policy, predictor = type("Mine", (cache.Policy,), {"name": "mine"}), type("Mine", (Predictor,), {"name": "mine"})
+    try:
+        assert moeoff.register(policy) is policy and moeoff.register(predictor) is predictor
+        assert cache.get_policy("mine") is policy and get_predictor("mine") is predictor
+        assert "mine" in strategy_names() and get_strategy("mine+mine").predictor == "mine"
+        with pytest.raises(OptionError, match="not taken: 'mine'"):
+            moeoff.register(policy)
+        with pytest.raises(OptionError, match="neither of moeoff.cache.Policy nor of moeoff.predict.Predictor"):
+            moeoff.register(dict)
+    finally:
+        cache.POLICIES.pop("mine", None)
+        PREDICTORS.pop("mine", None)
+
+
 class Recorder:
     """As much of a buffer as the prefetcher asks of one; remembers what was prefetched."""
 
@@ -143,11 +158,11 @@ def test_prefetches_by_predicted_weight():
     lossy = [(1, [1, 3], False, 2), (1, [4, 2], False, 0), (1, [4], True, 1)]  # 4 and 2 are protected where they are resident
     for precision, expected in ((rule, lossy), (Precision(), [(1, [1, 3, 4, 2], False, 4)])):
         buffer = Recorder()
-        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, n_lanes=1, judged=False, rule=precision)
+        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, n_lanes=1, ab_tested=False, precision=precision)
         prefetcher._credit = 8.0
         prefetcher._act([Prediction(1, scores)], single=True)
         assert buffer.prefetched == expected and prefetcher._credit == 8 - sum(n for *_, n in expected)
     buffer = Recorder()
     batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
-    Prefetcher(buffer, SimpleNamespace(), n_used=2, n_lanes=1, judged=False, rule=rule)._act([Prediction(0, batch)], single=False)
+    Prefetcher(buffer, SimpleNamespace(), n_used=2, n_lanes=1, ab_tested=False, precision=rule)._act([Prediction(0, batch)], single=False)
     assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens

@@ -2,12 +2,14 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
 import grimp
 import pytest
 
 import moeoff
+from helpers.files import ROOT
 
 # the highest first; a room imports from lower lines only, and rooms on one line do not know each other
 FLOORS = [
@@ -19,8 +21,9 @@ FLOORS = [
     {"simulate"},
     {"cache"},
     {"gguf"},
-    {"native"},
+    {"native", "threads"},
     {"binding", "memory", "console", "paths"},
+    {"registry", "gate_event"},
     {"errors"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
@@ -66,3 +69,9 @@ def test_internals_of_llama_cpp_are_used_in_one_module():
             if isinstance(node, ast.Attribute) and node.attr in internals - own and path.name != "binding.py":
                 guilty.add(f"{path.name}:{node.lineno} {ast.unparse(node)}")
     assert not guilty
+
+
+def test_the_picture_shows_the_order():
+    text = (ROOT / "docs" / "design.md").read_text()
+    picture = re.search(r"## The rooms\n.*?\n((?:    [^\n]*\n)+)", text, re.DOTALL)[1]
+    assert [set(line[:39].split()) for line in picture.splitlines()] == FLOORS

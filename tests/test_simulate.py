@@ -8,8 +8,9 @@ import pytest
 
 from helpers.files import SMALL_TRACE
 from moeoff import BudgetError, Llama, OptionError
-from moeoff.cache import Event, Policy, create
+from moeoff.cache import Policy, create, names
 from moeoff.engine.driver import Driver
+from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
 from moeoff.simulate.simulator import _Zero, simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
@@ -24,17 +25,16 @@ def random_trace(model, n=400, seed=0):
     events = []
     for i in range(n):
         ids = rng.choice(8, (1, 2), replace=False, p=popular[i % 3] * 0.9 + 0.1 / 8).astype(np.int32)
-        events.append(Event(i % 3, ids, rng.random((1, 2)).astype(np.float32), None))
+        events.append(GateEvent(i % 3, ids, rng.random((1, 2)).astype(np.float32), None))
     starts = np.zeros(n, bool)
     starts[::60] = True
-    zero = np.zeros(n, np.int64)
-    return Trace(model, events, starts, zero, zero, zero, [])
+    return Trace(model, events, starts)
 
 
 def brute(trace, policy, arena):
     """Native's rules one slice at a time: moeoff-store.cpp's take_slot and moeoff-arena.cpp's take."""
     tensors, e = trace.model.tensors, trace.model.n_experts
-    resident, last, hits, evictions = set(), {}, [], 0
+    resident, last, hits, evictions, nbytes = set(), {}, [], 0, 0
     committed, free = 0, dict.fromkeys((t.slot_bytes for t in tensors), 0)
     policy.prepare(trace.events)
     for n, event in enumerate(trace.events):
@@ -63,19 +63,23 @@ def brute(trace, policy, arena):
                 free[tensors[victim // e].slot_bytes] += 1
                 evictions += 1
             resident.add(s)
+            nbytes += tensors[s // e].nbytes
         policy.update(event)
-    return hits, evictions, resident
+    return hits, evictions, nbytes, resident
 
 
 @pytest.mark.parametrize("model", [ONE, TWO], ids=lambda m: m.name)
-@pytest.mark.parametrize("name", ["lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score", "belady"])
+@pytest.mark.parametrize("name", names())
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_brute_force(model, name, share):
+    """Hits, evictions and bytes of every policy; the slices in the arena fit into it, and none is lost."""
     trace, arena = random_trace(model), int(model.full_bytes * share)
     result = simulate(trace, name, arena, events=True)
-    hits, evictions, resident = brute(trace, create(name, model.shape(arena)), arena)
-    assert result.event_hits.tolist() == hits and result.evictions == evictions
+    hits, evictions, nbytes, resident = brute(trace, create(name, model.shape(arena)), arena)
+    assert result.event_hits.tolist() == hits and (result.evictions, result.bytes_read) == (evictions, nbytes)
     assert set(np.flatnonzero(result.resident)) == resident
+    assert result.gate_hits.sum() == sum(hits) and result.gate_misses.sum() - result.evictions == len(resident)
+    assert sum(model.tensors[i // model.n_experts].slot_bytes for i in resident) <= arena
 
 
 def test_nothing_beats_belady_on_one_size_class():
@@ -93,9 +97,8 @@ def batches(n=300, seed=0):
     events = []
     for i in range(n):
         ids = np.stack([rng.choice(8, 2, replace=False) for _ in range(rng.integers(1, 5) if rng.random() < 0.3 else 1)]).astype(np.int32)
-        events.append(Event(i % 3, ids, rng.random(ids.shape).astype(np.float32), None))
-    zero = np.zeros(n, np.int64)
-    return Trace(model, events, zero.astype(bool), zero, zero, zero, [])
+        events.append(GateEvent(i % 3, ids, rng.random(ids.shape).astype(np.float32), None))
+    return Trace(model, events, np.zeros(n, bool))
 
 
 @pytest.mark.parametrize("trace", [Trace.read(SMALL_TRACE), batches()], ids=["small", "batches"])
@@ -135,16 +138,17 @@ def test_the_checked_in_run_comes_out_as_it_happened():
 def test_exact_counts():
     trace = Trace.read(SMALL_TRACE)
     arena = trace.model.full_bytes // 2
-    for name, expected in json.loads((SMALL_TRACE.parent / "small.json").read_text()).items():
+    counts = json.loads((SMALL_TRACE.parent / "small.json").read_text())
+    assert set(counts) == set(names())
+    for name, expected in counts.items():
         result = simulate(trace, name, arena)
         assert [int(result.gate_hits.sum()), int(result.gate_misses.sum()), result.evictions] == expected, name
 
 
 def test_batches_larger_than_the_arena():
-    events = [Event(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
-    zero = np.zeros(9, np.int64)
+    events = [GateEvent(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
     for model in (ONE, TWO):
-        trace = Trace(model, events, zero.astype(bool), zero, zero, zero, [])
+        trace = Trace(model, events, np.zeros(9, bool))
         for arena in (3 * 16384, model.full_bytes // 4, model.full_bytes):
             result = simulate(trace, "decay", arena)
             assert result.gate_hits.sum() + result.gate_misses.sum() == 9 * 24
@@ -270,7 +274,7 @@ def test_command(moeoff_command, tmp_path):
     assert rows[3]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
     assert done.stdout == moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json").stdout
     assert "of the gap" in moeoff_command("simulate", str(SMALL_TRACE)).stdout
-    for arguments, message in ((("--strategy", "fifo"), "unknown strategy 'fifo'"), (("--memory", "x%"), "no share"), (("--plot", "a.xyz"), "a.xyz")):
+    for arguments, message in ((("--strategy", "fifo"), "unknown policy 'fifo'"), (("--memory", "x%"), "no share"), (("--plot", "a.xyz"), "a.xyz")):
         failed = moeoff_command("simulate", str(SMALL_TRACE), *arguments)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 

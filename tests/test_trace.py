@@ -1,6 +1,7 @@
 """Traces on disk: they come back as they were written, survive a cut, and go on where they ended."""
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,8 @@ import pytest
 from helpers.files import SMALL_TRACE
 from helpers.waiting import wait_until_still
 from moeoff import Llama, OptionError
-from moeoff.engine.expert_buffer import READ_DTYPE, GateEvent
+from moeoff.engine.expert_buffer import READ_DTYPE
+from moeoff.gate_event import GateEvent
 from moeoff.simulate.read_log import DEMAND_LEVEL, PREFETCH_LEVEL
 from moeoff.simulate.trace import Model, TensorInfo, Trace, TraceWriter
 
@@ -20,15 +22,16 @@ def gate_events(n, n_tokens=1, seed=0):
     for i in range(n):
         ids = np.argsort(rng.random((n_tokens, 8)), axis=1)[:, :2].astype(np.int32)
         weights = rng.random((n_tokens, 2)).astype(np.float16).astype(np.float32)
-        yield GateEvent(i + 1, 1000 * i, i % 3, i % 3, ids, weights, None, 4, 2), rng.random((n_tokens, 8)).astype(np.float16).astype(np.float32)
+        probs = rng.random((n_tokens, 8)).astype(np.float16).astype(np.float32)
+        yield GateEvent(i % 3, ids, weights, probs, layer=i % 3, n_hit=4, n_miss=2, seq=i + 1, t_ns=1000 * i)
 
 
 def write(path, n=12, n_tokens=1, probs=True):
     with TraceWriter(path, MODEL, {"strategy": "lru"}) as writer:
-        for i, (event, p) in enumerate(gate_events(n, n_tokens)):
+        for i, event in enumerate(gate_events(n, n_tokens)):
             if i == 6:
                 writer.new_sequence()
-            writer.write(event, p if probs else None)
+            writer.write(event if probs else replace(event, probs=None))
 
 
 @pytest.mark.parametrize("n_tokens", [1, 7])
@@ -37,10 +40,12 @@ def test_round_trip(tmp_path, n_tokens, probs):
     write(tmp_path / "t", n_tokens=n_tokens, probs=probs)
     trace = Trace.read(tmp_path / "t")
     assert trace.model == MODEL and trace.n_tokens == 4 * n_tokens and trace.notes == [{"strategy": "lru"}]
-    assert np.flatnonzero(trace.starts).tolist() == [0, 6] and trace.hits.sum() == 48 and trace.t_ns[3] == 3000
-    for event, (live, p) in zip(trace.events, gate_events(12, n_tokens), strict=True):
-        assert (event.ids == live.ids).all() and (event.weights == live.weights).all() and event.gate == live.gate
-        assert (event.probs == p).all() if probs else event.probs is None
+    assert np.flatnonzero(trace.starts).tolist() == [0, 6] and trace.hits.tolist() == [4] * 12
+    for event, live in zip(trace.events, gate_events(12, n_tokens), strict=True):
+        assert (event.ids == live.ids).all() and (event.weights == live.weights).all()
+        for name in ("gate", "layer", "n_hit", "n_miss", "t_ns"):
+            assert getattr(event, name) == getattr(live, name)
+        assert (event.probs == live.probs).all() if probs else event.probs is None
 
 
 def test_every_cut_gives_a_prefix_and_can_be_continued(tmp_path):
@@ -147,7 +152,7 @@ def test_every_read_of_a_run(demo, tmp_path):
     assert (done["nbytes"] == slices[done["tensor"]]).all() and set(done["level"]) >= {PREFETCH_LEVEL, DEMAND_LEVEL}
     ended = trace.reads["t_queued"] + 1000 * (trace.reads["wait_us"].astype(np.int64) + trace.reads["read_us"])
     assert began < trace.reads["t_queued"].min() and ended.max() < closed  # the clock of the gates' times too
-    assert began < trace.t_ns[0] and trace.t_ns[-1] < closed
+    assert began < trace.events[0].t_ns and trace.events[-1].t_ns < closed
 
 
 def test_the_log_is_off_by_default_and_bounded(demo):
@@ -185,16 +190,16 @@ def test_decisions_round_trip(tmp_path, probs):
     """Only events in which something was given up have decisions; the others count as all high."""
     rng = np.random.default_rng(3)
     events = [
-        (e._replace(versions=[None, np.zeros((5, 2), np.uint8), rng.integers(0, 3, (5, 2)).astype(np.uint8)][i % 3]), p)
-        for i, (e, p) in enumerate(gate_events(9, 5))
+        replace(e, versions=[None, np.zeros((5, 2), np.uint8), rng.integers(0, 3, (5, 2)).astype(np.uint8)][i % 3], probs=e.probs if probs else None)
+        for i, e in enumerate(gate_events(9, 5))
     ]
     with TraceWriter(tmp_path / "t", MODEL) as writer:
-        for event, p in events:
-            writer.write(event, p if probs else None)
+        for event in events:
+            writer.write(event)
     trace = Trace.read(tmp_path / "t")
-    expected = [np.zeros((5, 2), np.uint8) if e.versions is None else e.versions for e, _ in events]
+    expected = [np.zeros((5, 2), np.uint8) if e.versions is None else e.versions for e in events]
     assert trace.decisions() == np.concatenate(expected).tobytes()
-    for i, (event, (live, p)) in enumerate(zip(trace.events, events, strict=True)):
+    for i, (event, live) in enumerate(zip(trace.events, events, strict=True)):
         assert (event.ids == live.ids).all() and (event.weights == live.weights).all()
-        assert (event.probs == p).all() if probs else event.probs is None
+        assert (event.probs == live.probs).all() if probs else event.probs is None
         assert (event.versions is None) == (i % 3 != 2) and (i % 3 != 2 or (event.versions == live.versions).all())

@@ -59,7 +59,7 @@ def _open_direct(path: str) -> int | None:
     return fd
 
 
-def direct_io(path: str | os.PathLike) -> bool:
+def direct_io(path: str | os.PathLike[str]) -> bool:
     """Whether this file can be read around the page cache.
 
     Raises:
@@ -72,7 +72,7 @@ def direct_io(path: str | os.PathLike) -> bool:
     return True
 
 
-def file_system(path: str | os.PathLike) -> str:
+def file_system(path: str | os.PathLike[str]) -> str:
     """Type of the file system a path is on ("ext4", "tmpfs", "overlay"), or "unknown"."""
     path = os.path.realpath(path)
     best, kind = "", "unknown"
@@ -89,7 +89,7 @@ def file_system(path: str | os.PathLike) -> str:
     return kind
 
 
-def probe(path: str | os.PathLike, block_bytes: int, seconds: float = 2.0, n_workers: int = N_WORKERS) -> DiskRate:
+def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, n_workers: int = N_WORKERS) -> DiskRate:
     """Reads blocks from random places of a file for some seconds.
 
     Raises:

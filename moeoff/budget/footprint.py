@@ -6,13 +6,13 @@ recurrent layers, indexers or shared caches get an estimate. Compute buffers are
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from dataclasses import dataclass, replace
 
 from ..errors import OptionError
 from ..gguf.layout import Layout
 from ..gguf.quantize import type_name
+from ..gguf.tensor_name import parse_block_name, parse_tensor_name
 from ..memory import rss, slot_bytes
 from .memory_plan import RESERVE, Needs, Plan
 
@@ -24,8 +24,6 @@ _PROCESS = 64 << 20  # the usual size of a process without the model
 _CTX_STEP = 256  # llama.cpp rounds the context up to this
 _F16, _F32 = 2, 4
 
-_BLOCK = re.compile(r"^blk\.(\d+)\.(.+)$")
-_MATRIX = re.compile(r"ffn_(\w+?)_((?:ch)?exps)\.weight$")
 # tensors of layers whose cache is not simply the keys and values of every position
 _ODD = ("ssm_", "shortconv", "indexer", "nextn", "attn_compressor")
 
@@ -133,9 +131,8 @@ def slice_kinds(layout: Layout) -> list[SliceKind]:
     """The sizes slices come in, most frequent first."""
     counts: Counter[tuple[str, int, int]] = Counter()
     for span in layout.experts.values():
-        matrix, suffix = _MATRIX.search(span.name).groups()
-        n_expert = max(span.shape[2], 1)
-        counts[matrix if suffix == "exps" else f"{matrix} ({suffix})", span.type, span.nbytes // n_expert] += n_expert
+        role, n_expert = parse_tensor_name(span.name), max(span.shape[2], 1)
+        counts[role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.nbytes // n_expert] += n_expert
     return [SliceKind(matrix, type_name(kind), nbytes, n) for (matrix, kind, nbytes), n in counts.most_common()]
 
 
@@ -155,9 +152,9 @@ def kv_bytes(layout: Layout, n_ctx: int) -> tuple[int, bool]:
     h = layout.hparams
     blocks: dict[int, set[str]] = {}
     for name in layout.dense:
-        match = _BLOCK.match(name)
-        if match:
-            blocks.setdefault(int(match[1]), set()).add(match[2].split(".")[0])
+        if block := parse_block_name(name):
+            layer, rest = block
+            blocks.setdefault(layer, set()).add(rest.split(".")[0])
     n_embd = _per_layer(h.get("embedding_length"), 0, 0)
     latent = bool(h.get("attention.key_length_mla")) and bool(h.get("attention.value_length_mla"))
     exact = h.get("attention.causal") is not False and not h.get("attention.shared_kv_layers")
@@ -190,7 +187,7 @@ def compute_bytes(layout: Layout, n_ctx: int) -> int:
     n_embd = _per_layer(h.get("embedding_length"), 0, 0)
     embedding = layout.dense.get("token_embd.weight")
     n_vocab = embedding.shape[1] if embedding else 0
-    n_ff = max((span.shape[1] for span in layout.experts.values() if "down" not in span.name), default=0)
+    n_ff = max((span.shape[1] for span in layout.experts.values() if parse_tensor_name(span.name).matrix_name != "down"), default=0)
     mask = n_tokens * n_ctx * _F16
     layer = n_tokens * layout.n_expert_used * (n_embd + 2 * n_ff) * _F32
     return int(1.25 * (mask + n_tokens * 2 * n_embd * _F32 + max(n_tokens * n_vocab * _F32, layer)))

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 
 from ..gguf.layout import Layout
+from ..gguf.tensor_name import parse_tensor_name
 from ..memory import MIB, available
 from .disk_probe import DiskRate, probe
 from .footprint import DEFAULT_CTX, Footprint, SliceKind, expected_bytes, slice_kinds
@@ -103,7 +104,7 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True)
         files=layout.files,
         architecture=layout.architecture,
         n_layer=layout.n_layer,
-        n_moe_layer=len({name.split(".")[1] for name in layout.experts}),
+        n_moe_layer=len({parse_tensor_name(name).layer for name in layout.experts}),
         n_expert=layout.n_expert,
         n_expert_used=layout.n_expert_used,
         # some architectures have one shared expert, and no number for it

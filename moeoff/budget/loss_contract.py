@@ -159,7 +159,8 @@ class LossContract:
     def from_section(cls, s: dict[str, np.ndarray]) -> LossContract:
         """Raises `IndexError` for a section of an earlier moeoff, which had one tier for all candidates."""
         rows = [{name: s[name][i].item() for name in _SCALARS} | {name: Estimate(*s[name][i].tolist()) for name in _ESTIMATES} for i in range(len(s["t1"]))]
-        return cls(*(int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")), tuple(Candidate(**row) for row in rows))
+        facts = {name: int(s[name]) for name in ("companion", "text", "n_windows", "n_tokens", "ctx")}
+        return cls(candidates=tuple(Candidate(**row) for row in rows), **facts)
 
     @classmethod
     def find(cls, layout: Layout, profile: Profile | None, source: ExpertSource, max_loss: float, resident: float) -> SelectedPrecision:

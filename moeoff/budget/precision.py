@@ -38,7 +38,7 @@ class Precision:
     tier: str | None = None
     low_share: float = LOW_SHARE
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if not all(math.isfinite(x) for x in (self.t1, self.t2, self.prefill_low_share, self.low_share)):
             raise OptionError(f"precision: thresholds and shares are numbers: {self}")
         if not 0 <= self.t1 <= self.t2 <= 1:

@@ -7,26 +7,29 @@ windows hardly do. What is compared is compared token by token on the same text,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import NamedTuple
 
 import numpy as np
 
-__all__ = ["Estimate", "Quality", "Scores", "divergence", "interval", "log_probs", "spearman"]
+__all__ = ["Distance", "Estimate", "Quality", "Scores", "divergence", "interval", "log_probs", "spearman"]
 
 _T = {1: 12.706, 2: 4.303, 3: 3.182}  # where the expansion below is poor
 
 
 def log_probs(logits: np.ndarray) -> np.ndarray:
     """[n, n_vocab] float32 logits to natural logarithms of probabilities. As in llama-perplexity the sum is a double."""
-    shifted = logits - logits.max(axis=1, keepdims=True)
+    shifted: np.ndarray = logits - logits.max(axis=1, keepdims=True)
     shifted -= np.log(np.exp(shifted).sum(axis=1, keepdims=True, dtype=np.float64)).astype(np.float32)
     return shifted
 
 
 def divergence(p: np.ndarray, q: np.ndarray) -> np.ndarray:
     """KL(p || q) in nats: [n, n_vocab] log-probabilities, as `log_probs` gives them, to [n] float64. p must be finite."""
-    return (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
+    kl: np.ndarray = (np.exp(p) * (p - q)).sum(axis=1, dtype=np.float64)
+    return kl
 
 
 def student(n: int, of: int = 1) -> float:
@@ -57,9 +60,10 @@ class Estimate:
         half = student(len(means)) * float(means.std(ddof=1)) / math.sqrt(len(means))
         return cls(centre, centre - half, centre + half)
 
-    def map(self, function) -> Estimate:
+    def map(self, function: Callable[[float], float]) -> Estimate:
         """Through an increasing function."""
-        return Estimate(*(None if v is None else function(v) for v in (self.value, self.low, self.high)))
+        low, high = (None if bound is None else function(bound) for bound in (self.low, self.high))
+        return Estimate(function(self.value), low, high)
 
 
 @dataclass(frozen=True)
@@ -84,11 +88,19 @@ class Scores:
         nll = self.nll[windows]
         perplexity = math.exp(nll.mean())
         error = perplexity * float(nll.std()) / math.sqrt(nll.size - 1)
-        if self.kl is None:
+        if self.reference_nll is None or self.kl is None or self.same_top is None:
             return Quality(len(nll), nll.size, perplexity, error)
         loss = Estimate.mean(nll - self.reference_nll[windows]).map(math.expm1)
         kl, top1 = Estimate.mean(self.kl[windows]), Estimate.mean(self.same_top[windows])
         return Quality(len(nll), nll.size, perplexity, error, loss, kl, top1)
+
+
+class Distance(NamedTuple):
+    """How far from the lossless model, see `Quality`."""
+
+    loss: Estimate
+    kl: Estimate
+    top1: Estimate
 
 
 @dataclass(frozen=True)
@@ -101,6 +113,8 @@ class Quality:
         loss: relative increase of perplexity over the lossless model, 0.01 is 1 %.
         kl: mean KL(lossless || this) in nats.
         top1: share of tokens where both find the same token the likeliest.
+
+    loss, kl and top1 are None where there was nothing to compare with.
     """
 
     n_windows: int
@@ -110,6 +124,13 @@ class Quality:
     loss: Estimate | None = None
     kl: Estimate | None = None
     top1: Estimate | None = None
+
+    @property
+    def distance(self) -> Distance:
+        """From the lossless model. Raises `ValueError` if it was not compared with that."""
+        if self.loss is None or self.kl is None or self.top1 is None:
+            raise ValueError("this quality was not compared with the lossless model's")
+        return Distance(self.loss, self.kl, self.top1)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:

@@ -1,25 +1,32 @@
 """Fate's cache: shallow layers first, and ARC inside each layer (§4.4)."""
 
 from collections import OrderedDict
+from typing import Any
 
 import numpy as np
 
-from .base import Event, Policy, Shape
+from ..gate_event import GateEvent
+from .base import Policy, Sections, Shape
 
 _OVER = 1e6  # a layer within its quota outranks one beyond it by this much
 
 
 class ARC(Policy):
-    """ARC's lists T1, T2 (resident) and B1, B2 (ghosts) for each layer, with Fate's quotas.
+    """ARC's lists T1, T2 (resident) and B1, B2 (ghosts) for each layer, with quotas (Fate §4.4).
 
     The first `shallow` layers get all their experts if there is room, each deep one (cache_total - L x num_experts) /
-    (num_layers - L); with less room the first L layers are served in turn. What ARC would evict from its layer falls out of
-    T1 and T2 and thereby below everything that is in them; the buffer takes it whenever it needs room, so a layer's unused
-    quota serves others meanwhile.
+    (num_layers - L); with less room the first L layers are served in turn. An expert that ARC would evict from its layer
+    leaves T1 and T2 and ranks below all experts in them. The buffer evicts it only when it needs room, so that a layer's
+    unused quota serves other layers meanwhile.
     """
 
     name, summary = "arc", "shallow layers first, recency and frequency balanced in each (Fate)"
     defaults = {"shallow": 3}
+    profile_sections = ("gate",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"shallow": int(profile["gate"]["shallow"][0])} if "gate" in profile else {}
 
     def start(self) -> None:
         n = self.shape.n_gates
@@ -28,7 +35,7 @@ class ARC(Policy):
         self._target = [0.0] * n
         self.priorities[:] = -_OVER
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         gate, size = event.gate, self.quotas[event.gate]
         row = self.priorities[gate]
         chosen = dict.fromkeys(event.ids.ravel().tolist())
@@ -36,7 +43,7 @@ class ARC(Policy):
             for gone in self._use(gate, expert, size):
                 row[gone] = -_OVER
         t1, t2, _, _ = self._lists[gate]
-        # the list that is above its target gives way first, and within a list the oldest
+        # eviction order: the list above its target before the other, and in a list the oldest first
         first, second = (t1, t2) if len(t1) > self._target[gate] else (t2, t1)
         n = self.shape.n_experts
         order = [*first, *second]
@@ -44,7 +51,7 @@ class ARC(Policy):
             row[order] = np.arange(len(order), dtype=np.float32) / n
 
     def _use(self, gate: int, expert: int, size: int):
-        """One access in ARC's own terms (Megiddo and Modha 2003, figure 4); yields who falls out of T1 and T2."""
+        """One access in ARC's own terms (Megiddo and Modha 2003, figure 4); yields the experts that leave T1 and T2."""
         t1, t2, b1, b2 = self._lists[gate]
         if size == 0:
             yield expert

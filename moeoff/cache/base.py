@@ -1,7 +1,7 @@
 """What a cache policy is: a table of priorities that gate events change.
 
-A policy never evicts. It writes `priorities` [n_gates, n_experts], and whoever owns the slices (the native buffer live,
-`moeoff.simulate` offline) evicts the lowest, among equals the least recently used. It knows nothing of files, slots or threads.
+A policy never evicts. It writes `priorities` [n_gates, n_experts], and the owner of the slices (the native buffer live,
+`moeoff.simulate` offline) evicts the lowest, among equals the least recently used. A policy knows nothing of files, slots or threads.
 
 Invariant: the table that an event leaves behind is read when the *next* gate misses, so a policy that depends on the layer
 being computed writes for gate `event.gate + 1`.
@@ -9,12 +9,18 @@ being computed writes for gate `event.gate + 1`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 
 from ..errors import OptionError
+from ..gate_event import GateEvent
+
+# what a calibration measured: section of the profile -> its arrays by name
+Sections = Mapping[str, Mapping[str, np.ndarray]]
+P = TypeVar("P", bound="Policy")
 
 
 @dataclass(frozen=True)
@@ -40,29 +46,10 @@ class Shape:
             raise OptionError(f"no buffer has this shape: {self}")
 
 
-@dataclass(frozen=True)
-class Event:
-    """What one gate said for one batch; `moeoff.engine.expert_buffer.GateEvent` has the same names.
-
-    Attributes:
-        gate: row of the table.
-        ids: [n_tokens, n_used] integers.
-        weights: [n_tokens, n_used] float32.
-        probs: [n_tokens, n_experts] float32, the router's probabilities of all experts, or None where nobody computed them.
-        gate_input: [n_tokens, n_embd] float32, what the router read, or None.
-        versions: [n_tokens, n_used] uint8, what served each: 0 high precision, 1 low, 2 nothing; None: all high.
-    """
-
-    gate: int
-    ids: np.ndarray
-    weights: np.ndarray
-    probs: np.ndarray | None = None
-    gate_input: np.ndarray | None = None
-    versions: np.ndarray | None = None
-
-
 class Policy:
     """Base of all policies: override `update`, and `reset_sequence` if text matters.
+
+    A policy that takes options from a calibration names the sections in `profile_sections` and overrides `profile_options`.
 
     Args:
         shape: of the model and buffer.
@@ -77,11 +64,12 @@ class Policy:
     name = ""
     summary = ""
     offline = False  # needs the future: only the simulator can run it
-    static = False  # the table never changes after `start`: no event need be delivered
-    wants_probs = False  # reads Event.probs
-    defaults: dict = {}
+    static = False  # the table never changes after `start`: events need not be delivered
+    wants_probs = False  # reads GateEvent.probs
+    profile_sections: tuple[str, ...] = ()  # of a profile, what `profile_options` reads
+    defaults: dict[str, Any] = {}
 
-    def __init__(self, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options):
+    def __init__(self, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options: Any):
         unknown = sorted(set(options) - set(self.defaults))
         if unknown:
             raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
@@ -93,20 +81,44 @@ class Policy:
         self.rng = np.random.default_rng(seed)
         self.start()
 
+    @classmethod
+    def from_profile(cls: type[P], profile: Sections, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options: Any) -> P:
+        """A policy with the options that a calibration of the model gives; `options` beat them.
+
+        Args:
+            profile: those of `profile_sections` that the calibration wrote.
+        """
+        return cls(shape, table, seed, **(cls.profile_options(profile) | options))
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        """Options that a calibration gives; none for what it has not written."""
+        return {}
+
+    @classmethod
+    def precision_options(cls, t1: float, low_cost: float) -> dict[str, Any]:
+        """Options for a run in which not every miss costs the same (HOBBIT §3.2).
+
+        Args:
+            t1: largest unimportance that is read in high precision, 0 to 1.
+            low_cost: bytes of a low version, as a share of the high one's.
+        """
+        return {}
+
     def start(self) -> None:
         """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""
 
-    def update(self, event: Event) -> None:
-        """Changes `priorities` in place for what one gate chose."""
+    def update(self, event: GateEvent) -> None:
+        """Changes `priorities` in place after a router has selected."""
 
     def reset_sequence(self) -> None:
         """A new text begins: the next event is its first."""
 
-    def prepare(self, events: Iterable[Event]) -> None:
+    def prepare(self, events: Iterable[GateEvent]) -> None:
         """Offline policies see all events before the first `update`."""
 
 
-def used(event: Event) -> tuple[np.ndarray, np.ndarray | int]:
+def used(event: GateEvent) -> tuple[np.ndarray, np.ndarray | int]:
     """Experts an event chose, each once, and how many of its tokens chose each (1 for a single token)."""
     if len(event.ids) == 1:
         return event.ids[0], 1

@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from .base import Event, Policy
+from ..gate_event import GateEvent
+from .base import Policy
 
 
 class Belady(Policy):
@@ -13,7 +14,7 @@ class Belady(Policy):
 
     name, summary, offline = "belady", "the optimum, which knows the future", True
 
-    def prepare(self, events: Iterable[Event]) -> None:
+    def prepare(self, events: Iterable[GateEvent]) -> None:
         self._next = [[deque() for _ in range(self.shape.n_experts)] for _ in range(self.shape.n_gates)]
         n = 0
         for n, event in enumerate(events, 1):
@@ -23,7 +24,7 @@ class Belady(Policy):
         for gate, queues in enumerate(self._next):
             self.priorities[gate] = [-q[0] if q else self._never for q in queues]
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         row, queues = self.priorities[event.gate], self._next[event.gate]
         for expert in np.unique(event.ids).tolist():
             queue = queues[expert]

@@ -1,12 +1,13 @@
-"""Counts that fade: frequency and recency in one number."""
+"""Exponentially decayed counts: frequency and recency in one number."""
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, used
 
 _LARGEST = 1e18  # of a float32 with room to add
 
 
 class Decay(Policy):
-    """Each use counts 1, and `rate` less with each token since. The increment grows instead of all counts shrinking."""
+    """Each use counts 1, and loses the share `rate` with each token since. The increment grows instead of all counts shrinking."""
 
     name, summary = "decay", "counts uses, older ones for less"
     defaults = {"rate": 0.02}
@@ -15,7 +16,7 @@ class Decay(Policy):
         self._step = 1.0
         self._growth = 1 / (1 - self.options["rate"])
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         experts, count = used(event)
         self.priorities[event.gate][experts] += count * self._step
         if event.gate == self.shape.n_gates - 1:

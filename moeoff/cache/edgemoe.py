@@ -2,15 +2,16 @@
 
 import numpy as np
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, used
 
 
 class EdgeMoE(Policy):
-    """Eviction score -f / distance: rarely used experts of layers that come late go first.
+    """Eviction score -f / distance (EdgeMoE §3.3.3): rarely used experts of layers that run late are evicted first.
 
-    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer just *behind*: against its own text,
-    the layer that comes next goes first. Here it is (i - I + S) mod S; `printed` takes the paper's form. A distance of 0, the
-    layer that is evicting now, is a whole token (S): what it has not chosen it cannot use before.
+    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer that has just run: against the paper's
+    own text, the layer that runs next would be evicted first. Here it is (i - I + S) mod S; `printed` takes the paper's form. A
+    distance of 0, the layer that is evicting now, is a whole token (S): an expert that it has not selected cannot be used before.
     """
 
     name, summary = "edgemoe", "keeps what is used often and in layers that come soon"
@@ -25,7 +26,7 @@ class EdgeMoE(Policy):
         self._nearness = (1 / distance).astype(np.float32)[:, :, None]
         self._counts = np.zeros_like(self.priorities)
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         experts, count = used(event)
         self._counts[event.gate][experts] += count
         np.multiply(self._counts, self._nearness[(event.gate + 1) % self.shape.n_gates], out=self.priorities)

@@ -1,13 +1,16 @@
 """HOBBIT's weighted sum of LRU, LFU, LHU and layer distance (§3.4, equation 3)."""
 
+from typing import Any
+
 import numpy as np
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, Sections, used
 from .importance import T1
 
 
 class Hobbit(Policy):
-    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n), reset with each text.
+    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n) (HOBBIT §3.4), reset with each text.
 
     R is the token of the last use, F the uses in this text, H those in high precision (unimportance <= T1, §3.2), T the
     tokens so far, l_i the layer that is evicting. The table holds p times T, which orders the same and leaves all rows but
@@ -18,6 +21,15 @@ class Hobbit(Policy):
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
     defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "low_cost": None, "sequence": True}
+    profile_sections = ("hobbit",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {name: float(weight) for name, weight in profile.get("hobbit", {}).items()}
+
+    @classmethod
+    def precision_options(cls, t1: float, low_cost: float) -> dict[str, Any]:
+        return {"t1": t1, "low_cost": low_cost}
 
     def start(self) -> None:
         o, n = self.options, self.shape.n_gates
@@ -31,7 +43,7 @@ class Hobbit(Policy):
         self._scratch = np.empty((n, 1), np.float32)
         self._tokens = 1
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         o, gate = self.options, event.gate
         if gate == 0:
             self._tokens += len(event.ids)

@@ -1,6 +1,7 @@
-"""Least frequently used, counted within a sequence or for ever."""
+"""Least frequently used, counted in one text or in all."""
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, used
 
 
 class LFU(Policy):
@@ -9,7 +10,7 @@ class LFU(Policy):
     name, summary = "lfu", "keeps the experts this text has used most often"
     defaults = {"sequence": True}
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         experts, count = used(event)
         self.priorities[event.gate][experts] += count
 

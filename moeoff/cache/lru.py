@@ -1,9 +1,9 @@
-"""Least recently used: what the buffer does when nobody tells it anything."""
+"""Least recently used: the expert buffer's own eviction order."""
 
 from .base import Policy
 
 
 class LRU(Policy):
-    """A table of zeros: every priority ties, and ties go to the least recent use. Costs no Python at all."""
+    """A table of zeros: every priority ties, and of equals the least recently used is evicted. No driver is attached for it."""
 
     name, summary, static = "lru", "keeps the most recently used experts", True

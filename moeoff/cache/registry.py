@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from ..errors import OptionError
+from typing import Any
+
+import numpy as np
+
+from ..registry import Registry
 from .arc import ARC
-from .base import Policy, Shape
+from .base import Policy, Sections, Shape
 from .belady import Belady
 from .decay import Decay
 from .edgemoe import EdgeMoE
@@ -14,13 +18,15 @@ from .lru import LRU
 from .score import Score
 from .static import Static
 
-POLICIES: dict[str, type[Policy]] = {p.name: p for p in (LRU, LFU, Static, Decay, ARC, EdgeMoE, Hobbit, Score, Belady)}
 # a name for a policy with other options than its defaults
-VARIANTS: dict[str, tuple[str, dict]] = {
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "lfu-model": ("lfu", {"sequence": False}),
     "arc-even": ("arc", {"shallow": 0}),
     "edgemoe-printed": ("edgemoe", {"printed": True}),
 }
+# two names of strategies that have no policy of their own
+_registry = Registry(Policy, "policy", (LRU, LFU, Static, Decay, ARC, EdgeMoE, Hobbit, Score, Belady), variants=VARIANTS, reserved=("on-demand", "none"))
+POLICIES = _registry.classes
 
 
 def register(policy: type[Policy], replace: bool = False) -> type[Policy]:
@@ -29,18 +35,12 @@ def register(policy: type[Policy], replace: bool = False) -> type[Policy]:
     Raises:
         OptionError: no name, not a policy, or the name is taken.
     """
-    if not (isinstance(policy, type) and issubclass(policy, Policy)):
-        raise OptionError(f"{policy!r} is not a subclass of moeoff.cache.Policy")
-    taken = policy.name in VARIANTS or policy.name == "on-demand" or (policy.name in POLICIES and not replace)
-    if not policy.name or taken:
-        raise OptionError(f"{policy.__name__} needs a `name` that is not taken: {policy.name!r}")
-    POLICIES[policy.name] = policy
-    return policy
+    return _registry.register(policy, replace)
 
 
 def names(live: bool = False) -> list[str]:
     """All names; `live` leaves out the policies that know the future."""
-    return [n for n in [*POLICIES, *VARIANTS] if not (live and get_policy(n).offline)]
+    return [name for name in _registry.names() if not (live and get_policy(name).offline)]
 
 
 def get_policy(name: str) -> type[Policy]:
@@ -49,12 +49,9 @@ def get_policy(name: str) -> type[Policy]:
     Raises:
         OptionError: there is none.
     """
-    base = VARIANTS[name][0] if name in VARIANTS else name
-    if base not in POLICIES:
-        raise OptionError(f"unknown strategy {name!r}; there are: {', '.join([*POLICIES, *VARIANTS])}")
-    return POLICIES[base]
+    return _registry.get(name)
 
 
-def create(name: str, shape: Shape, table=None, seed: int = 0, **options) -> Policy:
-    """A new policy of that name; `options` beat a variant's."""
-    return get_policy(name)(shape, table, seed, **(VARIANTS.get(name, ("", {}))[1] | options))
+def create(name: str, shape: Shape, table: np.ndarray | None = None, seed: int = 0, *, profile: Sections | None = None, **options: Any) -> Policy:
+    """A new policy of that name. `options` beat a variant's, and both what the `profile_sections` of a profile give."""
+    return get_policy(name).from_profile(profile or {}, shape, table, seed, **(_registry.options(name) | options))

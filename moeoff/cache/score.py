@@ -1,4 +1,4 @@
-"""Ours: a learned score of how soon an expert will be used again.
+"""moeoff's own policy: a learned score of how soon an expert will be used again.
 
 Target: discount^(tokens until the next use). Two linear stages, fitted on traces by `moeoff.calibrate.fit_score`: all layers' router
 probabilities (now, and a running mean) go through a narrow bottleneck to what every expert can expect; that, and the expert's own
@@ -13,11 +13,13 @@ from __future__ import annotations
 import functools
 from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ..errors import OptionError
-from .base import Event, Policy, Shape, used
+from ..gate_event import GateEvent
+from .base import Policy, Sections, Shape, used
 
 NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
 FLOOR = 1e-4  # under the logarithm
@@ -30,10 +32,12 @@ GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
 
 
 class Score(Policy):
-    """Options:
-    weights: what `moeoff.calibrate.fit_score.fit_score` gives, or the path of an .npz with it. None: those that moeoff has for this model
-        (by its file's name), or else generic coefficients without the bottleneck; "generic" asks for these.
-    position: weight of the layer's distance, 0 to leave it out; None for that of the weights.
+    """Priority = the estimated discount^(tokens until the next use).
+
+    Options:
+        weights: what `moeoff.calibrate.fit_score.fit_score` returns, or the path of an .npz with it. None: those that moeoff has for
+            this model (by its file's name), or else generic coefficients without the bottleneck; "generic" takes these.
+        position: weight of the layer's distance, 0 to leave it out; None for that of the weights.
 
     Raises:
         OptionError: weights of another shape.
@@ -41,6 +45,11 @@ class Score(Policy):
 
     name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
     defaults = {"weights": None, "position": None}
+    profile_sections = ("score",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"weights": profile["score"]} if "score" in profile else {}
 
     def start(self) -> None:
         n, e = self.shape.n_gates, self.shape.n_experts
@@ -73,12 +82,12 @@ class Score(Policy):
         self._next = -1
         self._scores = np.zeros_like(self.priorities)
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         gate, n_tokens = event.gate, len(event.ids)
         experts, count = used(event)
         if event.probs is not None:
             probs = event.probs[0] if n_tokens == 1 else event.probs.mean(axis=0)
-        else:  # nobody computed them: the chosen experts' weights
+        else:  # without them, the selected experts' weights
             probs = np.zeros(self.shape.n_experts, np.float32)
             np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
         keep, mix = (self._keep, self._mix) if n_tokens == 1 else mixing(n_tokens)

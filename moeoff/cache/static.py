@@ -1,8 +1,11 @@
-"""The experts that were popular on other text, whatever this text does."""
+"""The experts that were popular on other text, independent of this one."""
+
+from typing import Any
 
 import numpy as np
 
-from .base import Event, Policy, used
+from ..gate_event import GateEvent
+from .base import Policy, Sections, used
 
 
 class Static(Policy):
@@ -14,6 +17,11 @@ class Static(Policy):
 
     name, summary = "static", "keeps the experts that were popular before"
     defaults = {"counts": None, "learn": 512}
+    profile_sections = ("popularity",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
 
     def start(self) -> None:
         counts = self.options["counts"]
@@ -21,7 +29,7 @@ class Static(Policy):
         if counts is not None:
             self.priorities[:] = np.asarray(counts, np.float32)
 
-    def update(self, event: Event) -> None:
+    def update(self, event: GateEvent) -> None:
         if self._left > 0:
             experts, count = used(event)
             self.priorities[event.gate][experts] += count

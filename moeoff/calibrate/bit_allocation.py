@@ -18,15 +18,17 @@ import os
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..budget.statistics import Estimate, Quality
 from ..companion.composite import CompositeCompanion
 from ..companion.convert import convert
 from ..companion.file import KEEP, Companion
-from ..companion.tiers import bits_per_weight, nearest, parse_tensor_name
+from ..companion.tiers import bits_per_weight, nearest
 from ..errors import OptionError
 from ..gguf.layout import Layout
 from ..gguf.quantize import needs_imatrix, type_from_name
+from ..gguf.tensor_name import parse_tensor_name
 from .expert_importance import estimate_importance
 from .perplexity import Reference, Window, evaluate, open_model, read_windows
 
@@ -72,11 +74,11 @@ class BitsPlan:
 class Trial:
     """Tries tiers for experts: a companion that holds them all, calibration windows, and the lossless model's predictions for them."""
 
-    def __init__(self, model: str, companion: Companion, windows: Sequence[Window], reference: Reference, **options):
+    def __init__(self, model: str, companion: Companion, windows: Sequence[Window], reference: Reference, **options: Any):
         self.companion, self.windows = companion, windows
         self._model, self._reference, self._options = model, reference, options
         self.layout = Layout.read(model)
-        self.experts = sorted({(parse_tensor_name(name).layer, e) for name, e, _ in companion.slices if not parse_tensor_name(name).chunk})
+        self.experts = sorted({(role.layer, e) for name, e, _ in companion.slices if not (role := parse_tensor_name(name)).chunk})
 
     def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
         """Of the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""
@@ -116,9 +118,9 @@ class Planner:
         ModelError: the model is no good.
     """
 
-    def __init__(self, model: str | os.PathLike, text: Sequence[str | os.PathLike], *, types: Sequence[str] | None = None,
-                 importance: str = "estimated", ctx: int = 512, chunks: int | None = None, folder: str | os.PathLike | None = None,
-                 progress: Callable[[str, int, int], None] | None = None, **options):  # fmt: skip
+    def __init__(self, model: str | os.PathLike[str], text: Sequence[str | os.PathLike[str]], *, types: Sequence[str] | None = None,
+                 importance: str = "estimated", ctx: int = 512, chunks: int | None = None, folder: str | os.PathLike[str] | None = None,
+                 progress: Callable[[str, int, int], None] | None = None, **options: Any):  # fmt: skip
         if importance not in IMPORTANCES:
             raise OptionError(f"importance is {' or '.join(IMPORTANCES)}, not {importance!r}")
         self._model, self.layout = os.fspath(model), Layout.read(model)
@@ -148,10 +150,10 @@ class Planner:
             raise
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._stack.close()
 
-    def trial_on(self, companion: Companion, text: Sequence[str | os.PathLike], chunks: int | None) -> Trial:
+    def trial_on(self, companion: Companion, text: Sequence[str | os.PathLike[str]], chunks: int | None) -> Trial:
         """The same trials on these texts; it lasts as long as the planner."""
         with open_model(self._model, self._ctx, experts=False, **self._options) as llm:
             windows = read_windows(llm, text, self._ctx, chunks)
@@ -188,7 +190,7 @@ class Planner:
         uniform, trial = self.uniform(), self.trial
         order = list(uniform)
         # the first that is too bad ends the ladder: a smaller one that happens to be good again is chance
-        within = next((i for i, name in enumerate(order) if uniform[name][1].loss.value > tolerance), len(order))
+        within = next((i for i, name in enumerate(order) if uniform[name][1].distance.loss.value > tolerance), len(order))
         upper = order[within - 1]
         if within == len(order):
             return BitsPlan(upper, upper, (), len(trial.experts), *uniform[upper], uniform, {}, tolerance)
@@ -202,7 +204,7 @@ class Planner:
             step += 1
             middle = (best + bad) // 2
             found = trial.quality(upper, dict.fromkeys(ranked[:middle], lower))
-            if found.loss.value <= tolerance:
+            if found.distance.loss.value <= tolerance:
                 best, quality = middle, found
             else:
                 bad = middle
@@ -220,5 +222,5 @@ def measure_importance(trial: Trial, lower: str, progress: Callable[[int, int], 
     for i, key in enumerate(trial.experts):
         if progress:
             progress(i, len(trial.experts))
-        out[key] = trial.quality(KEEP, {key: lower}).kl.value
+        out[key] = trial.quality(KEEP, {key: lower}).distance.kl.value
     return out

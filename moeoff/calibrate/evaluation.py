@@ -7,12 +7,13 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..budget.precision import Precision
 from ..budget.statistics import Quality
 from ..companion.file import KEEP
 from ..engine.stats import Stats
-from .perplexity import Reference, evaluate, interruptible, open_model, read_windows
+from .perplexity import Reference, Window, evaluate, interruptible, open_model, read_windows
 
 __all__ = ["Evaluation", "evaluate_model"]
 
@@ -42,7 +43,7 @@ class Evaluation:
 
 def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill", tier: str | None = None,
                    max_loss: str | float | None = None, deterministic: bool = False, progress: Callable[[str, int, int], None] | None = None,
-                   **options) -> Evaluation:  # fmt: skip
+                   **options: Any) -> Evaluation:  # fmt: skip
     """Measures perplexity, and with a lower precision the distance from the lossless model on the same windows.
 
     Args:
@@ -57,7 +58,7 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     """
     lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic}
 
-    def tokens(stage: str, windows) -> Callable[[int], None] | None:
+    def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
         return progress and functools.partial(lambda total, done: progress(stage, done, total), len(windows) * ctx)
 
     with contextlib.ExitStack() as stack:
@@ -78,6 +79,6 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     return Evaluation(scores.quality(), tuple(by_text), precision, stats, len(windows) * ctx, seconds, scores.bytes_read)
 
 
-def _windows_of(windows, text: int) -> slice:
+def _windows_of(windows: Sequence[Window], text: int) -> slice:
     inside = [i for i, window in enumerate(windows) if window.text == text]
     return slice(inside[0], inside[-1] + 1)

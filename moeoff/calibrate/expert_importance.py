@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from ..companion.file import Companion
-from ..companion.tiers import parse_tensor_name
-from ..engine.expert_buffer import RING_BYTES, GateEvent
+from ..engine.expert_buffer import RING_BYTES
+from ..gate_event import GateEvent
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import dequantize
+from ..gguf.tensor_name import parse_tensor_name
 from .perplexity import Window, evaluate, open_model
 
 __all__ = ["estimate_importance"]
 
 N_SAMPLES = 512  # tokens whose inputs are kept, of each gate
-_MATRIX = ("gate_up", "up", "gate", "down")  # numbers of TensorRole.matrix
 
 
 class _Sample:
@@ -47,7 +48,7 @@ class _Sample:
             self.n += len(rows)
 
 
-def estimate_importance(layout: Layout, companion: Companion, tier: str, windows: Sequence[Window], **options) -> dict[tuple[int, int], float]:
+def estimate_importance(layout: Layout, companion: Companion, tier: str, windows: Sequence[Window], **options: Any) -> dict[tuple[int, int], float]:
     """By (layer, expert). An expert that no token chose has 0, one whose tokens were not sampled the mean of its layer.
 
     Takes every expert for SwiGLU without biases: for other activations it is a rougher estimate.
@@ -65,7 +66,7 @@ def estimate_importance(layout: Layout, companion: Companion, tier: str, windows
         for name, span in layout.experts.items():
             where = parse_tensor_name(name)
             if not where.chunk:
-                by_layer.setdefault(where.layer, {})[_MATRIX[where.matrix]] = span
+                by_layer.setdefault(where.layer, {})[where.matrix_name] = span
         for layer, spans in by_layer.items():
             for expert, value in enumerate(_layer(spans, samples.get(layer), companion, tier, files)):
                 out[layer, expert] = float(value)
@@ -75,10 +76,10 @@ def estimate_importance(layout: Layout, companion: Companion, tier: str, windows
     return out
 
 
-def _listen(layout: Layout, windows: Sequence[Window], options: dict) -> dict[int, _Sample]:
+def _listen(layout: Layout, windows: Sequence[Window], options: dict[str, Any]) -> dict[int, _Sample]:
     samples: dict[int, _Sample] = {}
     with open_model(layout.files[0], len(windows[0].tokens), experts=False, gate_input=True, **options) as llm:
-        gates = {info.gate: info for info in llm.expert_buffer.tensors if b"chexps" not in info.name}
+        gates = {info.gate: info for info in llm.expert_buffer.tensors if not parse_tensor_name(info.name.decode()).chunk}
 
         def note(event: GateEvent) -> None:
             if event.gate in gates:
@@ -129,6 +130,7 @@ def _read(fd: int, offset: int, nbytes: int, type: int, span: TensorSpan) -> np.
 
 def _expert(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
     """[n, n_embd] through one expert."""
+    gate: np.ndarray | None
     if "gate_up" in w:
         gate, up = np.split(x @ w["gate_up"].T, 2, axis=1)
     else:
@@ -138,4 +140,5 @@ def _expert(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
         hidden = np.maximum(up, 0)
     else:
         hidden = gate / (1 + np.exp(-np.clip(gate, -60, 60))) * up
-    return hidden @ w["down"].T
+    out: np.ndarray = hidden @ w["down"].T
+    return out

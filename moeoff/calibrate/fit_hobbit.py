@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from ..cache.hobbit import Hobbit
 from ..errors import OptionError
+from ..predict.base import FitOptions, Progress
+from ..predict.recording import Recording
 from ..simulate.simulator import simulate
+from ..simulate.trace import Trace
 
 NAMES = ("lru", "lfu", "lhu", "fld")
 MAX_EVENTS = 12_288
@@ -12,7 +17,19 @@ SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
 
 
-def fit_hobbit(trace, shares=SHARES, max_events: int = MAX_EVENTS, progress=None) -> dict[str, float]:
+def fit(recording: Recording, options: FitOptions, progress: Progress | None = None) -> dict[str, float] | None:
+    """The section "hobbit" of a profile; None if the recording has no probabilities."""
+    if recording.probs is None:
+        return None
+    if progress:
+        progress(0, 1)  # how many replays it takes shows in the end
+    weights = fit_hobbit(recording.trace(MAX_EVENTS // recording.model.n_gates))
+    if progress:
+        progress(1, 1)
+    return weights
+
+
+def fit_hobbit(trace: Trace, shares: Sequence[float] = SHARES, max_events: int = MAX_EVENTS, progress: Callable[[int], None] | None = None) -> dict[str, float]:
     """Weights `lru`, `lfu`, `lhu`, `fld`, of sum 1, for `create("hobbit", ...)`.
 
     The paper gives no procedure: here one weight after the other is multiplied by `FACTORS` as long as that lowers the penalty,
@@ -28,7 +45,7 @@ def fit_hobbit(trace, shares=SHARES, max_events: int = MAX_EVENTS, progress=None
     if not trace.events:
         raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")
     part = trace.slice(0, max_events // trace.model.n_gates * trace.model.n_gates or max_events)
-    known: dict[tuple, float] = {}
+    known: dict[tuple[float, ...], float] = {}
 
     def penalty(weights: tuple[float, ...]) -> float:
         total = sum(weights)

@@ -7,10 +7,15 @@ layer at a time.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..cache.score import FLOOR, PROB_RATES, STATE_RATE, USE_RATES
 from ..errors import OptionError
+from ..predict.base import FitOptions, Progress
+from ..predict.recording import Recording
+from ..simulate.trace import Trace
 
 # horizons: a bigger buffer evicts what is needed later. (discount of a use one token further away, weight of the layer's
 # distance, up to which share of the experts in memory)
@@ -22,6 +27,14 @@ BLOCK = 256  # tokens; every fifth block decides between the alphas
 MAX_VALUES = 16 << 20
 MAX_FEATURES = 1024
 MIN_TOKENS = 64
+MAX_EVENTS = 200_000  # of a recording
+
+
+def fit(recording: Recording, options: FitOptions, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    """The section "score" of a profile; None if the recording has no probabilities."""
+    if recording.probs is None:
+        return None
+    return fit_score(recording.trace(MAX_EVENTS // recording.model.n_gates), progress=progress)
 
 
 def running_mean(x: np.ndarray, rate: float, first) -> np.ndarray:
@@ -42,7 +55,7 @@ def next_use(uses: np.ndarray, discount: float) -> np.ndarray:
     return out
 
 
-def dense(trace) -> tuple[np.ndarray, np.ndarray]:
+def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     """Probabilities and uses of a token-by-token trace, [n_gates, n_tokens, n_experts] each; blocks all over it if it is long.
 
     Raises:
@@ -65,13 +78,16 @@ def dense(trace) -> tuple[np.ndarray, np.ndarray]:
     return np.ascontiguousarray(probs), uses
 
 
-def fit_score(trace, rank: int | None = None, horizons=HORIZONS) -> dict[str, np.ndarray]:
+def fit_score(
+    trace: Trace, rank: int | None = None, horizons: Sequence[tuple[float, float, float]] = HORIZONS, progress: Progress | None = None
+) -> dict[str, np.ndarray]:
     """Arrays for `Score(weights=...)`, or for an .npz of `np.savez`.
 
     Args:
         trace: decoded token by token, of text like that to come; its kinds of text in turn rather than one after the other.
         rank: width of the bottleneck; by default `RANK`, less if there are more than 96 experts.
         horizons: of `HORIZONS`' form, the shares ascending.
+        progress: called with the layers of the second stage that are done, and all.
 
     Returns:
         project [n, rank, 2E], mean [n, 2E]: of the bottleneck; for each horizon back [H, n, E, rank], bias [H, n, E] and
@@ -112,6 +128,8 @@ def fit_score(trace, rank: int | None = None, horizons=HORIZONS) -> dict[str, np
             scale, *coef[h, g], offset = _ridge(x, next_use(uses[g], discount).ravel())
             back[h, g] *= scale  # the first coefficient goes into the matrices
             bias[h, g] = scale * centre[h, g] + offset
+        if progress:
+            progress(g + 1, n)
     arrays = {"project": project.transpose(0, 2, 1), "back": back, "mean": mean, "bias": bias, "coef": coef}
     arrays |= {"position": np.array([h[1] for h in horizons]), "share": np.array([h[2] for h in horizons])}
     return {name: array.astype(np.float16 if name in ("project", "back") else np.float32) for name, array in arrays.items()}

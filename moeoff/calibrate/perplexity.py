@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,16 @@ N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
 MODES = ("prefill", "decode")
 _CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for each temporary
 _FLOOR = -1e4  # of stored log-probabilities, where a model forbids a token
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Call(Protocol):
+    """`call(function, *args)` is `function(*args)`."""
+
+    def __call__(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
 
 
 class EvaluatedModel(Protocol):
@@ -54,7 +64,7 @@ class EvaluatedModel(Protocol):
     def cancel(self) -> None: ...
 
 
-def open_model(model: str, ctx: int, **options):
+def open_model(model: str, ctx: int, **options: Any) -> Llama:
     """The model with room for windows of ctx tokens and the logits of all of them."""
     trim()  # what a model closed before this one has left would count against the budget
     n_batch = min(ctx, N_BATCH)
@@ -77,7 +87,7 @@ def n_scored(n_ctx: int) -> int:
     return n_ctx - n_ctx // 2 - 1
 
 
-def read_windows(llm: EvaluatedModel, paths: Sequence[str | os.PathLike], n_ctx: int, chunks: int | None = None) -> list[Window]:
+def read_windows(llm: EvaluatedModel, paths: Sequence[str | os.PathLike[str]], n_ctx: int, chunks: int | None = None) -> list[Window]:
     """The windows that llama-perplexity makes of each file: consecutive, without overlap, the remainder left out.
 
     Args:
@@ -167,7 +177,7 @@ class Reference:
     def __enter__(self) -> Reference:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
 
@@ -211,7 +221,8 @@ def evaluate(
     return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll, kl, same, bytes_read)
 
 
-def _run(llm: EvaluatedModel, windows: Sequence[Window], mode: str, cold: bool, progress, sink: Callable[[int, int, np.ndarray, np.ndarray], None]) -> None:
+def _run(llm: EvaluatedModel, windows: Sequence[Window], mode: str, cold: bool, progress: Callable[[int], None] | None,
+         sink: Callable[[int, int, np.ndarray, np.ndarray], None]) -> None:  # fmt: skip
     """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens."""
     n_ctx = len(windows[0].tokens)
     if mode not in MODES:
@@ -248,12 +259,12 @@ def _batches(n_ctx: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def interruptible(llm: EvaluatedModel) -> Iterator[Callable[..., Any]]:
+def interruptible(llm: EvaluatedModel) -> Iterator[Call]:
     """Yields `call(function, *args)`, which computes in another thread, so that Ctrl-C is noticed at once and ends it."""
     # one thread for all calls: OpenMP keeps a team for each thread that computed
     with quiet_log() as silence, ThreadPoolExecutor(1, "moeoff-eval") as pool:
 
-        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def call(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
             future = pool.submit(function, *args, **kwargs)
             try:
                 return future.result()

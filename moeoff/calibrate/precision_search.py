@@ -15,6 +15,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -25,9 +26,11 @@ from ..companion.file import KEEP, Companion
 from ..companion.hashing import hash64
 from ..companion.profile import Profile, profile_path
 from ..companion.source import ExpertSource
+from ..engine.expert_buffer import GateEvent
+from ..engine.llama import Llama
 from ..errors import OptionError, Remedy
 from ..gguf.layout import Layout
-from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
+from .perplexity import Call, Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 
 __all__ = ["SearchResult", "PrecisionEvaluator", "search_precision", "relative_bytes"]
 
@@ -48,17 +51,17 @@ class SearchResult:
 
 
 def search_precision(
-    model: str | os.PathLike,
-    text: Sequence[str | os.PathLike],
+    model: str | os.PathLike[str],
+    text: Sequence[str | os.PathLike[str]],
     max_loss: float,
     *,
     tier: str | None = None,
     thresholds: bool = False,
-    experts: str | os.PathLike | bool = "auto",
+    experts: str | os.PathLike[str] | bool = "auto",
     tokens: int = 16384,
-    output: str | os.PathLike | None = None,
+    output: str | os.PathLike[str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
-    **options,
+    **options: Any,
 ) -> SearchResult:
     """Measures precisions of a model with its companion, and writes the profile's section "precision".
 
@@ -81,7 +84,7 @@ def search_precision(
     layout.require_experts()
     companion = ExpertSource.make(layout, experts, KEEP).companion
     lower = [name for name in companion.tiers if name != KEEP] if companion else []
-    if not lower:
+    if companion is None or not lower:
         raise OptionError(f"{model}: has no companion with lower precision", Remedy.MAKE_COMPANION)
     tiers = [companion.tier(tier) or tier] if tier else lower
     path = os.fspath(output) if output else profile_path(model)
@@ -91,7 +94,7 @@ def search_precision(
     options = {"flash_attn": True, "experts": companion, "tier": KEEP, "deterministic": True} | options
 
     @contextlib.contextmanager
-    def evaluator_of(name: str) -> Iterator[tuple[PrecisionEvaluator, Callable]]:
+    def evaluator_of(name: str) -> Iterator[tuple[PrecisionEvaluator, Call]]:
         with open_model(model, ctx, precision=Precision(tier=name), **options) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
@@ -105,6 +108,7 @@ def search_precision(
             with evaluator_of(name) as (evaluator, call):
                 reference = reference or references.enter_context(call(evaluator.reference, "prefill"))
                 call(search.measure, evaluator, reference, 1.0, 1.0, 1.0, decode=False)
+        assert reference is not None  # there is a tier
         windows = evaluator.windows
         if thresholds or not any(search.holds(c, len(windows)) for c in search.candidates):
             with evaluator_of(tiers[0]) as (evaluator, call):
@@ -125,7 +129,7 @@ class PrecisionEvaluator:
         progress: told what is being done, how much of it is done and how much there is.
     """
 
-    def __init__(self, llm, windows: Sequence[Window], tier: str, low_bytes: float, progress: Callable[[str, int, int], None] | None = None):
+    def __init__(self, llm: Llama, windows: Sequence[Window], tier: str, low_bytes: float, progress: Callable[[str, int, int], None] | None = None):
         self._llm, self.windows, self.tier, self._low_bytes = llm, windows, tier, low_bytes
         self._tell = progress or (lambda what, done, total: None)
         self._n = len(windows) * len(windows[0].tokens)
@@ -150,7 +154,7 @@ class PrecisionEvaluator:
         finally:
             llm.set_gate_callback(None)
         after = llm.stats()
-        quality = scores.quality()
+        distance = scores.quality().distance
         if decode:
             n = max(int(self._counts.sum()), 1)
             low, skipped = self._counts[native.LOW] / n, self._counts[native.SKIP] / n
@@ -159,9 +163,9 @@ class PrecisionEvaluator:
             low, skipped = (after.served_low - before.served_low) / uses, 0.0
         given_up = low if decode else share  # of a batch's experts, each read once
         cost = 1 - skipped - given_up * (1 - self._low_bytes)
-        return Candidate(self.tier, t1, t2, share, decode, quality.loss, quality.kl, quality.top1, float(cost), float(low), float(skipped))
+        return Candidate(self.tier, t1, t2, share, decode, *distance, float(cost), float(low), float(skipped))
 
-    def _count(self, event) -> None:
+    def _count(self, event: GateEvent) -> None:
         if len(event.ids) == 1:
             if event.versions is None:
                 self._counts[native.HIGH] += event.ids.size

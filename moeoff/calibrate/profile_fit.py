@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,21 +14,20 @@ from ..companion.profile import Profile, profile_path
 from ..engine.llama import Llama
 from ..errors import ModelError, OptionError, Remedy
 from ..gguf.layout import Layout
-from ..predict import PREDICTORS
+from ..predict import PREDICTORS, FitOptions, Predictor
+from ..predict.base import Progress
 from ..predict.recording import Recording
 from ..predict.router import Router
-from .fit_hobbit import fit_hobbit
-from .fit_score import fit_score
+from . import fit_hobbit, fit_score
 from .record import LENGTH, batch_size, record, sequences
 
-__all__ = ["Calibrated", "calibrate", "cap_hidden", "fit"]
+__all__ = ["Calibrated", "calibrate", "cap_hidden", "fit", "fits"]
 
 DEFAULT_TOKENS = 16384
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
 HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
-MAX_EVENTS = 200_000  # of the trace that cache policies are fitted on
-# fits of cache policies: section of the profile, function(trace) -> arrays
-TRACE_FITS = {"score": fit_score, "hobbit": fit_hobbit}
+Section = Mapping[str, np.ndarray | float]
+Fit = Callable[[Recording, FitOptions, Progress | None], Section | None]
 
 
 @dataclass(frozen=True)
@@ -74,16 +73,17 @@ def calibrate(
 
     Raises:
         ModelError: the model, or a profile of another model that is in the way.
-        OptionError: no text, or too few tokens.
+        OptionError: no text, or too few tokens, or a registered predictor whose fit has no section of its own.
     """
     started = time.monotonic()
+    fits()  # raises before the work if two of them are for one section
     if not text:
         raise OptionError("there is no text to calibrate on", Remedy.GIVE_TEXT)
     layout = Layout.read(model)
     layout.require_experts()
     path = os.fspath(output) if output is not None else profile_path(model)
     if os.path.exists(path):
-        Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
+        Profile.read(path, layout)  # another model's would be refused in the end: raise before the work
     folder = os.path.dirname(os.path.abspath(path))
     if not os.access(folder, os.W_OK):
         raise ModelError(f"{path}: cannot be written: no write access to {folder}")
@@ -91,7 +91,7 @@ def calibrate(
         if not os.path.isfile(file):
             raise OptionError(f"{os.fspath(file)}: no such text file")
     recording = _run(model, layout, text, tokens, memory, threads, progress)
-    sections = fit(recording, hidden or cap_hidden(layout, recording.router), seed, progress)
+    sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router)), progress)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text]}
     Profile.write(path, layout, sections, info)
     gate = sections.get("gate")
@@ -116,24 +116,47 @@ def _run(model, layout: Layout, text, tokens: int, memory, threads, progress) ->
         return record(llm, pieces, router, os.path.basename(layout.files[0]), progress=stage)
 
 
-def fit(recording: Recording, hidden: int, seed: int = 0, progress: Callable[[str, int, int], None] | None = None) -> dict[str, dict[str, np.ndarray]]:
-    """Sections of a profile: popularity, what each predictor learns, what cache policies learn."""
-    sections = {"popularity": {"counts": recording.popularity(), "n_tokens": np.array([recording.n_tokens])}}
-    for predictor in PREDICTORS.values():
-        name = predictor.profile_section
-        if name is None or name in sections:
-            continue
+def fit(recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None) -> dict[str, Section]:
+    """Sections of a profile: what each of `fits` learns from the recording."""
+    sections = {}
+    for name, learn in fits().items():
         stage = progress and functools.partial(progress, f"fitting {name}")
-        options = {"hidden": hidden, "seed": seed} if name in ("learned", "blend") else {}
-        if (arrays := predictor.fit(recording, stage, **options)) is not None:
+        if (arrays := learn(recording, options, stage)) is not None:
             sections[name] = arrays
-    if recording.probs is not None:
-        trace = recording.trace(MAX_EVENTS // recording.model.n_gates)
-        for done, (name, fit_policy) in enumerate(TRACE_FITS.items()):
-            sections[name] = fit_policy(trace)
-            if progress:
-                progress("fitting cache policies", done + 1, len(TRACE_FITS))
     return sections
+
+
+def fits() -> dict[str, Fit]:
+    """What fits each section of a profile: popularity, what the registered predictors learn, what cache policies learn.
+
+    Predictors that share a section inherit its fit; the first that was registered is asked.
+
+    Raises:
+        OptionError: a predictor's fit has no section, or one that is fitted in another way.
+    """
+    # The policies' fits stand here and not beside the policies, which know neither recordings nor the simulator.
+    policies: dict[str, Fit] = {"score": fit_score.fit, "hobbit": fit_hobbit.fit}
+    out: dict[str, Fit] = {"popularity": _popularity}
+    owners: dict[str, type[Predictor]] = {}
+    for predictor in PREDICTORS.values():
+        section, learns = predictor.profile_section, _function(predictor) is not _function(Predictor)
+        if section is None and learns:
+            raise OptionError(f"predictor {predictor.name} has a fit, but no profile_section to keep what it learns")
+        if section is None or not learns:
+            continue
+        if section in {"popularity", *policies} or _function(owners.setdefault(section, predictor)) is not _function(predictor):
+            raise OptionError(f"predictor {predictor.name} fits section {section!r} of a profile in a way of its own: it needs another profile_section")
+        out.setdefault(section, predictor.fit)
+    return out | policies
+
+
+def _function(predictor: type[Predictor]) -> object:
+    """The same for classes that inherit one fit."""
+    return getattr(predictor.fit, "__func__", predictor.fit)
+
+
+def _popularity(recording: Recording, options: FitOptions, progress: Progress | None = None) -> Section:
+    return {"counts": recording.popularity(), "n_tokens": np.array([recording.n_tokens])}
 
 
 def cap_hidden(layout: Layout, router: Router) -> int:

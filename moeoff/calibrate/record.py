@@ -1,7 +1,7 @@
-"""One pass over text: what every gate of a model read and chose, for fits.
+"""One pass over text that records each gate's input and selection, for fits.
 
-Texts are evaluated in batches, one sequence after the other: a gate says the same of a token in a batch as in decode, and
-many times faster. Bounded: only as many gate inputs and probabilities are kept as fit in LIMIT; what was chosen is small.
+Texts are evaluated in batches, one sequence after the other: a router selects the same experts for a token in a batch as
+in decode, and a batch is many times faster. Bounded: only as many gate inputs and probabilities are kept as fit in LIMIT; what was chosen is small.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from ..engine.expert_buffer import GateEvent
 from ..engine.llama import Llama
 from ..errors import OptionError
+from ..gate_event import GateEvent
 from ..memory import available
 from ..predict.recording import Recording
 from ..predict.router import Router
@@ -46,7 +46,7 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike], n_tokens: int, l
         if not found:
             raise OptionError(f"{os.fspath(path)}: holds no text to calibrate on")
         out.append(found)
-    # the texts in turn, so that whatever keeps the first tokens only has some of each
+    # the texts in turn, so that a fit that keeps only the first tokens has some of each
     return [found[i] for i in range(per_text) for found in out if i < len(found)]
 
 
@@ -93,7 +93,7 @@ def record(
             model.clear_context()
             for i in range(0, len(tokens), model.n_batch):
                 batch = tokens[i : i + model.n_batch]
-                # all logits are asked for: else the last layers leave out the tokens that no answer needs
+                # all logits are requested: llama.cpp's last layers leave out the tokens whose logits are not
                 model.decode_batch(batch, i)
                 buffer.drain()
                 buffer.check()

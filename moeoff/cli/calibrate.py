@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -42,7 +42,10 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 @click.option("--measure", is_flag=True, help="With --bits-plan: quantize experts one at a time instead of estimating their importance.")
 @click.pass_context
 @one_sentence
-def calibrate(context, max_loss, tier, thresholds, experts, bits_plan, tolerance, types, measure, seed, **options) -> None:
+def calibrate(
+    context: click.Context, max_loss: str | None, tier: str | None, thresholds: bool, experts: str | None, bits_plan: bool, tolerance: str,
+    types: str | None, measure: bool, seed: int, **options: Any,
+) -> None:  # fmt: skip
     """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
     _refuse_unused(context, max_loss, bits_plan)
     if bits_plan:
@@ -87,7 +90,10 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def _search(model: str, *, text, max_loss: str, tier, thresholds, experts, tokens: int, output, memory, threads) -> SearchResult:
+def _search(
+    model: str, *, text: tuple[str, ...], max_loss: str, tier: str | None, thresholds: bool, experts: str | None, tokens: int, output: str | None,
+    memory: str | None, threads: int | None,
+) -> SearchResult:  # fmt: skip
     """Measures, writes the profile, and prints a table of what was tried."""
     from ..budget.loss_contract import parse_loss
     from ..budget.statistics import interval
@@ -119,7 +125,10 @@ def _name(c: Candidate) -> str:
     return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}, {c.tier}" if c.decode else f"batches: p {c.share:g}, {c.tier}"
 
 
-def _write_plan(model: str, *, text, output, tolerance: str, types, measure: bool, tokens: int, memory, threads) -> str:
+def _write_plan(
+    model: str, *, text: tuple[str, ...], output: str | None, tolerance: str, types: str | None, measure: bool, tokens: int, memory: str | None,
+    threads: int | None,
+) -> str:  # fmt: skip
     """Finds a plan, writes it, and prints it beside one type for all. Returns its path."""
     from ..budget.loss_contract import parse_loss
     from ..budget.statistics import interval
@@ -140,9 +149,13 @@ def _write_plan(model: str, *, text, output, tolerance: str, types, measure: boo
         plan = planner.plan(bound)
     with open(path, "w", encoding="utf-8") as file:
         file.write(plan.to_json())
-    rows = [[name, format_size(nbytes), interval(q.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]
+    rows = [[name, format_size(nbytes), interval(q.distance.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]
     rows.append(
-        [f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}", format_size(plan.n_bytes), interval(plan.quality.loss, "{:+.2%}")]
+        [
+            f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}",
+            format_size(plan.n_bytes),
+            interval(plan.quality.distance.loss, "{:+.2%}"),
+        ]
     )
     _table(f"{os.path.basename(model)}, {plan.quality.n_tokens} tokens scored", ["experts", "size", "loss (95 %)"], rows)
     return path

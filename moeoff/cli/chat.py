@@ -9,12 +9,20 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ..console import remark
 from ..errors import ContextError, MoeoffError, OptionError
 from ..memory import format_size, rss
 from .completion import Completer, Completion, Template
+
+if TYPE_CHECKING:
+    from prompt_toolkit.history import History
+    from prompt_toolkit.key_binding import KeyPressEvent
+
+    from ..engine.stats import Stats
 
 QUOTES = '"""'
 
@@ -56,26 +64,25 @@ class Chat:
         ModelError: the model has no chat template.
     """
 
-    def __init__(self, completer: Completer, system: str | None = None, read=None):
+    def __init__(self, completer: Completer, system: str | None = None, read: Callable[[], str] | None = None):
         self._completer = completer
         self._llm = completer.llm
         self._template = Template(self._llm)
         self._read = read or _terminal_reader()
         self._system = system
-        self._messages: list[dict] = []
+        self._messages: list[dict[str, str]] = []
         self._answers: list[Completion] = []
         self._begin = self._llm.stats(), replace(self._llm.timing)
-        self._commands = {
+        self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/reset": self._reset,
             "/stats": self._stats,
             "/system": self._set_system,
             "/save": self._save,
             "/memory": self._memory,
-            "/exit": None,
         }
 
-    def loop(self, share: str = ""):
+    def loop(self, share: str = "") -> Stats | None:
         """Reads and answers until the person leaves; returns the `Stats` of the whole chat, or None if nothing was asked.
 
         `share` is a note on where the budget comes from, if it is the default.
@@ -110,7 +117,7 @@ class Chat:
         except (MoeoffError, OSError) as error:
             remark(str(error))
 
-    def _prompt(self) -> list[dict]:
+    def _prompt(self) -> list[dict[str, str]]:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
 
     def _ask(self, question: str) -> None:
@@ -191,7 +198,7 @@ class Chat:
         )
         self._memory("")
 
-    def _total(self):
+    def _total(self) -> Stats | None:
         """`Stats` since the chat began, its rates those of the answers together."""
         if not self._answers:
             return None
@@ -203,7 +210,7 @@ class Chat:
         )
 
 
-def _rate(parts) -> float:
+def _rate(parts: Iterable[tuple[int, float]]) -> float:
     """Tokens per second of (tokens, tokens per second) together."""
     parts = [(tokens, tps) for tokens, tps in parts if tps > 0]
     seconds = sum(tokens / tps for tokens, tps in parts)
@@ -222,7 +229,7 @@ def _overflow(error: ContextError, has_history: bool) -> str:
 class _Writer:
     """Text as it comes, without the blank that many models begin with."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self._begun = False
         self._newline = False
 
@@ -241,7 +248,7 @@ class _Writer:
             sys.stdout.flush()
 
 
-def _terminal_reader():
+def _terminal_reader() -> Callable[[], str]:
     """A function that reads one text from the terminal, with editing, and a history that outlives the program."""
     from prompt_toolkit import PromptSession
     from prompt_toolkit.completion import WordCompleter
@@ -250,11 +257,11 @@ def _terminal_reader():
     keys = KeyBindings()
 
     @keys.add("c-j", eager=True)
-    def new_line(event) -> None:
+    def new_line(event: KeyPressEvent) -> None:
         event.current_buffer.insert_text("\n")
 
     @keys.add("enter", eager=True)
-    def send(event) -> None:
+    def send(event: KeyPressEvent) -> None:
         buffer = event.current_buffer
         if buffer.document.text_before_cursor.endswith("\\"):
             buffer.delete_before_cursor()
@@ -265,7 +272,7 @@ def _terminal_reader():
             buffer.validate_and_handle()
 
     names = WordCompleter([line.split()[0] for line in HELP.splitlines() if line.startswith("/")], sentence=True)
-    session = PromptSession(
+    session: PromptSession[str] = PromptSession(
         ">>> ",
         multiline=True,
         prompt_continuation="... ",
@@ -277,7 +284,7 @@ def _terminal_reader():
     return session.prompt
 
 
-def _history():
+def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
     from ..paths import cache_folder

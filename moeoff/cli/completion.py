@@ -10,15 +10,21 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from ..binding import quiet_log
 from ..engine.stats import Stats
 from ..errors import ContextError, ModelError, MoeoffError, OptionError
 from ..memory import format_size, rss
+
+if TYPE_CHECKING:
+    from llama_cpp import ChatCompletionRequestMessage, CreateCompletionStreamResponse
+
+    from ..engine.llama import Llama
 
 
 @dataclass(frozen=True)
@@ -84,7 +90,7 @@ class Completion:
     def context_full(self) -> bool:
         return self.finish_reason == "length" and self.prompt_tokens + self.completion_tokens >= self.n_ctx
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         """What `moeoff run --json` prints."""
         usage = {
             "prompt_tokens": self.prompt_tokens,
@@ -114,7 +120,7 @@ class Template:
         ModelError: it holds none, or one that cannot be read.
     """
 
-    def __init__(self, llm):
+    def __init__(self, llm: Llama):
         import jinja2
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
@@ -129,16 +135,16 @@ class Template:
         except jinja2.TemplateError as error:
             raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}; --raw does without") from None
 
-    def tokens(self, messages: Sequence[dict]) -> list[int]:
+    def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it."""
         try:
-            text = self._format(messages=list(messages)).prompt
+            text = self._format(messages=cast("list[ChatCompletionRequestMessage]", list(messages))).prompt
         except self._refusals as error:  # templates raise on purpose: "system role not supported"
             raise ModelError(f"the model's chat template refuses this conversation: {error}") from None
         return self._llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
 
 
-def text_tokens(llm, text: str) -> list[int]:
+def text_tokens(llm: Llama, text: str) -> list[int]:
     """Of a text that the model is to continue as it is."""
     return llm.tokenize(text.encode("utf-8", "replace"), add_bos=True, special=True)
 
@@ -151,7 +157,7 @@ class Completer:
         sampling: how answers are drawn.
     """
 
-    def __init__(self, llm, sampling: Sampling):
+    def __init__(self, llm: Llama, sampling: Sampling):
         self.llm = llm
         self.sampling = sampling
         self._cancelled = threading.Event()
@@ -163,7 +169,7 @@ class Completer:
     def __enter__(self) -> Completer:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self._executor.shutdown()
 
     def cancel(self) -> None:
@@ -188,7 +194,7 @@ class Completer:
         self._cancelled.clear()
         before, timing = llm.stats(), replace(llm.timing)
         cpu, started = time.process_time(), time.perf_counter()
-        pieces: queue.SimpleQueue = queue.SimpleQueue()
+        pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         text = []
         with quiet_log() as self._silence, self._ctrl_c_cancels():
             future = self._executor.submit(self._compute, tokens, pieces)
@@ -219,13 +225,14 @@ class Completer:
             rss_bytes=rss(),
         )
 
-    def _compute(self, tokens: list[int], pieces: queue.SimpleQueue) -> str:
+    def _compute(self, tokens: list[int], pieces: queue.SimpleQueue[str | None]) -> str:
         """In the thread: puts pieces of text, then None."""
         reason = "length"
         try:
             if self._cancelled.is_set():
                 return "cancelled"
-            for chunk in self.llm.create_completion(tokens, stream=True, **self._keywords):
+            chunks = cast("Iterator[CreateCompletionStreamResponse]", self.llm.create_completion(tokens, stream=True, **self._keywords))
+            for chunk in chunks:
                 choice = chunk["choices"][0]
                 if choice["text"]:
                     pieces.put(choice["text"])
@@ -240,7 +247,7 @@ class Completer:
             pieces.put(None)
         return "cancelled" if self._cancelled.is_set() else reason
 
-    def _completion_keywords(self) -> dict:
+    def _completion_keywords(self) -> dict[str, Any]:
         from llama_cpp import StoppingCriteriaList
 
         s = self.sampling
@@ -259,7 +266,7 @@ class Completer:
         return keywords
 
     @contextmanager
-    def _ctrl_c_cancels(self):
+    def _ctrl_c_cancels(self) -> Iterator[None]:
         # a handler and not `except KeyboardInterrupt`: that could come between taking a piece and writing it
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -271,6 +278,6 @@ class Completer:
             signal.signal(signal.SIGINT, old)
 
 
-def _end_tokens(llm) -> list[int]:
+def _end_tokens(llm: Llama) -> list[int]:
     """Every token that ends an answer; models have several."""
     return [token for token in range(llm.n_vocab()) if llm.is_end_token(token)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import click
 
@@ -24,7 +25,7 @@ from .options import CONTEXT, one_sentence
 @click.option("--force", is_flag=True, help="Replace an existing companion.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion; if interrupted again, keep what is written.")
 @one_sentence
-def convert(**options) -> None:
+def convert(**options: Any) -> None:
     """Repack a model's experts into a companion file, in one or more precisions. The model stays as it is."""
     from ..companion.convert import convert as command
 

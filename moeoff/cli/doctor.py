@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
+from typing import Any
 
 import click
 
@@ -230,7 +231,7 @@ def _print(findings: list[Finding]) -> None:
 @click.option("-m", "--model", type=click.Path(), help="A GGUF, or the folder where models are. Default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_sentence
-def doctor(**options) -> None:
+def doctor(**options: Any) -> None:
     """Check this machine and installation; exit code 1 if something is in the way."""
     if not run_checks(**options):
         sys.exit(1)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -38,7 +38,10 @@ if TYPE_CHECKING:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @one_sentence
-def eval_(model, text, ctx: int, mode: str, tier, max_loss, as_json: bool, experts, no_experts: bool, threads, **options) -> None:
+def eval_(
+    model: str | None, text: tuple[str, ...], ctx: int, mode: str, tier: str | None, max_loss: str | None, as_json: bool,
+    experts: str | None, no_experts: bool, threads: int | None, **options: Any,
+) -> None:  # fmt: skip
     """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
 
     What is lossy is compared with the lossless model on the same windows: loss of perplexity, KL divergence, and how often
@@ -90,7 +93,7 @@ def eval_(model, text, ctx: int, mode: str, tier, max_loss, as_json: bool, exper
     remark(" | ".join(part for part in remarks if part))
 
 
-def _fields(quality: Quality) -> dict:
+def _fields(quality: Quality) -> dict[str, Any]:
     return {name: value for name, value in asdict(quality).items() if value is not None}
 
 
@@ -109,6 +112,6 @@ def _table(title: str, rows: list[tuple[str, Quality]]) -> None:
     for name, q in rows:
         cells = [name, str(q.n_windows), f"{q.perplexity:.4f} ± {q.perplexity_error:.5f}"]
         if compared:
-            cells += [interval(q.loss, "{:+.2%}"), interval(q.kl, "{:.5f}"), interval(q.top1, "{:.2%}")]
+            cells += [interval(value, form) for value, form in zip(q.distance, ("{:+.2%}", "{:.5f}", "{:.2%}"))]
         table.add_row(*cells)
     Console(width=None if sys.stdout.isatty() else 140).print(table)

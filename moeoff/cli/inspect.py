@@ -78,7 +78,7 @@ def _print(r: Report) -> None:
     for row in r.budgets:
         cells = [f"{-(-row.memory_bytes // MIB)}M", f"{row.resident_share:.0%}"]
         if r.disk:
-            cells.append("no reads" if row.tps_low is None else f"{_rate(row.tps_low)} to {_rate(row.tps_high)}")
+            cells.append("no reads" if row.tps_low is None or row.tps_high is None else f"{_rate(row.tps_low)} to {_rate(row.tps_high)}")
         bought.add_row(*cells)
     console.print(bought)
     if r.disk:

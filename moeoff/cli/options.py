@@ -6,6 +6,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import click
 
@@ -15,13 +16,13 @@ from .errors import sentence
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
 
-def one_sentence(command):
+def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
     """Library errors become a message and exit code 1; Ctrl-C becomes 130. `--debug` lets the traceback through."""
 
     @functools.wraps(command)
-    def wrapped(*args, debug: bool = False, **kwargs):
+    def wrapped(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         try:
-            return command(*args, **kwargs)
+            command(*args, **kwargs)
         except BrokenPipeError:  # the reader of our output has gone; Python must not try once more at exit
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             sys.exit(0)
@@ -75,14 +76,16 @@ _OPENING = (
 )
 
 
-def opening_options(command: Callable) -> Callable:
+def opening_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that say how a model is opened, the same wherever one is; `opening_arguments` takes them."""
     for option in reversed(_OPENING):
         command = option(command)
     return command
 
 
-def opening_arguments(*, experts, no_experts, profile, no_profile, ctx_size, threads, **options) -> dict:
+def opening_arguments(
+    *, experts: str | None, no_experts: bool, profile: str | None, no_profile: bool, ctx_size: int | None, threads: int | None, **options: Any
+) -> dict[str, Any]:
     """The values of `opening_options`, and of any others, as `moeoff.engine.open.open_model` calls them."""
     if profile and no_profile:
         raise OptionError("give --profile or --no-profile, not both")

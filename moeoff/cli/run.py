@@ -7,6 +7,7 @@ import os
 import random
 import sys
 from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -15,6 +16,9 @@ from ..errors import OptionError
 from ..memory import DEFAULT_SHARE
 from ..paths import demo_model
 from .options import CONTEXT, one_sentence, opening_arguments, opening_options
+
+if TYPE_CHECKING:
+    from .completion import Completer, Completion
 
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
@@ -43,7 +47,7 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 @click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts the router selected, for simulate; appends to FILE.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @one_sentence
-def run(**options) -> None:
+def run(**options: Any) -> None:
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
     _run(**opening_arguments(**options))
 
@@ -62,7 +66,7 @@ def _run(
     memory: str | None = None,
     expert_memory: str | None = None,
     seed: int = -1,
-    **options,
+    **options: Any,
 ) -> None:
     """Answers a prompt, or chats; see `moeoff run --help` for the options.
 
@@ -100,7 +104,7 @@ def _run(
     options |= {"memory": memory, "expert_memory": expert_memory, "trace": trace}
     llm = open_model(Llama, model or demo_model(), seed=seed if seed >= 0 else random.getrandbits(31), **options)
     with llm, Completer(llm, how) as completer:
-        if chat:
+        if prompt is None:
             from .chat import Chat
 
             stats = Chat(completer, system).loop(share)
@@ -115,7 +119,7 @@ def _run(
         raise KeyboardInterrupt
 
 
-def _is_terminal(stream) -> bool:
+def _is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and not stream.closed and stream.isatty()
 
 
@@ -140,7 +144,7 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _complete(completer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str):
+def _complete(completer: Completer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str) -> Completion:
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
     from .completion import Template, text_tokens
 

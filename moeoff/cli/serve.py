@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from .options import CONTEXT, one_sentence, opening_arguments, opening_options
@@ -18,7 +20,7 @@ from .options import CONTEXT, one_sentence, opening_arguments, opening_options
 @click.option("--logprobs", is_flag=True, help="Let requests ask for logprobs: takes context x vocabulary x 4 bytes.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @one_sentence
-def serve(**options) -> None:
+def serve(**options: Any) -> None:
     """Serve a model over HTTP as OpenAI's API does, one answer at a time.
 
     Completions, chat, streaming; /metrics for Prometheus, /health. Every answer carries its statistics in `moeoff`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import click
 
@@ -22,7 +23,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
 @one_sentence
-def simulate(traces, strategy, memory, plot, as_json: bool, seed: int) -> None:
+def simulate(traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], plot: str | None, as_json: bool, seed: int) -> None:
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
     from ..simulate.comparison import compare, gap_recovered, recorded_reads
     from ..simulate.trace import Trace
@@ -63,7 +64,7 @@ def _arena(size: str, full: int) -> int:
     return parse_size(size)
 
 
-def _table(rows: list[dict], full: int) -> str:
+def _table(rows: list[dict[str, Any]], full: int) -> str:
     lines = [f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}"]
     for row in rows:
         gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"

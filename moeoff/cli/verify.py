@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import click
 
@@ -15,7 +16,7 @@ from .options import CONTEXT, one_sentence
 @click.argument("file", type=click.Path())
 @click.option("-m", "--model", type=click.Path(), help="The model. Default: the one that the companion names, if it is beside it.")
 @one_sentence
-def verify(**options) -> None:
+def verify(**options: Any) -> None:
     """Compare a companion with its hashes, and with the model that it was made of."""
     from ..companion.verify import verify as command
 

@@ -25,11 +25,12 @@ from ..gguf.file import Tensor, header_bytes, pack, pack_array
 from ..gguf.imatrix import Imatrix
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import _NOT_WRITTEN, dequantize, needs_imatrix, quantize, row_bytes, type_name
+from ..gguf.tensor_name import parse_tensor_name
 from ..memory import format_size
 from .file import ALIGNMENT, FORMAT_VERSION, seal, slice_name, source_sample
 from .hashing import Hasher, hash64
 from .partial_file import PartialFile
-from .tiers import TensorRole, Tier, parse_tensor_name
+from .tiers import Tier
 
 __all__ = ["CompanionBuilder", "Job"]
 
@@ -73,7 +74,7 @@ class CompanionBuilder:
         self.stand_ins: set[int] = set()  # tensors whose type is not the one wanted: nobody expects ggml's Q2_0 there
         groups: dict[tuple[int, bool], list[TensorSpan]] = {}
         for span in sorted(layout.experts.values(), key=lambda span: parse_tensor_name(span.name)):
-            where: TensorRole = parse_tensor_name(span.name)
+            where = parse_tensor_name(span.name)
             groups.setdefault((where.layer, where.chunk), []).append(span)
         for spans in groups.values():
             self._plan_group(spans)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ..gguf.layout import TensorSpan
+from ..gguf.tensor_name import parse_tensor_name
 from .file import Companion, Slice
-from .tiers import BITS, parse_tensor_name
+from .tiers import BITS
 
 __all__ = ["CompositeCompanion"]
 

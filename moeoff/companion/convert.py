@@ -14,6 +14,7 @@ from ..errors import OptionError
 from ..gguf.imatrix import Imatrix
 from ..gguf.layout import Layout
 from ..gguf.quantize import dequantize, quantize
+from ..gguf.tensor_name import parse_tensor_name
 from .builder import CompanionBuilder
 from .file import companion_path
 from .tiers import TWIN, Tier, read_plan
@@ -93,7 +94,7 @@ def convert(
             builder.write(out, threads=threads, force=force, resume=resume, progress=progress and (lambda done: progress(done, total)))
         seconds = time.monotonic() - started
     lines = [f"{wanted} cannot hold rows of {n_cols}: {taken} instead, in {count} slices" for (wanted, taken, n_cols), count in builder.fallbacks.items()]
-    n_experts = len({(name.rsplit("ffn_")[0], "chexps" in name, job.expert) for job in builder.jobs for name in [job.span.name]})
+    n_experts = len({(role.layer, role.chunk, job.expert) for job in builder.jobs for role in [parse_tensor_name(job.span.name)]})
     return Converted(out, builder.tier_bytes(), builder.total_bytes, n_experts, seconds, tuple(lines))
 
 

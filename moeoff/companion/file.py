@@ -18,6 +18,7 @@ from ..errors import ModelError, Remedy
 from ..gguf.file import ModelFile, unpack
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import row_bytes
+from ..gguf.split_name import model_stem
 from .hashing import hash64
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "Companion",
     "Slice",
     "companion_path",
+    "parse_slice_name",
     "seal",
     "slice_name",
     "source_sample",
@@ -36,19 +38,24 @@ FORMAT_VERSION = 1
 ALIGNMENT = 4096  # of every slice: a direct read takes whole pages
 KEEP = "keep"  # the tier that holds the source's own bytes
 _SEAL = b"moeoff.header_hash"
-_PART = re.compile(r"-00001-of-\d{5}$")
 _NAME = re.compile(r"(?P<tensor>.+)\.(?P<expert>\d+)\.(?P<tier>[^.]+)")
 _SAMPLE = 4096
 
 
 def companion_path(model: str | os.PathLike) -> str:
     """Where a model's companion is looked for, and made by default: MODEL.experts.gguf, without the number of a first part."""
-    stem = os.fspath(model).removesuffix(".gguf")
-    return _PART.sub("", stem) + ".experts.gguf"
+    return model_stem(model) + ".experts.gguf"
 
 
 def slice_name(tensor: str, expert: int, tier: str) -> str:
+    """The name of a slice in the companion."""
     return f"{tensor}.{expert}.{tier}"
+
+
+def parse_slice_name(name: str) -> tuple[str, int, str] | None:
+    """The model's tensor, the expert and the tier of `slice_name`; None for another name."""
+    match = _NAME.fullmatch(name)
+    return (match["tensor"], int(match["expert"]), match["tier"]) if match else None
 
 
 def source_sample(layout: Layout) -> int:
@@ -139,10 +146,9 @@ class Companion:
                 raise ModelError(f"{self.path}: {len(hashes)} hashes for {len(file.tensors)} slices: convert the model again")
             self.slices: dict[tuple[str, int, str], Slice] = {}
             for (name, tensor), value in zip(file.tensors.items(), hashes):
-                match = _NAME.fullmatch(name)
-                if not match or match["tier"] not in self.tiers or len(tensor.shape) != 2:
+                key = parse_slice_name(name)
+                if key is None or key[2] not in self.tiers or len(tensor.shape) != 2:
                     raise ModelError(f"{self.path}: {name} is no slice of an expert: convert the model again")
-                key = (match["tensor"], int(match["expert"]), match["tier"])
                 self.slices[key] = Slice(file.offset(name), tensor.n_bytes, tensor.type, tensor.shape, value)
             self.source_hashes = dict(zip(dict.fromkeys(key[:2] for key in self.slices), source_hashes))
 

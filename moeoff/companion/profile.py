@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
@@ -19,18 +18,18 @@ import numpy as np
 
 from ..errors import ModelError
 from ..gguf.layout import Layout
+from ..gguf.split_name import model_stem
 from .file import source_sample
 
 __all__ = ["VERSION", "Profile", "profile_path"]
 
 VERSION = 1
 _HEADER = "moeoff"  # key of the header: JSON in bytes
-_PART = re.compile(r"-00001-of-\d{5}$")
 
 
 def profile_path(model: str | os.PathLike) -> str:
     """Where a model's profile is looked for, and made by default: MODEL.profile.npz, without the number of a first part."""
-    return _PART.sub("", os.fspath(model).removesuffix(".gguf")) + ".profile.npz"
+    return model_stem(model) + ".profile.npz"
 
 
 class Profile:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ..errors import ModelError, OptionError
 from ..gguf.layout import TensorSpan
 from ..gguf.quantize import fits, row_bytes, type_from_name, type_name
+from ..gguf.tensor_name import parse_tensor_name
 from .file import KEEP
 
-__all__ = ["BITS", "TWIN", "TensorRole", "Tier", "nearest", "parse_tensor_name", "read_plan", "twin"]
+__all__ = ["BITS", "TWIN", "Tier", "nearest", "read_plan", "twin"]
 
 TWIN, BITS = "twin", "bits"  # tiers without one type: by the source's type, and by a plan
 
@@ -28,25 +28,6 @@ _TWINS = {
 }
 # in blocks short enough for every model's rows; among equals the first has the lower error
 _SHORT_BLOCKS = ("Q2_0", "IQ4_NL", "Q4_0", "Q5_0", "Q5_1", "Q8_0", "F16")
-_EXPERTS = re.compile(r"blk\.(?P<layer>\d+)\.ffn_(?P<matrix>gate_up|up|gate|down)_(?P<chunk>ch)?exps\.weight$")
-_ORDER = ("gate_up", "up", "gate", "down")  # as the graph computes them
-
-
-@dataclass(frozen=True, order=True)
-class TensorRole:
-    """Where a tensor of routed experts belongs: layer, whether it is of the layer's chunk experts, which matrix."""
-
-    layer: int
-    chunk: bool
-    matrix: int
-
-
-def parse_tensor_name(name: str) -> TensorRole:
-    """Raises ModelError for a name that no architecture of llama.cpp gives to routed experts."""
-    match = _EXPERTS.search(name)
-    if not match:
-        raise ModelError(f"{name}: the layer and matrix of these experts cannot be told from their name")
-    return TensorRole(int(match["layer"]), bool(match["chunk"]), _ORDER.index(match["matrix"]))
 
 
 def bits_per_weight(type: int) -> float:
@@ -150,7 +131,7 @@ def read_plan(path: str | os.PathLike, experts: dict[str, TensorSpan]) -> Tier:
         fail(f"not JSON: {error}")
     if not isinstance(data, dict) or not isinstance(data.get("layers", {}), dict) or set(data) - {"default", "layers"}:
         fail('expected {"default": TYPE, "layers": {LAYER: TYPE or {EXPERT: TYPE}}}')
-    counts = {parse_tensor_name(name).layer: span.shape[2] for name, span in experts.items() if not parse_tensor_name(name).chunk}
+    counts = {role.layer: span.shape[2] for span in experts.values() if not (role := parse_tensor_name(span.name)).chunk}
     plan: dict[tuple[int | None, int | None], int | None] = {}
     if "default" in data:
         plan[None, None] = type_of(data["default"], "default")

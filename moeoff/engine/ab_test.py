@@ -1,7 +1,7 @@
-"""Whether a way of doing things pays: an online comparison of token times with and without it.
+"""Whether prefetching shortens tokens: an online comparison of token times with and without it.
 
 Blocks of tokens with and without alternate (on, off, off, on, ...); the faster way is kept for a while, then compared again.
-A difference within the noise changes nothing: what was on stays on. Knows nothing of what it judges.
+A difference within the noise changes nothing: what was on stays on. Knows nothing of what it switches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _SKIP = 2  # first tokens of a block: they still feel the one before
 class PrefetchABTest:
     """Attributes:
     on: what to do for the token that begins now.
-    gain: last measured speed with, relative to without; None before the first verdict.
+    gain: speed with, relative to without, minus 1, as last measured; None before the first comparison has ended.
     """
 
     def __init__(self) -> None:
-        self.on = self._verdict = True
+        self.on = self._faster = True
         self.gain: float | None = None
         self._begin_trial()
 
@@ -33,7 +33,7 @@ class PrefetchABTest:
         self.on = ORDER[0]
 
     def token(self, ns: int) -> None:
-        """A token has ended and took so long."""
+        """Counts a token that took this many nanoseconds."""
         if self._left:
             self._left -= 1
             if not self._left:
@@ -51,13 +51,13 @@ class PrefetchABTest:
         (with_, error_with), (without, error_without) = (_trimmed(self._times[way]) for way in (True, False))
         self.gain = without / with_ - 1
         if abs(self.gain) > math.hypot(error_with, error_without):
-            self._verdict = self.gain > 0
-        self.on = self._verdict
+            self._faster = self.gain > 0
+        self.on = self._faster
         self._left = HOLD
 
 
 def _trimmed(times: list[int]) -> tuple[float, float]:
-    """Mean and its relative standard error, without the highest and lowest tenth: a burst of something else on the machine is no argument."""
+    """Mean and its relative standard error, without the highest and lowest tenth: a burst of other work on the machine must not decide."""
     cut = len(times) // 10
     kept = sorted(times)[cut : len(times) - cut]
     mean = statistics.fmean(kept)

@@ -28,6 +28,7 @@ class ArenaSizer:
         self._buffer = buffer
         self._pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, low_share)
         if arena is None:
+            assert budget is not None  # one of the two is given
             self.plan = self._divide(budget, needs)
         elif arena < self._floor:
             raise BudgetError(f"{format_size(arena)} for experts is too small: this model needs at least {format_size(self._floor)}")

@@ -117,4 +117,5 @@ class Config:
     @property
     def n_ctx(self) -> int:
         """Tokens, as llama_cpp takes it: 0 for what the model was trained with."""
-        return self.llama_cpp.get("n_ctx", 512)
+        n_ctx: int = self.llama_cpp.get("n_ctx", 512)
+        return n_ctx

@@ -1,19 +1,21 @@
 """The driver: gate events in, priorities out, on the native driver thread. Compute never waits for it.
 
-Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text: it is told when a sequence begins.
+Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text: its owner calls `new_sequence`.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
-from ..cache import Event, Policy
+from ..cache import Policy
+from ..gate_event import GateEvent
 from ..predict.router import Router
 from ..simulate.trace import TraceWriter
-from .expert_buffer import ExpertBuffer, GateEvent
+from .expert_buffer import ExpertBuffer
 from .prefetcher import Prefetcher
 from .replay import Replay
 
@@ -25,9 +27,9 @@ class Driver:
         buffer: started, and with gate inputs if there is a router.
         policy: writes into `buffer.priorities`.
         trace: gets every event.
-        router: gives Event.probs of the gate input.
+        router: gives GateEvent.probs of the gate input.
         prefetcher: sees every event first.
-        replay: the recorded run whose decisions are taken again; a run that leaves it raises at the next decode.
+        replay: the recorded run whose decisions are taken again; a run that departs from it raises at the next decode.
         hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
     """
 
@@ -35,7 +37,7 @@ class Driver:
                  prefetcher: Prefetcher | None = None, replay: Replay | None = None, hold: bool = False):  # fmt: skip
         self._buffer, self.policy, self.trace, self._router, self.prefetcher = buffer, policy, trace, router, prefetcher
         self._replay, self._hold = replay, hold
-        self._held: list[Event] = []
+        self._held: list[GateEvent] = []
         self._lock = threading.Lock()
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
@@ -49,29 +51,26 @@ class Driver:
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
         if self.prefetcher is not None:
-            self.prefetcher.observe(event)  # first: the lanes may be idle
+            self.prefetcher.observe(event)  # first: the I/O workers may be idle
         if self._replay is not None:
             self._replay.follow(event)
         if self.listener is not None:
             self.listener(event)
         if self.trace is None and not self._updates:
             return
-        probs = self._probs(event)
+        event.probs = self._probs(event)
         if self.trace is not None:
-            self.trace.write(event, probs)
+            self.trace.write(event)
             self.trace.write_reads(self._buffer.take_reads())
         if not self._updates:
             return
-        weights = event.weights
         if self.as_traced:
-            weights = weights.astype(np.float16).astype(np.float32)
-            probs = None if probs is None else probs.astype(np.float16).astype(np.float32)
-        seen = Event(event.gate, event.ids, weights, probs, event.gate_input, event.versions)
+            event = replace(event, weights=_halved(event.weights), probs=None if event.probs is None else _halved(event.probs))
         with self._lock:
             if self._hold:
-                self._held.append(seen)
+                self._held.append(event)
                 return
-            self.policy.update(seen)
+            self.policy.update(event)
         self._buffer.publish()
 
     def _probs(self, event: GateEvent) -> np.ndarray | None:
@@ -131,3 +130,8 @@ class Driver:
             if note:
                 self.trace.note(note)
             self.trace.close()
+
+
+def _halved(x: np.ndarray) -> np.ndarray:
+    """As a trace keeps it: rounded to float16."""
+    return x.astype(np.float16).astype(np.float32)

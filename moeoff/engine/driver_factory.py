@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import asdict
 
 from .. import predict
@@ -21,18 +20,11 @@ from .replay import Replay
 from .strategy import Strategy
 
 _WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input
-# what each policy takes of a profile, as its options
-_CALIBRATED: dict[str, Callable[[Profile], dict | None]] = {
-    "score": lambda p: (s := p.section("score")) and {"weights": s},
-    "hobbit": lambda p: (s := p.section("hobbit")) and {name: float(value) for name, value in s.items()},
-    "arc": lambda p: (s := p.section("gate")) and {"shallow": int(s["shallow"][0])},
-    "static": lambda p: (s := p.section("popularity")) and {"counts": s["counts"]},
-}
 
 
 def sections(strategy: Strategy) -> set[str]:
     """Of a profile, what a strategy may take."""
-    names = {"score", "hobbit", "gate", "popularity"}
+    names: set[str] = set() if strategy.policy is None else set(get_policy(strategy.policy).profile_sections)
     if strategy.predictor is not None:
         names |= {s for n in (strategy.predictor, _WITHOUT_INPUT) if (s := predict.get_predictor(n).profile_section) is not None}
     return names
@@ -49,9 +41,9 @@ def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> boo
 
 def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike | None = None, *, n_lanes: int = 4,
                   profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
-    """The driver of a started buffer, or None if native needs nobody.
+    """The driver of a started buffer, or None if the strategy needs none.
 
-    A policy that weighs uses by the precision they need learns of `precision`.
+    A policy that weighs uses by the precision they need gets its options from `precision`.
 
     Args:
         profile: what calibration measured of the model.
@@ -63,10 +55,10 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     """
     stats = buffer.stats()
     arena = stats.arena_bytes - stats.low_arena_bytes
-    everything = arena >= buffer.arena_full  # nothing is ever evicted or expected
+    everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
     policy_name = None if everything and not options else strategy.policy
     if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
-        policy_name = None  # what native does by itself
+        policy_name = None  # the buffer's own eviction order
     predictor_name = None if everything else strategy.predictor
     if policy_name is None and predictor_name is None and trace is None and replay is None:
         return None
@@ -78,13 +70,13 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     if predictor_name is not None:
         predictor = _predictor(predictor_name, router, profile, layout, **strategy.options)
         fallback = _predictor(_WITHOUT_INPUT, router, profile, layout) if predictor.wants_gate_input else None
-        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, judged=strategy.judged, rule=precision)
+        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, ab_tested=strategy.ab_tested, precision=precision)
     if policy_name is not None:
-        if profile is not None and policy_name in _CALIBRATED:
-            options = (_CALIBRATED[policy_name](profile) or {}) | options
-        if not precision.lossless and "low_cost" in get_policy(policy_name).defaults:
-            options = {"t1": precision.t1, "low_cost": buffer.low_arena_full / buffer.arena_full} | options
-        policy = create(policy_name, model.shape(arena), buffer.priorities, **options)
+        kind = get_policy(policy_name)
+        if not precision.lossless:
+            options = kind.precision_options(precision.t1, buffer.low_arena_full / buffer.arena_full) | options
+        measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
+        policy = create(policy_name, model.shape(arena), buffer.priorities, profile=measured, **options)
     if trace is not None:
         session = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:

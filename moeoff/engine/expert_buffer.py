@@ -12,14 +12,15 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
 from .. import native
 from ..companion.source import ExpertSource
 from ..errors import ModelError, MoeoffError, OptionError, ReadError
-from ..gguf.layout import EXPERT_PATTERN, Layout, TensorSpan
+from ..gate_event import GateEvent
+from ..gguf.layout import Layout, TensorSpan
+from ..gguf.tensor_name import EXPERT_PATTERN
 from ..memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
@@ -29,51 +30,25 @@ RING_BYTES = 8 << 20  # gate events that may wait for the driver
 READ_DTYPE = np.dtype(native.Read)
 
 
-class GateEvent(NamedTuple):
-    """What one gate said in one graph: a copy that outlives the callback.
-
-    Attributes:
-        seq: counts the events of this buffer from 1.
-        t_ns: CLOCK_MONOTONIC.
-        gate: row of the priority table.
-        layer: of the model.
-        ids: [n_tokens, n_used] int32, the experts of each token.
-        weights: [n_tokens, n_used] float32, as the graph multiplies them.
-        gate_input: [n_tokens, n_embd] float32, or None if not asked for or not the router's input.
-        n_hit, n_miss: slices resident, and not, when the gate spoke.
-        versions: [n_tokens, n_used] uint8, native.HIGH, LOW or SKIP: what serves each; None where nothing could be lost.
-    """
-
-    seq: int
-    t_ns: int
-    gate: int
-    layer: int
-    ids: np.ndarray
-    weights: np.ndarray
-    gate_input: np.ndarray | None
-    n_hit: int
-    n_miss: int
-    versions: np.ndarray | None = None
-
-    @classmethod
-    def copy(cls, address: int) -> GateEvent:
-        """Of a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
-        seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_hit, n_miss, _, ids, _, _, versions = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
-        n, shape = n_tokens * n_used, (n_tokens, n_used)
-        n_input = n_tokens * n_embd
-        data = ctypes.string_at(ids, 8 * n + 4 * n_input + (n if versions else 0))
-        return cls(
-            seq,
-            t_ns,
-            gate,
-            layer,
-            np.frombuffer(data, np.int32, n).reshape(shape),
-            np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
-            np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_tokens, n_embd) if n_embd else None,
-            n_hit,
-            n_miss,
-            np.frombuffer(data, np.uint8, n, 8 * n + 4 * n_input).reshape(shape) if versions else None,
-        )
+def _copy_event(address: int) -> GateEvent:
+    """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
+    seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_hit, n_miss, _, ids, _, _, versions = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
+    n, shape = n_tokens * n_used, (n_tokens, n_used)
+    n_input = n_tokens * n_embd
+    data = ctypes.string_at(ids, 8 * n + 4 * n_input + (n if versions else 0))
+    return GateEvent(
+        gate,
+        np.frombuffer(data, np.int32, n).reshape(shape),
+        np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
+        None,
+        np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_tokens, n_embd) if n_embd else None,
+        np.frombuffer(data, np.uint8, n, 8 * n + 4 * n_input).reshape(shape) if versions else None,
+        layer,
+        n_hit,
+        n_miss,
+        seq,
+        t_ns,
+    )
 
 
 class ExpertBuffer:
@@ -329,7 +304,7 @@ class ExpertBuffer:
                     kept.append(_PY.PyGILState_Ensure())
                 if self._exception is None:
                     try:
-                        callback(GateEvent.copy(event))
+                        callback(_copy_event(event))
                     except BaseException as error:  # must not cross the C frame below
                         self._exception = error
 

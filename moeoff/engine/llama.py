@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -21,14 +22,16 @@ from ..companion.file import KEEP
 from ..companion.profile import Profile
 from ..companion.source import ExpertSource
 from ..errors import Cancelled, ModelError, MoeoffError
+from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
+from ..threads import CoreBinding
 from .arena_sizer import ArenaSizer
 from .cancellation import Cancellation
 from .config import Config
 from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input
-from .expert_buffer import ExpertBuffer, GateEvent
+from .expert_buffer import ExpertBuffer
 from .stats import Stats, Timing
 from .warm_start import recall, remember
 
@@ -49,6 +52,11 @@ class Llama(PatchedLlama):
         OptionError: an unknown keyword or strategy, or a value that makes no sense.
     """
 
+    # llama_cpp closes objects that were never opened, too
+    _buffer: ExpertBuffer | None = None
+    _driver: Driver | None = None
+    _core_binding: CoreBinding | None = None
+
     def __init__(
         self,
         model_path: str | os.PathLike[str] | Config,
@@ -58,8 +66,6 @@ class Llama(PatchedLlama):
         **options: Any,
     ):
         config = model_path if isinstance(model_path, Config) else Config.make(model_path, **options)
-        self._buffer: ExpertBuffer | None = None
-        self._driver: Driver | None = None
         self._listener: Callable[[GateEvent], None] | None = None
         self._config, self.strategy = config, config.strategy
         self._progress, self._on_stats = progress, on_stats
@@ -78,6 +84,7 @@ class Llama(PatchedLlama):
             self._start_buffer()
             self._driver = self._make_driver()
             self.set_abort_callback(native.should_abort, self._buffer.handle)
+            self._core_binding = CoreBinding(self.context_handle)
             self.wrap_decode(self._decode)
             self._warm_up()
         except BaseException:
@@ -104,7 +111,7 @@ class Llama(PatchedLlama):
 
     def _find_profile(self) -> Profile | None:
         wanted = self._config.profile
-        if wanted in (True, "auto"):
+        if wanted is True or wanted == "auto":
             profile = Profile.find(self._layout)
         else:
             profile = Profile.read(wanted, self._layout) if wanted else None
@@ -184,7 +191,7 @@ class Llama(PatchedLlama):
         if self._driver is not None:
             self._driver.begin(batch)
         started = time.perf_counter()
-        with self.cancellation.in_progress():
+        with self.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:
                 decode()
             except RuntimeError:
@@ -200,7 +207,7 @@ class Llama(PatchedLlama):
         """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
         self.cancellation.request()
 
-    def generate(self, *args: Any, **kwargs: Any) -> Iterator[int]:
+    def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As llama_cpp's; `on_stats` is told when it ends."""
         before, timing = self.stats(), replace(self.timing)
         self.cancellation.withdraw()
@@ -280,7 +287,7 @@ class Llama(PatchedLlama):
 
     def close(self) -> None:
         """Closes trace and driver, remembers what is resident for a warm start, and frees the model. May be called twice."""
-        buffer = getattr(self, "_buffer", None)  # llama_cpp calls this from __del__, of objects that were never made, too
+        buffer = self._buffer
         if buffer is not None and buffer.running and not sys.is_finalizing():
             if self._driver is not None:
                 stats = asdict(self.stats())
@@ -289,5 +296,7 @@ class Llama(PatchedLlama):
                 remember(buffer, self._layout)
         if self.loaded:
             super().close()
+        if self._core_binding is not None:
+            self._core_binding.close()
         if buffer is not None:
             buffer.close()

@@ -1,4 +1,4 @@
-"""Decisions of a recorded run, taken again: a lossy run then gives the same numbers whatever is resident."""
+"""Decisions of a recorded run, taken again: a lossy run then gives the same numbers independent of what is resident."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import os
 import numpy as np
 
 from ..errors import OptionError
+from ..gate_event import GateEvent
 from ..simulate.trace import Model, Trace
-from .expert_buffer import ExpertBuffer, GateEvent
+from .expert_buffer import ExpertBuffer
 
 
 class Replay:
-    """A recorded run's decisions, given to a started buffer, and whether the run follows the recorded one.
+    """Gives a recorded run's decisions to a started buffer, and checks that the run follows the recorded one.
 
     Raises:
         OptionError: no trace, or one of another model, or it needs low versions and there is no arena for them.

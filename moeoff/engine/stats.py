@@ -35,7 +35,8 @@ class Timing:
         return Timing(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
     def reset(self) -> None:
-        self.__init__()
+        self.prompt_tokens = self.gen_tokens = 0
+        self.prompt_seconds = self.gen_seconds = 0.0
 
 
 @dataclass(frozen=True)

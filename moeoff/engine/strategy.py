@@ -1,30 +1,34 @@
-"""Strategies by name: what stays in memory, what is expected next, and when experts are asked for.
+"""Strategies by name: which experts stay in memory, which are predicted next, and when they are requested.
 
 A strategy is a composition: a cache policy (`moeoff.cache`) and a predictor (`moeoff.predict`), "POLICY+PREDICTOR". The
-papers' systems and our own are names for such compositions; a policy's name alone is the policy without a predictor, unless
+papers' systems and moeoff's own are names for such compositions; a policy's name alone is the policy without a predictor, unless
 it is one of those.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from .. import predict
-from ..cache import get_policy, names
+from ..cache import Policy, get_policy, names
+from ..cache import register as register_policy
 from ..errors import OptionError
+
+Part = TypeVar("Part", bound=type)
 
 
 @dataclass(frozen=True)
 class Strategy:
     """Attributes:
-    keep: slices stay after their use until others need the room; the priorities say which go first.
-    eager: the gate asks for the slices of all matrices at once.
+    keep: slices stay after their use until others need the room; the priorities are the eviction order.
+    eager: the slices of all matrices are requested when the router has selected, not by each matrix's op.
     serial: a matrix op reads all its slices before it computes with any.
     policy: name of the cache policy that writes the priorities (`moeoff.cache`), or None.
     predictor: name of the predictor (`moeoff.predict`), or None.
     options: of the predictor.
     share: of all experts, how many are candidates for a prefetch at least.
-    judged: prefetching is switched off where it loses wall-clock.
+    ab_tested: prefetching is switched off where token times with it are longer than without.
     """
 
     name: str
@@ -36,13 +40,15 @@ class Strategy:
     predictor: str | None = None
     options: dict = field(default_factory=dict)
     share: float = 0.0
-    judged: bool = False
+    ab_tested: bool = False
 
 
 PRESETS = {
     s.name: s
     for s in (
-        Strategy("auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", judged=True),
+        Strategy(
+            "auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", ab_tested=True
+        ),
         Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False, serial=True),
         Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25),
         Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path"),
@@ -51,6 +57,23 @@ PRESETS = {
         Strategy("eap", "expert activation path of one layer (Fate's baseline): LRU", policy="lru", predictor="eap"),
     )
 }
+
+
+def register(part: Part, replace: bool = False) -> Part:
+    """Makes a part of strategies known by its `name`: a subclass of `moeoff.cache.Policy` or of `moeoff.predict.Predictor`. Works as a decorator.
+
+    A policy is known to `--strategy` and to `moeoff.simulate`, a predictor to POLICY+PREDICTOR and to `moeoff calibrate`.
+
+    Raises:
+        OptionError: neither, or no name, or the name is taken (unless `replace`).
+    """
+    if isinstance(part, type) and issubclass(part, Policy):
+        register_policy(part, replace)
+    elif isinstance(part, type) and issubclass(part, predict.Predictor):
+        predict.register(part, replace)
+    else:
+        raise OptionError(f"{part!r} is a subclass neither of moeoff.cache.Policy nor of moeoff.predict.Predictor")
+    return part
 
 
 def strategy_names() -> list[str]:
@@ -78,4 +101,4 @@ def get_strategy(name: str | Strategy) -> Strategy:
         raise OptionError(f"strategy {name!r} needs to know the future: only `moeoff simulate` can run it")
     if predictor in ("", "none"):
         return Strategy(name, policy.summary, policy=policy_name)
-    return Strategy(name, f"{policy.summary}; {predict.get_predictor(predictor).summary}", policy=policy_name, predictor=predictor, judged=True)
+    return Strategy(name, f"{policy.summary}; {predict.get_predictor(predictor).summary}", policy=policy_name, predictor=predictor, ab_tested=True)

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterable
 
 from ..errors import ModelError, OptionError
+from .split_name import SplitName
 
 DEFAULT_QUANT = "Q4_K_M"
 
-_SPLIT = re.compile(r"^(?P<stem>.+)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$", re.IGNORECASE)
 _QUANT = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|MXFP4\w*|BF16|F16|F32))(?=[-./]|$)", re.IGNORECASE)
 
 
@@ -39,12 +39,12 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
         quants = sorted({match.group(1).upper() for f in models if (match := _QUANT.search(f))})
         raise ModelError(f"the repository has no {quant}; there are: {', '.join(quants or models)}")
     first = (found or models)[0]
-    split = _SPLIT.match(first)
+    split = SplitName.parse(first)
     if not split:
         return [first]
-    parts = [f for f in models if (match := _SPLIT.match(f)) and match["stem"] == split["stem"] and match["count"] == split["count"]]
-    if len(parts) != int(split["count"]):
-        raise ModelError(f"the repository has {len(parts)} of the {int(split['count'])} parts of {split['stem']}")
+    parts = [part for part in split.parts if part in models]
+    if len(parts) != split.count:
+        raise ModelError(f"the repository has {len(parts)} of the {split.count} parts of {split.stem}")
     return parts
 
 

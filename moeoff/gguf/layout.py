@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import ctypes
 import os
-import re
 import struct
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
 
 from ..binding import lib
 from ..errors import ModelError
-
-EXPERT_PATTERN = r"ffn_(gate|up|down|gate_up)_(ch)?exps\.weight$"
-_SPLIT_NAME = re.compile(r"^(?P<stem>.*)-(?P<index>\d{5})-of-(?P<count>\d{5})\.gguf$")
+from .split_name import SplitName
+from .tensor_name import is_expert
 
 
 class _InitParams(Structure):
@@ -149,7 +147,6 @@ class Layout:
             files = _split_files(path, first.n_split)
             parts += [_read_file(part, index) for index, part in enumerate(files[1:], start=1)]
         spans = [span for part in parts for span in part.spans]
-        expert = re.compile(EXPERT_PATTERN)
         return cls(
             files=tuple(files),
             architecture=first.architecture,
@@ -157,8 +154,8 @@ class Layout:
             n_expert=first.number("expert_count"),
             n_expert_used=first.number("expert_used_count"),
             n_ctx_train=first.number("context_length"),
-            experts={span.name: span for span in spans if expert.search(span.name)},
-            dense={span.name: span for span in spans if not expert.search(span.name)},
+            experts={span.name: span for span in spans if is_expert(span.name)},
+            dense={span.name: span for span in spans if not is_expert(span.name)},
             hparams=first.hparams,
             states=tuple(part.state for part in parts),
         )
@@ -202,12 +199,12 @@ class _Part:
 
 
 def _split_files(path: str, count: int) -> list[str]:
-    match = _SPLIT_NAME.match(path)
-    if not match or int(match["count"]) != count:
+    name = SplitName.parse(path)
+    if not name or name.count != count:
         raise ModelError(f"{path}: part of a model in {count} files, but not named like NAME-00001-of-{count:05d}.gguf")
-    if int(match["index"]) != 1:
-        raise ModelError(f"{path}: part {int(match['index'])} of {count}: give the first part, {match['stem']}-00001-of-{count:05d}.gguf")
-    return [f"{match['stem']}-{i:05d}-of-{count:05d}.gguf" for i in range(1, count + 1)]
+    if name.index != 1:
+        raise ModelError(f"{path}: part {name.index} of {count}: give the first part, {name.part(1)}")
+    return name.parts
 
 
 def _scalar(header: int, index: int) -> object:

@@ -1,23 +1,48 @@
 """What a predictor is: gate events in, scores of the experts of coming gates out.
 
-It knows nothing of files, buffers or what is done with its scores. Where it needs a calibration, it gets the arrays of its
-section of a profile; without them it learns while it runs, or says nothing.
+A predictor knows nothing of files, buffers or what is done with its scores. Where it needs a calibration, it gets the arrays
+of its section of a profile; without them it learns while it runs, or predicts nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
-from ..cache import Event
 from ..errors import OptionError
+from ..gate_event import GateEvent
+from .recording import Recording
 from .router import Router
 
-if TYPE_CHECKING:
-    from .recording import Recording
+Progress = Callable[[int, int], None]  # steps done, and all
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """What every fit is given beside the recording; each takes what it needs.
+
+    Attributes:
+        seed: of whatever is random in the fit; the same seed gives the same arrays.
+        hidden: units in the hidden layer of a network.
+
+    Raises:
+        OptionError: out of range.
+    """
+
+    seed: int = 0
+    hidden: int = 128
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 32:
+            raise OptionError(f"the seed of a fit lies between 0 and {(1 << 32) - 1}, not {self.seed}")
+        if self.hidden < 1:
+            raise OptionError(f"a network has at least one hidden unit, not {self.hidden}")
+
+
+DEFAULT_FIT = FitOptions()
 
 
 @dataclass(frozen=True)
@@ -27,7 +52,7 @@ class Prediction:
     Attributes:
         gate: row of the priority table: a later gate of the same batch, or an earlier one of the next token.
         scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. One row where the prediction
-            is of the next token. Valid until the predictor's next call.
+            is for the next token. Valid until the predictor's next call.
         logits: the scores are a router's logits, not weights.
     """
 
@@ -50,13 +75,13 @@ class Predictor:
 
     name = ""
     summary = ""
-    wants_gate_input = False  # reads Event.gate_input
+    wants_gate_input = False  # reads GateEvent.gate_input
     wants_tokens = False  # begin() must be called with the tokens of each batch
     profile_section: str | None = None
-    needs_profile = False  # says nothing without one
-    defaults: dict = {}
+    needs_profile = False  # predicts nothing without one
+    defaults: dict[str, Any] = {}
 
-    def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options):
+    def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options: Any):
         unknown = sorted(set(options) - set(self.defaults))
         if unknown:
             raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
@@ -71,16 +96,16 @@ class Predictor:
         """Before a batch: its tokens [n_tokens]."""
         return []
 
-    def observe(self, event: Event) -> list[Prediction]:
-        """After a gate has chosen."""
+    def observe(self, event: GateEvent) -> list[Prediction]:
+        """After a router has selected."""
         return []
 
     def reset_sequence(self) -> None:
         """A new text begins."""
 
     @classmethod
-    def fit(cls, recording: Recording, progress: Callable[[int, int], None] | None = None) -> dict[str, np.ndarray] | None:
-        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it."""
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
         return None
 
 

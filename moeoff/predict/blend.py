@@ -1,24 +1,33 @@
-"""Ours: what the layer before read, the token and the path at once, weighed by layer."""
+"""moeoff's own predictor: the input of the layer before, the token and the path at once, weighed by layer."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
-from .base import Prediction, Predictor
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
 from .learned import Learned
 from .path import ActivationPath
+from .recording import Recording
 from .tokens import PreviousToken, TokenTable
 
 FLOOR = 1e-4  # under logarithms
-SOURCES = (Learned, TokenTable, ActivationPath, PreviousToken)
 HELD = 0.2  # share of the sequences on which sources that learned from the others are weighed
+
+
+class _NextLayer(Learned):
+    """Trained for the next layer alone: the blend asks for no other."""
+
+    strides = (1,)
+
+
+SOURCES: tuple[type[Predictor], ...] = (_NextLayer, TokenTable, ActivationPath, PreviousToken)
 
 
 class Blend(Predictor):
     """A logistic regression on the logarithms of four predictors' scores, one for each layer. Needs a profile.
 
-    The token knows the first layers, where what the layer before read tells little; later it is the other way round.
+    In the first layers the token predicts best, and the input of the layer before little; in later layers it is the reverse.
     """
 
     name, summary = "blend", "learned, token table, path and previous token, weighed by layer"
@@ -49,7 +58,7 @@ class Blend(Predictor):
         self._waiting[1] = {p.gate: p.scores for p in self._parts[1].begin(tokens)}
         return [Prediction(0, self._mixed(0, len(tokens)))]
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         for part, waiting in zip(self._parts, self._waiting):
             for p in part.observe(event):
                 waiting[p.gate] = p.scores
@@ -59,7 +68,7 @@ class Blend(Predictor):
         return [Prediction(target, self._mixed(target, len(event.ids)))]
 
     def _mixed(self, gate: int, n: int) -> np.ndarray:
-        """What there is for the gate, and not of another batch."""
+        """The weighted scores of the sources for a gate; those of another batch's size are left out."""
         out = np.zeros((n, self.router.n_experts), np.float32)
         for weight, waiting in zip(self._weights[gate], self._waiting):
             scores = waiting.get(gate)
@@ -69,7 +78,7 @@ class Blend(Predictor):
         return np.exp(out, out=out)
 
     @classmethod
-    def fit(cls, recording, progress=None, hidden: int = 128, seed: int = 0) -> dict[str, np.ndarray] | None:
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """From a `Recording` with gate inputs; None if it has none. The weights are fitted on a fifth of the sequences, with
         sources that have seen the others; then the sources learn from all.
 
@@ -83,12 +92,12 @@ class Blend(Predictor):
         kept = recording.take(np.arange(recording.n_tokens) < len(recording.inputs))
         train, held = kept.split(HELD)
         weights = np.zeros((kept.router.n_gates, len(SOURCES)), np.float32)
-        learned = [_learn(source, kept.take(train), hidden, seed) for source in SOURCES]
+        learned = [_learn(source, kept.take(train), options) for source in SOURCES]
         some, used = kept.take(held), kept.used()[held]
-        said = [_replay(source(kept.router, arrays or None), some) for source, arrays in zip(SOURCES, learned)]
+        predicted = [_replay(source(kept.router, arrays or None), some) for source, arrays in zip(SOURCES, learned)]
         for gate in range(kept.router.n_gates):
             columns, there = [], []
-            for i, scores in enumerate(said):
+            for i, scores in enumerate(predicted):
                 if scores[:, gate].any():
                     x = np.log(np.maximum(scores[:, gate], FLOOR))
                     columns.append((x - x.mean(axis=1, keepdims=True)).ravel())
@@ -100,18 +109,16 @@ class Blend(Predictor):
                 progress(gate + 1, kept.router.n_gates)
         arrays = {"weights": np.maximum(weights, 0)}
         for source in SOURCES:
-            arrays |= {f"{source.profile_section}_{name}": array for name, array in (_learn(source, recording, hidden, seed) or {}).items()}
+            arrays |= {f"{source.profile_section}_{name}": array for name, array in (_learn(source, recording, options) or {}).items()}
         return arrays
 
 
-def _learn(source: type[Predictor], recording, hidden: int, seed: int) -> dict[str, np.ndarray] | None:
-    if source is Learned:
-        return Learned.fit(recording, hidden=hidden, seed=seed, strides=(1,))
-    return source.fit(recording) if source.profile_section else None
+def _learn(source: type[Predictor], recording: Recording, options: FitOptions) -> dict[str, np.ndarray] | None:
+    return source.fit(recording, options) if source.profile_section else None
 
 
-def _replay(predictor: Predictor, recording) -> np.ndarray:
-    """[n_tokens, n_gates, E] float32: what it said of each gate in a decode, 0 where nothing."""
+def _replay(predictor: Predictor, recording: Recording) -> np.ndarray:
+    """[n_tokens, n_gates, E] float32: its scores for each gate when decoding token by token, 0 where it predicts nothing."""
     out = np.zeros((*recording.ids.shape[:2], recording.router.n_experts), np.float32)
     for t in range(recording.n_tokens):
         if recording.starts[t]:

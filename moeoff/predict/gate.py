@@ -1,12 +1,13 @@
-"""The next layers' own routers, read one or several layers too early."""
+"""The next layers' own routers, applied one or several layers early."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
-from .base import Prediction, Predictor, top_k, widened
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress, top_k, widened
 from .matmul import matmul
+from .recording import Recording
 
 SHALLOW = 0.85  # of the median layer's recall
 
@@ -28,7 +29,7 @@ class _Ahead(Predictor):
                 use = bool(chosen[target]) if chosen is not None else norm is not False
                 found = router.ahead(gate, target, use)
                 if found is None or (parts and found[0].shape != parts[0][1][0].shape):
-                    break  # a layer whose token or architecture decides otherwise ends the look ahead
+                    break  # the look ahead ends at a layer that routes by token, or whose router has another shape
                 parts.append((target, found))
             if not parts:
                 self._steps.append(None)
@@ -40,7 +41,7 @@ class _Ahead(Predictor):
                 bias = None
             self._steps.append((weight, bias, [target for target, _ in parts]))
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         step = self._steps[event.gate]
         if step is None or event.gate_input is None:
             return []
@@ -56,7 +57,7 @@ class _Ahead(Predictor):
         return [Prediction(gate, scores[:, i], True) for i, gate in enumerate(targets)]
 
     @classmethod
-    def fit(cls, recording, progress=None) -> dict[str, np.ndarray] | None:
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """From a `Recording` with gate inputs; None if it has none.
 
         Returns:
@@ -108,7 +109,7 @@ class CrossLayerGate(_Ahead):
     """Fate §4.2: the router of layer i + 1 on the gate input of layer i. Also ProMoE's skip-based baseline.
 
     Options:
-        norm: give layer i + 1 its own norm's weights (see `Router.ahead`). None: where calibration says so, else yes.
+        norm: apply layer i + 1's own norm weights (see `Router.ahead`). None: where calibration measured that it helps; without one, yes.
     """
 
     name, summary = "gate", "the next layer's router on this layer's input"

@@ -6,10 +6,11 @@ import warnings
 
 import numpy as np
 
-from ..cache import Event
 from ..errors import OptionError
-from .base import Prediction, Predictor
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
 from .matmul import matmul
+from .recording import Recording
 
 STRIDES = (1, 2)
 EPOCHS, FINE_EPOCHS = 8, 4  # the last ones at a quarter of the learning rate
@@ -30,6 +31,7 @@ class Learned(Predictor):
     profile_section = "learned"
     needs_profile = True
     defaults = {"stride": 1}
+    strides: tuple[int, ...] = STRIDES  # that `fit` trains for
 
     def start(self) -> None:
         stride = self.options["stride"]
@@ -42,7 +44,7 @@ class Learned(Predictor):
             part = [self.arrays[f"{name}_{stride}"][target].astype(np.float32) for name in ("first", "first_bias", "second", "second_bias")]
             self._steps[int(target) - stride] = tuple(np.ascontiguousarray(p) for p in part)
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         step = self._steps.get(event.gate)
         if step is None or event.gate_input is None:
             return []
@@ -58,8 +60,8 @@ class Learned(Predictor):
         return [Prediction(event.gate + self.options["stride"], np.reciprocal(logits, out=logits))]
 
     @classmethod
-    def fit(cls, recording, progress=None, hidden: int = 128, seed: int = 0, strides: tuple[int, ...] = STRIDES) -> dict[str, np.ndarray] | None:
-        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none.
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none. A network for each of `strides`.
 
         Returns:
             for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s [n_gates, E, hidden], second_bias_s,
@@ -70,7 +72,7 @@ class Learned(Predictor):
 
         if recording.inputs is None:
             return None
-        router, n_rows = recording.router, len(recording.inputs)
+        router, n_rows, hidden, strides = recording.router, len(recording.inputs), options.hidden, cls.strides
         n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
         used = recording.used()[:n_rows]
         train, held = (mask[:n_rows] for mask in recording.split())
@@ -89,11 +91,11 @@ class Learned(Predictor):
             fold, shift = _features(x[train], router, g, g + s)
             x = x @ fold.T - shift
             y = used[:, g + s]
-            active = np.flatnonzero(y[train].any(axis=0))  # the classifier wants both answers of each output
+            active = np.flatnonzero(y[train].any(axis=0))  # the classifier needs both classes of each output
             active = active[~y[train][:, active].all(axis=0)]
             if not len(active):
                 continue
-            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, int(train.sum())), learning_rate_init=RATE, random_state=seed)
+            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, int(train.sum())), learning_rate_init=RATE, random_state=options.seed)
             best = (-1.0, None, None)
             # products this small take longer on more threads, and many times longer where other processes want the cores
             with warnings.catch_warnings(), threadpool_limits(1):
@@ -121,8 +123,8 @@ class Learned(Predictor):
 
 
 def _features(x: np.ndarray, router, source: int, target: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and what the target's router
-    says of it, each of mean 0 and deviation 1."""
+    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and the logits of the target's
+    router on it, each of mean 0 and deviation 1."""
     d = x.shape[1]
     if d > COMPONENTS:
         sample = x[:: max(len(x) // 2048, 1)]
@@ -136,7 +138,7 @@ def _features(x: np.ndarray, router, source: int, target: int) -> tuple[np.ndarr
 
 
 def _begin_as_router(network, active: np.ndarray, n_experts: int, share: np.ndarray) -> None:
-    """Where there is room, the first 2 E units pass on what the router ahead says: training begins at its accuracy.
+    """Where there is room, the first 2 E units pass on the router ahead's logits: training begins at its accuracy.
 
     The last E features are its logits; relu(z) - relu(-z) = z.
     """

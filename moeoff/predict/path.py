@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
-from .base import Prediction, Predictor
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
+from .recording import Recording
 
 FLOOR = 1e-4  # under logarithms
 PRIOR_ONE, PRIOR_TWO = 8.0, 8.0  # observations that the back-off weighs as much as
@@ -43,7 +44,7 @@ class ActivationPath(Predictor):
     def reset_sequence(self) -> None:
         self._gate, self._last, self._before = -1, None, None
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         ids, n_gates = event.ids, self.router.n_gates
         follows = event.gate == (self._gate + 1) % n_gates and self._last is not None and len(self._last) == len(ids)
         if follows and event.gate == 0 and len(ids) > 1:
@@ -72,7 +73,7 @@ class ActivationPath(Predictor):
         return np.exp(log, out=log)
 
     @classmethod
-    def fit(cls, recording, progress=None) -> dict[str, np.ndarray]:
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:

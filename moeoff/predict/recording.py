@@ -1,4 +1,4 @@
-"""What one pass over text recorded, token by token: what every gate read and chose. The data that predictors and caches are fitted to."""
+"""What one pass over text recorded, token by token: each gate's input and selection. The data that predictors and cache policies are fitted to."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..cache import Event
+from ..gate_event import GateEvent
 from ..simulate.trace import Model, Trace
 from .router import Router
 
@@ -51,7 +51,7 @@ class Recording:
         """[n_gates, n_experts] int64: tokens that used each expert."""
         return self.used().sum(axis=0)
 
-    def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[Event]:
+    def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[GateEvent]:
         """As decode gives them: of each token in turn, one of each gate."""
         out = []
         for t in range(start, min(self.n_tokens, stop if stop is not None else self.n_tokens)):
@@ -59,7 +59,7 @@ class Recording:
                 k = int((self.ids[t, g] >= 0).sum())
                 probs = self.probs[t : t + 1, g].astype(np.float32) if self.probs is not None and t < len(self.probs) else None
                 x = self.inputs[t : t + 1, g].astype(np.float32) if inputs and self.inputs is not None and t < len(self.inputs) else None
-                out.append(Event(g, self.ids[t : t + 1, g, :k], self.weights[t : t + 1, g, :k], probs, x))
+                out.append(GateEvent(g, self.ids[t : t + 1, g, :k], self.weights[t : t + 1, g, :k], probs, x))
         return out
 
     def trace(self, n_tokens: int | None = None) -> Trace:
@@ -68,8 +68,7 @@ class Recording:
         events = self.events(0, n, inputs=False)
         starts = np.zeros(len(events), bool)
         starts[:: self.model.n_gates] = self.starts[:n]
-        zeros = np.zeros(len(events), np.int64)
-        return Trace(self.model, events, starts, zeros, zeros, zeros, [])
+        return Trace(self.model, events, starts)
 
     def take(self, tokens: np.ndarray) -> Recording:
         """Of these tokens [n_tokens] bool alone; whole sequences."""
@@ -80,7 +79,7 @@ class Recording:
         return Recording(self.model, self.router, **parts)
 
     def split(self, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
-        """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to judge by (ProMoE §4.3: 9:1)."""
+        """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to validate on (ProMoE §4.3: 9:1)."""
         number = np.cumsum(self.starts) - 1
         every = max(round(1 / share), 2)
         held = number % every == min(every - 1, number[-1] if len(number) else 0)

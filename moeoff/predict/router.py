@@ -18,7 +18,7 @@ __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "g
 
 # enum llama_expert_gating_func_type
 SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS = 1, 2, 3, 4
-# llama.cpp's model files name the function in the call, whatever the GGUF says; all not named here: softmax
+# architectures whose graph in llama.cpp names the function itself and ignores the GGUF's; all not named here: softmax
 _FIXED = {"llama4": SIGMOID, "mimo2": SIGMOID, "nemotron_h_moe": SIGMOID, "nemotron_h": SIGMOID, "gpt-oss": SOFTMAX_WEIGHT}
 # those which take it from the GGUF, and what they take where the GGUF has none
 _FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-next", "hy_v3", "laguna", "step35"), SIGMOID) | dict.fromkeys(
@@ -28,7 +28,7 @@ _FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-n
 )
 _GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
 _NORMS = ("ffn_norm", "post_attention_norm", "attn_output_norm")  # what may stand before the router, first found
-_RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the division tells nothing
+_RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the quotient is noise
 
 
 def gating_of(layout: Layout) -> int:
@@ -131,7 +131,7 @@ class Router:
         return self.n_groups > 1 or any(bias is not None for bias in self.selection_bias)
 
     def knows(self, gate: int) -> bool:
-        """Whether the gate's choice can be told from its input."""
+        """Whether the gate's selection can be computed from its input."""
         return self.weights[gate] is not None and self.tables[gate] is None
 
     def logits(self, gate: int, x: np.ndarray) -> np.ndarray:

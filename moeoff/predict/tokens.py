@@ -1,11 +1,12 @@
-"""Predictions before a batch has computed anything: of its tokens, and of the token before."""
+"""Predictions from the tokens of a batch, before it computes, and from the token before."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..cache import Event
-from .base import Prediction, Predictor
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
+from .recording import Recording
 
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
 LIMIT = 64 << 20  # bytes of the table; the most frequent tokens are kept
@@ -38,7 +39,7 @@ class TokenTable(Predictor):
         return out
 
     @classmethod
-    def fit(cls, recording, progress=None) -> dict[str, np.ndarray]:
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
         """From a `Recording`.
 
         Returns:
@@ -75,7 +76,7 @@ class PreviousToken(Predictor):
     def reset_sequence(self) -> None:
         self._scores[:] = 0
 
-    def observe(self, event: Event) -> list[Prediction]:
+    def observe(self, event: GateEvent) -> list[Prediction]:
         row, decay = self._scores[event.gate], self.options["decay"]
         for ids in event.ids[-8:]:
             row *= decay

@@ -11,7 +11,9 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from ..binding import serve_model
 from ..engine.llama import Llama
@@ -34,6 +36,10 @@ from ..paths import demo_model
 from .metrics import metrics_text
 from .request_queue import RequestQueue, current_request, error_body
 
+if TYPE_CHECKING:
+    from llama_cpp import CreateCompletionResponse, CreateCompletionStreamResponse
+    from starlette.types import ASGIApp
+
 GRACE_SECONDS = 10  # for what is in flight when a signal comes
 
 
@@ -45,12 +51,12 @@ class ServedLlama(Llama):
 
     alias = "default"
 
-    def generate(self, tokens: Sequence[int], *args, **kwargs) -> Iterator[int]:
+    def generate(self, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         request = current_request()
         request.prompt_tokens = len(tokens)
-        request.answer = super().generate(tokens, *args, **kwargs)
+        request.answer = answer = super().generate(tokens, *args, **kwargs)
         try:
-            for token in request.answer:
+            for token in answer:
                 if not self.is_end_token(token):
                     request.completion_tokens += 1
                 yield token
@@ -62,11 +68,11 @@ class ServedLlama(Llama):
         except MoeoffError as error:
             raise HTTPException(500, str(error)) from error
 
-    def create_completion(self, prompt, *args, **kwargs):
+    def create_completion(self, *args: Any, **kwargs: Any) -> CreateCompletionResponse | Iterator[CreateCompletionStreamResponse]:
         if kwargs.get("logprobs") is not None and not self.keeps_logits:
             raise HTTPException(400, "this server keeps no logits and cannot give logprobs: its operator starts it with --logprobs for that")
         kwargs["model"] = kwargs.get("model") or self.alias  # llama_cpp would say where the file is
-        return super().create_completion(prompt, *args, **kwargs)
+        return super().create_completion(*args, **kwargs)
 
 
 class OneModel:
@@ -82,7 +88,7 @@ class OneModel:
         return iter([self.llm.alias])
 
 
-def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[str] = ()) -> tuple[Callable, RequestQueue]:
+def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[str] = ()) -> tuple[ASGIApp, RequestQueue]:
     """The application, and the request queue in front of it. One at a time in a process: llama_cpp's routes keep their model in a global."""
     proxy = OneModel(llm)
     routes = serve_model(proxy)  # without a key: that is the request queue's business
@@ -94,7 +100,7 @@ def create_app(llm: ServedLlama, *, api_key: str | None = None, cors: Sequence[s
     request_queue = RequestQueue(app, llm, api_key)
 
     @app.get("/health")
-    async def health() -> dict:
+    async def health() -> dict[str, str]:
         return {"status": "ok"}
 
     @app.get("/metrics")
@@ -116,7 +122,7 @@ class Server(uvicorn.Server):
         super().__init__(config)
         self.request_queue = request_queue
 
-    def handle_exit(self, sig, frame) -> None:
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.request_queue.close()
         super().handle_exit(sig, frame)
 
@@ -142,7 +148,7 @@ def serve(
     alias: str | None = None,
     cors: Sequence[str] = (),
     logprobs: bool = False,
-    **options,
+    **options: Any,
 ) -> None:
     """Serves until SIGINT, which is raised again as KeyboardInterrupt, or SIGTERM; see `moeoff serve --help` for the options.
 

@@ -11,13 +11,15 @@ import contextvars
 import hmac
 import json
 import logging
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..errors import MoeoffError
 
 if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
     from ..engine.llama import Llama
     from ..engine.stats import Stats
 
@@ -35,10 +37,10 @@ class Request:
     completion_tokens: int = 0
     left: bool = False
     gone: asyncio.Event = field(default_factory=asyncio.Event)
-    answer: Generator | None = None
+    answer: Generator[int, Sequence[int] | None, None] | None = None
 
     @property
-    def usage(self) -> dict:
+    def usage(self) -> dict[str, int]:
         total = self.prompt_tokens + self.completion_tokens
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
@@ -48,7 +50,7 @@ def current_request() -> Request:
     return _request.get(None) or Request()
 
 
-def usage_stats(before: Stats, after: Stats) -> dict:
+def usage_stats(before: Stats, after: Stats) -> dict[str, Any]:
     """What one answer took, from the statistics before and after it."""
     hits, misses = after.demand_hits - before.demand_hits, after.demand_misses - before.demand_misses
     return {
@@ -65,12 +67,12 @@ def usage_stats(before: Stats, after: Stats) -> dict:
     }
 
 
-def error_body(message: str, status: int) -> dict:
+def error_body(message: str, status: int) -> dict[str, Any]:
     """An error as OpenAI's clients expect it."""
     return {"error": {"message": message, "type": "invalid_request_error" if status < 500 else "server_error", "param": None, "code": None}}
 
 
-async def _refuse(send, status: int, message: str) -> None:
+async def _refuse(send: Send, status: int, message: str) -> None:
     body = json.dumps(error_body(message, status)).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if status == 401:
@@ -80,7 +82,7 @@ async def _refuse(send, status: int, message: str) -> None:
 
 
 class RequestQueue:
-    def __init__(self, app, llm: Llama, api_key: str | None):
+    def __init__(self, app: ASGIApp, llm: Llama, api_key: str | None):
         self.app, self.llm = app, llm
         self._key = api_key.encode() if api_key else None
         self._turn = asyncio.Lock()  # lets waiters in by order of arrival
@@ -92,7 +94,7 @@ class RequestQueue:
     def close(self) -> None:
         """Ends the answer at the model and refuses the requests that wait. Called by a signal handler, which must take no locks."""
         self._closing = True
-        if self._running is not None:
+        if self._running is not None and self._loop is not None:  # the loop is known before the request
             self._running.left = True
             self._loop.call_soon_threadsafe(self._drop, self._running)
 
@@ -102,7 +104,7 @@ class RequestQueue:
         if self._running is request:
             self.llm.cancel()
 
-    async def __call__(self, scope, receive, send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
         elif scope["path"] not in OPEN_PATHS and not self._allowed(scope):
@@ -112,14 +114,14 @@ class RequestQueue:
         else:
             await self.app(scope, receive, send)
 
-    def _allowed(self, scope) -> bool:
+    def _allowed(self, scope: Scope) -> bool:
         if self._key is None:
             return True
         given = dict(scope["headers"]).get(b"authorization", b"")
         scheme, _, key = given.partition(b" ")
         return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._key)
 
-    async def _queue(self, scope, receive, send) -> None:
+    async def _queue(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = bytearray()
         while True:
             message = await receive()
@@ -147,21 +149,21 @@ class RequestQueue:
             watcher.cancel()
             self._turn.release()
 
-    async def _watch(self, receive, request: Request) -> None:
+    async def _watch(self, receive: Receive, request: Request) -> None:
         """Notices that the client has hung up, even while it waits for its turn."""
         while (await receive())["type"] != "http.disconnect":
             pass
         self._drop(request)
         request.gone.set()
 
-    async def _answer(self, scope, body: bytes, request: Request, send) -> None:
-        self._running, self._loop = request, asyncio.get_running_loop()
+    async def _answer(self, scope: Scope, body: bytes, request: Request, send: Send) -> None:
+        self._loop, self._running = asyncio.get_running_loop(), request
         _request.set(request)  # of this request's task, and of the threads it sends work to
         body, wants_usage = _prepare(body)
         response = ResponseRewriter(send, request, self.llm, wants_usage)
         pending = [{"type": "http.request", "body": body, "more_body": False}]
 
-        async def replay() -> dict:
+        async def replay() -> Message:
             if pending:
                 return pending.pop()
             await request.gone.wait()
@@ -196,27 +198,27 @@ def _prepare(body: bytes) -> tuple[bytes, bool]:
 
 def _root_cause(error: BaseException) -> BaseException:
     """The first error of a group: streams run in task groups, which wrap what they raise."""
-    while getattr(error, "exceptions", None):
-        error = error.exceptions[0]
+    while exceptions := getattr(error, "exceptions", None):
+        error = exceptions[0]
     return error
 
 
 class ResponseRewriter:
     """Passes a response on and puts usage and receipt into its JSON, or into the last chunk of a stream."""
 
-    def __init__(self, send, request: Request, llm: Llama, wants_usage: bool):
+    def __init__(self, send: Send, request: Request, llm: Llama, wants_usage: bool):
         self._send, self._request, self._llm, self._wants_usage = send, request, llm, wants_usage
         self._before = llm.stats()
-        self._start: dict | None = None
+        self._start: Message = {}  # until the application has begun to answer
         self._kind = b""
         self._body = bytearray()
         self._ending = False
-        self._last: dict | None = None  # the chunk that ended the answer
+        self._last: dict[str, Any] | None = None  # the chunk that ended the answer
 
-    def _usage_stats(self) -> dict:
+    def _usage_stats(self) -> dict[str, Any]:
         return usage_stats(self._before, self._llm.stats())
 
-    async def send(self, message: dict) -> None:
+    async def send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self._start = message
             self._kind = dict(message["headers"]).get(b"content-type", b"").partition(b";")[0]
@@ -275,7 +277,7 @@ class ResponseRewriter:
         detail = str(getattr(error, "detail", None) or error) or type(error).__name__
         expected = isinstance(error, (MoeoffError, ValueError)) or hasattr(error, "detail")
         logging.getLogger("uvicorn.error").error("answer failed: %s", detail, exc_info=None if expected else error)
-        if self._start is None:
+        if not self._start:
             await _refuse(self._send, 500, detail)
         elif self._kind == b"text/event-stream":
             await self._send({"type": "http.response.body", "body": _sse(error_body(detail, 500))})
@@ -283,5 +285,5 @@ class ResponseRewriter:
             raise error
 
 
-def _sse(data: dict) -> bytes:
+def _sse(data: dict[str, Any]) -> bytes:
     return b"data: " + json.dumps(data).encode() + b"\n\n"

@@ -1,7 +1,7 @@
 """The native buffer's rules of eviction, without the bytes: which slices are in, which go, for one gate after the other.
 
-The same order as moeoff-store.cpp: a gate counts its slices as hits or misses, stamps them, and takes slots for what is absent from
-the lowest (priority, last use, index) that it has not chosen itself. Knows nothing of policies: it is given their table.
+The same order as moeoff-store.cpp: a gate counts its slices as hits or misses, stamps them, and evicts for those that are absent
+the lowest (priority, last use, index) that it has not selected itself. Knows nothing of policies: it is given their table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class SimulatedArena:
         self.resident = np.zeros(n, bool)
         self.last_use = np.zeros(n, np.int64)
         self.clock = 0
-        self.free: dict[int, int] = dict.fromkeys((t.slot_bytes for t in model.tensors), 0)  # committed slots that hold nothing
+        self.free: dict[int, int] = dict.fromkeys((t.slot_bytes for t in model.tensors), 0)  # committed slots without a slice
         self.committed = 0
         self.evictions = 0
 

@@ -24,7 +24,7 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     Args:
         policies: names; those of LRU and Belady need not be given.
         arenas: bytes of the experts' arena.
-        progress: told what is replayed, events done and events there are.
+        progress: called with what is replayed, events done, and all.
 
     Raises:
         OptionError: the trace is empty, or there is no such policy.
@@ -38,14 +38,14 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     results = []
     runs = [(arena, name) for arena in arenas for name in names]
     for i, (arena, name) in enumerate(runs, 1):
-        tell = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
+        report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
         # a variant's result is named after the variant, not after its policy
-        results.append(replace(simulate(trace, name, arena, seed=seed, progress=tell), policy=name))
+        results.append(replace(simulate(trace, name, arena, seed=seed, progress=report), policy=name))
     return results
 
 
 def recorded_reads(trace: Trace) -> dict | None:
-    """What the trace says of the runs it was recorded in; traces of version 1 say nothing."""
+    """Numbers of reads in the runs that the trace was recorded in; None for traces of version 1."""
     done = trace.reads[trace.reads["result"] == 0]
     if not len(done):
         return None

@@ -12,7 +12,7 @@ from .trace import Trace
 
 
 def plot(path: str | os.PathLike, trace: Trace, results: list[Result]) -> None:
-    """Writes three panels as PNG, or whatever the name's ending says.
+    """Writes three panels, as PNG or in the format of the name's ending.
 
     Raises:
         OptionError: matplotlib is not installed, or cannot write such a file.

@@ -6,7 +6,7 @@ import numpy as np
 
 _FIELDS = "t_queued:<i8 wait_us:<u4 read_us:<u4 nbytes:<u4 tensor:<u2 expert:<u2 level:u1 result:u1"
 _STORED = np.dtype([tuple(field.split(":")) for field in _FIELDS.split()])
-# when it was queued, how long it waited for a lane and how long it took; level, result and version as `native.Read`
+# when it was queued, how long it waited for an I/O worker and how long it took; level, result and version as `native.Read`
 READ = np.dtype([*_STORED.descr, ("version", "u1")])
 PREFETCH_LEVEL, GATE_LEVEL, DEMAND_LEVEL = 0, 1, 2
 WITH_VERSIONS = 1  # flag of a record: the version of each follows the reads

@@ -1,7 +1,7 @@
 """Replays traces through the live policies, with the native buffer's rules of eviction (`moeoff.simulate.arena`).
 
-The same objects, the same order: only after a gate has its slices does the policy learn of it. So the replay of a run whose
-policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's choice (large
+The same objects, the same order: a policy gets an event only after its gate has its slices. So the replay of a run whose
+policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's selection (large
 prompts) the native order depends on the reads' timing, and the replay takes one possible order.
 """
 
@@ -132,7 +132,7 @@ def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progr
     hits, misses = [0] * model.n_gates, [0] * model.n_gates
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
     recent: OrderedDict[int, int] = OrderedDict()  # gate and expert, whole: the event that used it last
-    half: dict[int, None] = {}  # what is left of the oldest event's slices, the next to go first
+    half: dict[int, None] = {}  # what is left of the oldest event's slices, in eviction order
     n_resident, bytes_read, penalty, evictions = 0, 0, 0.0, 0
     costs = _costs(trace)
     touch, pop = recent.move_to_end, recent.popitem

@@ -1,10 +1,9 @@
-"""Traces: what every gate said in a run, in a file that can be replayed.
+"""Traces: the gate events of runs, in a file that can be replayed.
 
     magic "MOEOFFTR", u32 version, u32 length, JSON header, then records:
     RECORD (little endian) and its payload; docs/trace.md has the fields of each kind
 
-A record is written whole or not at all as far as a reader can tell: a tail that is cut, or whose checksum is wrong, ends the
-trace. A file that exists is continued if its header describes the same model. No text or token is stored.
+A reader sees whole records only: a tail that is cut, or whose checksum is wrong, ends the trace. A file that exists is continued if its header describes the same model. No text or token is stored.
 Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for. Older ones are
 read, and become version 3 when they are continued.
 """
@@ -20,8 +19,9 @@ from dataclasses import asdict, dataclass, field
 
 import numpy as np
 
-from ..cache import Event, Shape
+from ..cache import Shape
 from ..errors import OptionError
+from ..gate_event import GateEvent
 from ..memory import slot_bytes
 from .read_log import READ, pack, unpack
 
@@ -92,7 +92,7 @@ class TraceWriter:
     """Appends gate events to `path`; `close()` or leave the `with` block. One writer for a file at a time.
 
     Args:
-        session: written once, whatever says under which conditions the events happened (arena, strategy).
+        session: written once, the conditions under which the events happened (arena, strategy).
 
     Raises:
         OptionError: the file is something else, or a trace of another model.
@@ -121,13 +121,14 @@ class TraceWriter:
         """The next event is the first of a text."""
         self._new_sequence = True
 
-    def write(self, event, probs: np.ndarray | None = None) -> None:
-        """One `GateEvent`; `probs` [n_tokens, n_experts] float32 as well if known."""
+    def write(self, event: GateEvent) -> None:
+        """Appends an event. Its weights and probabilities are rounded to float16; its gate input, layer and number are left out."""
         payload = event.ids.astype("<u2").tobytes() + event.weights.astype("<f2").tobytes()
         flags = NEW_SEQUENCE if self._new_sequence else 0
         if event.versions is not None and event.versions.any():
             payload += event.versions.astype("u1").tobytes()
             flags |= DECISIONS
+        probs = event.probs
         if probs is not None:
             if probs.shape[1] < self._n_experts:
                 probs = np.pad(probs, ((0, 0), (0, self._n_experts - probs.shape[1])))
@@ -147,7 +148,7 @@ class TraceWriter:
         self._write(READS, flags, 0, 0, len(reads), 0, lost, int(reads["t_done"][-1]), payload)
 
     def note(self, fields: dict) -> None:
-        """A JSON object between the events: counters at the end of a run, say."""
+        """Writes a JSON object between the events, as the counters at the end of a run."""
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(fields).encode())
 
     def _write(self, kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, payload: bytes) -> None:
@@ -172,23 +173,18 @@ class Trace:
 
     Attributes:
         model: its header.
-        events: in order; weights and probs are float32.
+        events: in order; weights and probs are float32, and there are no gate inputs.
         starts: [n_events] bool, the first event of a text (of a run, too).
-        hits, misses: [n_events] slices resident, and not, when the gate spoke in the recorded run.
-        t_ns: [n_events] int64.
         notes: the sessions' JSON objects.
         reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none. Traces of version 2 do
-            not tell low reads from high ones: there all are high.
+            not distinguish low reads from high ones: there all are high.
         reads_lost: reads that the log had no room for.
     """
 
     model: Model
-    events: list[Event]
+    events: list[GateEvent]
     starts: np.ndarray
-    hits: np.ndarray
-    misses: np.ndarray
-    t_ns: np.ndarray
-    notes: list[dict]
+    notes: list[dict] = field(default_factory=list)
     reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
     reads_lost: int = 0
 
@@ -202,7 +198,8 @@ class Trace:
         with open(path, "rb") as file:
             data = file.read()
         model, position = _header(data, path)
-        events, starts, hits, misses, times, notes, reads, lost = [], [], [], [], [], [], [np.empty(0, READ)], 0
+        layers = {t.gate: t.layer for t in model.tensors}
+        events, starts, notes, reads, lost = [], [], [], [np.empty(0, READ)], 0
         for fields, payload, _ in _records(data, position):
             kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
             if kind == SESSION:
@@ -220,13 +217,9 @@ class Trace:
             if flags & DECISIONS:
                 versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
             probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
-            events.append(Event(gate, ids, weights, probs, versions=versions))
+            events.append(GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns))
             starts.append(bool(flags & NEW_SEQUENCE))
-            hits.append(n_hit)
-            misses.append(n_miss)
-            times.append(t_ns)
-        arrays = np.array(starts, bool), np.array(hits, np.int64), np.array(misses, np.int64), np.array(times, np.int64)
-        return cls(model, events, *arrays, notes, np.concatenate(reads), lost)
+        return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost)
 
     @classmethod
     def join(cls, traces: list[Trace]) -> Trace:
@@ -239,14 +232,18 @@ class Trace:
         for other in traces[1:]:
             if other.model != first.model:
                 raise OptionError(f"the traces are of different models: {first.model.name}, {other.model.name}")
-        arrays = [np.concatenate([getattr(t, name) for t in traces]) for name in ("starts", "hits", "misses", "t_ns")]
-        notes, reads = [n for t in traces for n in t.notes], np.concatenate([t.reads for t in traces])
-        return cls(first.model, [e for t in traces for e in t.events], *arrays, notes, reads, sum(t.reads_lost for t in traces))
+        starts, reads = (np.concatenate(arrays) for arrays in ([t.starts for t in traces], [t.reads for t in traces]))
+        events, notes = [e for t in traces for e in t.events], [n for t in traces for n in t.notes]
+        return cls(first.model, events, starts, notes, reads, sum(t.reads_lost for t in traces))
 
     def slice(self, start: int, stop: int) -> Trace:
-        """Events [start, stop)."""
-        part = slice(start, stop)
-        return Trace(self.model, self.events[part], self.starts[part], self.hits[part], self.misses[part], self.t_ns[part], self.notes)
+        """Events [start, stop), without reads."""
+        return Trace(self.model, self.events[start:stop], self.starts[start:stop], self.notes)
+
+    @property
+    def hits(self) -> np.ndarray:
+        """[n_events] int64: slices that were resident when the router selected them, in the recorded run."""
+        return np.array([e.n_hit for e in self.events], np.int64)
 
     @property
     def n_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""Every cache policy against text: records traces of teacher-forced decoding, fits, replays, and prints docs/strategies.md's table.
+"""Every cache policy against text: records traces of teacher-forced decoding, fits, replays, and prints the tables of docs/results/cache-policies.md.
 
 bench_caches.py record --model M.gguf --out DIR --text math=FILE --text code=FILE [--tokens N] [--ctx N]
 bench_caches.py fit    --trace FILE... --out WEIGHTS.npz        (the learned score, and HOBBIT's weights on stdout)
@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+
+from results_file import HELP, ResultsFile
 
 
 def record(model: str, out: Path, texts: dict[str, str], n_tokens: int, n_ctx: int) -> None:
@@ -56,8 +58,8 @@ def mixed(traces: list, piece: int = 256):
     return Trace.join([t.slice(i, i + n) for i in range(0, longest, n) for t in traces if i < len(t.events)])
 
 
-def table(traces: dict[str, Path], calibration: list[Path], shares: list[int], names: list[str], start: int, n_tokens: int, seed: int = 0) -> None:
-    """The table of docs/strategies.md on stdout."""
+def table(results: ResultsFile, traces: dict[str, Path], calibration: list[Path], shares: list[int], names: list[str], start: int, n_tokens: int) -> None:
+    """Every policy on every text, and on all of them in turn."""
     from moeoff.simulate.simulator import simulate
     from moeoff.simulate.trace import Trace
 
@@ -67,24 +69,23 @@ def table(traces: dict[str, Path], calibration: list[Path], shares: list[int], n
     read["mixed"] = mixed(list(read.values()))
     for name, trace in read.items():
         full = trace.model.full_bytes
-        print(f"\n**{name}**, {trace.n_tokens:,} tokens: hit rate % / MB per token / miss penalty per token / % of the LRU-to-Belady gap\n")
-        print("| strategy | " + " | ".join(f"{s} %" for s in shares) + " |")
-        print("|---|" + "---:|" * len(shares))
+        title = f"{name}, {trace.n_tokens:,} tokens: hit rate % / MB read per token / miss penalty per token / % of the gap between LRU and Belady"
+        said = results.table(name, title, ["strategy", *(f"{s} %" for s in shares)])
         rows = {}
         for policy in names:
             options = {"counts": counts} if policy == "static" and counts is not None else {}
-            rows[policy] = [simulate(trace, policy, int(full * s / 100), seed=seed, **options) for s in shares]
-        for policy, results in rows.items():
+            rows[policy] = [simulate(trace, policy, int(full * s / 100), **options) for s in shares]
+        for policy, replays in rows.items():
             cells = []
-            for i, r in enumerate(results):
+            for i, r in enumerate(replays):
                 lru, best = rows["lru"][i].hit_rate, rows["belady"][i].hit_rate
                 gap = 100 * (r.hit_rate - lru) / (best - lru)
                 n = r.n_tokens
                 cells.append(f"{100 * r.hit_rate:.1f} / {r.bytes_read / n / 1e6:.2f} / {r.miss_penalty / n:.1f} / {gap:.0f}")
-            print(f"| {policy} | " + " | ".join(cells) + " |", flush=True)
+            said.row(policy, *cells)
 
 
-def papers(traces: dict[str, Path], shares: list[int], start: int, n_tokens: int) -> None:
+def papers(results: ResultsFile, traces: dict[str, Path], shares: list[int], start: int, n_tokens: int) -> None:
     """EdgeMoE's Fig. 13 (hit rates) and HOBBIT's Fig. 18 (penalties against random, resetting with each text or not)."""
     from moeoff.cache import Policy, register
     from moeoff.simulate.simulator import simulate
@@ -100,27 +101,25 @@ def papers(traces: dict[str, Path], shares: list[int], start: int, n_tokens: int
     read = [Trace.read(path) for path in traces.values()]
     trace = mixed([t.slice(start * t.model.n_gates, (start + n_tokens) * t.model.n_gates) for t in read])
     arenas = [int(trace.model.full_bytes * s / 100) for s in shares]
-    head = " | ".join(f"{s} %" for s in shares) + " |\n|---|" + "---:|" * len(shares)
-
-    def row(name: str, values: list[str]) -> None:
-        print(f"| {name} | " + " | ".join(values) + " |", flush=True)
-
+    head = ["policy", *(f"{s} %" for s in shares)]
     done = {}
     variants = {"hobbit-model": ("hobbit", {"sequence": False})}
     for name in ("random", "lru", "lfu", "lfu-model", "hobbit", "hobbit-model", "edgemoe", "edgemoe-printed"):
         policy, options = variants.get(name, (name, {}))
         done[name] = [simulate(trace, policy, arena, **options) for arena in arenas]
-    print(f"EdgeMoE Fig. 13, {trace.n_tokens:,} tokens: hit rate, %\n\n| policy | {head}")
+    said = results.table("edgemoe-fig-13", "EdgeMoE, Fig. 13: hit rate %", head)
     for name in ("random", "lru", "lfu-model", "edgemoe", "edgemoe-printed"):
-        row(name, [f"{100 * r.hit_rate:.1f}" for r in done[name]])
-    print(f"\nHOBBIT Fig. 18 (a): miss penalty, random = 1\n\n| policy | {head}")
+        said.row(name, *(f"{100 * r.hit_rate:.1f}" for r in done[name]))
+    said = results.table("hobbit-fig-18a", "HOBBIT, Fig. 18 (a): miss penalty, random eviction = 1", head)
     for name in ("lru", "lfu", "hobbit"):
-        row(name, [f"{r.miss_penalty / base.miss_penalty:.3f}" for r, base in zip(done[name], done["random"], strict=True)])
+        said.row(name, *(f"{r.miss_penalty / base.miss_penalty:.3f}" for r, base in zip(done[name], done["random"], strict=True)))
     for other in ("lru", "lfu"):
-        row(f"hobbit against {other}", [f"{100 * (r.miss_penalty / o.miss_penalty - 1):+.1f} %" for r, o in zip(done["hobbit"], done[other], strict=True)])
-    print(f"\nHOBBIT Fig. 18 (b): hit rate, %: counting since the text began, and ever\n\n| policy | {head}")
+        pairs = zip(done["hobbit"], done[other], strict=True)
+        said.row(f"hobbit against {other}", *(f"{100 * (r.miss_penalty / o.miss_penalty - 1):+.1f} %" for r, o in pairs))
+    said = results.table("hobbit-fig-18b", "HOBBIT, Fig. 18 (b): hit rate %, counting since the text began, and for ever", head)
     for name in ("lfu", "hobbit"):
-        row(name, [f"{100 * r.hit_rate:.1f}, {100 * m.hit_rate:.1f}" for r, m in zip(done[name], done[f"{name}-model"], strict=True)])
+        pairs = zip(done[name], done[f"{name}-model"], strict=True)
+        said.row(name, *(f"{100 * r.hit_rate:.1f}, {100 * m.hit_rate:.1f}" for r, m in pairs))
 
 
 def main() -> None:
@@ -141,6 +140,7 @@ def main() -> None:
         p.add_argument("--shares", type=int, nargs="+", default=[10, 25, 50, 75, 90])
         p.add_argument("--tokens", type=int, default=1536, help="of each trace")
         p.add_argument("--from", type=int, default=0, dest="start", metavar="TOKEN", help="leave out the tokens before")
+        p.add_argument("--json", help=HELP)
         if name == "table":
             p.add_argument("--calibration", type=Path, nargs="*", default=[], help="traces whose counts `static` gets")
             p.add_argument("--strategies", nargs="+")
@@ -153,9 +153,11 @@ def main() -> None:
         from moeoff.cache import names
 
         traces = {name: Path(path) for name, path in (t.split("=", 1) for t in args.trace)}
-        if args.command == "papers":
-            return papers(traces, args.shares, args.start, args.tokens)
-        table(traces, args.calibration, args.shares, args.strategies or names(), args.start, args.tokens)
+        with ResultsFile(args.json) as results:
+            if args.command == "papers":
+                papers(results, traces, args.shares, args.start, args.tokens)
+            else:
+                table(results, traces, args.calibration, args.shares, args.strategies or names(), args.start, args.tokens)
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from cgroup import memory_cgroup
 from moeoff.companion.convert import convert
 from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
+from results_file import HELP, ResultsFile
 from timing import drop_from_page_cache, run
 
 SEARCHED = "Q2_0, searched scales"
@@ -36,6 +37,7 @@ COMMAND = os.path.join(os.path.dirname(sys.executable), "moeoff")
 MODEL = click.argument("model", type=click.Path(exists=True, dir_okay=False))
 FOLDER = click.option("-d", "--folder", type=click.Path(exists=True, file_okay=False), help="Where to write. Default: beside the model.")
 ROUNDS = click.option("--rounds", default=5, show_default=True)
+JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 
 
 @click.group()
@@ -67,7 +69,8 @@ def sampled(model: str, n_slices: int, n_rows: int) -> Iterator[tuple[int, np.nd
 
 @main.command()
 @click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
-def errors(models) -> None:
+@JSON
+def errors(models, json_file) -> None:
     """Root mean square of the error, relative to that of the weights, over 24 slices of each model; CPU time of the first."""
     sums: dict[str, list[list[float]]] = {name: [[] for _ in models] for name in TYPES}
     seconds: dict[str, float] = dict.fromkeys(TYPES, 0)
@@ -84,10 +87,12 @@ def errors(models) -> None:
                 data = quantize(values, type, search=name == SEARCHED)
                 seconds[name] += time.thread_time() - started if column == 0 else 0
                 sums[name][column].append(float(((dequantize(data, type, values.shape) - values) ** 2).sum() / (values**2).sum()))
-    print(f"| type | bits per weight | CPU ns per weight | {' | '.join(f'of {name}' for name in own)} |\n|---|---|---|{'---|' * len(models)}")
-    for name, columns in sums.items():
-        cells = [f"{100 * statistics.mean(column) ** 0.5:.1f} %" if column else "" for column in columns]
-        print(f"| {name} | {row_bytes(type_from_name(name.split(',')[0]), 256) / 32:.2f} | {1e9 * seconds[name] / n_values:.0f} | {' | '.join(cells)} |")
+    with ResultsFile(json_file) as results:
+        title = "Root mean square of the error, relative to that of the weights"
+        table = results.table("errors", title, ["type", "bits per weight", "CPU ns per weight", *(f"of {name}" for name in own)])
+        for name, columns in sums.items():
+            cells = [f"{100 * statistics.mean(column) ** 0.5:.1f} %" if column else "" for column in columns]
+            table.row(name, f"{row_bytes(type_from_name(name.split(',')[0]), 256) / 32:.2f}", f"{1e9 * seconds[name] / n_values:.0f}", *cells)
 
 
 def timed(command: list[str], out: Path, model: str) -> float:
@@ -109,7 +114,8 @@ def timed(command: list[str], out: Path, model: str) -> float:
 @FOLDER
 @ROUNDS
 @click.option("--tiers", default="keep", show_default=True)
-def speed(model, folder, rounds, tiers) -> None:
+@JSON
+def speed(model, folder, rounds, tiers, json_file) -> None:
     """Bytes of source per second. cp copies the model whole, convert its experts: rates, not times, are compared."""
     expert_bytes, file_bytes = Layout.read(model).expert_bytes, os.path.getsize(model)
     rates: dict[str, list[float]] = {"cp": [], "convert": []}
@@ -117,10 +123,13 @@ def speed(model, folder, rounds, tiers) -> None:
         for _ in range(rounds):
             rates["cp"].append(file_bytes / timed(["cp", "--reflink=never", model, str(out)], out, model))
             rates["convert"].append(expert_bytes / timed([COMMAND, "convert", model, "-o", str(out), "--tiers", tiers], out, model))
-    for name, list_ in rates.items():
-        print(f"{name}: {statistics.median(list_) / 1e6:.0f} MB/s of source ({min(list_) / 1e6:.0f}-{max(list_) / 1e6:.0f})")
     ratios = [a / b for a, b in zip(rates["convert"], rates["cp"])]
-    print(f"convert / cp, pairs: median {statistics.median(ratios):.0%} ({min(ratios):.0%}-{max(ratios):.0%})")
+    with ResultsFile(json_file) as results:
+        columns = ["model", "`cp`", f"`convert --tiers {tiers}`", "convert / cp, pairs"]
+        table = results.table("speed", "MB/s of source, median (range)", columns)
+        cells = [f"{statistics.median(list_) / 1e6:.0f} ({min(list_) / 1e6:.0f}-{max(list_) / 1e6:.0f})" for list_ in rates.values()]
+        size = f"{file_bytes / 2**30:.2f} GiB, {expert_bytes / 2**30:.2f} GiB of it experts, {rounds} rounds"
+        table.row(size, *cells, f"{statistics.median(ratios):.0%} ({min(ratios):.0%}-{max(ratios):.0%})")
 
 
 @main.command()
@@ -128,7 +137,8 @@ def speed(model, folder, rounds, tiers) -> None:
 @FOLDER
 @click.option("--limit", default=1024, show_default=True, help="MiB of the cgroup, in which the page cache counts too.")
 @click.option("--tiers", default="keep,twin", show_default=True)
-def memory(model, folder, limit, tiers) -> None:
+@JSON
+def memory(model, folder, limit, tiers, json_file) -> None:
     """Peak resident memory of a conversion, and whether it lives in a cgroup."""
     drop_from_page_cache(model)
     with scratch(folder, model, "memory") as out, memory_cgroup(limit << 20) as group:
@@ -139,9 +149,12 @@ def memory(model, folder, limit, tiers) -> None:
         if done.returncode:
             sys.exit(f"exit code {done.returncode}: {done.stderr.strip()}")
         *said, peak = done.stdout.splitlines()
-        print(
-            f"{said[0]}\nmodel {os.path.getsize(model) / 2**30:.2f} GiB; peak resident {int(peak) / 1024:.0f} MiB; with page cache {group.peak_bytes >> 20} of {limit} MiB"
-        )
+        print(said[0])
+        with ResultsFile(json_file) as results:
+            columns = ["model", "written", "cgroup", "peak resident", "peak with page cache"]
+            table = results.table("memory", f"A conversion to {tiers} in a memory cgroup", columns)
+            sizes = [f"{os.path.getsize(path) / 2**30:.2f} GiB" for path in (model, out)]
+            table.row(*sizes, f"{limit} MiB", f"{int(peak) / 1024:.0f} MiB", f"{group.peak_bytes >> 20} MiB")
 
 
 @main.command()
@@ -153,7 +166,8 @@ def memory(model, folder, limit, tiers) -> None:
 @click.option("--n-prompt", default=32, show_default=True)
 @click.option("--n-decode", default=96, show_default=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), help="Add every run's numbers to this JSON file.")
-def cold(model, folder, rounds, text, limit, n_prompt, n_decode, output) -> None:
+@JSON
+def cold(model, folder, rounds, text, limit, n_prompt, n_decode, output, json_file) -> None:
     """Decoding tok/s from the model, from a copy of it (what the place on the disk makes of it), and from a `keep` companion."""
     with scratch(folder, model, "copy") as copy, scratch(folder, model, "keep") as keep:
         shutil.copyfile(model, copy)
@@ -173,13 +187,15 @@ def cold(model, folder, rounds, text, limit, n_prompt, n_decode, output) -> None
         before = json.loads(Path(output).read_text()) if os.path.exists(output) else {}
         rows = {name: before.get(name, []) + list_ for name, list_ in rows.items()}
         Path(output).write_text(json.dumps(rows, indent=2) + "\n")
-    print("| experts read from | decode tok/s | MB/s read | of the model's tok/s, pairs |\n|---|---|---|---|")
-    for name, list_ in rows.items():
-        cells = []
-        for values in ([row["gen_tps"] for row in list_], [row["mb_per_s"] for row in list_]):
-            cells.append(f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})")
-        ratios = [row["gen_tps"] / base["gen_tps"] for row, base in zip(list_, rows["model"])]
-        print(f"| {name} | {' | '.join(cells)} | {statistics.median(ratios):.3f} ({min(ratios):.3f}-{max(ratios):.3f}) |")
+    with ResultsFile(json_file) as results:
+        columns = ["experts read from", "decode tok/s", "MB/s read", "of the model's tok/s, pairs"]
+        table = results.table("cold", "Decoding from the model, a copy of it, and its companion", columns)
+        for name, list_ in rows.items():
+            cells = []
+            for values in ([row["gen_tps"] for row in list_], [row["mb_per_s"] for row in list_]):
+                cells.append(f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})")
+            ratios = [row["gen_tps"] / base["gen_tps"] for row, base in zip(list_, rows["model"])]
+            table.row(name, *cells, f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
 
 
 if __name__ == "__main__":

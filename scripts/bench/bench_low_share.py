@@ -13,6 +13,7 @@ from pathlib import Path
 
 import moeoff
 from moeoff.budget.precision import Precision
+from results_file import HELP, ResultsFile
 
 SHARES = (0.02, 0.05, 0.1, 0.2, 0.4)
 
@@ -42,15 +43,16 @@ def main() -> None:
     parser.add_argument("--t1", type=float, default=0.6)
     parser.add_argument("--t2", type=float, default=1.0)
     parser.add_argument("--arenas", type=float, nargs="+", default=[0.25, 0.5], help="as shares of all experts in high precision")
+    parser.add_argument("--json", help=HELP)
     args = parser.parse_args()
     texts = [path.read_bytes()[: 16 * args.tokens] for path in args.texts]
-    print(f"t1 {args.t1}, t2 {args.t2}, tier {args.tier}: MB per token (low %, skipped %)\n")
-    print("| low share | " + " | ".join(f"{a:.0%} resident" for a in args.arenas) + " |")
-    print("|---:|" + "---:|" * len(args.arenas))
-    rows = [("none", Precision())] + [(f"{s:.0%}", Precision(args.t1, args.t2, 0.0, args.tier, s)) for s in SHARES]
-    for label, precision in rows:
-        cells = [measure(args.model, texts, args.tokens, a, precision) for a in args.arenas]
-        print(f"| {label} | " + " | ".join(f"{mb:.3f} ({100 * low:.0f} %, {100 * skipped:.0f} %)" for mb, low, skipped in cells) + " |", flush=True)
+    rows = [("lossless", Precision())] + [(f"{s:.0%}", Precision(args.t1, args.t2, 0.0, args.tier, s)) for s in SHARES]
+    with ResultsFile(args.json) as results:
+        title = f"MB per token (low %, skipped %); T1 {args.t1}, T2 {args.t2}, tier {args.tier}"
+        table = results.table("low-share", title, ["low share", *(f"{a:.0%} resident" for a in args.arenas)])
+        for label, precision in rows:
+            cells = [measure(args.model, texts, args.tokens, a, precision) for a in args.arenas]
+            table.row(label, *(f"{mb:.3f} ({100 * low:.0f} %, {100 * skipped:.0f} %)" for mb, low, skipped in cells))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Speed and memory of moeoff and stock llama.cpp in memory cgroups, paired and cold. Needs root.
 
-usage: bench_offload.py -m MODEL --text FILE [--limits 1400,1100,800] [--rounds 3] [-o OUT.json]
+usage: bench_offload.py -m MODEL --text FILE [--limits 1400,1100,800] [--rounds 3] [--json FILE]
 
 Each round runs every configuration once, in turn, each in a fresh process and cgroup after the model has been dropped
 from the page cache; the disk's rate is measured beside every moeoff run. Rows are medians over rounds. The ceiling is
@@ -9,13 +9,10 @@ min(in-memory speed, disk rate / bytes read per token).
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import click
 from rich.console import Console
-from rich.table import Table
 
+from results_file import HELP, ResultsFile
 from timing import machine, median, run
 
 IN_MEMORY = 64 << 30  # a limit that limits nothing
@@ -30,9 +27,9 @@ IN_MEMORY = 64 << 30  # a limit that limits nothing
 @click.option("--n-prompt", default=64, show_default=True)
 @click.option("--n-decode", default=256, show_default=True)
 @click.option("--stock/--no-stock", default=True, show_default=True, help="Stock in the cgroups too (slow: it thrashes).")
-@click.option("-o", "--output", type=click.Path(dir_okay=False))
-def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, output) -> None:
-    limits = [int(limit) for limit in limits.split(",")]
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, json_file) -> None:
+    limits, strategies = [int(limit) for limit in limits.split(",")], strategies.split(",")
     args = (model, text, n_prompt, n_decode)
     plans: dict[str, tuple] = {
         "stock in memory, same kernels": (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": False}),
@@ -40,7 +37,7 @@ def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, out
         "moeoff, everything resident": (IN_MEMORY, "moeoff", {"expert_memory": 1 << 40, "warm": True}),
     }
     for limit in limits:
-        for strategy in strategies.split(","):
+        for strategy in strategies:
             plans[f"moeoff {strategy}, {limit} MiB"] = (limit << 20, "moeoff", {"memory": int(limit * 0.95) << 20, "strategy": strategy})
     console = Console(stderr=True)
     rows: dict[str, list[dict]] = {name: [] for name in plans}
@@ -59,11 +56,19 @@ def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, out
                 # a thrashing stock takes seconds for each token: a few tokens tell its speed
                 rows[name] = [run(limit << 20, "stock", model, text, 16, 16, 300, **options)]
     result = {name: median(list_) for name, list_ in rows.items()}
+    print(machine())
+    with ResultsFile(json_file) as results:
+        every_run(results, result)
+        summary(results, result, limits, strategies)
+
+
+def every_run(results: ResultsFile, result: dict[str, dict]) -> None:
     in_memory = result["stock in memory, same kernels"]["gen_tps"]
-    table = Table("", "prompt tok/s", "decode tok/s", "CPU ms/token", "hit rate", "MB/token", "disk MB/s", "of ceiling", "peak RSS MiB", title=machine())
+    columns = ["", "prompt tok/s", "decode tok/s", "CPU ms/token", "hit rate", "MB/token", "disk MB/s", "of ceiling", "peak RSS MiB"]
+    table = results.table("runs", "Every configuration", columns)
     for name, row in result.items():
         if "failed" in row:
-            table.add_row(name, row["failed"])
+            table.row(name, row["failed"], *[""] * 7)
             continue
         if "disk_mb_per_s" in row:
             by_disk = row["disk_mb_per_s"] / row["mb_per_token"] if row["mb_per_token"] else float("inf")
@@ -72,10 +77,29 @@ def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, out
         cells = [f"{row['prompt_tps']:.1f}", f"{row['gen_tps']:.2f} ({low:.2f}-{high:.2f})", f"{row['cpu_ms_per_token']:.1f}"]
         cells += [f"{row['hit_rate']:.1%}", f"{row['mb_per_token']:.1f}"] if "hit_rate" in row else ["", ""]
         cells += [f"{row['disk_mb_per_s']:.0f}", f"{row['of_ceiling']:.0%}"] if "of_ceiling" in row else ["", ""]
-        table.add_row(name, *cells, f"{row['peak_rss_mib']:.0f}")
-    Console(width=170).print(table)
-    if output:
-        Path(output).write_text(json.dumps({"machine": machine(), "rows": result}, indent=2) + "\n")
+        table.row(name, *cells, f"{row['peak_rss_mib']:.0f}")
+
+
+def summary(results: ResultsFile, result: dict[str, dict], limits: list[int], strategies: list[str]) -> None:
+    """A row for each limit: every strategy's speed, what the first one reads and takes, and the best of the stock runs."""
+
+    def number(row: dict, key: str, form: str = ".1f") -> str:
+        return row.get("failed") or format(row[key], form)
+
+    def stock(names: list[str]) -> str:
+        speeds = [result[name]["gen_tps"] for name in names if "gen_tps" in result.get(name, {})]
+        return f"{max(speeds):.3g}" if speeds else ""
+
+    first = strategies[0]
+    columns = ["memory cgroup", *(f"`{s}`: tok/s" for s in strategies), f"`{first}`: MB read per token", f"`{first}`: peak RSS, MiB", "stock llama.cpp: tok/s"]
+    table = results.table("summary", "Decode speed and memory", columns)
+    for limit in limits:
+        of = [result[f"moeoff {s}, {limit} MiB"] for s in strategies]
+        cells = [*(number(row, "gen_tps") for row in of), number(of[0], "mb_per_token", ".0f"), number(of[0], "peak_rss_mib", ".0f")]
+        table.row(f"{limit} MiB", *cells, stock([f"stock {kind}, {limit} MiB" for kind in ("mmap", "mmap, no repack")]))
+    row = result["moeoff, everything resident"]
+    cells = [number(row, "gen_tps"), *[""] * (len(strategies) - 1), number(row, "mb_per_token", ".0f"), number(row, "peak_rss_mib", ".0f")]
+    table.row("no limit, all in memory", *cells, stock([f"stock in memory, {kernels} kernels" for kernels in ("same", "repacked")]))
 
 
 if __name__ == "__main__":

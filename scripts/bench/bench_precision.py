@@ -1,4 +1,4 @@
-"""What lower precision costs and buys; each sub-command prints a table for docs/precision.md.
+"""What lower precision costs and buys; each sub-command prints a table, those of docs/results/loss.md and bit-plans.md among them.
 
 usage: bench_precision.py bits MODEL --calib FILE... --valid FILE... [--importance measured] [--tolerance 5 --tolerance 10 ...]
        bench_precision.py importance MODEL --calib FILE...
@@ -34,6 +34,7 @@ from moeoff.calibrate.precision_search import PrecisionEvaluator, relative_bytes
 from moeoff.companion.convert import convert
 from moeoff.companion.file import KEEP, Companion
 from moeoff.gguf.layout import Layout
+from results_file import HELP, ResultsFile
 
 
 def _files(name: str):
@@ -48,6 +49,7 @@ def _options(*more):
             click.argument("model", type=click.Path(exists=True, dir_okay=False)),
             click.option("--ctx", default=256, show_default=True),
             click.option("-t", "--threads", default=2, show_default=True),
+            click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP),
             *more,
         ):
             command = option(command)
@@ -93,9 +95,8 @@ def _evaluator(model, valid, ctx, chunks, lower, threads):
             yield PrecisionEvaluator(llm, windows, lower, relative_bytes(Layout.read(model), companion, lower))
 
 
-def _cells(c: Candidate) -> str:
-    given = f"{c.low:.1%} | {c.skipped:.1%} | {c.cost:.1%}" if c.decode else f"{c.low:.1%} | | {c.cost:.1%}"
-    return f"{given} | {_loss(c)} | {c.kl.value:.4f} | {c.top1.value:.1%}"
+def _cells(c: Candidate) -> list[str]:
+    return [f"{c.low:.1%}", f"{c.skipped:.1%}" if c.decode else "", f"{c.cost:.1%}", _loss(c), f"{c.kl.value:.4f}", f"{c.top1.value:.1%}"]
 
 
 def _loss(q: Quality | Candidate) -> str:
@@ -112,19 +113,18 @@ def main() -> None:
 @_files("valid")
 @click.option("--importance", type=click.Choice(["estimated", "measured"]), default="estimated", show_default=True)
 @click.option("--tolerance", multiple=True, type=float, default=(5, 10, 20), show_default=True, help="Percent.")
-def bits(model, calib, valid, ctx, chunks, valid_chunks, types, threads, importance, tolerance) -> None:
-    with _planner(model, calib, ctx, chunks, types, threads, importance) as planner:
+def bits(model, calib, valid, ctx, chunks, valid_chunks, types, threads, json_file, importance, tolerance) -> None:
+    with ResultsFile(json_file) as results, _planner(model, calib, ctx, chunks, types, threads, importance) as planner:
         other = planner.trial_on(planner.trial.companion, valid, valid_chunks)
         n_weights = sum(int(np.prod(span.shape)) for span in planner.layout.experts.values())
         n = len(planner.trial.experts)
-        print("| experts | low experts | MB | bits per weight | loss, calibration | loss, other text | KL, other text |\n|---|---|---|---|---|---|---|")
+        columns = ["experts", "low experts", "MB", "bits per weight", "loss, calibration", "loss, other text", "KL, other text"]
+        table = results.table("bits", "One type for all experts, and plans", columns)
 
         def row(name: str, low: str, nbytes: int, quality: Quality, upper: str, others: dict) -> None:
             on_other = other.quality(upper, others)
-            print(
-                f"| {name} | {low} | {nbytes / 1e6:.2f} | {8 * nbytes / n_weights:.2f} | {_loss(quality)} | {_loss(on_other)} | {on_other.kl.value:.4f} |",
-                flush=True,
-            )
+            sizes = [f"{nbytes / 1e6:.2f}", f"{8 * nbytes / n_weights:.2f}"]
+            table.row(name, low, *sizes, _loss(quality), _loss(on_other), f"{on_other.kl.value:.4f}")
 
         for name, (nbytes, quality) in planner.uniform().items():
             if name != KEEP:
@@ -138,8 +138,8 @@ def bits(model, calib, valid, ctx, chunks, valid_chunks, types, threads, importa
 @main.command()
 @_common
 @click.option("--lower", help="The lower type. Default: the last of the types.")
-def importance(model, calib, ctx, chunks, valid_chunks, types, threads, lower) -> None:
-    with _planner(model, calib, ctx, chunks, types, threads) as planner:
+def importance(model, calib, ctx, chunks, valid_chunks, types, threads, json_file, lower) -> None:
+    with ResultsFile(json_file) as results, _planner(model, calib, ctx, chunks, types, threads) as planner:
         lower = lower or planner.types[-1]
         trial = planner.trial
         started = time.perf_counter()
@@ -152,10 +152,13 @@ def importance(model, calib, ctx, chunks, valid_chunks, types, threads, lower) -
         layers = np.array([layer for layer, _ in keys])
         within = [spearman(a[layers == layer], b[layers == layer]) for layer in np.unique(layers)]
         print(f"{len(keys)} experts in {lower}, {len(trial.windows)} windows of {ctx}: measured {ended - middle:.0f} s, estimated {middle - started:.0f} s")
-        print(f"Spearman, all experts: {spearman(a, b):.3f}; within a layer: {np.mean(within):.3f} ({min(within):.3f} to {max(within):.3f})")
-        print("| layer | measured KL, sum | estimate, sum | Spearman |\n|---|---|---|---|")
+        title = f"Rank correlation of estimated and measured importance, {lower}, {len(keys)} experts"
+        table = results.table("importance", title, ["experts", "Spearman"])
+        table.row("all", f"{spearman(a, b):.2f}")
+        table.row("within a layer, mean (range)", f"{np.mean(within):.2f} ({min(within):.2f} to {max(within):.2f})")
+        table = results.table("layers", "By layer", ["layer", "measured KL, sum", "estimate, sum", "Spearman"])
         for layer, r in zip(np.unique(layers), within):
-            print(f"| {layer} | {b[layers == layer].sum():.5f} | {a[layers == layer].sum():.4g} | {r:.3f} |")
+            table.row(str(layer), f"{b[layers == layer].sum():.5f}", f"{a[layers == layer].sum():.4g}", f"{r:.3f}")
 
 
 @main.command()
@@ -164,45 +167,52 @@ def importance(model, calib, ctx, chunks, valid_chunks, types, threads, lower) -
 @click.option("--lower", help="The lower type. Default: the last of the types.")
 @click.option("--importance", type=click.Choice(["estimated", "measured"]), default="estimated", show_default=True)
 @click.option("--share", multiple=True, type=int, default=(10, 25, 50, 75, 90), show_default=True, help="Percent.")
-def order(model, calib, valid, ctx, chunks, valid_chunks, types, threads, lower, importance, share) -> None:
-    with _planner(model, calib, ctx, chunks, types, threads, importance) as planner:
+def order(model, calib, valid, ctx, chunks, valid_chunks, types, threads, json_file, lower, importance, share) -> None:
+    with ResultsFile(json_file) as results, _planner(model, calib, ctx, chunks, types, threads, importance) as planner:
         lower = lower or planner.types[-1]
         scores = planner.importance(lower)
         other = planner.trial_on(planner.trial.companion, valid, valid_chunks)
         ranked = sorted(scores, key=scores.get)
         shuffled = random.Random(0).sample(ranked, len(ranked))
-        print(f"| share in {lower} | least important first | at random | most important first |\n|---|---|---|---|")
+        columns = [f"share in {lower}", "least important first", "at random", "most important first"]
+        table = results.table("order", f"Loss over the share of experts in {lower}", columns)
         for percent in share:
             n = len(ranked) * percent // 100
             cells = [_loss(other.quality(KEEP, dict.fromkeys(keys[:n], lower))) for keys in (ranked, shuffled, ranked[::-1])]
-            print(f"| {percent} % | {' | '.join(cells)} |", flush=True)
+            table.row(f"{percent} %", *cells)
 
 
 @main.command()
 @_trial_options
 @click.option("--precision", "precisions", multiple=True, required=True, metavar="T1,T2,P")
-def loss(model, valid, ctx, chunks, lower, threads, precisions) -> None:
+def loss(model, valid, ctx, chunks, lower, threads, json_file, precisions) -> None:
     wanted = [tuple(float(x) for x in text.split(",")) for text in precisions]
-    with _evaluator(model, valid, ctx, chunks, lower, threads) as evaluator:
-        print("| precision | low | skipped | bytes | loss (95 %) | KL | same top token |\n|---|---|---|---|---|---|---|")
+    with ResultsFile(json_file) as results, _evaluator(model, valid, ctx, chunks, lower, threads) as evaluator:
+        columns = ["precision", "low", "skipped", "bytes", "loss (95 %)", "KL", "same top token"]
+        table = results.table("loss", f"Losses with {lower}", columns)
         if shares := sorted({p for _, _, p in wanted if p}, reverse=True):
             with evaluator.reference("prefill") as reference:
                 for p in shares:
-                    print(f"| batches, p {p:g} | {_cells(evaluator.measure(reference, 1.0, 1.0, p, decode=False))} |", flush=True)
+                    table.row(f"batches, p {p:g}", *_cells(evaluator.measure(reference, 1.0, 1.0, p, decode=False)))
         with evaluator.reference("decode") as reference:
             for t1, t2, p in wanted:
-                print(f"| T1 {t1:g}, T2 {t2:g}, p {p:g} | {_cells(evaluator.measure(reference, t1, t2, p, decode=True))} |", flush=True)
+                table.row(f"T1 {t1:g}, T2 {t2:g}, p {p:g}", *_cells(evaluator.measure(reference, t1, t2, p, decode=True)))
 
 
 @main.command()
 @_trial_options
 @click.option("--threshold", multiple=True, type=float, default=(0.9, 0.8, 0.7, 0.5, 0.2), show_default=True, help="T1; beyond it an expert is given up.")
-def skip(model, valid, ctx, chunks, lower, threads, threshold) -> None:
-    with _evaluator(model, valid, ctx, chunks, lower, threads) as evaluator, evaluator.reference("decode") as reference:
-        print(f"| T1 | given up | in {lower}: loss (95 %) | KL | skipped: loss (95 %) | KL |\n|---|---|---|---|---|---|")
+def skip(model, valid, ctx, chunks, lower, threads, json_file, threshold) -> None:
+    with (
+        ResultsFile(json_file) as results,
+        _evaluator(model, valid, ctx, chunks, lower, threads) as evaluator,
+        evaluator.reference("decode") as reference,
+    ):
+        columns = ["T1", "given up", f"in {lower}: loss (95 %)", "KL", "skipped: loss (95 %)", "KL"]
+        table = results.table("skip", f"Served in {lower}, or skipped", columns)
         for t1 in threshold:
             low, skipped = (evaluator.measure(reference, t1, t2, 0.0, decode=True) for t2 in (1.0, t1))
-            print(f"| {t1:g} | {low.low:.1%} | {_loss(low)} | {low.kl.value:.4f} | {_loss(skipped)} | {skipped.kl.value:.4f} |", flush=True)
+            table.row(f"{t1:g}", f"{low.low:.1%}", _loss(low), f"{low.kl.value:.4f}", _loss(skipped), f"{skipped.kl.value:.4f}")
 
 
 if __name__ == "__main__":

@@ -12,17 +12,16 @@ What the precisions lose is measured by bench_precision.py loss.
 from __future__ import annotations
 
 import contextlib
-import json
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 
 import click
 from rich.console import Console
 
 from cgroup import disk_cgroup
 from moeoff.gguf.layout import Layout
+from results_file import HELP, ResultsFile
 from timing import drop_from_page_cache, machine, measure
 
 LOSSLESS = "lossless"
@@ -63,8 +62,8 @@ def cells(row: dict) -> list[str]:
 @click.option("--n-decode", default=128, show_default=True)
 @click.option("--ceiling/--no-ceiling", default=False, help="Also with everything in memory.")
 @click.option("--disk", type=int, metavar="MB/S", help="No faster than this.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Every run, as JSON.")
-def main(model, experts, low, text, precisions, tiers, resident, strategy, rounds, n_prompt, n_decode, ceiling, disk, output) -> None:
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(model, experts, low, text, precisions, tiers, resident, strategy, rounds, n_prompt, n_decode, ceiling, disk, json_file) -> None:
     if precisions and not low:
         raise click.UsageError("--precision needs --low")
     total = sum(span.nbytes for span in Layout.read(model).experts.values())
@@ -94,16 +93,14 @@ def main(model, experts, low, text, precisions, tiers, resident, strategy, round
             Console(stderr=True).print(
                 f"round {index + 1}: {share:g} % resident, {precision}: {row['prompt_tps']:.1f}, {row['gen_tps']:.2f} tok/s", style="dim"
             )
-    print(f"{machine()}; {strategy}, prompt {n_prompt}, {n_decode} tokens, rounds {rounds}{f', disk {disk} MB/s' if disk else ''}\n")
-    print(
-        "| resident | precision | prompt tok/s | ratio | MB for the prompt | decode tok/s | ratio | MB/token | low | skipped |\n|---|---|---|---|---|---|---|---|---|---|"
-    )
-    for (share, precision), found in rows.items():
-        name = describe(precision) if precision.count(",") == 2 else precision
-        print(f"| {share:g} % | {name} | {' | '.join(cells(median(found, rows[share, LOSSLESS])))} |")
-    if output:
-        found = [{"resident": share, "precision": precision, "rounds": rounds} for (share, precision), rounds in rows.items()]
-        Path(output).write_text(json.dumps({"machine": machine(), "rows": found}, indent=2) + "\n")
+    print(machine())
+    with ResultsFile(json_file) as results:
+        title = f"{strategy}, prompt of {n_prompt}, {n_decode} tokens, rounds {rounds}{f', disk {disk} MB/s' if disk else ''}"
+        columns = ["resident", "precision", "prompt tok/s", "ratio", "MB for the prompt", "decode tok/s", "ratio", "MB/token", "low", "skipped"]
+        table = results.table("speed", title, columns)
+        for (share, precision), found in rows.items():
+            name = describe(precision) if precision.count(",") == 2 else precision
+            table.row(f"{share:g} %", name, *cells(median(found, rows[share, LOSSLESS])))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How well each predictor foresees the next experts: the tables of docs/strategies.md, "Prediction".
+"""How well each predictor foresees the next experts: the tables of docs/results/predictors.md.
 
 usage: bench_predict.py accuracy --model M.gguf --calib FILE... --valid FILE... [--tokens N] [--valid-tokens N] [--decode-tokens N] [--hidden N]
        bench_predict.py cost --model M.gguf
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -20,14 +19,16 @@ import numpy as np
 import moeoff
 from eval_callback import WithCallback
 from moeoff import native
-from moeoff.cache import Event
 from moeoff.calibrate.profile_fit import cap_hidden, fit
 from moeoff.calibrate.record import LENGTH, batch_size, record, sequences
+from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS, create, top_k, widened
+from moeoff.gguf.tensor_name import parse_tensor_name
+from moeoff.predict import PREDICTORS, FitOptions, create, top_k, widened
 from moeoff.predict.gate import CrossLayerGate
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
+from results_file import HELP, ResultsFile
 
 # what is compared: a name for the table, the predictor, its options
 ROWS = [(name, name, {}) for name in PREDICTORS if name not in ("gate", "stacked")]
@@ -139,7 +140,7 @@ class Score:
         return self.hit / n, self.wide / n, self.whole / n
 
 
-def decode(recording: Recording, events: list[Event], name: str, arrays, ahead: int, **options) -> Score:
+def decode(recording: Recording, events: list[GateEvent], name: str, arrays, ahead: int, **options) -> Score:
     """Replays a decode; of several predictions for a gate the one made `ahead` gates before counts."""
     n = recording.router.n_gates
     predictor, score, waiting = create(name, recording.router, arrays, **options), Score(n), {}
@@ -164,15 +165,13 @@ def number(x: float) -> str:
     return "" if np.isnan(x) else f"{100 * x:.1f}"
 
 
-def table(title: str, head: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]) -> None:
-    head = list(head)
-    print(f"\n{title}\n\n| | {' | '.join(head)} |\n|---|{'---:|' * len(head)}")
-    for name, cells in rows:
-        print(f"| {name} | {' | '.join(cells)} |")
-    sys.stdout.flush()
+def table(results: ResultsFile, name: str, title: str, head: Iterable[str], rows: Iterable[tuple[str, Iterable[str]]]) -> None:
+    said = results.table(name, title, ["", *head])
+    for label, cells in rows:
+        said.row(label, *cells)
 
 
-def positions(recording: Recording, attention: np.ndarray) -> None:
+def positions(results: ResultsFile, recording: Recording, attention: np.ndarray) -> None:
     """Fate's Table 1."""
     router, n, used = recording.router, recording.router.n_gates, recording.used()
     x = recording.inputs.astype(np.float32)
@@ -198,10 +197,10 @@ def positions(recording: Recording, attention: np.ndarray) -> None:
         cells = [number(np.mean(cosine)), number(np.mean(recall)), number(np.mean(prefill)), number(np.mean(cosine[deep])), number(np.mean(recall[deep]))]
         rows.append((name, [*cells, *paper[name[0]]]))
     head = ["cosine", "decode", "prefill of 256", "cosine, layers 2 on", "decode, layers 2 on", "Fate: cosine", "decode", "prefill"]
-    table("Fate's Table 1: %, raw inputs through the router of layer i+1", head, rows)
+    table(results, "fate-table-1", "Fate's Table 1: %, raw inputs through the router of layer i+1", head, rows)
 
 
-def good_pred(scores: dict[str, Score], k: int, n_gates: int) -> None:
+def good_pred(results: ResultsFile, scores: dict[str, Score], k: int, n_gates: int) -> None:
     """ProMoE §4.1, nothing cached: FetchRate is the share of k experts that fits into the time until their gate."""
     rows = []
     for name, distance in (
@@ -222,10 +221,11 @@ def good_pred(scores: dict[str, Score], k: int, n_gates: int) -> None:
             product = np.where(np.isnan(hit), 0, hit) * rate
             cells.append(f"{100 * product.mean():.1f}")
         rows.append((name, [number(np.nanmean(hit)), *cells]))
-    table("GoodPred, % of all layers (a layer without prediction counts 0)", ["accuracy", *(f"n = {n}" for n in BUDGETS)], rows)
+    title = "GoodPred, % of all layers (a layer without a prediction counts 0)"
+    table(results, "good-pred", title, ["accuracy", *(f"n = {n}" for n in BUDGETS)], rows)
 
 
-def accuracy(args) -> None:
+def accuracy(args, results: ResultsFile) -> None:
     layout, calib, valid, some, attention = read(args.model, args.calib, args.valid, args.tokens, args.valid_tokens, args.position_tokens)
     n = calib.router.n_gates
     print(f"fitted on {calib.n_tokens:,} tokens, reported on {valid.n_tokens:,}; hidden {args.hidden}, cap of this model {cap_hidden(layout, calib.router)}")
@@ -241,9 +241,9 @@ def accuracy(args) -> None:
         ("recall@k, next norm", [f"{whole['recall_norm'][g]:.3f}" for g in layers]),
         ("recall at the 75th percentile", [f"{whole['recall_widened'][g]:.3f}" for g in layers]),
     ]
-    table(f"Cross-layer gate, all {valid.n_tokens:,} validation tokens", [f"layer {g}" for g in layers], rows)
-    positions(some, attention)
-    sections = fit(calib, args.hidden)
+    table(results, "cross-layer", f"The router of the next layer, {valid.n_tokens:,} validation tokens", [f"layer {g}" for g in layers], rows)
+    positions(results, some, attention)
+    sections = fit(calib, FitOptions(hidden=args.hidden))
     print(f"\nshallow boundary L = {int(sections['gate']['shallow'][0])}; next norm for layers {np.flatnonzero(sections['gate']['next_norm'])[1:].tolist()}")
     events = valid.events(0, args.decode_tokens)
     scores = {}
@@ -251,16 +251,21 @@ def accuracy(args) -> None:
         ahead = options.get("p", options.get("stride", 1))
         scores[title] = decode(valid, events, name, sections.get(PREDICTORS[name].profile_section), ahead, **options)
     head = [str(g) for g in range(n)] + ["mean"]
-    for which, what in enumerate(("recall at k", "recall at the 75th percentile", "whole routing right")):
+    whats = {
+        "recall": "recall at k, %, by layer; mean of the layers that are predicted",
+        "recall-75": "recall at the 75th percentile of the scores, %, by layer",
+        "whole": "whole routing right, %, by layer",
+    }
+    for which, (key, what) in enumerate(whats.items()):
         rows = [(title, [number(x) for x in [*s.rows()[which], np.nanmean(s.rows()[which])]]) for title, s in scores.items()]
-        table(f"Decode, {args.decode_tokens:,} tokens: {what}, %, by layer (mean of the layers that are predicted)", head, rows)
-    good_pred(scores, calib.router.n_used[0], n)
+        table(results, key, f"Decode, {args.decode_tokens:,} tokens: {what}", head, rows)
+    good_pred(results, scores, calib.router.n_used[0], n)
 
 
-def cost(args) -> None:
+def cost(args, results: ResultsFile) -> None:
     """Microseconds of an event of one token, its selection left out."""
     layout = Layout.read(args.model)
-    layers = sorted({int(name.split(".")[1]) for name in layout.experts})
+    layers = sorted({parse_tensor_name(name).layer for name in layout.experts})
     router = Router.read(layout, layers)
     rng = np.random.default_rng(0)
     n, e, k, d = router.n_gates, router.n_experts, router.n_used[0], router.weights[0].shape[1]
@@ -294,7 +299,8 @@ def cost(args) -> None:
                 predictor.observe(event)
             best = min(best, (time.perf_counter() - started) / len(events))
         rows.append((title, [f"{1e6 * best:.1f}", f"{1e3 * best * n:.2f}"]))
-    table(f"{args.model.name}: {n} gates, {e} experts, inputs of {d}; learned has {hidden} units", ["µs per gate", "ms per token"], rows)
+    title = f"Python time of one gate event of one token: {n} gates, {e} experts, inputs of {d}; learned has {hidden} units"
+    table(results, "cost", title, ["µs per gate", "ms per token"], rows)
 
 
 def main() -> None:
@@ -310,10 +316,13 @@ def main() -> None:
     p.add_argument("--position-tokens", type=int, default=3072)
     p.add_argument("--control-tokens", type=int, default=1536)
     p.add_argument("--hidden", type=int, default=128)
+    p.add_argument("--json", help=HELP)
     p = commands.add_parser("cost")
     p.add_argument("--model", type=Path, required=True)
+    p.add_argument("--json", help=HELP)
     args = parser.parse_args()
-    {"accuracy": accuracy, "cost": cost}[args.command](args)
+    with ResultsFile(args.json) as results:
+        {"accuracy": accuracy, "cost": cost}[args.command](args, results)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """What a warm start buys: time to first token and speed of the first 50, with and without. Rounds alternate.
 
-usage: bench_warm.py MODEL TEXT MEMORY [ROUNDS]
+usage: bench_warm.py MODEL TEXT MEMORY [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -12,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 
+from results_file import HELP, ResultsFile
 from timing import drop_from_page_cache, machine
 
 CHILD = """
@@ -23,7 +25,7 @@ with open(text, encoding="utf-8") as file:
     words = file.read(20000)
 llm = moeoff.Llama(model, memory=memory, warm=warm == "1", n_ctx=1024, flash_attn=True)
 tokens = llm.tokenize(words.encode())[:82]
-time.sleep(float(pause))  # somebody types a prompt
+time.sleep(float(pause))  # a prompt is being typed
 asked = time.perf_counter()
 llm.eval(tokens[:32])
 first = time.perf_counter()
@@ -44,17 +46,24 @@ def child(model: str, text: str, memory: str, warm: bool, pause: float, cache: s
 
 
 def main() -> None:
-    model, text, memory = sys.argv[1:4]
-    rounds = int(sys.argv[4]) if len(sys.argv) > 4 else 3
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name in ("model", "text", "memory"):
+        parser.add_argument(name)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", help=HELP)
+    args = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory() as cache:
-        child(model, text, memory, True, 0, cache)  # leaves what a session would
+        child(args.model, args.text, args.memory, True, 0, cache)  # leaves what a session would
         rows: dict[str, list[dict]] = {}
-        for _ in range(rounds):
+        for _ in range(args.rounds):
             for name, warm, pause in (("cold, asked at once", False, 0), ("warm, asked at once", True, 0), ("warm, asked after 2 s", True, 2)):
-                rows.setdefault(name, []).append(child(model, text, memory, warm, pause, cache))
-    for name, list_ in rows.items():
-        print(f"{name}: " + ", ".join(f"{key} {statistics.median(row[key] for row in list_):.2f}" for key in list_[0]))
+                rows.setdefault(name, []).append(child(args.model, args.text, args.memory, warm, pause, cache))
+    with ResultsFile(args.json) as results:
+        columns = ["run", "time to load, s", "time to first token, s", "tok/s of the first 50"]
+        table = results.table("warm", f"Warm start with --memory {args.memory}", columns)
+        for name, list_ in rows.items():
+            table.row(name, *(f"{statistics.median(row[key] for row in list_):.2f}" for key in ("load_s", "ttft_s", "tps_50")))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -23,8 +22,9 @@ from eval_callback import WithCallback
 from helpers import ggml_api
 from helpers.files import ROOT
 from moeoff.engine.expert_buffer import ExpertBuffer
-from moeoff.gguf.layout import EXPERT_PATTERN, Layout
+from moeoff.gguf.layout import Layout
 from moeoff.gguf.quantize import type_from_name
+from moeoff.gguf.tensor_name import is_expert, parse_tensor_name
 from moeoff.memory import slot_bytes
 from requantize_experts import requantize_experts
 from stock import Stock
@@ -126,7 +126,7 @@ def run(model: llama_cpp.Llama, n_prefill: int = N_PREFILL, n_steps: int = N_STE
 
 def expert_layers(path: Path) -> list[int]:
     """Layers that have routed experts, ascending."""
-    return sorted({int(name.split(".")[1]) for name in Layout.read(path).experts})
+    return sorted({parse_tensor_name(name).layer for name in Layout.read(path).experts})
 
 
 @dataclass
@@ -158,7 +158,7 @@ class Watched(WithCallback):
         if op == b"MUL_MAT" and tensor.name.startswith(b"ffn_moe_logits-"):
             if not ask:
                 self._router_input = ggml_api.matrix(tensor.src[1].contents)
-        elif op == b"MUL_MAT_ID" and re.search(EXPERT_PATTERN, name := tensor.src[0].contents.name.decode()):
+        elif op == b"MUL_MAT_ID" and is_expert(name := tensor.src[0].contents.name.decode()):
             if not ask:
                 self._note(name, ggml_api.matrix(tensor.src[2].contents))
         elif ask:

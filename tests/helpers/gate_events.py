@@ -6,7 +6,8 @@ import time
 
 import numpy as np
 
-from moeoff.cache import Event, Shape, create
+from moeoff.cache import Shape, create
+from moeoff.gate_event import GateEvent
 
 SHAPE = Shape(n_gates=3, n_experts=8, n_used=2, capacity=12)
 
@@ -17,7 +18,7 @@ def random_events(n, shape=SHAPE, seed=0, n_tokens=1):
     for i in range(n):
         probs = rng.dirichlet(np.full(shape.n_experts, 0.3), n_tokens).astype(np.float32)
         ids = np.argsort(-probs, axis=1)[:, : shape.n_used].astype(np.int32)
-        out.append(Event(i % shape.n_gates, ids, np.take_along_axis(probs, ids, axis=1), probs))
+        out.append(GateEvent(i % shape.n_gates, ids, np.take_along_axis(probs, ids, axis=1), probs))
     return out
 
 

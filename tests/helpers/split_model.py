@@ -4,6 +4,7 @@ import struct
 from pathlib import Path
 
 from moeoff.gguf.file import ModelFile, ModelWriter
+from moeoff.gguf.split_name import SplitName
 
 
 def split_model(source: str, folder: Path, n_parts: int) -> list[Path]:
@@ -19,7 +20,7 @@ def split_model(source: str, folder: Path, n_parts: int) -> list[Path]:
                 "split.tensors.count": struct.pack("<Ii", 5, len(tensors)),
             }
             part = tensors[cuts[i] : cuts[i + 1]]
-            paths.append(folder / f"model-{i + 1:05d}-of-{n_parts:05d}.gguf")
+            paths.append(folder / SplitName("model", i + 1, n_parts).part(i + 1))
             with ModelWriter(paths[-1], (model.metadata if i == 0 else {}) | split, part) as writer:
                 for tensor in part:
                     writer.write(model.data(tensor.name))

@@ -1,0 +1,233 @@
+"""Each compute thread on a core of its own, for as long as llama.cpp computes a batch.
+
+Beside other busy processes the kernel comes to put two of our compute threads on one core, and leaves them there because the
+load of the cores looks even. Every barrier then takes as long as OpenMP spins: the thread that spins holds the core that the
+other one needs. docs/threads.md has the measurements.
+
+Threads are bound only if there are as many of them as cores that this process may use, which is the default. Nothing has to
+be chosen then: with fewer threads the kernel has cores to spare and knows better which of them are idle, slow or two halves
+of one; with more they have to share. The masks are those of llama.cpp's own thread pools. The caller's thread computes too:
+it has its cores back when the batch is done, so that no thread and no process that an app starts inherits the binding.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_uint32, c_void_p
+
+from .binding import api, lib
+from .paths import machine_wide_file
+
+MAX_CORES = 512  # GGML_MAX_N_THREADS, the length of llama.cpp's masks
+USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_FLOCK = "hhqqi4x"  # struct flock
+_OMP_PAUSE_SOFT = 1
+
+
+class _PoolParams(Structure):
+    """struct ggml_threadpool_params"""
+
+    _fields_ = [
+        ("cpumask", c_bool * MAX_CORES),
+        ("n_threads", c_int),
+        ("prio", c_int),
+        ("poll", c_uint32),
+        ("strict_cpu", c_bool),
+        ("paused", c_bool),
+    ]
+
+
+def _function(name: str, result, *arguments):
+    function = lib[name]
+    function.restype = result
+    function.argtypes = arguments
+    return function
+
+
+# void ggml_threadpool_params_init(struct ggml_threadpool_params * p, int n_threads);
+_params_init = _function("ggml_threadpool_params_init", None, POINTER(_PoolParams), c_int)
+# struct ggml_threadpool * ggml_threadpool_new(struct ggml_threadpool_params * params);
+_pool_new = _function("ggml_threadpool_new", c_void_p, POINTER(_PoolParams))
+# void ggml_threadpool_free(struct ggml_threadpool * threadpool);
+_pool_free = _function("ggml_threadpool_free", None, c_void_p)
+# void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
+_attach = _function("llama_attach_threadpool", None, c_void_p, c_void_p, c_void_p)
+# void llama_detach_threadpool(struct llama_context * ctx);
+_detach = _function("llama_detach_threadpool", None, c_void_p)
+# int32_t llama_n_threads(struct llama_context * ctx);
+_n_threads = _function("llama_n_threads", c_int32, c_void_p)
+# int32_t llama_n_threads_batch(struct llama_context * ctx);
+_n_threads_batch = _function("llama_n_threads_batch", c_int32, c_void_p)
+
+
+def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why compute threads are never bound in this process, or None."""
+    if not hasattr(os, "sched_setaffinity") or not hasattr(fcntl, "F_OFD_SETLK"):
+        return "this system cannot bind threads"
+    if " OPENMP = 1 " not in api.llama_print_system_info().decode():
+        return "llama.cpp was built without OpenMP"  # its pools would own threads, and be expensive
+    return next((f"{name}={environ[name]}" for name in USERS_OWN if name in environ), None)
+
+
+def one_each(n_threads: int, cores: Iterable[int]) -> bool:
+    """Whether so many threads are bound, one to each of the cores that they may use."""
+    cores = set(cores)
+    return n_threads > 1 and n_threads == len(cores) and max(cores) < MAX_CORES
+
+
+def runs(cores: Iterable[int]) -> list[tuple[int, int]]:
+    """The first and the number of cores of every unbroken run."""
+    found: list[tuple[int, int]] = []
+    for core in sorted(cores):
+        if found and core == sum(found[-1]):
+            found[-1] = (found[-1][0], found[-1][1] + 1)
+        else:
+            found.append((core, 1))
+    return found
+
+
+class CoreClaims:
+    """Which cores are bound by a process of ours at this moment: a byte of one file for each, locked as long as it is.
+
+    The locks belong to the open file: they go with the process, however it ends, and two models in one process exclude each
+    other as two processes do. Without a file nothing can be claimed.
+    """
+
+    def __init__(self, path: str | None):
+        self._fd = -1
+        if path is not None:
+            with contextlib.suppress(OSError):
+                self._fd = _open_for_all(path)
+
+    def claim(self, runs: Iterable[tuple[int, int]]) -> bool:
+        """Takes these cores, or none if one of them is taken. Never waits."""
+        if self._fd < 0:
+            return False
+        try:
+            for run in runs:
+                self._set(fcntl.F_WRLCK, *run)
+        except OSError:
+            self.release()
+            return False
+        return True
+
+    def release(self) -> None:
+        self._set(fcntl.F_UNLCK, 0, 0)  # a length of 0 is everything
+
+    def _set(self, kind: int, start: int, length: int) -> None:
+        fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, kind, os.SEEK_SET, start, length, 0))
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _open_for_all(path: str) -> int:
+    """The file for reading and writing, made for all users if it is absent."""
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags)  # before O_CREAT, which the kernel refuses for other users' files in such folders
+    except FileNotFoundError:
+        fd = os.open(path, flags | os.O_CREAT, 0o666)
+        with contextlib.suppress(OSError):  # another user's, made meanwhile
+            os.fchmod(fd, 0o666)  # whatever the umask
+        return fd
+
+
+class CoreBinding:
+    """A context manager around one llama_decode at a time. Looks at the cores that the calling thread may use each time.
+
+    Args:
+        ctx: llama_context, which must live as long as this is used.
+    """
+
+    def __init__(self, ctx: int):
+        self._ctx = ctx
+        self._off = why_not() is not None
+        self._claims = CoreClaims(None if self._off else machine_wide_file("cores.lock"))
+        self._made_for: tuple | None = None
+        self._pools: list[int] = []
+        self._has_bound = False  # OpenMP keeps its threads, and they keep their masks
+        self._attached = self._claimed = False
+
+    def __enter__(self) -> None:
+        if self._off:
+            return
+        now = (os.sched_getaffinity(0), _n_threads(self._ctx), _n_threads_batch(self._ctx))
+        if now != self._made_for:
+            self._make(*now)
+            self._made_for = now
+        if not self._pools:
+            return
+        self._claimed = bool(self._runs) and self._claims.claim(self._runs)
+        self._has_bound |= self._claimed
+        _attach(self._ctx, *(self._bound if self._claimed else self._free))
+        self._attached = True
+
+    def __exit__(self, *_exc) -> None:
+        if not self._attached:
+            return
+        self._attached = False
+        _detach(self._ctx)
+        if self._claimed:
+            self._claimed = False
+            with contextlib.suppress(OSError):  # the cores that it had are no longer this process's: the kernel has given it others
+                if os.sched_getaffinity(0) == self._callers:  # else it was moved from outside meanwhile, and stays there
+                    os.sched_setaffinity(0, self._before)
+            self._claims.release()
+
+    def _make(self, cores: set[int], *n_threads: int) -> None:
+        """The pools for these cores and these numbers of threads, of decode and of batches; none if there is nothing to bind."""
+        self._drop_pools()
+        binds = [one_each(n, cores) for n in n_threads]
+        self._runs = runs(cores) if any(binds) else []
+        if not self._runs and not self._has_bound:
+            return
+        try:
+            self._before = _unbound(cores)
+        except OSError:  # not permitted here
+            self._off = True
+            return
+        self._callers = {min(cores)}  # llama.cpp deals the cores in order, and the caller's thread comes first
+        self._free = [self._pool(n, self._before, False) for n in n_threads]
+        self._bound = [self._pool(n, cores, True) if bind else free for n, bind, free in zip(n_threads, binds, self._free)]
+
+    def _pool(self, n_threads: int, cores: Iterable[int], one_each: bool) -> int:
+        params = _PoolParams()
+        _params_init(params, n_threads)
+        for core in cores:
+            params.cpumask[core] = True
+        params.strict_cpu = one_each
+        pool = _pool_new(params)
+        self._pools.append(pool)
+        return pool
+
+    def _drop_pools(self) -> None:
+        while self._pools:
+            _pool_free(self._pools.pop())
+
+    def close(self) -> None:
+        """After the context has been freed. OpenMP's threads end if they were started from this thread: nobody inherits their masks."""
+        if self._has_bound:
+            self._has_bound = False
+            with contextlib.suppress(AttributeError):  # an OpenMP before 5.0
+                lib["omp_pause_resource_all"](_OMP_PAUSE_SOFT)
+        self._drop_pools()
+        self._claims.close()
+        self._off = True
+
+
+def _unbound(cores: set[int]) -> Iterable[int]:
+    """The mask that leaves the calling thread as free as it is, on these cores: all there are, unless more than the cpuset
+    restricts it. A cpuset that grows takes along only threads whose own mask has room."""
+    everything = range(min(os.sysconf("SC_NPROCESSORS_CONF"), MAX_CORES))
+    os.sched_setaffinity(0, everything)
+    if os.sched_getaffinity(0) == cores:
+        return everything
+    os.sched_setaffinity(0, cores)
+    return cores
