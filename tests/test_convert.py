@@ -49,7 +49,7 @@ def write_model(folder: Path, *, n_layer=2, n_expert=3, n_ff=5, n_cols=64, down_
             tensors.append(Tensor(f"blk.{layer}.ffn_{matrix}_exps.weight", (n_expert, rows, cols), kind))
             data.append(quantize(rng.normal(size=(n_expert * rows, cols)).astype(np.float32), kind))
     cuts = [len(tensors) * i // n_parts for i in range(n_parts + 1)]
-    base = {"general.architecture": pack("qwen3moe"), "qwen3moe.expert_count": pack(n_expert)}
+    base = {"general.architecture": pack("qwen3moe"), "qwen3moe.expert_count": pack(n_expert), "qwen3moe.expert_used_count": pack(1)}
     paths = []
     for part in range(n_parts):
         split = {"split.no": struct.pack("<IH", 2, part), "split.count": struct.pack("<IH", 2, n_parts)} if n_parts > 1 else {}

@@ -10,10 +10,19 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 import moeoff
+from helpers.split_model import split_model
+from moeoff.gguf.file import ModelFile, ModelWriter, pack, pack_array
+from moeoff.gguf.layout import Layout
+from moeoff.gguf.quantize import type_from_name
+from moeoff.predict.router import Router
+
+F64 = type_from_name("F64")
 
 COMMANDS = {
     "run": lambda model, *args: ("run", "-m", model, "-p", "x", "-n", "2", *args),
@@ -25,9 +34,6 @@ COMMANDS = {
 @pytest.fixture(scope="module")
 def files(demo, tmp_path_factory):
     """Path of each kind of bad file by name."""
-    from helpers.split_model import split_model
-    from moeoff.gguf.file import ModelFile, ModelWriter
-
     folder = tmp_path_factory.mktemp("files")
     with open(demo, "rb") as file:
         good = file.read()
@@ -119,6 +125,62 @@ def test_options(moeoff_command, files, command, args, code, words):
     check(moeoff_command(*COMMANDS[command](files["good"], *args)), words, code)
 
 
+# what llama.cpp asserts of a header, and ends the process over (exit code 134), or computes with (139)
+VALUES = [
+    ({"block_count": 0}, "block_count is 0, expected 1 to 512"),
+    ({"block_count": 513}, "block_count is 513, expected 1 to 512"),
+    ({"block_count": 4_000_000_000}, "block_count is 4000000000, expected 1 to 512"),
+    ({"nextn_predict_layers": 13}, "nextn_predict_layers is 13, expected at most the 12 of block_count"),
+    ({"expert_count": 0}, "expert_count is 0, expected 1 to 1024"),
+    ({"expert_count": 1025}, "expert_count is 1025, expected 1 to 1024"),
+    ({"expert_count": 31}, "blk.0.ffn_gate_exps.weight holds 32 experts, expected the 31 of qwen2moe.expert_count"),
+    ({"expert_used_count": None}, "expert_used_count is missing, expected 1 to the 32 of expert_count"),
+    ({"expert_used_count": 0}, "expert_used_count is 0, expected 1 to the 32 of expert_count"),
+    ({"expert_used_count": 33}, "expert_used_count is 33, expected 1 to the 32 of expert_count"),
+    ({"expert_used_count": [4] * 11 + [33]}, "33), expected 1 to the 32 of expert_count"),
+    ({"expert_group_count": 32}, "expert_group_count is 32, expected a divisor of the 32 of expert_count"),
+    ({"expert_group_count": 5, "expert_group_used_count": 1}, "expert_group_count is 5, expected a divisor of the 32 of expert_count"),
+    ({"expert_group_count": 4}, "expert_group_used_count is missing, expected 1 to 3"),
+    ({"expert_group_count": 4, "expert_group_used_count": 4}, "expert_group_used_count is 4, expected 1 to 3"),
+    ({"rope.scaling.type": "odd"}, "rope.scaling.type is odd, expected none, linear, yarn, longrope"),
+]
+
+
+def patched(demo, out, values=(), f64=()) -> str:
+    """The demo model with other hyperparameters (None: without), and tensors stored as F64."""
+    with ModelFile(demo) as model:
+        metadata = dict(model.metadata)
+        for key, value in dict(values).items():
+            metadata[f"qwen2moe.{key}"] = pack_array(np.array(value, np.uint32)) if isinstance(value, list) else pack(value) if value is not None else None
+        tensors = [replace(t, type=F64 if t.name in f64 else t.type) for t in model.tensors.values()]
+        with ModelWriter(out, {key: raw for key, raw in metadata.items() if raw is not None}, tensors) as writer:
+            for tensor in tensors:
+                writer.write(model.rows(tensor.name).astype(np.float64).view(np.uint8) if tensor.name in f64 else model.data(tensor.name))
+    return str(out)
+
+
+@pytest.mark.parametrize("values, words", VALUES, ids=[str(values) for values, _ in VALUES])
+def test_values_that_llama_cpp_would_end_over(moeoff_command, demo, tmp_path, values, words):
+    path = patched(demo, tmp_path / "patched.gguf", values)
+    command = "inspect" if values == {"block_count": 0} else "run"
+    done = moeoff_command(*COMMANDS[command](path))
+    check(done, words)
+    assert done.stderr.startswith(f"Error: {path}: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["blk.3.ffn_gate_inp.weight", "blk.3.attn_q.weight", "output_norm.weight"])
+def test_types_that_llama_cpp_cannot_compute_with(moeoff_command, demo, tmp_path, name):
+    path = patched(demo, tmp_path / "patched.gguf", f64=[name])
+    for command in ("run", "inspect"):
+        check(moeoff_command(*COMMANDS[command](path)), f"{path}: {name} is stored as F64, which ggml does not compute with")
+
+
+def test_a_router_that_cannot_be_converted(demo, tmp_path):
+    path = patched(demo, tmp_path / "patched.gguf", f64=["blk.3.ffn_gate_inp.weight"])
+    with pytest.raises(moeoff.ModelError, match="does not convert F64"):
+        Router.read(Layout.read(path), [3])
+
+
 def test_impossible_context(moeoff_command, demo):
     def limit() -> None:  # else the kernel ends it, and perhaps others, for memory
         resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
@@ -190,8 +252,6 @@ def test_option_that_the_binding_does_not_know(demo):
 
 
 def test_changed_file(demo, tmp_path):
-    from moeoff.gguf.layout import Layout
-
     path = tmp_path / "model.gguf"
     shutil.copy(demo, path)
     layout = Layout.read(path)

@@ -24,7 +24,7 @@ from ..errors import Cancelled, ModelError, OptionError, Remedy, WriteError
 from ..gguf.file import Tensor, header_bytes, pack, pack_array
 from ..gguf.imatrix import Imatrix
 from ..gguf.layout import Layout, TensorSpan
-from ..gguf.quantize import _NOT_WRITTEN, dequantize, needs_imatrix, quantize, row_bytes, type_name
+from ..gguf.quantize import dequantize, is_written, needs_imatrix, quantize, row_bytes, type_name
 from ..gguf.tensor_name import parse_tensor_name
 from ..memory import format_size
 from .file import ALIGNMENT, FORMAT_VERSION, seal, slice_name, source_sample
@@ -106,7 +106,7 @@ class CompanionBuilder:
     def _check(self, span: TensorSpan, type: int) -> None:
         if type == span.type:
             return
-        if type in _NOT_WRITTEN:
+        if not is_written(type):
             raise OptionError(f"experts cannot be stored as {type_name(type)}: ggml does not quantize to it")
         if needs_imatrix(type) and (self.imatrix is None or span.name not in self.imatrix.values):
             raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}", Remedy.GIVE_IMATRIX)

@@ -2,8 +2,8 @@
 
 It knows the container, not what a tensor means. Metadata values stay the bytes they are in the file, so that a copy is
 exact whatever their types are; tensor types are ggml numbers, so that a type newer than gguf-py is no obstacle. Reading
-maps the file; writing streams, to a temporary name that is renamed when the file is complete: an error, a full disk or
-Ctrl-C leaves nothing behind.
+maps the file, and accepts what ggml's own parser accepts and nothing else: a test compares the two on damaged headers. Writing
+streams, to a temporary name that is renamed when the file is complete: an error, a full disk or Ctrl-C leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -21,18 +21,27 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..errors import ModelError
-from .quantize import dequantize, row_bytes
+from .quantize import dequantize, row_bytes, type_name
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["ModelFile", "ModelWriter", "Tensor", "header_bytes", "pack", "pack_array", "partial_file", "unpack"]
+__all__ = ["FileState", "ModelFile", "ModelWriter", "Tensor", "header_bytes", "pack", "pack_array", "partial_file", "unpack"]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)  # the same layout; 1 had 32-bit counts and is long gone
-_STRING, _ARRAY = 8, 9
+_U32, _STRING, _ARRAY = 4, 8, 9
 _FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _DEFAULT_ALIGNMENT = 32
+# limits of ggml's parser
+_NAME_LIMIT = 64  # bytes, with a final zero
+_MAX_DIMS = 4
+_MAX_LENGTH = 1 << 30  # of an array
+_INT64_MAX = (1 << 63) - 1
+
+
+class _Damaged(Exception):
+    """What is wrong with a header."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Tensor:
     @property
     def n_bytes(self) -> int:
         """Size in bytes, without padding. Raises ModelError if the row length does not fit the type."""
-        return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1])
+        return prod(self.shape[:-1]) * row_bytes(self.type, self.shape[-1]) if self.shape[-1] else 0
 
 
 def pack(value: float | bool | str) -> bytes:
@@ -69,10 +78,10 @@ def pack_array(values: Sequence[str] | np.ndarray) -> bytes:
 
 
 def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
-    """The inverse of `pack` and `pack_array`. Raises struct.error for what is neither."""
+    """The inverse of `pack` and `pack_array`; bytes that are not UTF-8 are replaced. Raises struct.error for what is neither."""
     (code,) = struct.unpack_from("<I", raw)
     if code == _STRING:
-        return raw[12:].decode()
+        return raw[12:].decode("utf-8", "replace")
     if code != _ARRAY:
         return struct.unpack_from("<" + _FORMATS[code], raw, 4)[0]
     code, n = struct.unpack_from("<IQ", raw, 4)
@@ -83,7 +92,7 @@ def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
     values, at = [], 16
     for _ in range(n):
         (size,) = struct.unpack_from("<Q", raw, at)
-        values.append(raw[at + 8 : at + 8 + size].decode())
+        values.append(raw[at + 8 : at + 8 + size].decode("utf-8", "replace"))
         at += 8 + size
     return values
 
@@ -105,28 +114,54 @@ def partial_file(path: str | os.PathLike[str], overwrite: bool = False) -> Itera
         partial.unlink(missing_ok=True)
 
 
+@dataclass(frozen=True)
+class FileState:
+    """What tells one content of a file from another without reading it."""
+
+    device: int
+    inode: int
+    size: int
+    mtime_ns: int
+
+    @classmethod
+    def of(cls, status: os.stat_result) -> FileState:
+        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
 class ModelFile:
     """A GGUF file opened for reading; close it or use it as a context manager.
 
-    metadata: key -> its value's bytes (see `pack`), in file order. tensors: name -> Tensor, in file order.
-    Raises ModelError for anything that is not a complete little-endian GGUF of version 2 or 3.
+    Raises ModelError for every file that llama.cpp's own parser refuses, and for one that ends before its tensors do.
+
+    Attributes:
+        path: as given.
+        state: of the file when it was opened.
+        version, alignment: of the header.
+        metadata: key -> its value's bytes (see `pack`), in file order.
+        tensors: name -> Tensor, in file order.
+        data_start: where the first tensor's bytes begin.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         try:
             with open(path, "rb") as file:
+                magic = file.read(len(_MAGIC))
+                if magic != _MAGIC:
+                    raise ModelError(f"{path}: not a GGUF file (it begins with {magic!r})")
+                self.state = FileState.of(os.fstat(file.fileno()))
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise ModelError(f"{path}: cannot be read: {error}") from error
+        except (OSError, ValueError) as error:  # ValueError: emptied since its first bytes were read
+            raise ModelError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, RecursionError, OverflowError) as error:
+        except (struct.error, OverflowError, _Damaged) as error:
             self.close()
-            raise ModelError(f"{path}: damaged or cut short: {error}") from error
-        except ModelError as error:
+            why = error if isinstance(error, _Damaged) else "it is cut short"
+            raise ModelError(f"{path}: the GGUF header is damaged: {why}; download or copy it again") from None
+        except ModelError:
             self.close()
-            raise error if str(path) in str(error) else ModelError(f"{path}: damaged: {error}") from None
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -142,10 +177,10 @@ class ModelFile:
     def value(self, key: str) -> int | float | bool | str:
         """A scalar or string of the metadata. Raises ModelError if the key is missing or holds an array."""
         raw = self.metadata.get(key)
-        code = struct.unpack_from("<I", raw)[0] if raw else _ARRAY
-        if raw is None or code == _ARRAY:
-            raise ModelError(f"{self.path}: expected a single value under {key!r}, found {'an array' if raw else 'nothing'}")
-        return unpack(raw)
+        value = unpack(raw) if raw is not None else None
+        if value is None or isinstance(value, (list, np.ndarray)):
+            raise ModelError(f"{self.path}: expected a single value under {key!r}, found {'nothing' if raw is None else 'an array'}")
+        return value
 
     def offset(self, name: str) -> int:
         """Where a tensor's bytes begin in the file."""
@@ -168,38 +203,67 @@ class ModelFile:
         return dequantize(data, tensor.type, (len(data), tensor.shape[-1]))
 
     def _read_header(self) -> None:
-        magic, version, n_tensors, n_values = struct.unpack_from("<4sIQQ", self._map)
-        if magic != _MAGIC or version not in _VERSIONS:
-            raise ModelError(f"{self.path}: expected a little-endian GGUF file of version 2 or 3, found {magic!r}, version {version}")
-        self.version = version
+        _, self.version, n_tensors, n_values = struct.unpack_from("<4sIqq", self._map)
+        if self.version not in _VERSIONS:
+            raise ModelError(f"{self.path}: GGUF of a version that llama.cpp does not read: {self.version}, expected 2 or 3, little-endian")
+        if n_tensors < 0 or n_values < 0:
+            raise _Damaged(f"{n_tensors} tensors, {n_values} values")
         self._at = 24
         self.metadata: dict[str, bytes] = {}
         for _ in range(n_values):
             key = self._string()
+            if not key or key in self.metadata:
+                raise _Damaged(f"the key {key!r} is empty or there twice")
             start = self._at
-            self._skip(*self._take("I"))
+            self._skip_value(key)
             self.metadata[key] = self._map[start : self._at]
+        self.alignment = self._read_alignment()
         self.tensors: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
+        end = 0  # of the tensors so far, from where their bytes begin
         for _ in range(n_tensors):
-            name = self._string()
-            (n_dims,) = self._take("I")
-            if not 1 <= n_dims <= 4:
-                raise ModelError(f"{self.path}: tensor {name} has {n_dims} dimensions, expected 1 to 4")
-            *dims, type, offset = self._take(f"{n_dims}QIQ")
-            if name in self.tensors:
-                raise ModelError(f"{self.path}: damaged: two tensors are called {name}")
-            self.tensors[name] = Tensor(name, tuple(reversed(dims)), type)
-            self._offsets[name] = offset
-        alignment = self.value("general.alignment") if "general.alignment" in self.metadata else _DEFAULT_ALIGNMENT
-        if not isinstance(alignment, int) or alignment < 1:
-            raise ModelError(f"{self.path}: damaged: an alignment of {alignment!r}")
-        self.alignment = alignment
-        self.data_start = self._at + -self._at % alignment
+            tensor, offset = self._read_tensor()
+            if offset != end:
+                raise _Damaged(f"tensor {tensor.name!r} begins at {offset} of the data, expected {end}")
+            self.tensors[tensor.name], self._offsets[tensor.name] = tensor, offset
+            end += tensor.n_bytes + -tensor.n_bytes % self.alignment
+        self.data_start = self._at + -self._at % self.alignment
+        if n_tensors and self.data_start > len(self._map):
+            raise _Damaged("it is cut short")
+        last = 0
         for name, tensor in self.tensors.items():
             self._offsets[name] += self.data_start
-            if self._offsets[name] + tensor.n_bytes > len(self._map):
-                raise ModelError(f"{self.path}: cut short: tensor {name} ends beyond the file's {len(self._map)} bytes")
+            last = self._offsets[name] + tensor.n_bytes
+        if last > len(self._map):
+            raise ModelError(f"{self.path}: truncated: its tensors end at byte {last}, the file at {len(self._map)}; download or copy it again")
+
+    def _read_alignment(self) -> int:
+        raw = self.metadata.get("general.alignment")
+        if raw is None:
+            return _DEFAULT_ALIGNMENT
+        code, value = struct.unpack_from("<II", raw)
+        if code != _U32 or value == 0 or value & (value - 1):
+            raise _Damaged("general.alignment is no power of 2")
+        return value
+
+    def _read_tensor(self) -> tuple[Tensor, int]:
+        """The next tensor, and where its bytes begin after those of the header."""
+        name = self._string()
+        if len(name.encode("utf-8", "surrogateescape")) >= _NAME_LIMIT or name in self.tensors:
+            raise _Damaged(f"the tensor name {name!r} is there twice, or longer than {_NAME_LIMIT - 1} bytes")
+        (n_dims,) = self._take("I")
+        if n_dims > _MAX_DIMS:
+            raise _Damaged(f"tensor {name!r} has {n_dims} dimensions, expected at most {_MAX_DIMS}")
+        *dims, type, offset = self._take(f"{n_dims}qiQ")
+        if any(n < 0 for n in dims) or prod(dims) > _INT64_MAX:
+            raise _Damaged(f"tensor {name!r} has the shape {dims}")
+        tensor = Tensor(name, tuple(reversed(dims)) or (1,), type)
+        try:
+            type_name(type)
+            tensor.n_bytes  # noqa: B018
+        except ModelError as error:
+            raise _Damaged(f"tensor {name!r}: {error}") from None
+        return tensor, offset
 
     def _take(self, form: str) -> tuple[Any, ...]:
         values = struct.unpack_from("<" + form, self._map, self._at)
@@ -207,26 +271,27 @@ class ModelFile:
         return values
 
     def _string(self) -> str:
+        """A key or a name; what is not UTF-8 in it comes back when it is written."""
         (n,) = self._take("Q")
-        return self._take(f"{n}s")[0].decode()
+        return self._take(f"{n}s")[0].decode("utf-8", "surrogateescape")
 
-    def _skip(self, code: int) -> None:
+    def _skip_value(self, key: str) -> None:
+        (code,), n = self._take("I"), 1
         if code == _ARRAY:
             code, n = self._take("IQ")
-            if code in _FORMATS:
-                self._at += n * struct.calcsize(_FORMATS[code])
-                return
+        if n > _MAX_LENGTH:
+            raise _Damaged(f"{key!r} has {n} elements")
+        if code in _FORMATS:
+            self._at += n * struct.calcsize(_FORMATS[code])
+        elif code == _STRING:  # a vocabulary has hundreds of thousands
+            at, length, data = self._at, struct.Struct("<Q").unpack_from, self._map
             for _ in range(n):
-                self._skip(code)
-        elif code == _STRING:
-            (n,) = self._take("Q")
-            self._at += n
-        elif code in _FORMATS:
-            self._at += struct.calcsize(_FORMATS[code])
+                at += 8 + length(data, at)[0]
+            self._at = at
         else:
-            raise ModelError(f"{self.path}: metadata value of unknown type {code}")
+            raise _Damaged(f"{key!r} has the type {code}")
         if self._at > len(self._map):
-            raise ModelError(f"{self.path}: cut short within its metadata")
+            raise _Damaged("it is cut short")
 
 
 class ModelWriter:
@@ -290,7 +355,8 @@ def header_bytes(metadata: Mapping[str, bytes], tensors: Sequence[Tensor], align
     """Everything before the first tensor's bytes; the tensors follow each other, each at a multiple of the alignment."""
 
     def string(text: str) -> bytes:
-        return struct.pack("<Q", len(text.encode())) + text.encode()
+        data = text.encode("utf-8", "surrogateescape")
+        return struct.pack("<Q", len(data)) + data
 
     parts = [struct.pack("<4sIQQ", _MAGIC, version, len(tensors), len(metadata))]
     for key, raw in metadata.items():

@@ -1,77 +1,24 @@
 """Where a GGUF's experts are: file, offset and size of every tensor, and which of them hold routed experts.
 
-Reads headers only, through ggml's own GGUF parser, so that it accepts exactly what llama.cpp accepts. Knows nothing of
-memory or of running models.
+Reads headers only. Knows nothing of memory or of running models.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
-import struct
-from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int64, c_size_t, c_void_p
 from dataclasses import dataclass, field
 
-from ..binding import lib
+import numpy as np
+
 from ..errors import ModelError
+from .file import FileState, ModelFile, unpack
+from .quantize import is_computed, type_name
 from .split_name import SplitName
-from .tensor_name import is_expert
+from .tensor_name import is_expert, parse_tensor_name
 
-
-class _InitParams(Structure):
-    """struct gguf_init_params { bool no_alloc; struct ggml_context ** ctx; };"""
-
-    _fields_ = [("no_alloc", c_bool), ("ctx", c_void_p)]
-
-
-def _function(name: str, result, *arguments):
-    function = getattr(lib, name)
-    function.restype = result
-    function.argtypes = arguments
-    return function
-
-
-# struct gguf_context * gguf_init_from_file(const char * fname, struct gguf_init_params params);
-_init_from_file = _function("gguf_init_from_file", c_void_p, c_char_p, _InitParams)
-# void gguf_free(struct gguf_context * ctx);
-_free = _function("gguf_free", None, c_void_p)
-# size_t gguf_get_data_offset(const struct gguf_context * ctx);
-_data_offset = _function("gguf_get_data_offset", c_size_t, c_void_p)
-# int64_t gguf_find_key(const struct gguf_context * ctx, const char * key);
-_find_key = _function("gguf_find_key", c_int64, c_void_p, c_char_p)
-# enum gguf_type gguf_get_kv_type(const struct gguf_context * ctx, int64_t key_id);
-_kv_type = _function("gguf_get_kv_type", c_int, c_void_p, c_int64)
-# int64_t gguf_get_n_kv(const struct gguf_context * ctx);
-_n_kv = _function("gguf_get_n_kv", c_int64, c_void_p)
-# const char * gguf_get_key(const struct gguf_context * ctx, int64_t key_id);
-_key = _function("gguf_get_key", c_char_p, c_void_p, c_int64)
-# const void * gguf_get_val_data(const struct gguf_context * ctx, int64_t key_id);  -- of scalars that are no strings
-_val_data = _function("gguf_get_val_data", c_void_p, c_void_p, c_int64)
-# enum gguf_type gguf_get_arr_type(const struct gguf_context * ctx, int64_t key_id);
-_arr_type = _function("gguf_get_arr_type", c_int, c_void_p, c_int64)
-# size_t gguf_get_arr_n(const struct gguf_context * ctx, int64_t key_id);
-_arr_n = _function("gguf_get_arr_n", c_size_t, c_void_p, c_int64)
-# const void * gguf_get_arr_data(const struct gguf_context * ctx, int64_t key_id);  -- of arrays that hold no strings
-_arr_data = _function("gguf_get_arr_data", c_void_p, c_void_p, c_int64)
-# const char * gguf_get_val_str(const struct gguf_context * ctx, int64_t key_id);
-_val_str = _function("gguf_get_val_str", c_char_p, c_void_p, c_int64)
-# int64_t gguf_get_n_tensors(const struct gguf_context * ctx);
-_n_tensors = _function("gguf_get_n_tensors", c_int64, c_void_p)
-# const char * gguf_get_tensor_name(const struct gguf_context * ctx, int64_t tensor_id);
-_tensor_name = _function("gguf_get_tensor_name", c_char_p, c_void_p, c_int64)
-# size_t gguf_get_tensor_offset(const struct gguf_context * ctx, int64_t tensor_id);
-_tensor_offset = _function("gguf_get_tensor_offset", c_size_t, c_void_p, c_int64)
-# enum ggml_type gguf_get_tensor_type(const struct gguf_context * ctx, int64_t tensor_id);
-_tensor_type = _function("gguf_get_tensor_type", c_int, c_void_p, c_int64)
-# size_t gguf_get_tensor_size(const struct gguf_context * ctx, int64_t tensor_id);
-_tensor_size = _function("gguf_get_tensor_size", c_size_t, c_void_p, c_int64)
-# const int64_t * gguf_get_tensor_ne(const struct gguf_context * ctx, int64_t tensor_id);
-_tensor_ne = _function("gguf_get_tensor_ne", POINTER(c_int64), c_void_p, c_int64)
-
-# enum gguf_type
-_STRING, _ARRAY = 8, 9
-_FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp knows
 
 
 @dataclass(frozen=True)
@@ -84,20 +31,6 @@ class TensorSpan:
     nbytes: int
     type: int
     shape: tuple[int, int, int, int]
-
-
-@dataclass(frozen=True)
-class FileState:
-    """What tells one content of a file from another without reading it."""
-
-    device: int
-    inode: int
-    size: int
-    mtime_ns: int
-
-    @classmethod
-    def of(cls, status: os.stat_result) -> FileState:
-        return cls(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
 
 
 @dataclass(frozen=True)
@@ -161,11 +94,46 @@ class Layout:
         )
 
     def require_experts(self) -> None:
-        """Raises `ModelError` if there is nothing to offload."""
+        """Raises `ModelError` if there is nothing to offload, or if llama.cpp would end the process over what the file says."""
         if self.architecture == "moeoff-experts":
             raise ModelError(f"{self.files[0]}: a companion, not a model: give the model that it was made of")
         if not self.experts:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
+        self._check_counts()
+        self._check_tensors()
+
+    def _check_counts(self) -> None:
+        """What llama.cpp asserts of the hyperparameters before it reads tensors. A missing or mistyped key it refuses in words."""
+        n_layer, n_expert, n_used = self._count("block_count"), self._count("expert_count"), self._count("expert_used_count")
+        n_groups, n_groups_used = self._count("expert_group_count"), self._count("expert_group_used_count")
+        scaling = self.hparams.get("rope.scaling.type", "linear")
+        checks = [
+            ("block_count", "block_count" not in self.hparams or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"),
+            ("nextn_predict_layers", self._count("nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"),
+            ("expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"),
+            ("expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"),
+            ("expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"),
+            ("expert_group_used_count", n_groups < 2 or 1 <= n_groups_used < n_groups, f"1 to {n_groups - 1}, less than expert_group_count"),
+            ("rope.scaling.type", not isinstance(scaling, str) or scaling in _ROPE_SCALINGS, ", ".join(_ROPE_SCALINGS)),
+        ]
+        for key, good, expected in checks:
+            if not good:
+                found = self.hparams.get(key, "missing")
+                raise ModelError(f"{self.files[0]}: {self.architecture}.{key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
+
+    def _check_tensors(self) -> None:
+        n_expert = self._count("expert_count")
+        for name, span in {**self.dense, **self.experts}.items():
+            path = self.files[span.file]
+            if not is_computed(span.type):
+                raise ModelError(f"{path}: {name} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
+            if name in self.experts and not parse_tensor_name(name).chunk and span.shape[2] != n_expert:
+                raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {n_expert} of {self.architecture}.expert_count")
+
+    def _count(self, key: str) -> int:
+        """As llama.cpp takes it: unsigned, of one for each layer the largest; 0 where the file does not say."""
+        value = self.hparams.get(key, 0)
+        return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)
 
     def check_unchanged(self) -> None:
         """Raises `ModelError` if a file was written to since it was read.
@@ -207,66 +175,31 @@ def _split_files(path: str, count: int) -> list[str]:
     return name.parts
 
 
-def _scalar(header: int, index: int) -> object:
-    """A number, flag, string, or tuple of numbers; None for what is none of these, or long."""
-    kind = _kv_type(header, index)
-    if kind == _STRING:
-        return _val_str(header, index).decode("utf-8", "replace")
-    if kind in _FORMATS:
-        return struct.unpack("=" + _FORMATS[kind], ctypes.string_at(_val_data(header, index), struct.calcsize("=" + _FORMATS[kind])))[0]
-    if kind != _ARRAY or _arr_type(header, index) not in _FORMATS:
-        return None
-    count = _arr_n(header, index)
-    if not 0 < count <= _LONGEST_ARRAY:
-        return None
-    pattern = f"={count}{_FORMATS[_arr_type(header, index)]}"
-    return struct.unpack(pattern, ctypes.string_at(_arr_data(header, index), struct.calcsize(pattern)))
+def _hparams(file: ModelFile, architecture: str) -> dict[str, object]:
+    """The architecture's values: numbers, flags, strings and tuples of numbers, but no long ones."""
+    found: dict[str, object] = {}
+    prefix = f"{architecture}."
+    for key, raw in file.metadata.items():
+        if key.startswith(prefix):
+            value = unpack(raw)
+            if isinstance(value, np.ndarray) and 0 < value.size <= _LONGEST_ARRAY:
+                found[key[len(prefix) :]] = tuple(value.tolist())
+            elif not isinstance(value, (np.ndarray, list)):
+                found[key[len(prefix) :]] = value
+    return found
 
 
-def _value(header: int, key: str, default):
-    """A scalar of the header, or the default if it is absent or of an unexpected type."""
-    index = _find_key(header, key.encode())
-    value = _scalar(header, index) if index >= 0 else default
+def _value(file: ModelFile, key: str, default):
+    """A scalar of the header, or the default if it is absent or of another type."""
+    value = unpack(file.metadata[key]) if key in file.metadata else default
     return value if type(value) is type(default) else default
 
 
-def _hparams(header: int, architecture: str) -> dict[str, object]:
-    prefix = f"{architecture}."
-    keys = ((_key(header, i).decode("utf-8", "replace"), i) for i in range(_n_kv(header)))
-    found = {key[len(prefix) :]: _scalar(header, i) for key, i in keys if key.startswith(prefix)}
-    return {key: value for key, value in found.items() if value is not None}
-
-
 def _read_file(path: str, index: int) -> _Part:
-    try:
-        with open(path, "rb") as file:
-            magic = file.read(4)
-            state = FileState.of(os.fstat(file.fileno()))
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    if magic != b"GGUF":
-        raise ModelError(f"{path}: not a GGUF file (it begins with {magic!r})")
-    header = _init_from_file(os.fsencode(path), _InitParams(no_alloc=True, ctx=None))
-    if not header:
-        raise ModelError(f"{path}: the GGUF header is damaged or of a version that llama.cpp does not read")
-    try:
-        data = _data_offset(header)
-        spans = [
-            TensorSpan(
-                name=_tensor_name(header, i).decode("utf-8", "replace"),
-                file=index,
-                offset=data + _tensor_offset(header, i),
-                nbytes=_tensor_size(header, i),
-                type=_tensor_type(header, i),
-                shape=tuple(_tensor_ne(header, i)[:4]),
-            )
-            for i in range(_n_tensors(header))
-        ]
-        architecture = _value(header, "general.architecture", "")
-        part = _Part(architecture, _value(header, "split.count", 0), _hparams(header, architecture), spans, state)
-    finally:
-        _free(header)
-    end = max((span.offset + span.nbytes for span in spans), default=0)
-    if end > state.size:
-        raise ModelError(f"{path}: truncated: its tensors end at byte {end}, the file at {state.size}; download or copy it again")
-    return part
+    with ModelFile(path) as file:
+        spans = []
+        for name, tensor in file.tensors.items():
+            shape = (*reversed(tensor.shape), 1, 1, 1)[:4]
+            spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, shape))
+        architecture = _value(file, "general.architecture", "")
+        return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state)

@@ -27,6 +27,8 @@ from .q2_0 import quantize_q2_0
 __all__ = [
     "dequantize",
     "fits",
+    "is_computed",
+    "is_written",
     "needs_imatrix",
     "quantize",
     "quantize_chunks",
@@ -40,6 +42,8 @@ _N_TYPES = 43
 _F32, _F16, _BF16, _Q2_0 = 0, 1, 30, 42
 # Types that ggml_quantize_chunk aborts on: Q8_1, Q8_K (activations only), I8, I16, I32, I64, F64.
 _NOT_WRITTEN = frozenset({9, 15, 24, 25, 26, 27, 28})
+# Of these a model may hold I32 (tables of ids); no graph of llama.cpp computes with the others: F64 ends in a null pointer.
+_NOT_COMPUTED = _NOT_WRITTEN - {26}
 
 
 # typedef void (*ggml_to_float_t)(const void * x, float * y, int64_t k);
@@ -66,8 +70,8 @@ class _Library:
     """The bound functions of libggml."""
 
     def __init__(self) -> None:
-        # Here, because importing llama_cpp loads every library. libllama's handle also resolves the symbols of the ggml
-        # it is linked with; llama_cpp._ggml would ignore LLAMA_CPP_LIB_PATH and could load a second ggml.
+        # Here, because it loads llama.cpp. libllama's handle also resolves the symbols of the ggml it is linked with;
+        # llama_cpp._ggml would ignore LLAMA_CPP_LIB_PATH and could load a second ggml.
         from ..binding import lib
 
         # const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
@@ -131,6 +135,16 @@ def fits(type: int, n_cols: int) -> bool:
     return n_cols > 0 and n_cols % _traits(type).blck_size == 0
 
 
+def is_computed(type: int) -> bool:
+    """Whether a model can have tensors of this type."""
+    return type not in _NOT_COMPUTED
+
+
+def is_written(type: int) -> bool:
+    """Whether `quantize` makes this type."""
+    return type not in _NOT_WRITTEN
+
+
 def row_bytes(type: int, n_cols: int) -> int:
     """Bytes of one row of n_cols values. Raises ModelError if the type's blocks do not divide n_cols."""
     traits = _traits(type)
@@ -157,7 +171,7 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
     rows = np.ascontiguousarray(rows, dtype=np.float32)
     if rows.ndim != 2:
         raise ModelError(f"expected rows of shape [n_rows, n_cols], found {rows.shape}")
-    if type in _NOT_WRITTEN:
+    if not is_written(type):
         raise ModelError(f"ggml does not quantize to {type_name(type)}")
     n_rows, n_cols = rows.shape
     out = np.empty((n_rows, row_bytes(type, n_cols)), dtype=np.uint8)

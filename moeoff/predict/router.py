@@ -12,6 +12,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..gguf.layout import Layout, TensorSpan
+from ..gguf.quantize import dequantize
 from .matmul import matmul
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]
@@ -28,6 +29,7 @@ _FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-n
 )
 _GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
 _NORMS = ("ffn_norm", "post_attention_norm", "attn_output_norm")  # what may stand before the router, first found
+_I32 = 26  # ggml's number
 _RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the quotient is noise
 
 
@@ -227,14 +229,8 @@ class _Tensors:
         span: TensorSpan | None = self._layout.dense.get(name)
         if span is None:
             return None
-        from gguf import GGMLQuantizationType
-        from gguf.quants import dequantize
-
         data = os.pread(self._files[span.file], span.nbytes, span.offset)
         if len(data) != span.nbytes:
             raise ModelError(f"{self._layout.files[span.file]}: ends inside {name}; was it cut while it was read?")
-        kind, shape = GGMLQuantizationType(span.type), [n for n in span.shape[::-1] if n != 1] or [1]
-        if kind == GGMLQuantizationType.I32:
-            return np.frombuffer(data, np.int32).reshape(shape)
-        raw = np.frombuffer(data, np.uint8).reshape(*shape[:-1], -1)
-        return np.ascontiguousarray(dequantize(raw, kind), np.float32)
+        shape = [n for n in span.shape[::-1] if n != 1] or [1]
+        return np.frombuffer(data, np.int32).reshape(shape) if span.type == _I32 else dequantize(data, span.type, shape)
