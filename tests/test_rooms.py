@@ -75,3 +75,8 @@ def test_the_picture_shows_the_order():
     text = (ROOT / "docs" / "design.md").read_text()
     picture = re.search(r"## The rooms\n.*?\n((?:    [^\n]*\n)+)", text, re.DOTALL)[1]
     assert [set(line[:39].split()) for line in picture.splitlines()] == FLOORS
+
+
+def test_no_test_imports_from_another():
+    for file in (ROOT / "tests").rglob("*.py"):
+        assert not re.findall(r"^\s*(?:from|import) (?:test_\w+|conftest)\b", file.read_text(), re.MULTILINE), file.name

@@ -11,6 +11,7 @@ import time
 import pytest
 
 from helpers.files import DEMO
+from helpers.waiting import wait_until
 from moeoff import threads
 from moeoff.threads import CoreClaims, one_each, runs, why_not
 
@@ -266,12 +267,13 @@ def cpuset():
         write(f"{folder}/cpuset.mems", "0")
         yield lambda cores: write(f"{folder}/cpuset.cpus", cores), lambda: write(f"{folder}/cgroup.procs", str(os.getpid()))
     finally:
-        for _ in range(100):  # a process that was killed leaves a moment later
-            try:
+
+        def removed() -> bool:
+            with contextlib.suppress(OSError):
                 os.rmdir(folder)
-                break
-            except OSError:
-                time.sleep(0.05)
+            return not os.path.exists(folder)
+
+        wait_until(removed, 5)  # a process that was killed leaves a moment later
 
 
 def _no_cpuset() -> str | None:
@@ -283,6 +285,7 @@ def _no_cpuset() -> str | None:
 
 
 @two_cores
+@pytest.mark.cgroup
 @pytest.mark.skipif((why := _no_cpuset()) is not None, reason=str(why))
 def test_a_cpuset_that_changes(lock):
     """A container's is left by no thread, and one that grows takes all along: nothing is left behind that was bound."""
