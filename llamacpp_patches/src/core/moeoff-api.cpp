@@ -1,0 +1,208 @@
+// moeoff.h over the store: no logic of its own. No exception leaves it: what takes memory runs inside guarded(), the rest throws
+// nothing.
+
+#include "moeoff-hash.h"
+#include "moeoff-store.h"
+
+#include <cstddef>
+#include <cstdio>
+#include <exception>
+#include <new>
+
+static thread_local std::string last_error;
+
+static int fail(const std::string & message) {
+    last_error = message;
+    return -1;
+}
+
+// what f returns; if it throws, on_error, and moeoff_last_error() says why
+template <typename F, typename R>
+static R guarded(R on_error, F f) noexcept {
+    try {
+        return f();
+    } catch (const std::bad_alloc &) {
+        last_error = "out of memory"; // short enough to be stored in the string itself
+    } catch (const std::exception & e) {
+        try {
+            last_error = e.what();
+        } catch (...) {
+            last_error = "out of memory";
+        }
+    }
+    return on_error;
+}
+
+static bool is_version(int32_t v) { return v == moeoff::HIGH || v == moeoff::LOW; }
+
+// --- handshake ---
+
+int32_t moeoff_abi_version(void) { return MOEOFF_ABI_VERSION; }
+
+const char * moeoff_abi_layout(void) {
+    static const struct { const char * name; size_t value; bool is_struct; } table[] = {
+#define STRUCT(type)       { #type, sizeof(type), true },
+#define FIELD(type, field) { #field, offsetof(type, field), false },
+#include "moeoff-abi.inc"
+#undef STRUCT
+#undef FIELD
+    };
+    return guarded((const char *) nullptr, [] {
+        static const std::string text = [] {
+            std::string all;
+            for (const auto & entry : table) {
+                all += (all.empty() ? "" : entry.is_struct ? ";" : ",") + std::string(entry.name) + ":" + std::to_string(entry.value);
+            }
+            return all;
+        }();
+        return text.c_str();
+    });
+}
+
+const char * moeoff_last_error(void) { return last_error.c_str(); }
+
+uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed) { return moeoff::hash64((const uint8_t *) data, nbytes, seed); }
+
+// --- life ---
+
+moeoff_expert_buffer * moeoff_expert_buffer_init(moeoff_params params) {
+    return guarded((moeoff_expert_buffer *) nullptr, [&]() -> moeoff_expert_buffer * {
+        if (params.n_io_workers < 1 || params.n_io_workers > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
+            fail("n_lanes must be 1 to 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
+            return nullptr;
+        }
+        return new moeoff_expert_buffer { std::make_shared<moeoff::store>(params) };
+    });
+}
+
+void moeoff_expert_buffer_free(moeoff_expert_buffer * eb) {
+    if (eb) {
+        eb->store->stop();
+        delete eb;
+    }
+}
+
+int32_t moeoff_n_tensors(const moeoff_expert_buffer * eb) { return eb->store->experts().n_tensors(); }
+
+int moeoff_tensor(const moeoff_expert_buffer * eb, int32_t i, moeoff_tensor_info * info) {
+    return guarded(-1, [&] {
+        if (i < 0 || i >= moeoff_n_tensors(eb)) {
+            return fail("no tensor " + std::to_string(i));
+        }
+        *info = eb->store->experts().tensor_at(i).info;
+        return 0;
+    });
+}
+
+int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path) {
+    return guarded(-1, [&] { return eb->store->add_file(path, last_error); });
+}
+
+int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
+    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::HIGH, sources, n_expert, last_error) ? 0 : -1; });
+}
+
+int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
+    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error) ? 0 : -1; });
+}
+
+uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version) {
+    return is_version(version) ? eb->store->experts().arena_floor((moeoff::version) version) : 0;
+}
+
+uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version) {
+    return is_version(version) ? eb->store->experts().arena_full((moeoff::version) version) : 0;
+}
+
+int moeoff_start(moeoff_expert_buffer * eb) {
+    return guarded(-1, [&] { return eb->store->start(last_error) ? 0 : -1; });
+}
+
+int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low) {
+    return guarded(-1, [&] { return eb->store->set_limits(high, low, last_error) ? 0 : -1; });
+}
+
+int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags) {
+    return guarded(-1, [&] { return eb->store->set_flags(flags, last_error) ? 0 : -1; });
+}
+
+void moeoff_clear(moeoff_expert_buffer * eb) { eb->store->clear(); }
+
+// --- policy ---
+
+float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts) {
+    *n_gates   = eb->store->experts().n_gates();
+    *n_experts = eb->store->experts().n_experts();
+    return eb->store->priorities();
+}
+
+void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }
+
+static int32_t queued(int32_t n) {
+    return n >= 0 ? n : guarded(-1, [] { return fail("no such gate, experts, or versions of them, or the buffer is not running"); });
+}
+
+int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit) {
+    return queued(eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, true, limit));
+}
+
+int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version) {
+    return queued(eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, false, -1));
+}
+
+int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }
+
+int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out) {
+    return guarded(-1, [&] {
+        if (!is_version(version)) {
+            return fail("no version " + std::to_string(version));
+        }
+        eb->store->residency((moeoff::version) version, out);
+        return 0;
+    });
+}
+
+int moeoff_set_thresholds(moeoff_expert_buffer * eb, moeoff_thresholds thresholds) {
+    return guarded(-1, [&] { return eb->store->set_thresholds(thresholds, last_error) ? 0 : -1; });
+}
+
+int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n) {
+    return guarded((int64_t) -1, [&] { return eb->store->force(versions, n, last_error); });
+}
+
+// --- events ---
+
+int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes) {
+    return guarded(-1, [&] {
+        eb->store->set_gate_callback(callback, user, ring_bytes);
+        return 0;
+    });
+}
+
+void moeoff_drain(moeoff_expert_buffer * eb) { eb->store->drain(); }
+
+// --- watching ---
+
+int32_t moeoff_take_reads(moeoff_expert_buffer * eb, moeoff_read * out, int32_t n) { return eb->store->take_reads(out, n); }
+
+void moeoff_get_stats(const moeoff_expert_buffer * eb, moeoff_stats * stats) { eb->store->get_stats(*stats); }
+void moeoff_reset_stats(moeoff_expert_buffer * eb) { eb->store->reset_stats(); }
+
+int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates) {
+    return guarded(-1, [&] { return eb->store->get_stall(stall_ns, n_gates, last_error) ? 0 : -1; });
+}
+
+int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size) {
+    std::string text;
+    if (!eb->store->take_error(text)) {
+        return 0;
+    }
+    snprintf(message, size, "%s", text.c_str());
+    return 1;
+}
+
+bool moeoff_should_abort(void * eb) { return ((moeoff_expert_buffer *) eb)->store->should_abort(); }
+
+void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled) { eb->store->set_cancelled(cancelled); }
+
+int moeoff_is_buffered(const moeoff_expert_buffer * eb) { return eb->store->any_buffered(); }
