@@ -26,9 +26,9 @@ from ..companion.file import KEEP, Companion
 from ..companion.hashing import hash64
 from ..companion.profile import Profile, profile_path
 from ..companion.source import ExpertSource
-from ..engine.expert_buffer import GateEvent
 from ..engine.llama import Llama
 from ..errors import OptionError, Remedy
+from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from .perplexity import Call, Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 

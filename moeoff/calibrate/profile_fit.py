@@ -52,10 +52,10 @@ class Calibrated:
 
 
 def calibrate(
-    model: str | os.PathLike,
+    model: str | os.PathLike[str],
     *,
-    text: Sequence[str | os.PathLike],
-    output: str | os.PathLike | None = None,
+    text: Sequence[str | os.PathLike[str]],
+    output: str | os.PathLike[str] | None = None,
     tokens: int = DEFAULT_TOKENS,
     memory: str | int | None = None,
     threads: int | None = None,

@@ -26,7 +26,7 @@ LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an e
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
 
 
-def sequences(model: Llama, texts: Sequence[str | os.PathLike], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
+def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
     """Pieces of `length` tokens from all of each text, as many from each, about `n_tokens` in all.
 
     Raises:

@@ -44,12 +44,12 @@ class Converted:
 
 
 def convert(
-    model: str | os.PathLike,
+    model: str | os.PathLike[str],
     *,
-    output: str | os.PathLike | None = None,
+    output: str | os.PathLike[str] | None = None,
     tiers: str | None = None,
-    imatrix: str | os.PathLike | None = None,
-    bits: str | os.PathLike | None = None,
+    imatrix: str | os.PathLike[str] | None = None,
+    bits: str | os.PathLike[str] | None = None,
     threads: int | None = None,
     dry_run: bool = False,
     force: bool = False,

@@ -42,7 +42,7 @@ _NAME = re.compile(r"(?P<tensor>.+)\.(?P<expert>\d+)\.(?P<tier>[^.]+)")
 _SAMPLE = 4096
 
 
-def companion_path(model: str | os.PathLike) -> str:
+def companion_path(model: str | os.PathLike[str]) -> str:
     """Where a model's companion is looked for, and made by default: MODEL.experts.gguf, without the number of a first part."""
     return model_stem(model) + ".experts.gguf"
 
@@ -121,7 +121,7 @@ class Companion:
         identity: hash of the header, in which all slices' hashes are.
     """
 
-    def __init__(self, path: str | os.PathLike):
+    def __init__(self, path: str | os.PathLike[str]):
         """Reads the header.
 
         Raises:

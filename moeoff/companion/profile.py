@@ -26,7 +26,7 @@ VERSION = 1
 _HEADER = "moeoff"  # key of the header: JSON in bytes
 
 
-def profile_path(model: str | os.PathLike) -> str:
+def profile_path(model: str | os.PathLike[str]) -> str:
     """Where a model's profile is looked for, and made by default: MODEL.profile.npz, without the number of a first part."""
     return model_stem(model) + ".profile.npz"
 
@@ -67,7 +67,7 @@ class Profile:
         return cls.read(path, layout) if os.path.exists(path) else None
 
     @classmethod
-    def read(cls, path: str | os.PathLike, layout: Layout) -> Profile:
+    def read(cls, path: str | os.PathLike[str], layout: Layout) -> Profile:
         """
         Raises:
             ModelError: missing, damaged, of another version, or of another model.
@@ -92,7 +92,7 @@ class Profile:
         return cls(path, arrays, header["info"])
 
     @classmethod
-    def write(cls, path: str | os.PathLike, layout: Layout, sections: Mapping[str, Mapping[str, np.ndarray]], info: dict | None = None) -> Profile:
+    def write(cls, path: str | os.PathLike[str], layout: Layout, sections: Mapping[str, Mapping[str, np.ndarray]], info: dict | None = None) -> Profile:
         """Replaces these sections of the file, or makes it; others that it has stay. Complete, or not at all.
 
         Raises:

@@ -41,7 +41,7 @@ class ExpertSource:
         return ExpertSource(self.companion, name, self.verify)
 
     @classmethod
-    def make(cls, layout: Layout, experts: Companion | str | os.PathLike | bool = "auto", tier: str | None = None, verify: bool = False) -> ExpertSource:
+    def make(cls, layout: Layout, experts: Companion | str | os.PathLike[str] | bool = "auto", tier: str | None = None, verify: bool = False) -> ExpertSource:
         """Finds the companion and checks that it is this model's.
 
         Args:

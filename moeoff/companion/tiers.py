@@ -99,7 +99,7 @@ class Tier:
         return span.type if self.name == TWIN and bits_per_weight(type) >= bits_per_weight(span.type) else type
 
 
-def read_plan(path: str | os.PathLike, experts: dict[str, TensorSpan]) -> Tier:
+def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> Tier:
     """The tier "bits" of a plan: {"default": TYPE, "layers": {LAYER: TYPE or {"default": TYPE, EXPERT: TYPE, ...}, ...}}.
 
     TYPE is a ggml type or "keep", which is also what an expert gets that the plan leaves out. Chunk experts (of grovemoe) take

@@ -30,7 +30,7 @@ class Verified:
 
 
 def verify(
-    file: str | os.PathLike, *, model: str | os.PathLike | None = None, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+    file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, threads: int | None = None, progress: Callable[[int, int], None] | None = None
 ) -> Verified:
     """Reads a companion whole, and the experts of its model, and compares every slice with its hash.
 

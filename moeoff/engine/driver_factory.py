@@ -30,7 +30,7 @@ def sections(strategy: Strategy) -> set[str]:
     return names
 
 
-def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> bool:
+def wants_gate_input(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
     """Whether gate events must carry the router's input. A trace does, so that any policy can be replayed on it."""
     return (
         trace is not None
@@ -39,8 +39,8 @@ def wants_gate_input(strategy: Strategy, trace: str | os.PathLike | None) -> boo
     )
 
 
-def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike | None = None, *, n_lanes: int = 4,
-                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
+def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike[str] | None = None, *, n_lanes: int = 4,
+                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
     """The driver of a started buffer, or None if the strategy needs none.
 
     A policy that weighs uses by the precision they need gets its options from `precision`.

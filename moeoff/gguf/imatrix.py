@@ -25,7 +25,7 @@ class Imatrix:
     values: dict[str, np.ndarray]
 
     @classmethod
-    def read(cls, path: str | os.PathLike) -> Imatrix:
+    def read(cls, path: str | os.PathLike[str]) -> Imatrix:
         """Raises ModelError: missing, damaged or empty."""
         path = os.fspath(path)
         try:

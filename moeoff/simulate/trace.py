@@ -98,7 +98,7 @@ class TraceWriter:
         OptionError: the file is something else, or a trace of another model.
     """
 
-    def __init__(self, path: str | os.PathLike, model: Model, session: dict | None = None):
+    def __init__(self, path: str | os.PathLike[str], model: Model, session: dict | None = None):
         self._n_experts = model.n_experts
         self._new_sequence = True
         self._last_read = 0
@@ -189,7 +189,7 @@ class Trace:
     reads_lost: int = 0
 
     @classmethod
-    def read(cls, path: str | os.PathLike) -> Trace:
+    def read(cls, path: str | os.PathLike[str]) -> Trace:
         """Reads as much as is whole.
 
         Raises:
