@@ -19,7 +19,7 @@ def test_this_machine(moeoff_command, demo):
     found = findings(done)
     assert done.returncode == 0 and done.stderr == "", done.stdout
     assert set(found) >= {"fork", "interface", "cpu features", "openmp", "cgroup", "memory", "open files", "model", "file system", "direct reads", "disk rate"}
-    assert "+moeoff." in found["fork"]["text"] and "GOMP_SPINCOUNT=10000" in found["openmp"]["text"]
+    assert "+moeoff." in found["fork"]["text"] and "GOMP_SPINCOUNT=10000, threads bound" in found["openmp"]["text"]
     assert all(finding["way_out"] for finding in found.values() if finding["state"] != "ok")
 
 

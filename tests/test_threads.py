@@ -150,7 +150,7 @@ def test_runs(cores, found):
 def test_the_users_word(monkeypatch):
     assert why_not({}) is None
     assert all(name in why_not({name: "false"}) for name in threads.USERS_OWN)
-    monkeypatch.setattr(threads._binding, "llama_print_system_info", lambda: b"CPU : AVX = 1 | REPACK = 1 | ")
+    monkeypatch.setattr(threads.api, "llama_print_system_info", lambda: b"CPU : AVX = 1 | REPACK = 1 | ")
     assert "OpenMP" in why_not({})
 
 

@@ -97,7 +97,10 @@ def check_openmp() -> Iterator[Finding]:
     if os.environ.get("OMP_WAIT_POLICY", "").lower() == "active" or spin in ("infinite", "infinity"):
         yield Finding("openmp", WARNING, "threads spin while they wait and take the cores from the I/O threads", "unset OMP_WAIT_POLICY and GOMP_SPINCOUNT")
     else:
-        yield Finding("openmp", OK, f"GOMP_SPINCOUNT={spin}")
+        from ..threads import why_not
+
+        unbound = why_not()
+        yield Finding("openmp", OK, f"GOMP_SPINCOUNT={spin}, threads {'bound to cores while they compute' if unbound is None else f'not bound: {unbound}'}")
 
 
 def check_memory() -> Iterator[Finding]:

@@ -84,7 +84,7 @@ class Llama(PatchedLlama):
             self._start_buffer()
             self._driver = self._make_driver()
             self.set_abort_callback(native.should_abort, self._buffer.handle)
-            self._core_binding = CoreBinding(self.context_handle)
+            self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
             self.wrap_decode(self._decode)
             self._warm_up()
         except BaseException:

@@ -1,6 +1,6 @@
 """Decode speed beside busy processes, and of two of us at once, with compute threads bound to cores and without.
 
-usage: bench_threads.py -m MODEL --text FILE [--memory 1045M --limit 1100] [--situations 0,1,2,two] [--rounds 3] [-o OUT.json]
+usage: bench_threads.py MODEL TEXT [--memory 1045M --limit 1100] [--situations 0,1,2,two] [--rounds 3] [--json FILE]
 
 "unbound" is OMP_PROC_BIND=false, OpenMP's own default. Neighbours are endless loops, and every process has a session of its
 own, as programs of two terminals or containers have: the kernel shares the cores between sessions first. Both ways take turns,
@@ -9,6 +9,7 @@ and each run is a fresh process. Without --memory all experts are in memory befo
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -16,12 +17,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import click
-from rich.console import Console
-from rich.table import Table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from timing import drop_from_page_cache, machine
+from results_file import HELP, ResultsFile
+from timing import drop_from_page_cache
 
 HERE = Path(__file__).parent
 BUSY = "while True: pass"
@@ -61,7 +58,7 @@ print("ready", flush=True)
 sys.stdin.readline()
 decode(0.2 * seconds)  # threads come to lie where they will, caches fill
 latencies = decode(seconds)
-print(json.dumps({"tps": len(latencies) / sum(latencies), "worst_ms": 1e3 * sorted(latencies)[int(0.95 * len(latencies))]}), flush=True)
+print(json.dumps({"tps": len(latencies) / sum(latencies), "p95_ms": 1e3 * sorted(latencies)[int(0.95 * len(latencies))]}), flush=True)
 decode(0.2 * seconds)  # two of us end together, more or less
 """
 
@@ -94,34 +91,39 @@ def run(model: str, text: str, memory: str, limit: int, seconds: float, situatio
             process.wait()
 
 
-def cell(runs: list[list[dict]], key: str) -> str:
+def cell(rounds: list[list[dict]], key: str) -> str:
     """Medians and ranges over rounds, of each of our processes."""
-    columns = [[row[key] for row in column] for column in zip(*runs)]
-    return " + ".join(f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})" for values in columns)
+    columns = [[row[key] for row in column] for column in zip(*rounds)]
+    return " and ".join(f"{_digits(statistics.median(values))} ({_digits(min(values))}-{_digits(max(values))})" for values in columns)
 
 
-@click.command()
-@click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--memory", default="", help="As moeoff run has it. Without it everything is in memory.")
-@click.option("--limit", default=0, help="MiB of a cgroup around each process of ours.")
-@click.option("--situations", default="0,1,2,two", show_default=True, help="Numbers of busy neighbours; two for two of us.")
-@click.option("--rounds", default=3, show_default=True)
-@click.option("--seconds", default=4.0, show_default=True, help="Of decode in each run.")
-@click.option("-o", "--output", type=click.Path(dir_okay=False))
-def main(model, text, memory, limit, situations, rounds, seconds, output) -> None:
+def _digits(value: float) -> str:
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("text")
+    parser.add_argument("--memory", default="", help="as moeoff run has it; without it everything is in memory")
+    parser.add_argument("--limit", type=int, default=0, help="MiB of a cgroup around each process of ours")
+    parser.add_argument("--situations", default=",".join(SITUATIONS), help="numbers of busy neighbours; two for two of us")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=4.0, help="of decode in each run")
+    parser.add_argument("--json", help=HELP)
+    args = parser.parse_args()
+    situations = args.situations.split(",")
     rows: dict[tuple[str, str], list[list[dict]]] = {}
-    for index in range(rounds):
-        for situation in situations.split(","):
+    for index in range(args.rounds):
+        for situation in situations:
             for way in list(WAYS)[:: 1 if index % 2 else -1]:
-                rows.setdefault((situation, way), []).append(run(model, text, memory, limit, seconds, situation, way))
-    table = Table("", *(f"{way}, {what}" for what in ("tok/s", "95th percentile of ms/token") for way in WAYS), title=machine())
-    for situation in situations.split(","):
-        table.add_row(NAMES[situation], *(cell(rows[situation, way], key) for key in ("tps", "worst_ms") for way in WAYS))
-    Console(width=170).print(table)
-    if output:
-        result = {"machine": machine(), "rows": {f"{NAMES[situation]}, {way}": runs for (situation, way), runs in rows.items()}}
-        Path(output).write_text(json.dumps(result, indent=2) + "\n")
+                found = run(args.model, args.text, args.memory, args.limit, args.seconds, situation, way)
+                rows.setdefault((situation, way), []).append(found)
+    with ResultsFile(args.json) as results:
+        for name, key, title in (("speed", "tps", "Decode, tok/s"), ("latency", "p95_ms", "95th percentile of ms per token")):
+            table = results.table(name, f"{title}: medians of {args.rounds} rounds (lowest-highest)", ["", *WAYS])
+            for situation in situations:
+                table.row(NAMES[situation], *(cell(rows[situation, way], key) for way in WAYS))
 
 
 if __name__ == "__main__":
