@@ -26,7 +26,7 @@ LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an e
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
 
 
-def sequences(model: Llama, texts: Sequence[str | os.PathLike], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
+def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
     """Pieces of `length` tokens from all of each text, as many from each, about `n_tokens` in all.
 
     Raises:
@@ -73,9 +73,10 @@ def record(
     at, limit = 0, min(LIMIT, available() // 8)
 
     def keep(what: str, gate: int, rows: np.ndarray) -> None:
-        if kept[what] is None:
-            kept[what] = np.zeros((min(n, max(limit // (2 * g * rows.shape[1]), 1)), g, rows.shape[1]), np.float16)
-        place = kept[what][at : at + len(rows), gate]
+        array = kept[what]
+        if array is None:
+            array = kept[what] = np.zeros((min(n, max(limit // (2 * g * rows.shape[1]), 1)), g, rows.shape[1]), np.float16)
+        place = array[at : at + len(rows), gate]
         place[:] = np.clip(rows[: len(place)], -65504, 65504)
 
     def deliver(event: GateEvent) -> None:

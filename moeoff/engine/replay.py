@@ -19,7 +19,7 @@ class Replay:
         OptionError: no trace, or one of another model, or it needs low versions and there is no arena for them.
     """
 
-    def __init__(self, path: str | os.PathLike, buffer: ExpertBuffer, model: Model):
+    def __init__(self, path: str | os.PathLike[str], buffer: ExpertBuffer, model: Model):
         trace = Trace.read(path)
         if trace.model != model:
             raise OptionError(f"{path}: is a trace of another model ({trace.model.name})")

@@ -11,7 +11,7 @@ from .simulator import Result
 from .trace import Trace
 
 
-def plot(path: str | os.PathLike, trace: Trace, results: list[Result]) -> None:
+def plot(path: str | os.PathLike[str], trace: Trace, results: list[Result]) -> None:
     """Writes three panels, as PNG or in the format of the name's ending.
 
     Raises:
