@@ -1,7 +1,8 @@
 """Fate's cache: shallow layers first, and ARC inside each layer (§4.4)."""
 
 from collections import OrderedDict
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -9,6 +10,15 @@ from ..gate_event import GateEvent
 from .base import Policy, Sections, Shape
 
 _OVER = 1e6  # a layer within its quota outranks one beyond it by this much
+
+
+class _Lists(NamedTuple):
+    """Experts of one layer, the oldest first: used once and more often lately, and the ghosts of both."""
+
+    t1: OrderedDict[int, None]
+    t2: OrderedDict[int, None]
+    b1: OrderedDict[int, None]
+    b2: OrderedDict[int, None]
 
 
 class ARC(Policy):
@@ -31,7 +41,7 @@ class ARC(Policy):
     def start(self) -> None:
         n = self.shape.n_gates
         self.quotas = quotas(self.shape, min(self.options["shallow"], n))
-        self._lists = [tuple(OrderedDict() for _ in range(4)) for _ in range(n)]
+        self._lists = [_Lists(OrderedDict(), OrderedDict(), OrderedDict(), OrderedDict()) for _ in range(n)]
         self._target = [0.0] * n
         self.priorities[:] = -_OVER
 
@@ -50,7 +60,7 @@ class ARC(Policy):
         if order:
             row[order] = np.arange(len(order), dtype=np.float32) / n
 
-    def _use(self, gate: int, expert: int, size: int):
+    def _use(self, gate: int, expert: int, size: int) -> Iterator[int]:
         """One access in ARC's own terms (Megiddo and Modha 2003, figure 4); yields the experts that leave T1 and T2."""
         t1, t2, b1, b2 = self._lists[gate]
         if size == 0:
@@ -89,7 +99,7 @@ class ARC(Policy):
                 yield from self._replace(gate, False, size)
         t1[expert] = None
 
-    def _replace(self, gate: int, in_b2: bool, size: int):
+    def _replace(self, gate: int, in_b2: bool, size: int) -> Iterator[int]:
         t1, t2, b1, b2 = self._lists[gate]
         if len(t1) + len(t2) < size:
             return

@@ -41,7 +41,7 @@ class Shape:
     capacity: float
     model: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if min(self.n_gates, self.n_experts, self.n_used) < 1 or self.capacity < 0:
             raise OptionError(f"no buffer has this shape: {self}")
 

@@ -15,7 +15,7 @@ class Belady(Policy):
     name, summary, offline = "belady", "the optimum, which knows the future", True
 
     def prepare(self, events: Iterable[GateEvent]) -> None:
-        self._next = [[deque() for _ in range(self.shape.n_experts)] for _ in range(self.shape.n_gates)]
+        self._next: list[list[deque[int]]] = [[deque() for _ in range(self.shape.n_experts)] for _ in range(self.shape.n_gates)]
         n = 0
         for n, event in enumerate(events, 1):
             for expert in set(event.ids.ravel().tolist()):

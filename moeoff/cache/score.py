@@ -11,6 +11,7 @@ An event changes its own row. What the bottleneck knows since is added to as man
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -130,7 +131,7 @@ def mixing(n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return keep, (1 - keep) * np.repeat(np.eye(2, dtype=np.float32), (len(PROB_RATES), len(USE_RATES)), axis=0)
 
 
-def load_weights(shape: Shape, source: str | dict | None) -> dict[str, np.ndarray] | None:
+def load_weights(shape: Shape, source: str | Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
     """Weights for a model of this shape, ready for `Score`, or None if there are none."""
     if source == "generic":
         return None
@@ -140,7 +141,7 @@ def load_weights(shape: Shape, source: str | dict | None) -> dict[str, np.ndarra
         if not shape.model or not file.is_file():
             return None
         source = str(file)
-    arrays = {name: np.ascontiguousarray(source[name], np.float32) for name in NAMES} if isinstance(source, dict) else _read(str(source))
+    arrays = {name: np.ascontiguousarray(source[name], np.float32) for name in NAMES} if isinstance(source, Mapping) else _read(str(source))
     if arrays["bias"].shape[1:] != (shape.n_gates, shape.n_experts):
         if bundled:  # another model of that name
             return None

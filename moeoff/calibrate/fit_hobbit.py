@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
 
 from ..cache.hobbit import Hobbit
 from ..errors import OptionError
@@ -17,7 +20,7 @@ SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
 
 
-def fit(recording: Recording, options: FitOptions, progress: Progress | None = None) -> dict[str, float] | None:
+def fit(recording: Recording, options: FitOptions, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
     """The section "hobbit" of a profile; None if the recording has no probabilities."""
     if recording.probs is None:
         return None
@@ -26,7 +29,7 @@ def fit(recording: Recording, options: FitOptions, progress: Progress | None = N
     weights = fit_hobbit(recording.trace(MAX_EVENTS // recording.model.n_gates))
     if progress:
         progress(1, 1)
-    return weights
+    return {name: np.array(weight) for name, weight in weights.items()}
 
 
 def fit_hobbit(trace: Trace, shares: Sequence[float] = SHARES, max_events: int = MAX_EVENTS, progress: Callable[[int], None] | None = None) -> dict[str, float]:
@@ -54,7 +57,8 @@ def fit_hobbit(trace: Trace, shares: Sequence[float] = SHARES, max_events: int =
             product = 1.0
             for share in shares:
                 arena = max(int(trace.model.full_bytes * share), 2 * max(t.slot_bytes for t in trace.model.tensors))
-                product *= simulate(part, "hobbit", arena, **dict(zip(NAMES, key, strict=True))).miss_penalty + 1e-9
+                options: dict[str, Any] = dict(zip(NAMES, key, strict=True))
+                product *= simulate(part, "hobbit", arena, **options).miss_penalty + 1e-9
                 if progress:
                     progress(len(known) * len(shares))
             known[key] = product

@@ -37,7 +37,7 @@ def fit(recording: Recording, options: FitOptions, progress: Progress | None = N
     return fit_score(recording.trace(MAX_EVENTS // recording.model.n_gates), progress=progress)
 
 
-def running_mean(x: np.ndarray, rate: float, first) -> np.ndarray:
+def running_mean(x: np.ndarray, rate: float, first: np.ndarray | float) -> np.ndarray:
     """m[t] = m[t-1] + rate (x[t] - m[t-1]) along the first axis, from m[-1] = first."""
     out, mean = np.empty_like(x), np.array(np.broadcast_to(np.asarray(first, x.dtype), x.shape[1:]))
     for t in range(len(x)):
@@ -65,14 +65,14 @@ def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
     tokens = len(trace.events) // n
     if tokens < MIN_TOKENS:
         raise OptionError(f"the score is fitted on at least {MIN_TOKENS} tokens, the trace has {tokens}")
-    blocks = range(0, tokens, BLOCK)
+    blocks: Sequence[int] = range(0, tokens, BLOCK)
     most = max(MAX_VALUES // (n * e * BLOCK), 1)
     if len(blocks) > most:
         blocks = [blocks[i * len(blocks) // most] for i in range(most)]
     events = [x for b in blocks for x in trace.events[b * n : min(b + BLOCK, tokens) * n]]
     if any(len(x.ids) != 1 or x.probs is None or x.gate != i % n for i, x in enumerate(events)):
         raise OptionError("the score is fitted on traces decoded token by token, with router probabilities")
-    probs = np.stack([x.probs[0] for x in events]).reshape(-1, n, e).transpose(1, 0, 2)
+    probs = np.stack([x.probs[0] for x in events if x.probs is not None]).reshape(-1, n, e).transpose(1, 0, 2)
     uses = np.zeros(probs.shape, np.float32)
     np.put_along_axis(uses, np.stack([x.ids[0] for x in events]).reshape(probs.shape[1], n, -1).transpose(1, 0, 2).astype(np.int64), 1, axis=2)
     return np.ascontiguousarray(probs), uses
@@ -147,7 +147,7 @@ def _compress(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return features.reshape(t, -1), bases
 
 
-def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts, rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts: Sequence[float], rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Reduced-rank ridge regression: project [n_features, rank], back [H, n, E, rank], mean target [H, n, E]."""
     n, t, e = uses.shape
     held = np.arange(t) // BLOCK % 5 == 4 if t >= 5 * BLOCK else np.arange(t) % 5 == 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +26,7 @@ __all__ = ["Calibrated", "calibrate", "cap_hidden", "fit", "fits"]
 DEFAULT_TOKENS = 16384
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
 HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
-Section = Mapping[str, np.ndarray | float]
+Section = dict[str, np.ndarray]
 Fit = Callable[[Recording, FitOptions, Progress | None], Section | None]
 
 
@@ -100,7 +100,15 @@ def calibrate(
     return Calibrated(path, recording.n_tokens, time.monotonic() - started, tuple(sections), recall, shallow)
 
 
-def _run(model, layout: Layout, text, tokens: int, memory, threads, progress) -> Recording:
+def _run(
+    model: str | os.PathLike[str],
+    layout: Layout,
+    text: Sequence[str | os.PathLike[str]],
+    tokens: int,
+    memory: str | int | None,
+    threads: int | None,
+    progress: Callable[[str, int, int], None] | None,
+) -> Recording:
     embedding = layout.dense.get("token_embd.weight")
     n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
     batch = batch_size(n_vocab, n_embd)
@@ -118,7 +126,7 @@ def _run(model, layout: Layout, text, tokens: int, memory, threads, progress) ->
 
 def fit(recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None) -> dict[str, Section]:
     """Sections of a profile: what each of `fits` learns from the recording."""
-    sections = {}
+    sections: dict[str, Section] = {}
     for name, learn in fits().items():
         stage = progress and functools.partial(progress, f"fitting {name}")
         if (arrays := learn(recording, options, stage)) is not None:

@@ -73,9 +73,10 @@ def record(
     at, limit = 0, min(LIMIT, available() // 8)
 
     def keep(what: str, gate: int, rows: np.ndarray) -> None:
-        if kept[what] is None:
-            kept[what] = np.zeros((min(n, max(limit // (2 * g * rows.shape[1]), 1)), g, rows.shape[1]), np.float16)
-        place = kept[what][at : at + len(rows), gate]
+        array = kept[what]
+        if array is None:
+            array = kept[what] = np.zeros((min(n, max(limit // (2 * g * rows.shape[1]), 1)), g, rows.shape[1]), np.float16)
+        place = array[at : at + len(rows), gate]
         place[:] = np.clip(rows[: len(place)], -65504, 65504)
 
     def deliver(event: GateEvent) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -41,8 +42,8 @@ class Driver:
         self._lock = threading.Lock()
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
-        self._updates = policy is not None and not policy.static
-        self.needed = self._updates or any(part is not None for part in (trace, prefetcher, replay))
+        self._updated = None if policy is None or policy.static else policy  # the policy, if events change its table
+        self.needed = any(part is not None for part in (self._updated, trace, prefetcher, replay))
         if trace is not None:
             buffer.log_reads()
         if self.needed:
@@ -56,13 +57,13 @@ class Driver:
             self._replay.follow(event)
         if self.listener is not None:
             self.listener(event)
-        if self.trace is None and not self._updates:
+        if self.trace is None and self._updated is None:
             return
         event.probs = self._probs(event)
         if self.trace is not None:
             self.trace.write(event)
             self.trace.write_reads(self._buffer.take_reads())
-        if not self._updates:
+        if self._updated is None:
             return
         if self.as_traced:
             event = replace(event, weights=_halved(event.weights), probs=None if event.probs is None else _halved(event.probs))
@@ -70,7 +71,7 @@ class Driver:
             if self._hold:
                 self._held.append(event)
                 return
-            self.policy.update(event)
+            self._updated.update(event)
         self._buffer.publish()
 
     def _probs(self, event: GateEvent) -> np.ndarray | None:
@@ -83,12 +84,13 @@ class Driver:
         self._buffer.drain()
         with self._lock:
             held, self._held = self._held, []
-            for event in held:
-                self.policy.update(event)
+            if self._updated is not None:
+                for event in held:
+                    self._updated.update(event)
         if held:
             self._buffer.publish()
 
-    def begin(self, batch) -> None:
+    def begin(self, batch: Any) -> None:
         """Before a decode.
 
         Args:
@@ -118,7 +120,7 @@ class Driver:
                 self.policy.reset_sequence()
         self._buffer.publish()
 
-    def close(self, note: dict | None = None) -> None:
+    def close(self, note: dict[str, Any] | None = None) -> None:
         """Delivers what is left and closes the trace. Before the buffer closes."""
         if self.needed and self._buffer.running:
             self._buffer.drain()

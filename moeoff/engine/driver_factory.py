@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from typing import Any
 
 from .. import predict
 from ..budget.precision import LOSSLESS, Precision
@@ -40,7 +41,7 @@ def wants_gate_input(strategy: Strategy, trace: str | os.PathLike[str] | None) -
 
 
 def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike[str] | None = None, *, n_lanes: int = 4,
-                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, hold: bool = False, **options) -> Driver | None:  # fmt: skip
+                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, hold: bool = False, **options: Any) -> Driver | None:  # fmt: skip
     """The driver of a started buffer, or None if the strategy needs none.
 
     A policy that weighs uses by the precision they need gets its options from `precision`.
@@ -67,7 +68,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     if predictor_name is not None or wants_gate_input(strategy, trace):
         layers = {t.gate: t.layer for t in model.tensors}
         router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
-    if predictor_name is not None:
+    if predictor_name is not None and router is not None:
         predictor = _predictor(predictor_name, router, profile, layout, **strategy.options)
         fallback = _predictor(_WITHOUT_INPUT, router, profile, layout) if predictor.wants_gate_input else None
         prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, ab_tested=strategy.ab_tested, precision=precision)
@@ -78,14 +79,14 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
         policy = create(policy_name, model.shape(arena), buffer.priorities, profile=measured, **options)
     if trace is not None:
-        session = {"strategy": strategy.name, "arena_bytes": arena}
+        session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:
             session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
         writer = TraceWriter(trace, model, session)
     return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold)
 
 
-def _predictor(name: str, router: Router, profile: Profile | None, layout: Layout, **options) -> predict.Predictor:
+def _predictor(name: str, router: Router, profile: Profile | None, layout: Layout, **options: Any) -> predict.Predictor:
     kind = predict.get_predictor(name)
     arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
     if kind.needs_profile and arrays is None:

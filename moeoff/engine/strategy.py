@@ -8,7 +8,7 @@ it is one of those.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .. import predict
 from ..cache import Policy, get_policy, names
@@ -38,7 +38,7 @@ class Strategy:
     serial: bool = False
     policy: str | None = None
     predictor: str | None = None
-    options: dict = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
     ab_tested: bool = False
 

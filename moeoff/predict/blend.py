@@ -37,7 +37,9 @@ class Blend(Predictor):
     needs_profile = True
 
     def start(self) -> None:
-        self._parts, self._waiting, arrays = [], [], self.arrays
+        self._parts: list[Predictor] = []
+        self._waiting: list[dict[int, np.ndarray]] = []  # of each part: gate -> scores
+        arrays = self.arrays
         if arrays is None:
             return
         for source in SOURCES:

@@ -24,7 +24,7 @@ class _Ahead(Predictor):
         chosen = None if norm is not None or self.arrays is None else self.arrays.get("next_norm")
         self._steps: list[tuple[np.ndarray, np.ndarray | None, list[int]] | None] = []
         for gate in range(router.n_gates):
-            parts = []
+            parts: list[tuple[int, tuple[np.ndarray, np.ndarray | None]]] = []
             for target in range(gate + 1, min(gate + p, router.n_gates - 1) + 1):
                 use = bool(chosen[target]) if chosen is not None else norm is not False
                 found = router.ahead(gate, target, use)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -85,10 +86,10 @@ class Learned(Predictor):
             }  # fmt: skip
         jobs = [(g, s) for g in range(n) for s in strides if g + s < n and router.knows(g + s)]
         for done, (g, s) in enumerate(jobs):
-            x = recording.inputs[:, g].astype(np.float32)
-            if not x.any():
+            x, ahead = recording.inputs[:, g].astype(np.float32), router.ahead(g, g + s, True)
+            if not x.any() or ahead is None:
                 continue
-            fold, shift = _features(x[train], router, g, g + s)
+            fold, shift = _features(x[train], ahead[0])
             x = x @ fold.T - shift
             y = used[:, g + s]
             active = np.flatnonzero(y[train].any(axis=0))  # the classifier needs both classes of each output
@@ -96,7 +97,7 @@ class Learned(Predictor):
             if not len(active):
                 continue
             network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, int(train.sum())), learning_rate_init=RATE, random_state=options.seed)
-            best = (-1.0, None, None)
+            best: tuple[float, list[np.ndarray], list[np.ndarray]] = (-1.0, [], [])
             # products this small take longer on more threads, and many times longer where other processes want the cores
             with warnings.catch_warnings(), threadpool_limits(1):
                 warnings.simplefilter("ignore")
@@ -122,22 +123,22 @@ class Learned(Predictor):
         return arrays
 
 
-def _features(x: np.ndarray, router, source: int, target: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and the logits of the target's
-    router on it, each of mean 0 and deviation 1."""
+def _features(x: np.ndarray, ahead: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and the logits of the router
+    `ahead` [n_experts, n_embd] on it, each of mean 0 and deviation 1."""
     d = x.shape[1]
     if d > COMPONENTS:
         sample = x[:: max(len(x) // 2048, 1)]
         basis = np.linalg.svd(sample - sample.mean(axis=0), full_matrices=False)[2][:COMPONENTS]
     else:
         basis = np.eye(d, dtype=np.float32)
-    fold = np.concatenate([basis, router.ahead(source, target, True)[0]])
+    fold = np.concatenate([basis, ahead])
     seen = x @ fold.T
     scale = 1 / np.maximum(seen.std(axis=0), 1e-6)
     return (fold * scale[:, None]).astype(np.float32), (seen.mean(axis=0) * scale).astype(np.float32)
 
 
-def _begin_as_router(network, active: np.ndarray, n_experts: int, share: np.ndarray) -> None:
+def _begin_as_router(network: Any, active: np.ndarray, n_experts: int, share: np.ndarray) -> None:
     """Where there is room, the first 2 E units pass on the router ahead's logits: training begins at its accuracy.
 
     The last E features are its logits; relu(z) - relu(-z) = z.
@@ -156,8 +157,9 @@ def _begin_as_router(network, active: np.ndarray, n_experts: int, share: np.ndar
     network.intercepts_[1][:] = np.log(odds / (1 - odds)) - 1
 
 
-def _logits(coefs, intercepts, x: np.ndarray) -> np.ndarray:
-    return np.maximum(x @ coefs[0] + intercepts[0], 0) @ coefs[1] + intercepts[1]
+def _logits(coefs: list[np.ndarray], intercepts: list[np.ndarray], x: np.ndarray) -> np.ndarray:
+    out: np.ndarray = np.maximum(x @ coefs[0] + intercepts[0], 0) @ coefs[1] + intercepts[1]
+    return out
 
 
 def _recall(scores: np.ndarray, used: np.ndarray, k: int) -> float:

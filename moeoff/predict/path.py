@@ -28,12 +28,14 @@ class ActivationPath(Predictor):
 
     def start(self) -> None:
         n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays
-        self._one = self._skip = self._two = self._counts = None
+        self._skip: np.ndarray | None = None
+        self._two: np.ndarray | None = None
+        self._counts: np.ndarray | None = None
         if arrays is None:
             self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)  # [gate, expert before, expert]
             self._sums = np.full((n, e, 1), PRIOR_ONE, np.float32)
         else:
-            self._one = arrays["one"].astype(np.float32)
+            self._one: np.ndarray = arrays["one"].astype(np.float32)
             if self.layers == 2 and "two" in arrays:
                 self._two = arrays["two"]
             elif self.layers == 2:
@@ -42,7 +44,9 @@ class ActivationPath(Predictor):
         self.reset_sequence()
 
     def reset_sequence(self) -> None:
-        self._gate, self._last, self._before = -1, None, None
+        self._gate = -1
+        self._last: np.ndarray | None = None
+        self._before: np.ndarray | None = None
 
     def observe(self, event: GateEvent) -> list[Prediction]:
         ids, n_gates = event.ids, self.router.n_gates
@@ -61,16 +65,20 @@ class ActivationPath(Predictor):
         return [Prediction(target, self._scores(target, ids, before))]
 
     def _scores(self, gate: int, last: np.ndarray, before: np.ndarray | None) -> np.ndarray:
+        out: np.ndarray
         if self._counts is not None:
-            return (self._counts[gate][last] / self._sums[gate][last]).mean(axis=1)
+            out = (self._counts[gate][last] / self._sums[gate][last]).mean(axis=1)
+            return out
         if self._two is not None and before is not None:
             pairs = self._two[gate][last[:, :, None], before[:, None, :]]
-            return np.exp(pairs.mean(axis=(1, 2), dtype=np.float32))
+            out = np.exp(pairs.mean(axis=(1, 2), dtype=np.float32))
+            return out
         log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
         if self._skip is not None and before is not None:
             log += self._skip[gate][before].sum(axis=1)
         log -= log.max(axis=1, keepdims=True)
-        return np.exp(log, out=log)
+        out = np.exp(log, out=log)
+        return out
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:

@@ -45,11 +45,13 @@ class Recording:
         """[n_tokens, n_gates, n_experts] bool."""
         out = np.zeros((*self.ids.shape[:2], self.router.n_experts + 1), bool)
         np.put_along_axis(out, self.ids, True, axis=2)  # -1 goes into the column too many
-        return out[:, :, :-1]
+        used: np.ndarray = out[:, :, :-1]
+        return used
 
     def popularity(self) -> np.ndarray:
         """[n_gates, n_experts] int64: tokens that used each expert."""
-        return self.used().sum(axis=0)
+        counts: np.ndarray = self.used().sum(axis=0)
+        return counts
 
     def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[GateEvent]:
         """As decode gives them: of each token in turn, one of each gate."""

@@ -6,7 +6,7 @@ Read from the GGUF, dequantized. Knows every gating function that llama.cpp has;
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -107,12 +107,17 @@ class Router:
             bias = [get(f"blk.{i}.ffn_gate_inp.bias") for i in layers]
             selection = [_first(get, f"blk.{i}.exp_probs_b.bias", f"blk.{i}.exp_probs_b") for i in layers]
             tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight") for i in layers]
-            norms = []
+            norms: list[tuple[np.ndarray, np.ndarray | None] | None] = []
             for i in layers:
                 name = next((f"blk.{i}.{n}" for n in _NORMS if f"blk.{i}.{n}.weight" in layout.dense), None)
-                norms.append((get(f"{name}.weight"), get(f"{name}.bias")) if name else None)
+                weight = get(f"{name}.weight") if name else None
+                norms.append(None if weight is None else (weight, get(f"{name}.bias")))
         used = layout.hparams.get("expert_used_count", 0)
-        number = layout.hparams.get
+
+        def number(key: str) -> int:
+            value = layout.hparams.get(key, 0)
+            return value if isinstance(value, int) else 0
+
         return cls(
             weights,
             [used[i] if isinstance(used, tuple) and i < len(used) else layout.n_expert_used for i in layers],
@@ -121,8 +126,8 @@ class Router:
             selection,
             norms,
             tables,
-            number("expert_group_count", 0),
-            number("expert_group_used_count", 0),
+            number("expert_group_count"),
+            number("expert_group_used_count"),
             n_experts or layout.n_expert,
             layout.architecture == "llama4",
         )
@@ -137,18 +142,28 @@ class Router:
         return self.weights[gate] is not None and self.tables[gate] is None
 
     def logits(self, gate: int, x: np.ndarray) -> np.ndarray:
-        """[n_tokens, n_experts] float32, of gate inputs [n_tokens, n_embd]."""
-        out = matmul(x, self.weights[gate])
+        """[n_tokens, n_experts] float32, of gate inputs [n_tokens, n_embd].
+
+        Raises:
+            ModelError: the model has no such tensor for this gate.
+        """
+        weight = self.weights[gate]
+        if weight is None:
+            raise ModelError(f"gate {gate} of the model has no router weights")
+        out = matmul(x, weight)
         if self.bias[gate] is not None:
             out += self.bias[gate]
         return out
 
     def gated(self, logits: np.ndarray) -> np.ndarray:
         """Probabilities of logits. Where llama.cpp takes the softmax of the chosen alone, that of all: the order is the same."""
+        out: np.ndarray
         if self.gating == SIGMOID:
-            return 1 / (1 + np.exp(-logits))
+            out = 1 / (1 + np.exp(-logits))
+            return out
         if self.gating == SQRT_SOFTPLUS:
-            return np.sqrt(np.logaddexp(0, logits))
+            out = np.sqrt(np.logaddexp(0, logits))
+            return out
         out = logits - logits.max(axis=-1, keepdims=True)
         np.exp(out, out=out)
         out /= out.sum(axis=-1, keepdims=True)
@@ -172,7 +187,8 @@ class Router:
         out = np.ones((n, self.n_groups), bool)
         np.put_along_axis(out, taken, False, axis=1)
         span = np.ptp(scores, axis=1, keepdims=True) + 1
-        return scores - np.repeat(out, e // self.n_groups, axis=1) * span
+        lowered: np.ndarray = scores - np.repeat(out, e // self.n_groups, axis=1) * span
+        return lowered
 
     def select(self, gate: int, probs: np.ndarray) -> np.ndarray:
         """[n_tokens, n_used] experts that the gate chooses, best first."""
@@ -190,24 +206,25 @@ class Router:
         norm: as if the residual stream were the same at both and only the norms' weights differed. A gate's input is
         r * w + b of a normed residual r, so the target's would be (x - b) / w * w' + b': folded into the router.
         """
-        if not self.knows(target):
-            return None
         weight, bias = self.weights[target], self.bias[target]
-        if not norm or self.norms[source] is None or self.norms[target] is None:
+        if weight is None or self.tables[target] is not None:
+            return None
+        here, there = self.norms[source], self.norms[target]
+        if not norm or here is None or there is None:
             return weight, bias
-        (w, b), (w2, b2) = self.norms[source], self.norms[target]
+        (w, b), (w2, b2) = here, there
         if w.shape != w2.shape or w.shape[0] != weight.shape[1]:
             return weight, bias
         with np.errstate(divide="ignore", invalid="ignore"):
             ratio = np.where(w == 0, 1, w2 / w)
         folded = weight * np.clip(ratio, -_RATIO_LIMIT, _RATIO_LIMIT)
         if b is not None or b2 is not None:
-            moved = (weight @ b2 if b2 is not None else 0) - (folded @ b if b is not None else 0)
+            moved = np.asarray((weight @ b2 if b2 is not None else 0) - (folded @ b if b is not None else 0))
             bias = moved if bias is None else bias + moved
         return np.ascontiguousarray(folded, np.float32), bias
 
 
-def _first(get, *names: str) -> np.ndarray | None:
+def _first(get: Callable[[str], np.ndarray | None], *names: str) -> np.ndarray | None:
     return next((found for name in names if (found := get(name)) is not None), None)
 
 
@@ -221,7 +238,7 @@ class _Tensors:
         self._files = [os.open(path, os.O_RDONLY) for path in self._layout.files]
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         for file in self._files:
             os.close(file)
 

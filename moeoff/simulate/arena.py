@@ -104,7 +104,7 @@ class SimulatedArena:
         rank = np.take(table, self.tensor_gate, axis=0).ravel()
         mask = self.resident.copy()
         mask[want] = False
-        candidates = np.flatnonzero(mask)
+        candidates: np.ndarray = np.flatnonzero(mask)
         if candidates.size <= n and self.one_class:
             return candidates
         rank = rank[candidates]
@@ -114,7 +114,8 @@ class SimulatedArena:
             candidates, rank = candidates[keep], rank[keep]
             if candidates.size == n and self.one_class:
                 return candidates
-        return candidates[np.lexsort((candidates, self.last_use[candidates], rank))[:n]]
+        candidates = candidates[np.lexsort((candidates, self.last_use[candidates], rank))[:n]]
+        return candidates
 
     def _squeeze(self, late: np.ndarray, want: np.ndarray) -> None:
         """The choice of one gate does not fit: each late slice takes the place of one that is computed already, or needed last."""

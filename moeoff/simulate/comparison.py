@@ -44,7 +44,7 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     return results
 
 
-def recorded_reads(trace: Trace) -> dict | None:
+def recorded_reads(trace: Trace) -> dict[str, float] | None:
     """Numbers of reads in the runs that the trace was recorded in; None for traces of version 1."""
     done = trace.reads[trace.reads["result"] == 0]
     if not len(done):

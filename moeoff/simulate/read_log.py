@@ -27,7 +27,7 @@ def pack(reads: np.ndarray) -> tuple[int, bytes]:
 def unpack(flags: int, payload: memoryview, n: int) -> np.ndarray:
     """[n] of `READ`."""
     stored, out = np.frombuffer(payload, _STORED, n), np.zeros(n, READ)
-    for name in _STORED.names:
+    for name in _STORED.names or ():
         out[name] = stored[name]
     if flags & WITH_VERSIONS:
         out["version"] = np.frombuffer(payload, "u1", n, stored.nbytes)

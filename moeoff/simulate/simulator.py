@@ -11,11 +11,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
+from typing import Any
 
 import numpy as np
 
 from ..cache import Policy, create
 from ..cache.importance import miss_cost
+from ..gate_event import GateEvent
 from .arena import SimulatedArena
 from .trace import Trace
 
@@ -48,7 +50,7 @@ class Result:
         uses = self.gate_hits.sum() + self.gate_misses.sum()
         return float(self.gate_hits.sum() / uses) if uses else 0.0
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
         n = max(self.n_tokens, 1)
         per_layer = self.gate_hits / np.maximum(self.gate_hits + self.gate_misses, 1)
         return {
@@ -64,7 +66,7 @@ class Result:
 
 
 def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", events: bool = False,
-             progress: Callable[[int], None] | None = None, **options) -> Result:  # fmt: skip
+             progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
@@ -104,7 +106,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
             misses[event.gate] += missing.size
             bytes_read += int(replay.nbytes[missing].sum())
             penalty += costs[n][missing % replay.width].sum() / len(replay.firsts[event.gate])
-        if events:
+        if event_hits is not None:
             event_hits[n] = n_hit
         policy.update(event)
         if lag != "event" and event.gate == last:
@@ -114,7 +116,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     return Result(policy.name, arena_bytes, trace.n_tokens, hits, misses, replay.evictions, bytes_read, float(penalty), replay.resident, event_hits)
 
 
-def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progress) -> Result:
+def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progress: Callable[[int], None] | None) -> Result:
     """All priorities equal, all slots of one size: what was used last is in.
 
     The slices that one event used are equally recent and go by their index: tensor after tensor, expert after expert. So all
@@ -181,7 +183,7 @@ def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progr
                     del half[index]
             evictions += gone
             n_resident -= gone
-        if events:
+        if event_hits is not None:
             event_hits[n] = n_hit
         if progress and n % 4096 == 0:
             progress(n)
@@ -195,7 +197,7 @@ class _Zero(Policy):
 
     name = "lru"
 
-    def update(self, event) -> None:
+    def update(self, event: GateEvent) -> None:
         pass
 
 
@@ -207,7 +209,7 @@ def _first_seen(ids: np.ndarray) -> np.ndarray:
 
 def _costs(trace: Trace) -> np.ndarray:
     """[n_events, n_experts] float32: what a miss of each expert costs, the dearest token's if several chose it."""
-    cached = getattr(trace, "_miss_costs", None)
+    cached = trace.miss_costs
     if cached is None:
         cached = np.zeros((len(trace.events), trace.model.n_experts), np.float32)
         single = [n for n, e in enumerate(trace.events) if e.ids.shape == (1, trace.model.n_used)]
@@ -218,5 +220,5 @@ def _costs(trace: Trace) -> np.ndarray:
         for n in rest:
             event = trace.events[n]
             np.maximum.at(cached[n], event.ids.ravel(), miss_cost(event.weights).ravel())
-        trace._miss_costs = cached
+        trace.miss_costs = cached
     return cached

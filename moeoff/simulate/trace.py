@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -78,13 +79,13 @@ class Model:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Model:
+    def from_json(cls, text: str | bytes) -> Model:
         fields = json.loads(text)
         return cls(fields["name"], fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"]))
 
     @classmethod
-    def of(cls, buffer, name: str, n_used: int) -> Model:
-        """Of an attached `ExpertBuffer`."""
+    def of(cls, buffer: Any, name: str, n_used: int) -> Model:
+        """Of an attached `moeoff.engine.expert_buffer.ExpertBuffer`."""
         return cls(name, n_used, tuple(TensorInfo(t.gate, t.layer, t.matrix, t.ne[2], t.nbytes) for t in buffer.tensors))
 
 
@@ -98,7 +99,7 @@ class TraceWriter:
         OptionError: the file is something else, or a trace of another model.
     """
 
-    def __init__(self, path: str | os.PathLike[str], model: Model, session: dict | None = None):
+    def __init__(self, path: str | os.PathLike[str], model: Model, session: dict[str, Any] | None = None):
         self._n_experts = model.n_experts
         self._new_sequence = True
         self._last_read = 0
@@ -107,7 +108,7 @@ class TraceWriter:
             old, end = _scan(path)
             if old != model:
                 raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
-            self._file = open(path, "r+b")
+            self._file: BinaryIO = open(path, "r+b")
             self._file.truncate(end)  # of a run that was killed
             self._file.seek(8)
             self._file.write(struct.pack("<I", VERSION))
@@ -147,11 +148,11 @@ class TraceWriter:
         flags, payload = pack(reads)
         self._write(READS, flags, 0, 0, len(reads), 0, lost, int(reads["t_done"][-1]), payload)
 
-    def note(self, fields: dict) -> None:
+    def note(self, fields: dict[str, Any]) -> None:
         """Writes a JSON object between the events, as the counters at the end of a run."""
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(fields).encode())
 
-    def _write(self, kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, payload: bytes) -> None:
+    def _write(self, kind: int, flags: int, gate: int, n_used: int, n_tokens: int, n_hit: int, n_miss: int, t_ns: int, payload: bytes) -> None:
         self._file.write(RECORD.pack(kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, len(payload), zlib.crc32(payload)) + payload)
 
     def flush(self) -> None:
@@ -163,7 +164,7 @@ class TraceWriter:
     def __enter__(self) -> TraceWriter:
         return self
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         self.close()
 
 
@@ -184,9 +185,10 @@ class Trace:
     model: Model
     events: list[GateEvent]
     starts: np.ndarray
-    notes: list[dict] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
     reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
     reads_lost: int = 0
+    miss_costs: np.ndarray | None = field(default=None, init=False, repr=False)  # the simulator's, kept from one replay to the next
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Trace:
@@ -261,19 +263,19 @@ class Trace:
         return out
 
 
-def _header(data, path) -> tuple[Model, int]:
+def _header(data: bytes, path: str | os.PathLike[str]) -> tuple[Model, int]:
     if data[:8] != MAGIC or len(data) < 16:
         raise OptionError(f"{path}: is not a trace of moeoff")
     version, length = struct.unpack_from("<II", data, 8)
     if version not in VERSIONS:
         raise OptionError(f"{path}: is a trace of version {version}, this moeoff reads up to version {VERSION}")
     try:
-        return Model.from_json(bytes(data[16 : 16 + length])), 16 + length
+        return Model.from_json(data[16 : 16 + length]), 16 + length
     except (ValueError, KeyError, TypeError):
         raise OptionError(f"{path}: the trace's header is damaged") from None
 
 
-def _records(data, position: int) -> Iterator[tuple[tuple, memoryview, int]]:
+def _records(data: bytes, position: int) -> Iterator[tuple[tuple[int, ...], memoryview, int]]:
     """Fields, payload and end of each whole record."""
     view = memoryview(data)
     while position + RECORD.size <= len(data):
@@ -285,7 +287,7 @@ def _records(data, position: int) -> Iterator[tuple[tuple, memoryview, int]]:
         yield tuple(fields), payload, position
 
 
-def _scan(path) -> tuple[Model, int]:
+def _scan(path: str | os.PathLike[str]) -> tuple[Model, int]:
     """Header, and where the last whole record ends."""
     with open(path, "rb") as file:
         data = file.read()
