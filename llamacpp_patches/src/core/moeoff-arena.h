@@ -26,7 +26,6 @@ class arena {
     uint64_t committed_bytes() const { return committed; }
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
-    uint64_t slot_size(int cls) const { return classes[cls].stride; }
 
     // a slot of the class within the limit, taking free slots of other classes if need be; -1: something must be evicted
     int32_t take(int cls);

@@ -23,25 +23,36 @@ struct record {
 static size_t align_up(size_t n) { return (n + 63) & ~(size_t) 63; }
 
 void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t ring_bytes) {
-    stop();
-    callback = cb;
-    user     = cb_user;
-    ring.assign(align_up(ring_bytes), 0);
-    head = tail = used = 0;
-    stopping = false;
-    thread = std::thread([this] { run(); });
+    std::lock_guard<std::mutex> control_lock(control);
+    stop_thread();
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        callback = cb;
+        user     = cb_user;
+        ring.assign(align_up(ring_bytes), 0);
+        head = tail = used = 0;
+        thread   = std::thread([this] { run(); }); // it begins by waiting for the mutex
+        stopping = false;
+    }
+    active.store(true, std::memory_order_release);
 }
 
 void event_driver::stop() {
-    if (!thread.joinable()) {
-        return;
-    }
+    std::lock_guard<std::mutex> control_lock(control);
+    stop_thread();
+}
+
+void event_driver::stop_thread() {
+    active.store(false, std::memory_order_release);
     {
         std::lock_guard<std::mutex> lock(mutex);
         stopping = true;
     }
     cv_work.notify_all();
-    thread.join();
+    if (thread.joinable()) {
+        thread.join();
+    }
+    std::lock_guard<std::mutex> lock(mutex);
     std::vector<uint8_t>().swap(ring);
 }
 
@@ -51,7 +62,7 @@ void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weigh
     const size_t nbytes  = align_up(sizeof(record) + n_pairs * (sizeof(int32_t) + sizeof(float)) + n_input * sizeof(float) + (event.versions ? n_pairs : 0));
 
     std::lock_guard<std::mutex> lock(mutex);
-    if (stopping || ring.empty()) {
+    if (stopping) {
         return;
     }
     // a record never wraps: what does not fit before the end starts over at 0
@@ -97,6 +108,8 @@ void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weigh
 
 void event_driver::run() {
     std::unique_lock<std::mutex> lock(mutex);
+    const moeoff_gate_callback deliver = callback;
+    void * const               to      = user;
     while (true) {
         cv_work.wait(lock, [&] { return stopping || used > 0; });
         if (stopping) {
@@ -117,7 +130,7 @@ void event_driver::run() {
         lock.unlock(); // the record stays put: its bytes are not free until tail moves on
 
         const int64_t t0 = thread_cpu_ns();
-        callback(&r.event, user);
+        deliver(&r.event, to);
         const int64_t t1 = thread_cpu_ns();
 
         lock.lock();
@@ -131,12 +144,12 @@ void event_driver::run() {
     }
     cv_idle.notify_all();
     lock.unlock();
-    callback(nullptr, user);
+    deliver(nullptr, to);
 }
 
 void event_driver::drain() {
     std::unique_lock<std::mutex> lock(mutex);
-    cv_idle.wait(lock, [&] { return stopping || ring.empty() || (used == 0 && !busy); });
+    cv_idle.wait(lock, [&] { return stopping || (used == 0 && !busy); });
 }
 
 void event_driver::add_stats(moeoff_stats & stats) const {

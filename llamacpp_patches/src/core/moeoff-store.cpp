@@ -62,7 +62,7 @@ int store::add_file(const std::string & path, std::string & error) {
 }
 
 bool store::set_sources(int32_t i, version v, const moeoff_source * src, int32_t n, std::string & error) {
-    if (started()) {
+    if (phase != SETUP) {
         error = "sources cannot change after the start";
         return false;
     }
@@ -79,7 +79,8 @@ bool store::set_sources(int32_t i, version v, const moeoff_source * src, int32_t
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " has no file or no bytes";
             return false;
         }
-        if (src[e].offset + src[e].nbytes > sources.size(src[e].file)) {
+        const uint64_t size = sources.size(src[e].file);
+        if (src[e].nbytes > size || src[e].offset > size - src[e].nbytes) {
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " lies beyond the end of its file";
             return false;
         }
@@ -122,23 +123,28 @@ uint64_t store::arena_floor(version v) const {
 }
 
 bool store::start(std::string & error) {
-    if (started()) {
-        error = "already started";
+    if (phase != SETUP) {
+        error = "a buffer starts only once";
         return false;
     }
     if (!check_limit(params.arena_bytes, low_bytes, error)) {
         return false;
     }
+    for (const auto & t : tensors) {
+        for (const version v : { HIGH, LOW }) {
+            if (pending_sources[v][&t - tensors.data()].empty() && (v == HIGH || arena_full(LOW) > 0)) {
+                error = std::string(t->info.name) + ": no " + (v == LOW ? "low " : "") + "sources";
+                return false;
+            }
+        }
+    }
+    phase = STOPPED; // what fails from here on, for want of memory or threads, fails for good
     const size_t n = tensors.empty() ? 0 : tensors.back()->first + (size_t) tensors.back()->info.ne[2];
     all.n_high = (uint32_t) n;
     all.slices = std::vector<slice>(arena_full(LOW) > 0 ? 2 * n : n);
     for (const auto & t : tensors) {
         for (const version v : { HIGH, LOW }) {
             const auto & list = pending_sources[v][&t - tensors.data()];
-            if (list.empty() && (v == HIGH || all.has_low())) {
-                error = std::string(t->info.name) + ": no " + (v == LOW ? "low " : "") + "sources";
-                return false;
-            }
             for (int32_t e = 0; e < (all.has_low() || v == HIGH ? (int32_t) list.size() : 0); e++) {
                 slice & s = slice_at(*t, e, v);
                 s.source  = list[e];
@@ -165,9 +171,15 @@ bool store::start(std::string & error) {
     stall_ns  = std::vector<std::atomic<uint64_t>>(gates.size());
     is_chosen.assign(all.n_experts, 0);
     version_of.assign(all.n_experts, HIGH);
-    stopping  = false;
-    for (int i = 0; i < params.n_lanes; i++) {
-        lanes.emplace_back([this] { lane(); });
+    reading.assign(params.n_lanes, 0);
+    phase = RUNNING;
+    try {
+        for (int i = 0; i < params.n_lanes; i++) {
+            lanes.emplace_back([this, i] { lane((size_t) i); });
+        }
+    } catch (...) { // no threads
+        stop();
+        throw;
     }
     return true;
 }
@@ -176,13 +188,12 @@ void store::stop() {
     driver.stop();
     {
         guard lock(mutex);
-        stopping = true;
+        phase = STOPPED;
         for (auto & q : queue) {
             while (!q.empty()) {
                 slice & s = all.slices[q.front()];
                 q.pop_front();
-                pool_of(s).give_slot(s);
-                settle(s, s.users > 0 ? FAILED : ABSENT);
+                give_up(s);
             }
         }
     }
@@ -254,6 +265,24 @@ bool store::take_slot(slice & s, request level) {
     return true;
 }
 
+// the store has stopped, and this slice will not be read
+void store::give_up(slice & s) {
+    pool_of(s).give_slot(s);
+    forget(s);
+    s.want_seq = 0;
+    settle(s, s.users > 0 ? FAILED : ABSENT);
+    if (s.users > 0) {
+        fail("the expert buffer was stopped while a graph needed experts that are not in memory");
+    }
+}
+
+void store::fail(const std::string & message) {
+    if (error_message.empty()) {
+        error_message = message;
+    }
+    failed.store(true, std::memory_order_release);
+}
+
 void store::fit_limit() {
     for (const version v : { HIGH, LOW }) {
         pool & p = pools[v];
@@ -282,6 +311,10 @@ void store::ask(slice & s, request level, bool * may_evict) {
     }
     const uint8_t state = s.state.load(std::memory_order_relaxed);
     if (state == READY || state == FAILED) {
+        return;
+    }
+    if (state == ABSENT && phase == STOPPED) {
+        give_up(s);
         return;
     }
     if (state == QUEUED) {
@@ -546,11 +579,16 @@ void store::finish(const tensor & t, int32_t expert, uint8_t v) {
     wake_lanes();
 }
 
+bool store::fits(const tensor & t, int32_t n) const {
+    guard lock(mutex);
+    return (uint64_t) n * arena::slot_bytes(t.max_nbytes) <= (low_bytes > 0 ? std::min(params.arena_bytes, low_bytes) : params.arena_bytes);
+}
+
 void store::wait(uint64_t seen, const tensor & t, int32_t n_threads) {
     const int64_t t0 = now_ns();
     {
         guard lock(mutex);
-        cv_settled.wait(lock, [&] { return stopping || settled_count.load(std::memory_order_relaxed) != seen; });
+        cv_settled.wait(lock, [&] { return settled_count.load(std::memory_order_relaxed) != seen; });
     }
     const uint64_t ns = (uint64_t) (now_ns() - t0) / (uint64_t) n_threads;
     stall_ns[t.info.gate].fetch_add(ns, std::memory_order_relaxed);
@@ -582,24 +620,20 @@ void store::settle(slice & s, slice_state state) {
     settled_count.fetch_add(1, std::memory_order_release);
 }
 
-void store::lane() {
+void store::lane(size_t index) {
     guard lock(mutex);
-    while (true) {
-        slice * s = nullptr;
-        cv_work.wait(lock, [&] { return stopping || (s = next_job()) != nullptr; });
-        if (stopping) {
-            if (s) {
-                pool_of(*s).give_slot(*s);
-                settle(*s, s->users > 0 ? FAILED : ABSENT);
-            }
-            return;
+    while (phase == RUNNING) {
+        slice * s = next_job(); // which may evict
+        if (!s) {
+            cv_work.wait(lock);
+            continue;
         }
         s->state.store(LOADING, std::memory_order_relaxed);
         s->cancel.store(false, std::memory_order_relaxed);
         uint8_t *     dst = pool_of(*s).slots.data(s->cls, s->slot);
         const int64_t t0  = now_ns();
         stats.queue_wait_ns += (uint64_t) (t0 - s->t_queued);
-        n_reading++;
+        reading[index] = ++n_reads_begun;
         lock.unlock();
 
         bool        direct = false;
@@ -608,7 +642,7 @@ void store::lane() {
         const int64_t t1 = now_ns();
 
         lock.lock();
-        n_reading--;
+        reading[index] = 0;
         stats.lane_busy_ns += (uint64_t) (t1 - t0);
         stats.reads++;
         stats.direct_reads += direct;
@@ -643,6 +677,8 @@ void store::read_done(slice & s, int err, const std::string & error) {
             }
             p.reconsider(s);
         }
+    } else if (err == ECANCELED && phase == STOPPED) {
+        give_up(s);
     } else if (err == ECANCELED && (s.users > 0 || s.level > PREFETCH || !s.cancel.load(std::memory_order_relaxed))) {
         s.state.store(QUEUED, std::memory_order_relaxed); // chosen after all: from the start again
         queue[s.level].push_front(all.index_of(s));
@@ -654,10 +690,7 @@ void store::read_done(slice & s, int err, const std::string & error) {
             stats.prefetch_dropped++;
         } else {
             stats.read_errors++;
-            if (error_message.empty()) {
-                error_message = error;
-            }
-            failed.store(true, std::memory_order_release);
+            fail(error);
         }
         settle(s, s.users > 0 ? FAILED : ABSENT);
     }
@@ -675,10 +708,10 @@ void store::publish() {
 }
 
 int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit) {
-    if (gi < 0 || gi >= (int32_t) gates.size() || !started()) {
+    guard lock(mutex);
+    if (gi < 0 || gi >= (int32_t) gates.size() || phase != RUNNING) {
         return -1;
     }
-    guard lock(mutex);
     if (v != HIGH && (v != LOW || !all.has_low() || low_bytes == 0)) {
         return -1;
     }
@@ -774,7 +807,7 @@ bool store::set_limit(uint64_t high, uint64_t low, std::string & error) {
     low_bytes          = low;
     pools[HIGH].slots.set_limit(high);
     pools[LOW].slots.set_limit(low);
-    if (started()) {
+    if (phase != SETUP) {
         fit_limit();
         wake_lanes(); // a larger arena may serve what could get no slot
     }
@@ -871,8 +904,9 @@ bool store::take_error(std::string & message) {
             }
         }
     }
-    // bounded: another context may keep the lanes busy for ever
-    cv_settled.wait_for(lock, std::chrono::seconds(1), [&] { return n_reading == 0; });
+    // nor may what it still reads. Of other contexts' reads only those that have begun count: they may read for ever
+    const uint64_t last = n_reads_begun;
+    cv_settled.wait(lock, [&] { return std::none_of(reading.begin(), reading.end(), [&](uint64_t n) { return 0 < n && n <= last; }); });
     failed.store(false, std::memory_order_release);
     message.swap(error_message);
     error_message.clear();

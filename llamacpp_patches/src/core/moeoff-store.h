@@ -77,8 +77,8 @@ class store {
     uint64_t arena_floor(version v) const;
     uint64_t arena_full(version v) const;
     bool     start(std::string & error);
-    void     stop(); // joins lanes and driver; waiting compute threads are let go with FAILED slices
-    bool     started() const { return !lanes.empty(); }
+    void     stop(); // joins lanes and driver, for good; ops that need what is not resident are let go with FAILED slices
+    bool     started() const { return phase.load(std::memory_order_acquire) == RUNNING; }
 
     // --- hot path ---
     // ids[t * ids_stride / 4 + k]: the experts of token t. Queues what is absent, promotes or drops prefetches
@@ -95,11 +95,9 @@ class store {
     }
     const slice & at(const tensor & t, int32_t expert, uint8_t v) const { return v == SKIP ? skipped : all.slices[index_at(t, expert, v)]; }
     // whether the slices of n experts of t can be in use at once
-    bool fits(const tensor & t, int32_t n) const {
-        return (uint64_t) n * arena::slot_bytes(t.max_nbytes) <= (low_bytes > 0 ? std::min(params.arena_bytes, low_bytes) : params.arena_bytes);
-    }
+    bool fits(const tensor & t, int32_t n) const;
     uint64_t generation() const { return settled_count.load(std::memory_order_acquire); }
-    // sleeps until some slice has settled after generation seen
+    // sleeps until some slice has settled after generation seen; every slice with users does, after the stop too
     void wait(uint64_t seen, const tensor & t, int32_t n_threads);
 
     // --- policy and watching ---
@@ -134,6 +132,7 @@ class store {
 
   private:
     using guard = std::unique_lock<std::mutex>;
+    enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
     uint32_t index_at(const tensor & t, int32_t expert, uint8_t v) const { return t.first + (uint32_t) expert + (v == LOW ? all.n_high : 0); }
     slice &  slice_at(const tensor & t, int32_t expert, uint8_t v) { return all.slices[index_at(t, expert, v)]; }
@@ -154,10 +153,12 @@ class store {
     int32_t  pass_over(gate & g);
     void     drop_preloads();
     slice *  next_job();
-    void     lane();
+    void     lane(size_t index);
     void     read_done(slice & s, int err, const std::string & error);
     void     log_read(const slice & s, int64_t t_start, int64_t t_done, int err);
     void     settle(slice & s, slice_state state);
+    void     fail(const std::string & message);
+    void     give_up(slice & s);
     void     wake_lanes();
 
     static constexpr size_t   n_read_log    = 65536; // finished reads that may wait to be taken
@@ -177,8 +178,9 @@ class store {
     std::deque<uint32_t>      queue[N_REQUEST];
     bool                      preloading = false; // some of the prefetches are preloads
     std::vector<std::thread>  lanes;
-    bool                      stopping = false;
-    int                       n_reading = 0;
+    std::atomic<uint8_t>      phase {SETUP};
+    uint64_t                  n_reads_begun = 0;
+    std::vector<uint64_t>     reading;    // per lane: the number of the read that it makes, 0: none
     uint64_t                  clock    = 0; // counts gate events and op starts
     moeoff_stats              stats    = {};
     std::atomic<uint64_t>     total_stall_ns {0};
@@ -191,3 +193,7 @@ class store {
 };
 
 } // namespace moeoff
+
+struct moeoff_expert_buffer {
+    std::shared_ptr<moeoff::store> store; // shared with the model's ggml buffer: either may be freed first
+};

@@ -6,12 +6,6 @@
 
 #include "moeoff-store.h"
 
-#include <memory>
-
-struct moeoff_expert_buffer {
-    std::shared_ptr<moeoff::store> store; // shared with the model's ggml buffer: either may be freed first
-};
-
 ggml_backend_buffer_type_t ggml_backend_cpu_moeoff_buffer_type(void);
 
 struct ggml_compute_params;

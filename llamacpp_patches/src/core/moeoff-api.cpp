@@ -1,17 +1,36 @@
-// moeoff.h over the store: no logic of its own, no exception leaves it.
+// moeoff.h over the store: no logic of its own. No exception leaves it: what takes memory runs inside guarded(), the rest
+// throws nothing.
 
-#include "moeoff-buffer-type.h"
+#include "moeoff-store.h"
 #include "moeoff-hash.h"
 
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <new>
 
 static thread_local std::string last_error;
 
 static int fail(const std::string & message) {
     last_error = message;
     return -1;
+}
+
+// what f returns; if it throws, on_error, and moeoff_last_error() says why
+template <typename F, typename R>
+static R guarded(R on_error, F f) noexcept {
+    try {
+        return f();
+    } catch (const std::bad_alloc &) {
+        last_error = "out of memory"; // short enough to be stored in the string itself
+    } catch (const std::exception & e) {
+        try {
+            last_error = e.what();
+        } catch (...) {
+            last_error = "out of memory";
+        }
+    }
+    return on_error;
 }
 
 static bool is_version(int32_t v) { return v == moeoff::HIGH || v == moeoff::LOW; }
@@ -21,7 +40,8 @@ static bool is_version(int32_t v) { return v == moeoff::HIGH || v == moeoff::LOW
 int32_t moeoff_abi_version(void) { return MOEOFF_ABI_VERSION; }
 
 const char * moeoff_abi_layout(void) {
-    static const std::string text =
+    return guarded((const char *) nullptr, [] {
+        static const std::string text =
         "moeoff_rule:" + std::to_string(sizeof(moeoff_rule)) +
             FIELD(moeoff_rule, t1) + FIELD(moeoff_rule, t2) + FIELD(moeoff_rule, prefill_low_share) + FIELD(moeoff_rule, flags) +
         ";moeoff_params:" + std::to_string(sizeof(moeoff_params)) +
@@ -50,7 +70,8 @@ const char * moeoff_abi_layout(void) {
             FIELD(moeoff_read, seq) + FIELD(moeoff_read, t_queued) + FIELD(moeoff_read, t_start) + FIELD(moeoff_read, t_done) +
             FIELD(moeoff_read, nbytes) + FIELD(moeoff_read, tensor) + FIELD(moeoff_read, expert) + FIELD(moeoff_read, version) +
             FIELD(moeoff_read, level) + FIELD(moeoff_read, result);
-    return text.c_str();
+        return text.c_str();
+    });
 }
 
 uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed) { return moeoff::hash64((const uint8_t *) data, nbytes, seed); }
@@ -58,11 +79,13 @@ uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed) { retu
 const char * moeoff_last_error(void) { return last_error.c_str(); }
 
 moeoff_expert_buffer * moeoff_expert_buffer_init(moeoff_params params) {
-    if (params.n_lanes < 1 || params.n_lanes > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
-        fail("n_lanes must be 1 to 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
-        return nullptr;
-    }
-    return new moeoff_expert_buffer { std::make_shared<moeoff::store>(params) };
+    return guarded((moeoff_expert_buffer *) nullptr, [&]() -> moeoff_expert_buffer * {
+        if (params.n_lanes < 1 || params.n_lanes > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
+            fail("n_lanes must be 1 to 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
+            return nullptr;
+        }
+        return new moeoff_expert_buffer { std::make_shared<moeoff::store>(params) };
+    });
 }
 
 void moeoff_expert_buffer_free(moeoff_expert_buffer * eb) {
@@ -75,45 +98,47 @@ void moeoff_expert_buffer_free(moeoff_expert_buffer * eb) {
 int32_t moeoff_n_tensors(const moeoff_expert_buffer * eb) { return (int32_t) eb->store->tensors.size(); }
 
 int moeoff_tensor(const moeoff_expert_buffer * eb, int32_t i, moeoff_tensor_info * info) {
-    if (i < 0 || i >= moeoff_n_tensors(eb)) {
-        return fail("no tensor " + std::to_string(i));
-    }
-    *info = eb->store->tensors[i]->info;
-    return 0;
+    return guarded(-1, [&] {
+        if (i < 0 || i >= moeoff_n_tensors(eb)) {
+            return fail("no tensor " + std::to_string(i));
+        }
+        *info = eb->store->tensors[i]->info;
+        return 0;
+    });
 }
 
 int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path) {
-    return eb->store->add_file(path, last_error);
+    return guarded(-1, [&] { return eb->store->add_file(path, last_error); });
 }
 
 int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
-    return eb->store->set_sources(i, moeoff::HIGH, sources, n_expert, last_error) ? 0 : -1;
+    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::HIGH, sources, n_expert, last_error) ? 0 : -1; });
 }
 
 int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
-    return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error) ? 0 : -1;
+    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error) ? 0 : -1; });
 }
 
 uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version) { return is_version(version) ? eb->store->arena_floor((moeoff::version) version) : 0; }
 uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version) { return is_version(version) ? eb->store->arena_full((moeoff::version) version) : 0; }
 
 int moeoff_start(moeoff_expert_buffer * eb) {
-    try {
-        return eb->store->start(last_error) ? 0 : -1;
-    } catch (const std::exception & e) { // no memory, no threads
-        return fail(e.what());
-    }
+    return guarded(-1, [&] { return eb->store->start(last_error) ? 0 : -1; });
 }
 
-int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low) { return eb->store->set_limit(high, low, last_error) ? 0 : -1; }
+int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low) {
+    return guarded(-1, [&] { return eb->store->set_limit(high, low, last_error) ? 0 : -1; });
+}
 
 int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags) {
-    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT;
-    if ((flags & fixed) != (eb->store->flags.load() & fixed)) {
-        return fail("DIRECT_IO and GATE_INPUT are fixed at init");
-    }
-    eb->store->flags = flags;
-    return 0;
+    return guarded(-1, [&] {
+        const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT;
+        if ((flags & fixed) != (eb->store->flags.load() & fixed)) {
+            return fail("DIRECT_IO and GATE_INPUT are fixed at init");
+        }
+        eb->store->flags = flags;
+        return 0;
+    });
 }
 
 void moeoff_clear(moeoff_expert_buffer * eb) { eb->store->clear(); }
@@ -137,29 +162,31 @@ int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * 
 int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }
 
 int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out) {
-    if (!is_version(version)) {
-        return fail("no version " + std::to_string(version));
-    }
-    eb->store->residency((moeoff::version) version, out);
-    return 0;
+    return guarded(-1, [&] {
+        if (!is_version(version)) {
+            return fail("no version " + std::to_string(version));
+        }
+        eb->store->residency((moeoff::version) version, out);
+        return 0;
+    });
 }
 
-int moeoff_set_rule(moeoff_expert_buffer * eb, moeoff_rule rule) { return eb->store->set_rule(rule, last_error) ? 0 : -1; }
+int moeoff_set_rule(moeoff_expert_buffer * eb, moeoff_rule rule) {
+    return guarded(-1, [&] { return eb->store->set_rule(rule, last_error) ? 0 : -1; });
+}
 
 int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n) {
-    return eb->store->force(versions, n, last_error);
+    return guarded((int64_t) -1, [&] { return eb->store->force(versions, n, last_error); });
 }
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes) {
-    eb->store->driver.stop();
-    if (callback) {
-        try {
+    return guarded(-1, [&] {
+        eb->store->driver.stop();
+        if (callback) {
             eb->store->driver.start(callback, user, ring_bytes);
-        } catch (const std::exception & e) {
-            return fail(e.what());
         }
-    }
-    return 0;
+        return 0;
+    });
 }
 
 void moeoff_drain(moeoff_expert_buffer * eb) { eb->store->driver.drain(); }
@@ -170,13 +197,15 @@ void moeoff_get_stats(const moeoff_expert_buffer * eb, moeoff_stats * stats) { e
 void moeoff_reset_stats(moeoff_expert_buffer * eb) { eb->store->reset_stats(); }
 
 int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates) {
-    if (n_gates != (int32_t) eb->store->stall_ns.size()) {
-        return fail("the buffer has " + std::to_string(eb->store->stall_ns.size()) + " gates");
-    }
-    for (int32_t i = 0; i < n_gates; i++) {
-        stall_ns[i] = eb->store->stall_ns[i].load(std::memory_order_relaxed);
-    }
-    return 0;
+    return guarded(-1, [&] {
+        if (n_gates != (int32_t) eb->store->stall_ns.size()) {
+            return fail("the buffer has " + std::to_string(eb->store->stall_ns.size()) + " gates");
+        }
+        for (int32_t i = 0; i < n_gates; i++) {
+            stall_ns[i] = eb->store->stall_ns[i].load(std::memory_order_relaxed);
+        }
+        return 0;
+    });
 }
 
 int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size) {
