@@ -9,11 +9,12 @@ FORK    = $(PYTHON) scripts/build/fork.py
 # `make run PROMPT="..." ARGS="--memory 200M"`
 PROMPT ?=
 ARGS   ?=
+CLANGXX ?= clang++
 # `make test TESTS=tests/test_fork.py`
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test nightly lint types results archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test nightly lint lint-native types results archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +55,14 @@ nightly: env patches-check lint ## every test, and both sanitizers: hours; the c
 lint: env ## style, as pyproject.toml has it
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
+	@$(MAKE) --no-print-directory lint-native
+
+lint-native: ## clang's thread safety analysis of the native store
+	@if command -v $(CLANGXX) > /dev/null; then \
+		$(CLANGXX) -std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror llamacpp_patches/src/core/*.cpp && echo "the native store keeps to its locks"; \
+	else \
+		echo "$(CLANGXX) is not installed: which lock guards what in the native store is not checked" >&2; \
+	fi
 
 types: env ## mypy on moeoff/, as pyproject.toml has it
 	$(VENV)/bin/mypy

@@ -1,19 +1,27 @@
-"""The native parts one by one: runs each TEST of tests/native/test_*.cpp under the address sanitizer."""
+"""The native parts one by one: each TEST of tests/native/test_*.cpp under the address sanitizer, the thread safety analysis, and
+what is made from moeoff.h."""
 
 import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from helpers.files import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "build"))
+import make_abi
+
 CORE = ROOT / "llamacpp_patches" / "src" / "core"
 FILES = sorted((ROOT / "tests" / "native").glob("test_*.cpp"))
 NAMES = [name for file in FILES for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)]
 FLAGS = "-std=c++17 -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
+ANALYSIS = "-std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror".split()
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+with_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+with_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ on this machine")
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +31,85 @@ def program(tmp_path_factory) -> Path:
     return out
 
 
+@with_gcc
 @pytest.mark.parametrize("name", NAMES)
 def test_native(name: str, program: Path) -> None:
     done = subprocess.run([program, name], cwd=program.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@with_clang
+@pytest.mark.parametrize(
+    "body, complaint",
+    [
+        ("store_lock lock(m); s.pins++;", None),
+        ("s.pins++;", "requires holding mutex 'store_mutex'"),
+        ("table.wake_workers();", "requires holding mutex 'store_mutex'"),
+        ("store_lock lock(m); table.start(0, 0);", "while mutex 'store_mutex' is held"),
+    ],
+)
+def test_the_thread_safety_analysis_bites(body: str, complaint: str | None, tmp_path: Path) -> None:
+    """The annotations are empty for other compilers: here they are not."""
+    source = tmp_path / "bites.cpp"
+    source.write_text(
+        f'#include "moeoff-slice-table.h"\nusing namespace moeoff;\nvoid f(slice_table & table, slice & s, monitor & m) {{ (void) table; (void) s; (void) m; {body} }}\n'
+    )
+    done = subprocess.run(["clang++", *ANALYSIS, f"-I{CORE}", source], capture_output=True, text=True)
+    assert (done.returncode == 0) == (complaint is None) and (complaint or "") in done.stderr, done.stderr
+
+
+def test_what_is_made_from_the_header_is_current() -> None:
+    for path, text in make_abi.generated().items():
+        assert path.read_text() == text, f"{path} is not what moeoff.h says: run scripts/build/make_abi.py"
+
+
+HEADER = """
+#define MOEOFF_ABI_VERSION 3
+enum moeoff_flag {
+    MOEOFF_FLAG_A = 1, // the first
+};
+struct moeoff_some_thing {
+    char            name[96];
+    const uint8_t * bytes;   // [n]
+    int32_t         n;
+};
+typedef void (*moeoff_some_callback)(const struct moeoff_some_thing * thing, void * user);
+MOEOFF_API int  moeoff_do(moeoff_expert_buffer * eb, const struct moeoff_some_thing * things, struct moeoff_some_thing one, const char * path);
+MOEOFF_API void moeoff_call(moeoff_expert_buffer * eb, moeoff_some_callback callback);
+"""
+
+
+def test_the_mirror_says_what_the_header_says() -> None:
+    text = make_abi.mirror(make_abi.Header(HEADER))
+    for line in (
+        "ABI_VERSION = 3",
+        "FLAG_A = 1",
+        "class SomeThing(Structure):",
+        '        ("name", c_char * 96),',
+        '        ("bytes", POINTER(c_uint8)),',
+        "SomeCallback = CFUNCTYPE(None, c_void_p, c_void_p)",
+        'do = function("moeoff_do", c_int, c_void_p, POINTER(SomeThing), SomeThing, c_char_p)',
+        'call = function("moeoff_call", None, c_void_p, SomeCallback)',
+    ):
+        assert line in text.split("\n") or any(each.startswith(line) for each in text.split("\n")), line
+    assert make_abi.field_table(make_abi.Header(HEADER)).split("\n")[2:5] == [
+        "STRUCT(moeoff_some_thing)",
+        "FIELD(moeoff_some_thing, name)",
+        "FIELD(moeoff_some_thing, bytes)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("MOEOFF_FLAG_A = 1,", "MOEOFF_FLAG_A,"),
+        ("int32_t         n;", "long            n;"),
+        ("int32_t         n;", "int32_t         n, m;"),
+        ("struct moeoff_some_thing {", "typedef struct {"),
+        ("const char * path);", "\n        const char * path);"),
+    ],
+)
+def test_a_header_of_another_form_is_refused(old: str, new: str) -> None:
+    assert old in HEADER
+    with pytest.raises(make_abi.Unreadable):
+        make_abi.mirror(make_abi.Header(HEADER.replace(old, new)))

@@ -169,7 +169,7 @@ def test_more_precision_is_closer(model):
     with moeoff.Llama(model, expert_memory="1M", precision=LOSSY, deterministic=True, **OPTIONS) as llm:
         distance = []
         for t1, t2 in ((1, 1), (0.8, 1), (0, 1), (0, 0)):
-            llm.expert_buffer.set_rule(t1, t2, blind=True)
+            llm.expert_buffer.set_thresholds(t1, t2, blind=True)
             llm.reset()
             for token in PROMPT:
                 llm.eval([token])

@@ -22,6 +22,7 @@ FLOORS = [
     {"cache"},
     {"gguf"},
     {"native", "threads"},
+    {"_abi"},
     {"binding", "memory", "console", "paths"},
     {"registry", "gate_event"},
     {"errors"},

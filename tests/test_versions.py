@@ -172,7 +172,7 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
                 for i in range(400 if n_tokens == 1 else 60):
                     t1, t2 = sorted(rng.choice([0, 0.2, 0.5, 0.8, 1], 2))
                     share = rng.choice([0, 0.25, 0.4, 1])
-                    block.buffer.set_rule(t1, t2, share, blind=blind)
+                    block.buffer.set_thresholds(t1, t2, share, blind=blind)
                     graph.choose(rng)
                     before = block.buffer.stats()
                     expected = decide(graph, t1, t2, share, blind)
@@ -301,15 +301,15 @@ def test_native_refusals(tmp_path):
         buffer = block.buffer
         for rule in [(0.5, 0.4), (-0.1, 1), (0, 1.1), (0, 1, 1.5), (math.nan, 1)]:
             with pytest.raises(OptionError, match="0 <= t1 <= t2 <= 1"):
-                buffer.set_rule(*rule)
+                buffer.set_thresholds(*rule)
         assert buffer.low_arena_floor == 2 * block.slots[LOW] and buffer.low_arena_full == len(MATRICES) * N_EXPERT * block.slots[LOW]
-        buffer.set_rule(0, 1)
+        buffer.set_thresholds(0, 1)
         for low in (0, 2 * block.slots[LOW] - 1):
             with pytest.raises(MoeoffError, match="for low versions is below the floor"):
                 buffer.set_arena_bytes(4 * block.slots[HIGH], low)
-        buffer.set_rule(0, 0)  # skips, and needs no low versions
+        buffer.set_thresholds(0, 0)  # skips, and needs no low versions
         buffer.set_arena_bytes(4 * block.slots[HIGH], 0)
-        with pytest.raises(OptionError, match="needs low versions"):
-            buffer.set_rule(0, 1)
+        with pytest.raises(OptionError, match="need low versions"):
+            buffer.set_thresholds(0, 1)
         with pytest.raises(OptionError, match="no such versions"):
             buffer.prefetch(0, [0], low=True)

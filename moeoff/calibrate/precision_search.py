@@ -1,6 +1,6 @@
 """`moeoff calibrate --max-loss`: tries precisions on a model and writes down what each costs.
 
-Measured is the worst case: the rule applied to every expert as if none were resident (`ExpertBuffer.set_rule(blind=True)`).
+Measured is the worst case: the rule applied to every expert as if none were resident (`ExpertBuffer.set_thresholds(blind=True)`).
 A resident expert is served in its own precision, so that any budget gives up less than what was measured.
 
 First every tier of the companion in the place of all experts, which where it loses little enough reads the least, because more of it
@@ -136,14 +136,14 @@ class PrecisionEvaluator:
         self._counts = np.zeros(3, np.int64)  # of decode, by version
 
     def reference(self, mode: str) -> Reference:
-        self._llm.expert_buffer.set_rule(blind=True)
+        self._llm.expert_buffer.set_thresholds(blind=True)
         return Reference.record(self._llm, self.windows, mode, lambda done: self._tell(f"lossless, {mode}", done, self._n))
 
     def measure(self, reference: Reference, t1: float, t2: float, share: float, *, decode: bool) -> Candidate:
         """One precision, in decode behind a prompt with that share, or in batches; the reference is of the same mode."""
         llm = self._llm
         name = f"T1 {t1:g}, T2 {t2:g}, p {share:g}" if decode else f"p {share:g}"
-        llm.expert_buffer.set_rule(t1, t2, share, blind=True)
+        llm.expert_buffer.set_thresholds(t1, t2, share, blind=True)
         llm.expert_buffer.drain()
         self._counts[:] = 0
         before = llm.stats()

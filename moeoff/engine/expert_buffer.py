@@ -54,7 +54,7 @@ def _copy_event(address: int) -> GateEvent:
 class ExpertBuffer:
     """Slices of routed experts in an arena of at most `arena_bytes`, read by `n_lanes` I/O threads.
 
-    A slice may have a low version beside the high one, with an arena of its own; `set_rule` says when it is used.
+    A slice may have a low version beside the high one, with an arena of its own; `set_thresholds` says when it is used.
 
     Args:
         n_lanes: I/O threads, 1 to 64.
@@ -78,7 +78,7 @@ class ExpertBuffer:
             | (native.FLAG_GATE_INPUT if gate_input else 0)
         )
         self._flags = flags
-        params = native.Params(flags=flags, n_lanes=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
+        params = native.Params(flags=flags, n_io_workers=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
         self._handle = native.expert_buffer_init(params)
         if not self._handle:
             raise OptionError(native.last_error().decode())
@@ -236,7 +236,7 @@ class ExpertBuffer:
         return self._queue(native.prefetch, gate, experts, matrices, low, limit)
 
     def preload(self, gate: int, experts: Sequence[int], matrices: int = native.ALL_MATRICES, *, low: bool = False) -> int:
-        """Like `prefetch`, but whatever gates say, until one speaks: a warm start, in the time in which nothing computes. Not counted as prefetched."""
+        """Like `prefetch`, but whatever the gates choose, until the next gate event: a warm start, in the time in which nothing computes. Not counted as prefetched."""
         return self._queue(native.preload, gate, experts, matrices, low)
 
     def _queue(self, function, gate: int, experts: Sequence[int], matrices: int, low: bool, *limit: int) -> int:
@@ -258,18 +258,18 @@ class ExpertBuffer:
 
     # --- precision ---
 
-    def set_rule(self, t1: float = 1.0, t2: float = 1.0, prefill_low_share: float = 0.0, *, blind: bool = False) -> None:
+    def set_thresholds(self, t1: float = 1.0, t2: float = 1.0, prefill_low_share: float = 0.0, *, blind: bool = False) -> None:
         """Which version serves an expert that is chosen and not resident: `moeoff.budget.precision.Precision` says what they mean.
 
         Raises:
             OptionError: out of range, or it needs low versions and there is no arena for them.
         """
-        rule = native.Rule(t1, t2, prefill_low_share, native.RULE_BLIND if blind else 0)
-        if native.set_rule(self.handle, rule) != 0:
+        thresholds = native.Thresholds(t1, t2, prefill_low_share, native.THRESHOLDS_BLIND if blind else 0)
+        if native.set_thresholds(self.handle, thresholds) != 0:
             raise OptionError(native.last_error().decode("utf-8", "replace"))
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
-        """Appends decisions that the next gate events take instead of the rule's; returns how many are left.
+        """Appends decisions that the next gate events take instead of the thresholds'; returns how many are left.
 
         Args:
             versions: uint8, the `GateEvent.versions` of those events one after the other.

@@ -158,7 +158,7 @@ class Llama(PatchedLlama):
         self._sizer = ArenaSizer(buffer, self._budget, self._config.expert_memory, self._needs(), precision.low_share)
         buffer.start(*self._sizer.arenas)
         if not precision.lossless:
-            buffer.set_rule(precision.t1, precision.t2, precision.prefill_low_share, blind=self._config.deterministic)
+            buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=self._config.deterministic)
 
     def _needs(self) -> Needs:
         weights, state, compute, work = self.context_memory()
@@ -240,7 +240,8 @@ class Llama(PatchedLlama):
     def context_memory(self) -> tuple[int, int, int, int]:
         """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
         out = (ctypes.c_uint64 * 4)()
-        native.context_memory(self.context_handle, out)
+        if native.context_memory(self.context_handle, out) != 0:
+            raise MoeoffError("no memory for the graph of the largest batch")
         weights, state, compute, work = out
         return weights, state, compute, work
 

@@ -48,7 +48,7 @@ class Prefetcher:
         self._misses = self._most / 2  # slices that a gate finds absent
         self._t_slice = 0.0  # ns, all I/O workers busy
         self._credit = 0.0  # slices
-        self._seen = (0, 0)  # lane_busy_ns, reads
+        self._seen = (0, 0)  # io_worker_busy_ns, reads
 
     @property
     def on(self) -> bool:
@@ -88,10 +88,10 @@ class Prefetcher:
                 self.ab_test.token(now - self._token_t)
             self._token_t = now
             stats = self._buffer.stats()
-            busy, reads = stats.lane_busy_ns - self._seen[0], stats.reads - self._seen[1]
+            busy, reads = stats.io_worker_busy_ns - self._seen[0], stats.reads - self._seen[1]
             if reads > 0:
                 self._t_slice = busy / reads / self._n_lanes
-            self._seen = (stats.lane_busy_ns, stats.reads)
+            self._seen = (stats.io_worker_busy_ns, stats.reads)
         # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the workers idle, and adds up
         if self._t_slice:
             self._credit = min(self._credit + max(self._gap / self._t_slice - self._misses, 0.0), self._most)

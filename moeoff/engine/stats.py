@@ -113,7 +113,7 @@ class Stats:
             prefetch_useful=s.prefetch_useful,
             bytes_read=s.bytes_read,
             stall_seconds=s.stall_ns / 1e9,
-            lane_busy_seconds=s.lane_busy_ns / 1e9,
+            lane_busy_seconds=s.io_worker_busy_ns / 1e9,
             driver_seconds=s.driver_ns / 1e9,
             direct_io=not buffer.buffered and s.direct_reads == s.reads,
             expert_uses=s.expert_uses,

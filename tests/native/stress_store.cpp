@@ -1,7 +1,8 @@
-// Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, lanes whose
+// Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, I/O workers whose
 // reads fail or dawdle, two threads that stop and start the driver, all at once, over arenas from two slots to everything. In most
-// rounds every slice has two versions and the rule changes all the time: each op must get the versions that its own gate event
-// decided. Some rounds stop the store while the contexts go on computing. Every byte that a computing thread sees is checked.
+// rounds every slice has two versions and the thresholds change all the time: each op must get the versions that its own gate event
+// decided. Some rounds stop the store while the contexts go on computing. Every byte that a computing thread sees is checked,
+// and the invariants of the table of slices all the time.
 // Built with ThreadSanitizer or AddressSanitizer by scripts/build/native_stress.sh.
 //
 // usage: stress_store SECONDS [SEED]
@@ -61,10 +62,10 @@ struct context {
     // one thread's part of an op, as the MUL_MAT_ID kernel does it
     void compute() {
         std::vector<char> mine(experts.size(), 0);
-        if (s.flags & MOEOFF_FLAG_SERIAL && s.fits(*op, (int32_t) experts.size())) {
+        if (s.get_flags() & MOEOFF_FLAG_SERIAL && s.fits(*op, (int32_t) experts.size())) {
             for (size_t i = 0; i < experts.size(); i++) {
                 const slice & sl = s.at(*op, experts[i], versions[i]);
-                for (uint64_t seen = s.generation(); !store::settled(sl); seen = s.generation()) {
+                for (uint64_t seen = s.generation(); !sl.settled(); seen = s.generation()) {
                     s.wait(seen, *op, n_threads);
                 }
             }
@@ -75,7 +76,7 @@ struct context {
             const size_t   before = left;
             for (size_t i = 0; i < experts.size(); i++) {
                 const slice & sl = s.at(*op, experts[i], versions[i]);
-                if (mine[i] || !store::settled(sl)) {
+                if (mine[i] || !sl.settled()) {
                     continue;
                 }
                 REQUIRE(versions[i] == SKIP ? sl.source.type < 0 : sl.version == versions[i] && sl.expert == experts[i]);
@@ -92,7 +93,7 @@ struct context {
                 mine[i] = 1;
                 left--;
                 if (done[i].fetch_add(1) + 1 == n_threads) {
-                    s.finish(*op, experts[i], versions[i]);
+                    s.unpin(*op, experts[i], versions[i]);
                 }
             }
             if (left == before) {
@@ -132,7 +133,7 @@ struct context {
                         experts.push_back(id);
                     }
                 }
-                gate & g = *s.gates[layer];
+                gate & g = s.experts().gate_at(layer);
                 const bool has_gate = rng() % 50 != 0; // some graphs have no gate node
                 const bool decides = has_gate && s.started();
                 if (decides) {
@@ -145,13 +146,13 @@ struct context {
                     }
                 }
                 if (rng() % 100 == 0) {
-                    continue; // an aborted graph: its slices were asked for and are never used
+                    continue; // an aborted graph: its slices were requested and are never used
                 }
                 for (const int32_t t : g.tensors) {
                     if (t < 0) {
                         continue;
                     }
-                    op = s.tensors[t].get();
+                    op = &s.experts().tensor_at(t);
                     for (size_t i = 0; i < experts.size(); i++) {
                         done[i] = 0;
                     }
@@ -161,7 +162,7 @@ struct context {
                         REQUIRE(!decides || said[e] == decided[e]);
                         versions.push_back(said[e]);
                     }
-                    s.begin(*op, experts.data(), versions.data(), (int32_t) experts.size());
+                    s.pin(*op, experts.data(), versions.data(), (int32_t) experts.size());
                     meet.wait();
                     compute();
                     meet.wait();
@@ -192,11 +193,11 @@ static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned s
     std::mt19937 rng(seed);
     while (!stop) {
         if (rng() % 3) {
-            s.driver.start(on_gate, nullptr, 1 << (10 + rng() % 5));
+            s.set_gate_callback(on_gate, nullptr, 1 << (10 + rng() % 5));
         } else {
-            s.driver.stop();
+            s.set_gate_callback(nullptr, nullptr, 0);
         }
-        s.driver.drain();
+        s.drain();
         std::this_thread::sleep_for(std::chrono::microseconds(rng() % 2000));
     }
 }
@@ -206,7 +207,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     moeoff_params params = {};
     params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0) |
                          (rng() % 2 ? MOEOFF_FLAG_SERIAL : 0);
-    params.n_lanes     = 1 + (int32_t) (rng() % 4);
+    params.n_io_workers     = 1 + (int32_t) (rng() % 4);
     params.read_chunk  = page_size;
     const bool two_versions = rng() % 4 != 0;
     store s(params);
@@ -223,7 +224,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                 sources.push_back({ 0, e == 7 && layer == 2 ? -1 : 1, offset, nbytes, 0 });
                 offset += nbytes + 32;
             }
-            const int32_t index = (int32_t) (s.tensors.size() - 1);
+            const int32_t index = s.experts().n_tensors() - 1;
             REQUIRE(s.set_sources(index, HIGH, sources.data(), n_expert, error));
             for (auto & source : sources) {
                 source.offset = offset;
@@ -233,18 +234,18 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
             REQUIRE(!two_versions || s.set_sources(index, LOW, sources.data(), n_expert, error));
         }
     }
-    const uint64_t floor = s.arena_floor(HIGH), low_floor = s.arena_floor(LOW);
-    const uint64_t full  = s.arena_full(HIGH),  low_full  = s.arena_full(LOW);
+    const uint64_t floor = s.experts().arena_floor(HIGH), low_floor = s.experts().arena_floor(LOW);
+    const uint64_t full  = s.experts().arena_full(HIGH),  low_full  = s.experts().arena_full(LOW);
     REQUIRE(two_versions == (low_full > 0));
-    REQUIRE(s.set_limit(floor, low_floor, error));
-    REQUIRE(!s.set_limit(floor - 1, low_floor, error));
-    REQUIRE(!s.set_limit(floor, two_versions ? low_floor - 1 : 1, error));
+    REQUIRE(s.set_limits(floor, low_floor, error));
+    REQUIRE(!s.set_limits(floor - 1, low_floor, error));
+    REQUIRE(!s.set_limits(floor, two_versions ? low_floor - 1 : 1, error));
 
     std::atomic<bool> stop {false};
     std::atomic<unsigned> n_reads {seed};
     uint64_t low_reads = 0; // in the log
-    const auto plain = s.reader;
-    s.reader = [&](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
+    const slice_reader plain = s.reader();
+    s.set_reader([&](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
         const unsigned n = n_reads++;
         if (n % 101 == 0) {
             err = "injected";
@@ -254,9 +255,9 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
             std::this_thread::sleep_for(std::chrono::microseconds(500));
         }
         return plain(src, dst, cancel, direct, err);
-    };
+    });
     REQUIRE(s.start(error));
-    s.driver.start(on_gate, nullptr, 1 << 14);
+    s.set_gate_callback(on_gate, nullptr, 1 << 14);
 
     std::vector<std::unique_ptr<context>> contexts;
     std::vector<std::thread> threads;
@@ -273,7 +274,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                 case 0: s.prefetch_cancel(r() % 2 ? -1 : gate); break;
                 case 1: {
                     const float p = (float) (r() % 5);
-                    __atomic_store(&s.all.priorities[(size_t) gate * n_expert + experts[0]], &p, __ATOMIC_RELAXED);
+                    __atomic_store(&s.priorities()[(size_t) gate * n_expert + experts[0]], &p, __ATOMIC_RELAXED);
                     s.publish();
                     break;
                 }
@@ -281,7 +282,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                     std::string e;
                     const float t[] = { 0.0f, 0.3f, 0.4f, 0.9f, 1.0f };
                     const size_t i = r() % 5, j = i + r() % (5 - i);
-                    const bool done = s.set_rule({ t[i], t[j], (float) (r() % 3) / 2, (uint32_t) (r() % 2 * MOEOFF_RULE_BLIND) }, e);
+                    const bool done = s.set_thresholds({ t[i], t[j], (float) (r() % 3) / 2, (uint32_t) (r() % 2 * MOEOFF_THRESHOLDS_BLIND) }, e);
                     REQUIRE(done || !two_versions);
                     break;
                 }
@@ -293,26 +294,28 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                 }
                 default: s.prefetch(gate, experts, 2, r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0, (int32_t) (r() % 8) - 1); break;
             }
+            s.check_invariants();
             std::this_thread::sleep_for(std::chrono::microseconds(r() % 200));
         }
     });
     threads.emplace_back([&] { // the memory of the machine
         std::mt19937 r(seed + 200);
-        std::vector<uint8_t> resident(s.gates.size() * s.all.n_experts);
+        std::vector<uint8_t> resident((size_t) s.experts().n_gates() * s.experts().n_experts());
         std::vector<moeoff_read> reads(256);
         while (!stop) {
             std::string e;
-            REQUIRE(s.set_limit(floor + r() % (full - floor), low_floor + (two_versions ? r() % (low_full - low_floor) : 0), e));
+            REQUIRE(s.set_limits(floor + r() % (full - floor), low_floor + (two_versions ? r() % (low_full - low_floor) : 0), e));
             s.residency(r() % 2 ? HIGH : LOW, resident.data());
             if (r() % 10 == 0) {
                 s.clear();
             }
+            s.check_invariants();
             moeoff_stats stats;
             s.get_stats(stats);
             s.take_error(e);
             for (int32_t i = s.take_reads(reads.data(), (int32_t) reads.size()); i-- > 0;) {
                 const moeoff_read & read = reads[i];
-                REQUIRE(read.nbytes == s.at(*s.tensors[read.tensor], read.expert, (uint8_t) read.version).source.nbytes);
+                REQUIRE(read.nbytes == s.at(s.experts().tensor_at(read.tensor), read.expert, (uint8_t) read.version).source.nbytes);
                 low_reads += read.version == LOW;
             }
             std::this_thread::sleep_for(std::chrono::milliseconds(r() % 5));
@@ -323,8 +326,9 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     }
     std::this_thread::sleep_for(std::chrono::duration<double>(seconds));
     const bool stops_early = rng() % 2;
-    if (stops_early) { // what the contexts still ask for fails, and none of them hangs
+    if (stops_early) { // what the contexts still request fails, and none of them hangs
         s.stop();
+        s.check_invariants();
         std::this_thread::sleep_for(std::chrono::milliseconds(20));
     }
     stop = true;
@@ -332,8 +336,8 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
         t.join();
     }
     s.prefetch_cancel(-1);
-    s.driver.drain();
-    REQUIRE(s.set_limit(floor, low_floor, error));
+    s.drain();
+    REQUIRE(s.set_limits(floor, low_floor, error));
     for (int i = 0; i < 200; i++) { // what is in flight lands
         moeoff_stats stats;
         s.get_stats(stats);
@@ -356,8 +360,8 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     const bool eager = params.flags & MOEOFF_FLAG_EAGER;
     REQUIRE((low > 0) == (two_versions && eager) && (skipped > 0) == eager);
     REQUIRE((low_reads > 0) >= (low > 0) && (stats.low_bytes_read > 0) >= (low > 0) && stats.low_bytes_read <= stats.bytes_read);
-    printf("flags %u, %d lanes: %llu slices computed, %llu low, %llu skipped, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
-           "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_lanes,
+    printf("flags %u, %d workers: %llu slices computed, %llu low, %llu skipped, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
+           "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_io_workers,
            (unsigned long long) computed, (unsigned long long) low, (unsigned long long) skipped, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,
            (unsigned long long) stats.evictions, (unsigned long long) stats.prefetch_issued, (unsigned long long) stats.prefetch_useful,
            (unsigned long long) stats.prefetch_dropped, (unsigned long long) stats.read_errors, (unsigned long long) stats.events_dropped);

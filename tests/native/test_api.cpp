@@ -25,6 +25,7 @@ void * operator new(size_t n) {
     throw std::bad_alloc();
 }
 
+void * operator new(size_t n, const std::nothrow_t &) noexcept { return malloc(n); }
 void operator delete(void * p) noexcept { free(p); }
 void operator delete(void * p, size_t) noexcept { free(p); }
 
@@ -115,4 +116,40 @@ TEST(start_without_memory_fails_for_good) {
 TEST(a_file_without_a_name_is_refused) {
     buffer b;
     REQUIRE(moeoff_add_file(b.eb, nullptr) == -1 && strlen(moeoff_last_error()) > 0);
+}
+
+// moeoff.h: nothing after the start takes memory, but for messages, forced versions and the driver
+TEST(what_runs_while_the_model_computes_takes_no_memory) {
+    buffer b;
+    REQUIRE(b.add() && b.set_all() && moeoff_start(b.eb) == 0);
+    const int32_t experts[n_expert] = { 0, 1, 2, 3 };
+    const uint8_t versions[n_expert] = { 0, 0, 1, 2 };
+    moeoff::store &        s = *b.eb->store;
+    const moeoff::tensor & t = s.experts().tensor_at(0);
+    std::vector<uint8_t>   residency(n_expert), decided(n_expert);
+    std::vector<float>     weights(n_expert, 0.25f);
+    moeoff_stats           stats;
+    moeoff_read            reads[8];
+    char                   message[64];
+
+    allocations_left = 0;
+    REQUIRE(moeoff_set_thresholds(b.eb, { 0.3f, 0.6f, 0.5f, 0 }) == 0);
+    REQUIRE(moeoff_prefetch(b.eb, 0, experts, n_expert, ~0u, 1, -1) == n_expert);
+    s.pin(t, experts, versions, n_expert);
+    for (int i = 0; i < n_expert; i++) {
+        for (uint64_t seen = s.generation(); !s.at(t, experts[i], versions[i]).settled(); seen = s.generation()) {
+            s.wait(seen, t, 1);
+        }
+        s.unpin(t, experts[i], versions[i]);
+    }
+    REQUIRE(moeoff_residency(b.eb, 0, residency.data()) == 0 && residency[0] && !residency[2]);
+    REQUIRE(moeoff_set_arena_bytes(b.eb, moeoff_arena_floor(b.eb, 0), moeoff_arena_floor(b.eb, 1)) == 0);
+    moeoff_publish(b.eb);
+    moeoff_prefetch_cancel(b.eb, -1);
+    moeoff_clear(b.eb);
+    moeoff_drain(b.eb);
+    moeoff_get_stats(b.eb, &stats);
+    moeoff_reset_stats(b.eb);
+    REQUIRE(moeoff_take_reads(b.eb, reads, 8) == 0 && moeoff_take_error(b.eb, message, sizeof(message)) == 0);
+    allocations_left = -1;
 }

@@ -43,14 +43,14 @@ struct scripted_store {
             sources.push_back({ 0, 1, (uint64_t) e * nbytes, nbytes, 0 });
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
-        REQUIRE(s.set_limit(s.arena_full(HIGH), 0, error));
-        s.reader = [this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
+        REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error));
+        s.set_reader([this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
             scripted_read & read = reads[source.offset / nbytes];
             read.started = true;
             wait_until([&] { return read.released.load(); });
             message = read.result ? "scripted" : "";
             return read.result.load();
-        };
+        });
         REQUIRE(s.start(error));
     }
 
@@ -58,9 +58,9 @@ struct scripted_store {
         return { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, n_workers, 0, page_size };
     }
 
-    void begin(std::vector<int32_t> experts) {
+    void pin(std::vector<int32_t> experts) {
         const std::vector<uint8_t> versions(experts.size(), HIGH);
-        s.begin(*t, experts.data(), versions.data(), (int32_t) experts.size());
+        s.pin(*t, experts.data(), versions.data(), (int32_t) experts.size());
     }
 
     uint8_t state(int expert) const { return s.at(*t, expert, HIGH).state.load(); }
@@ -69,7 +69,7 @@ struct scripted_store {
     bool settles(int expert) {
         for (int i = 0; i < 1000; i++) {
             const uint64_t seen = s.generation();
-            if (store::settled(s.at(*t, expert, HIGH))) {
+            if (s.at(*t, expert, HIGH).settled()) {
                 return true;
             }
             s.wait(seen, *t, 1);
@@ -81,11 +81,11 @@ struct scripted_store {
 TEST(an_op_after_the_stop_fails) {
     scripted_store x(1);
     x.s.stop();
-    x.begin({ 1 });
+    x.pin({ 1 });
     REQUIRE(x.settles(1));
     REQUIRE(x.state(1) == FAILED && !x.s.at(*x.t, 1, HIGH).data);
-    REQUIRE(x.s.failed); // else the graph would go on with zeros
-    x.s.finish(*x.t, 1, HIGH);
+    REQUIRE(x.s.should_abort()); // else the graph would go on with zeros
+    x.s.unpin(*x.t, 1, HIGH);
     REQUIRE(x.state(1) == ABSENT);
     std::string message;
     REQUIRE(x.s.take_error(message) && message.find("stopped") != std::string::npos);
@@ -93,12 +93,12 @@ TEST(an_op_after_the_stop_fails) {
 
 TEST(a_stop_fails_what_is_queued_and_pinned) {
     scripted_store x(1);
-    x.begin({ 0, 1 }); // one worker: expert 1 stays queued
+    x.pin({ 0, 1 }); // one worker: expert 1 stays queued
     wait_until([&] { return x.reads[0].started.load(); });
     REQUIRE(x.state(1) == QUEUED);
     std::thread stopper([&] { x.s.stop(); });
     REQUIRE(x.settles(1));
-    REQUIRE(x.state(1) == FAILED && x.s.failed);
+    REQUIRE(x.state(1) == FAILED && x.s.should_abort());
     x.reads[0].released = true;
     stopper.join();
     REQUIRE(x.state(0) == READY); // its read had begun
@@ -111,25 +111,25 @@ TEST(a_read_that_was_given_up_and_wanted_again_fails_at_the_stop) {
     REQUIRE(x.s.prefetch(0, &other, 1, ~0u, HIGH, false, -1) == 1);
     wait_until([&] { return x.reads[0].started.load(); });
     REQUIRE(x.s.prefetch_cancel(-1) == 1);
-    x.begin({ 0 }); // wanted again, after the read has seen that it was not
+    x.pin({ 0 }); // wanted again, after the read has seen that it was not
     std::thread stopper([&] { x.s.stop(); });
     wait_until([&] { return x.state(1) == ABSENT; }); // the stop has emptied the queue
     x.reads[0].result   = ECANCELED;
     x.reads[0].released = true;
     stopper.join();
     REQUIRE(x.settles(0));
-    REQUIRE(x.state(0) == FAILED && x.s.failed);
+    REQUIRE(x.state(0) == FAILED && x.s.should_abort());
 }
 
 TEST(the_error_of_a_graph_does_not_fail_the_next_one) {
     scripted_store x(2);
     x.reads[0].result = EIO;
     x.reads[1].result = EIO;
-    x.begin({ 0, 1 });
+    x.pin({ 0, 1 });
     wait_until([&] { return x.reads[0].started.load() && x.reads[1].started.load(); });
     x.reads[0].released = true;
     REQUIRE(x.settles(0));
-    x.s.finish(*x.t, 0, HIGH);
+    x.s.unpin(*x.t, 0, HIGH);
     // the graph ends, its second read is slow to land; taking the error waits for it
     std::thread slow([&] {
         std::this_thread::sleep_for(std::chrono::milliseconds(1300));
@@ -139,18 +139,18 @@ TEST(the_error_of_a_graph_does_not_fail_the_next_one) {
     REQUIRE(x.s.take_error(message) && message == "scripted");
     REQUIRE(x.state(1) == FAILED);
     slow.join();
-    REQUIRE(!x.s.failed);
+    REQUIRE(!x.s.should_abort());
 }
 
 TEST(taking_an_error_does_not_wait_for_reads_that_begin_later) {
     scripted_store x(2);
     x.reads[0].result   = EIO;
     x.reads[0].released = true;
-    x.begin({ 0 });
+    x.pin({ 0 });
     REQUIRE(x.settles(0));
-    x.s.finish(*x.t, 0, HIGH);
+    x.s.unpin(*x.t, 0, HIGH);
     // another context goes on: two of its reads are in flight, a prefetch waits
-    x.begin({ 1, 3 });
+    x.pin({ 1, 3 });
     wait_until([&] { return x.reads[1].started && x.reads[3].started; });
     const int32_t expert = 2;
     REQUIRE(x.s.prefetch(0, &expert, 1, ~0u, HIGH, false, -1) == 1);
@@ -159,7 +159,7 @@ TEST(taking_an_error_does_not_wait_for_reads_that_begin_later) {
         REQUIRE(x.s.take_error(message));
     });
     wait_until([&] { return x.state(2) == ABSENT; }); // dropped: now it waits for what is in flight
-    x.begin({ 2 });
+    x.pin({ 2 });
     x.reads[3].released = true;
     wait_until([&] { return x.reads[2].started.load(); }); // a read that began later, and does not end
     x.reads[1].released = true;

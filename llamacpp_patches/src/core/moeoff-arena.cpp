@@ -48,6 +48,14 @@ uint64_t arena::full_bytes() const {
     return sum;
 }
 
+uint64_t arena::free_bytes() const {
+    uint64_t sum = 0;
+    for (const auto & c : classes) {
+        sum += c.stride * c.committed_free.size();
+    }
+    return sum;
+}
+
 bool arena::reserve(uint64_t limit_bytes) {
     limit        = limit_bytes;
     region_bytes = full_bytes();
@@ -68,6 +76,8 @@ bool arena::reserve(uint64_t limit_bytes) {
     for (auto & c : classes) {
         c.base = base;
         base  += c.stride * c.n;
+        c.committed_free.reserve(c.n);
+        c.uncommitted.reserve(c.n);
         for (int32_t i = (int32_t) c.n - 1; i >= 0; i--) {
             c.uncommitted.push_back(i); // lowest address is taken first
         }

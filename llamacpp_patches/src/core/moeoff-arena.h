@@ -2,7 +2,7 @@
 
 // Slots for slices: page aligned, one size class for each slice size, a bound in bytes over all classes together.
 // Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
-// bound can move at any time and classes can lend bytes to each other. Not thread safe: the store's lock guards it.
+// bound can move at any time and classes can lend bytes to each other. After reserve() nothing allocates. Not thread safe.
 
 #include <cstddef>
 #include <cstdint>
@@ -26,6 +26,8 @@ class arena {
     uint64_t committed_bytes() const { return committed; }
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
+    uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken
+    uint64_t slot_bytes_of(int cls) const { return classes[cls].stride; }
 
     // a slot of the class within the limit, taking free slots of other classes if need be; -1: something must be evicted
     int32_t take(int cls);

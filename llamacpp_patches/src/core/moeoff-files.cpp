@@ -47,7 +47,7 @@ int files::add(const std::string & path, bool direct, std::string & error) {
     }
 #endif
 #ifdef POSIX_FADV_RANDOM
-    // read-ahead would fetch neighbours that nobody asked for
+    // read-ahead would fetch neighbours that were not asked for
     posix_fadvise(e->fd_buffered, 0, 0, POSIX_FADV_RANDOM);
 #endif
     entries.push_back(std::move(e));

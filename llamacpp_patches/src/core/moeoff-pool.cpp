@@ -1,9 +1,16 @@
 #include "moeoff-pool.h"
 
 #include <algorithm>
+#include <cassert>
 #include <limits>
 
 namespace moeoff {
+
+bool pool::reserve(size_t n_slices, uint64_t limit_bytes) {
+    resident.reserve(n_slices);
+    candidates.reserve(n_candidates);
+    return slots.reserve(limit_bytes);
+}
 
 void pool::enter(slice & s) {
     s.resident_i = (int32_t) resident.size();
@@ -20,7 +27,7 @@ void pool::leave(slice & s) {
 
 void pool::give_slot(slice & s) {
     if (s.slot >= 0) {
-        slots.give(s.cls, s.slot);
+        slots.give(s.size_class, s.slot);
         s.slot = -1;
         s.data = nullptr;
     }
@@ -39,8 +46,8 @@ pool::rank pool::rank_of(uint32_t index) const {
     return { priority, s.last_use, index };
 }
 
-bool pool::evictable(const slice & s, request level) const {
-    if (s.users > 0) {
+bool pool::evictable(const slice & s, request_level level) const {
+    if (s.pins > 0) {
         return false;
     }
     return level == DEMAND || (!all.wanted(s) && !(level == PREFETCH && s.expected));
@@ -53,7 +60,18 @@ void pool::reconsider(const slice & s) {
     }
 }
 
-slice * pool::victim(request level) {
+void pool::check_invariants() const {
+#ifndef NDEBUG
+    for (size_t i = 0; i < resident.size(); i++) {
+        assert(all.slices[resident[i]].resident_i == (int32_t) i);
+    }
+    assert(candidates.size() <= n_candidates);
+    assert(std::is_sorted(candidates.begin(), candidates.end(), [](const rank & a, const rank & b) { return b < a; }));
+    assert(slots.free_bytes() <= slots.committed_bytes() && slots.committed_bytes() <= slots.peak_bytes());
+#endif
+}
+
+slice * pool::victim(request_level level) {
     for (int scan = 0; scan < 2; scan++) {
         while (!candidates.empty()) {
             const rank c = candidates.back();
@@ -94,7 +112,7 @@ slice * pool::victim(request level) {
     if (level != DEMAND) {
         return nullptr;
     }
-    // everything left is wanted: what the graph will use last goes first
+    // everything left is wanted: what the graph will use last is evicted first
     slice * best = nullptr;
     for (const uint32_t i : resident) {
         slice & s = all.slices[i];

@@ -1,68 +1,31 @@
 #pragma once
 
-// The expert store: which slices are resident, which are on their way, and who must go when one comes in.
+// The expert store of one model: what its parts do together. One mutex guards them all:
 //
-// A slice is one matrix of one expert. It is ABSENT, QUEUED, LOADING, READY, or FAILED. Three kinds of requests are
-// served in this order: DEMAND (a matrix op is computing and needs it), GATE (the gate has chosen it, its op is still to
-// come), PREFETCH (somebody expects it to be chosen).
+//     expert_map     tensors, gates, sources: written during set-up, then read by all
+//     slice_table    states of slices, requests, eviction          guarded
+//     gate_events    what follows when a router has selected       guarded
+//     io_workers     the threads that read
+//     event_driver   tells the driver of gate events               has a mutex of its own
 //
-// A slice may have two versions, high and low, in pools of their own. The gate event decides which one serves each expert;
-// the matrix ops of the same graph then use that one and no other.
+// Lock order: the store's mutex before the driver's. Today no thread holds both, and callbacks run under neither. What compute
+// threads look at without the mutex is atomic (state, cancel, generation) or published by it (data), see moeoff-slice.h.
 //
-// Who may evict whom keeps every pool of at least one slot free of deadlock:
-//  - a slice with users is never evicted. An op uses its READY slices from its start, and needs nothing else to finish with them;
-//  - DEMAND may evict anything else, first what nobody wants;
-//  - GATE and PREFETCH may evict only what no recent gate event wants, else they wait.
-// Among the candidates the lowest priority goes first, then the least recently used, then the lowest index.
+// A store is set up by one thread, started once, and stopped once; after the stop an op that needs what is not resident fails.
 
-#include "moeoff.h"
-#include "moeoff-events.h"
+#include "moeoff-event-driver.h"
+#include "moeoff-expert-map.h"
 #include "moeoff-files.h"
-#include "moeoff-pool.h"
-#include "moeoff-rule.h"
+#include "moeoff-gate-events.h"
+#include "moeoff-io-worker.h"
+#include "moeoff-slice-table.h"
 
-#include <algorithm>
-#include <array>
 #include <atomic>
-#include <chrono>
-#include <condition_variable>
-#include <deque>
-#include <functional>
 #include <memory>
-#include <mutex>
 #include <string>
-#include <thread>
 #include <vector>
 
 namespace moeoff {
-
-struct tensor {
-    moeoff_tensor_info     info;
-    uint32_t               first = 0;          // its high slices are [first, first + info.ne[2])
-    std::vector<int32_t>   types;              // distinct types of its sources, of both versions
-    uint64_t               max_nbytes = 0;     // of its largest slice
-    class store *          owner = nullptr;
-};
-
-// What a gate event decided, for the ops of its graph. Two contexts may be inside the same block at once: a graph is known
-// by the address of the experts' indices, which the gate node and the block's ops share.
-struct decision {
-    const void *           graph;
-    uint64_t               seq;
-    std::vector<uint8_t>   version_of;         // by expert
-};
-
-// the tensors that one call of the graph's MoE block uses; a stable address, it is the gate node's userdata
-struct gate {
-    class store * owner  = nullptr;
-    int32_t  index       = 0;
-    int32_t  layer       = 0;
-    int32_t  n_expert    = 0;
-    bool     second_block = false;
-    int32_t  n_expected  = 0; // slices that no gate event has chosen or passed over yet
-    std::array<int32_t, MOEOFF_N_MATRIX> tensors { -1, -1, -1, -1 };
-    std::vector<decision> decisions; // empty as long as all is served high
-};
 
 class store {
   public:
@@ -70,126 +33,81 @@ class store {
     ~store();
 
     // --- set-up, one thread ---
-    tensor * add_tensor(const moeoff_tensor_info & info, bool second_block);
-    gate *   gate_of(const tensor & t) { return gates[t.info.gate].get(); }
-    bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, std::string & error);
+    tensor * add_tensor(const moeoff_tensor_info & info, bool second_block) { return map.add_tensor(info, second_block, this); }
     int      add_file(const std::string & path, std::string & error);
-    uint64_t arena_floor(version v) const;
-    uint64_t arena_full(version v) const;
+    bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, std::string & error);
     bool     start(std::string & error);
-    void     stop(); // joins lanes and driver, for good; ops that need what is not resident are let go with FAILED slices
+    void     stop(); // joins workers and driver
     bool     started() const { return phase.load(std::memory_order_acquire) == RUNNING; }
+    const expert_map & experts() const { return map; }
+    bool     any_buffered() const { return sources.any_buffered(); }
+    const slice_reader & reader() const { return read; }
+    void     set_reader(slice_reader r) { read = std::move(r); } // tests put faults and delays here; before the start
 
     // --- hot path ---
-    // ids[t * ids_stride / 4 + k]: the experts of token t. Queues what is absent, promotes or drops prefetches
+    uint32_t get_flags() const { return flags.load(std::memory_order_relaxed); }
+    // ids[t * ids_stride / 4 + k]: the experts of token t; strides in bytes
     void gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high
     void versions(const tensor & t, const void * graph, uint8_t * out) const;
-    // the op will use these slices: nothing evicts them until finish() has been called for each
-    void begin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
-    void finish(const tensor & t, int32_t expert, uint8_t v);
-    // READY or FAILED: settled; data is nullptr for "none" and FAILED
-    static bool settled(const slice & s) {
-        const uint8_t state = s.state.load(std::memory_order_acquire);
-        return state == READY || state == FAILED;
-    }
-    const slice & at(const tensor & t, int32_t expert, uint8_t v) const { return v == SKIP ? skipped : all.slices[index_at(t, expert, v)]; }
-    // whether the slices of n experts of t can be in use at once
+    // the op uses these slices: they are requested, and none is evicted until it is unpinned
+    void pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
+    void unpin(const tensor & t, int32_t expert, uint8_t v);
+    const slice & at(const tensor & t, int32_t expert, uint8_t v) const { return table.at(t, expert, v); }
+    // whether the slices of n experts of t can be pinned at once
     bool fits(const tensor & t, int32_t n) const;
-    uint64_t generation() const { return settled_count.load(std::memory_order_acquire); }
-    // sleeps until some slice has settled after generation seen; every slice with users does, after the stop too
+    uint64_t generation() const { return table.generation(); }
+    // sleeps until some slice has settled after generation seen; every pinned slice does, after the stop too
     void wait(uint64_t seen, const tensor & t, int32_t n_threads);
+    bool should_abort() const { return table.failed() || cancelled.load(std::memory_order_acquire); }
+    void fail(const char * message); // ends the graph
 
-    // --- policy and watching ---
+    // --- policy ---
+    float * priorities() { return table.priorities(); } // [n_gates, n_experts]
     void    publish(); // the priorities have changed
-    // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates say
+    // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit);
     int32_t prefetch_cancel(int32_t gate);
     void    clear();
-    bool    set_limit(uint64_t high, uint64_t low, std::string & error);
-    bool    set_rule(const moeoff_rule & rule, std::string & error);
+    bool    set_limits(uint64_t high, uint64_t low, std::string & error);
+    bool    set_thresholds(const moeoff_thresholds & thresholds, std::string & error);
     int64_t force(const uint8_t * versions, int64_t n, std::string & error);
-    void    set_flags(uint32_t f) { flags = f; }
+    bool    set_flags(uint32_t flags, std::string & error);
+    void    set_cancelled(bool on) { cancelled.store(on, std::memory_order_release); } // by the user, until taken back
+
+    // --- watching ---
+    void    set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t ring_bytes);
+    void    drain() { driver.drain(); }
     void    residency(version v, uint8_t * out) const;
     int32_t take_reads(moeoff_read * out, int32_t n);
-    void    get_stats(moeoff_stats & stats) const;
+    void    get_stats(moeoff_stats & out) const;
     void    reset_stats();
+    bool    get_stall(uint64_t * ns, int32_t n_gates, std::string & error) const;
     // the message of a failed read, after its graph has ended: what that graph still wanted is given up first
     bool    take_error(std::string & message);
-
-    std::vector<std::unique_ptr<tensor>> tensors;
-    std::vector<std::unique_ptr<gate>>   gates;
-    catalog                              all;
-    std::vector<std::atomic<uint64_t>>   stall_ns;   // per gate
-    std::atomic<bool>                    failed {false};
-    std::atomic<bool>                    cancelled {false}; // by the user, until taken back
-    std::atomic<uint32_t>                flags;
-    event_driver                         driver;
-    files                                sources;
-
-    // tests put faults and delays here; the default reads the files
-    std::function<int(const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &)> reader;
+    void    check_invariants() const; // in debug builds
 
   private:
-    using guard = std::unique_lock<std::mutex>;
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
-    uint32_t index_at(const tensor & t, int32_t expert, uint8_t v) const { return t.first + (uint32_t) expert + (v == LOW ? all.n_high : 0); }
-    slice &  slice_at(const tensor & t, int32_t expert, uint8_t v) { return all.slices[index_at(t, expert, v)]; }
-    pool &   pool_of(const slice & s) { return pools[s.version]; }
-    bool     resident(const gate & g, int32_t expert, version v) const;
-    void     decide(gate & g, const choice & c);
-    bool     check_limit(uint64_t high, uint64_t low, std::string & error) const;
-    void     touch(slice & s, moeoff_gate_event & event);
-    void     ask(slice & s, request level, bool * may_evict);
-    void     unqueue(slice & s);
-    void     evict(slice & s);
-    void     reconsider_low(const slice & high);
-    bool     take_slot(slice & s, request level);
-    bool     rob_queue(uint8_t v, request level);
-    void     fit_limit();
-    void     expect(slice & s);
-    void     forget(slice & s); // it is no longer expected
-    int32_t  pass_over(gate & g);
-    void     drop_preloads();
-    slice *  next_job();
-    void     lane(size_t index);
-    void     read_done(slice & s, int err, const std::string & error);
-    void     log_read(const slice & s, int64_t t_start, int64_t t_done, int err);
-    void     settle(slice & s, slice_state state);
-    void     fail(const std::string & message);
-    void     give_up(slice & s);
-    void     wake_lanes();
+    int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
+    bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
 
-    static constexpr size_t   n_read_log    = 65536; // finished reads that may wait to be taken
-    static constexpr size_t   max_decisions = 64; // of one gate: contexts that may be inside the same block at once
-
-    moeoff_params             params;
-    mutable std::mutex        mutex;
-    std::condition_variable   cv_work;    // lanes: something to read, or a slot became free
-    std::condition_variable   cv_settled; // compute threads
-    std::atomic<uint64_t>     settled_count {0};
-    std::vector<std::vector<moeoff_source>> pending_sources[n_pools]; // per tensor
-    slice                     skipped; // serves every expert that is skipped
-    pool                      pools[n_pools] { pool(all), pool(all) };
-    uint64_t                  low_bytes = 0; // of the low arena; params has the high one
-    decider                   rule;
-    std::atomic<bool>         decided {false}; // some gate may have decisions
-    std::deque<uint32_t>      queue[N_REQUEST];
-    bool                      preloading = false; // some of the prefetches are preloads
-    std::vector<std::thread>  lanes;
-    std::atomic<uint8_t>      phase {SETUP};
-    uint64_t                  n_reads_begun = 0;
-    std::vector<uint64_t>     reading;    // per lane: the number of the read that it makes, 0: none
-    uint64_t                  clock    = 0; // counts gate events and op starts
-    moeoff_stats              stats    = {};
-    std::atomic<uint64_t>     total_stall_ns {0};
-    std::string               error_message;
-    std::deque<moeoff_read>   read_log;
-    uint64_t                  n_logged = 0;
-    std::vector<uint8_t>      is_chosen;    // scratch of gate_event, under the lock: bit 1 << version of each expert, 0: not chosen
-    std::vector<uint8_t>      version_of;
-    std::vector<int32_t>      chosen;
+    const moeoff_params        params;    // flags and arena_bytes: as they were at first
+    mutable monitor            sync;
+    expert_map                 map;
+    files                      sources;
+    slice_table                table { map, sync };
+    gate_events                events { map, table };
+    std::atomic<uint32_t>      flags;     // moeoff_flag
+    io_workers                 workers { table, sync, flags };
+    event_driver               driver;
+    slice_reader               read;
+    std::atomic<uint8_t>       phase {SETUP};
+    std::atomic<bool>          cancelled {false};
+    uint64_t                   limits[n_pools] GUARDED_BY(store_mutex); // bytes of the arenas
+    std::vector<std::atomic<uint64_t>> stall_ns; // by gate
+    std::atomic<uint64_t>      total_stall_ns {0};
 };
 
 } // namespace moeoff

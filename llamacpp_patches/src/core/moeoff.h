@@ -1,11 +1,15 @@
 #pragma once
 
-// moeoff: the C interface between the expert buffer and whoever drives it (Python, through ctypes).
+// moeoff: the C interface of the expert buffer, which Python drives through ctypes.
 //
 // An expert buffer holds the routed experts of one model. It knows where every slice (one matrix of one expert) lies
 // in which file, keeps some of them in an arena of bounded size, and reads the others when a layer asks for them.
-// Every function may be called from any thread unless its comment says otherwise. Functions returning int give 0 on
-// success and -1 on failure with the reason in moeoff_last_error() of the calling thread.
+// Every function may be called from any thread unless its comment says otherwise. Functions returning int give 0 on success;
+// those that return -1, or NULL for a pointer, have failed, and moeoff_last_error() of the calling thread says why. No function
+// lets an exception out.
+//
+// scripts/build/make_abi.py makes moeoff-abi.inc and moeoff/_abi.py from this file: run it after an edit. It reads one field, one
+// enumerator and one function per line.
 
 #include <stddef.h>
 #include <stdbool.h>
@@ -22,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 6
+#define MOEOFF_ABI_VERSION 7
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -51,24 +55,24 @@ enum moeoff_version {
     MOEOFF_VERSION_SKIP = 2,
 };
 
-enum moeoff_rule_flag {
-    MOEOFF_RULE_BLIND = 1, // decide without looking at what is resident, so that decisions depend on the gates alone
+enum moeoff_thresholds_flag {
+    MOEOFF_THRESHOLDS_BLIND = 1, // select without looking at what is resident, so that versions depend on the gates alone
 };
 
 // Which version serves a chosen expert whose high version is not resident. A single token (HOBBIT §3.2): s is the sum of
 // the larger gate weights of that token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped. Several
 // tokens (Fate §4.5): of the experts chosen, this share is served low, those that the fewest tokens chose.
 // Nothing is lost at t1 = 1, prefill_low_share = 0, the default.
-struct moeoff_rule {
+struct moeoff_thresholds {
     float    t1;
     float    t2;
     float    prefill_low_share;
-    uint32_t flags;        // moeoff_rule_flag
+    uint32_t flags;        // moeoff_thresholds_flag
 };
 
 struct moeoff_params {
     uint32_t flags;        // moeoff_flag
-    int32_t  n_lanes;      // I/O threads
+    int32_t  n_io_workers; // threads that read
     uint64_t arena_bytes;  // upper bound of the resident high versions, slot padding included
     uint64_t read_chunk;   // a read is split into pieces of this size, a prefetch can be given up between two
 };
@@ -93,7 +97,7 @@ struct moeoff_tensor_info {
     uint64_t nbytes;   // of one slice
 };
 
-// what a gate said; the pointers are valid during the callback only
+// what a router has selected; the pointers are valid during the callback only
 struct moeoff_gate_event {
     uint64_t        seq;         // counts all events of this buffer, from 1
     int64_t         t_ns;        // CLOCK_MONOTONIC
@@ -102,13 +106,13 @@ struct moeoff_gate_event {
     int32_t         n_tokens;
     int32_t         n_used;      // experts for each token
     int32_t         n_embd;      // 0: no gate input
-    int32_t         n_hit;       // slices resident when the gate spoke
+    int32_t         n_hit;       // slices resident when the router had selected
     int32_t         n_miss;
     int32_t         reserved;
     const int32_t * ids;         // [n_tokens, n_used]
     const float   * weights;     // [n_tokens, n_used]
     const float   * gate_input;  // [n_tokens, n_embd] or NULL
-    const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, no rule was asked
+    const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, the thresholds leave no choice
 };
 
 struct moeoff_stats {
@@ -119,20 +123,20 @@ struct moeoff_stats {
     uint64_t bytes_read;
     uint64_t read_errors;
     uint64_t prefetch_issued;
-    uint64_t prefetch_useful;   // prefetched slices that a gate then chose
+    uint64_t prefetch_useful;   // prefetched slices that a router then selected
     uint64_t prefetch_dropped;  // given up before or while reading
     uint64_t gate_events;
     uint64_t events_dropped;    // the driver was too late and the ring was full
     uint64_t stall_ns;          // compute waited for bytes, mean over the compute threads
     uint64_t queue_wait_ns;     // from asking to the start of the read, summed over reads
-    uint64_t lane_busy_ns;      // summed over lanes
+    uint64_t io_worker_busy_ns; // summed over the I/O workers
     uint64_t driver_ns;         // CPU time inside the gate callback
     uint64_t arena_bytes;       // allowed now, both versions together
     uint64_t arena_committed;   // in use now, slot padding included
     uint64_t arena_peak;        // sum of the two versions' peaks
     uint64_t resident_slices;   // of both versions
     uint64_t direct_reads;      // of reads, those with O_DIRECT
-    uint64_t expert_uses;       // what gates chose: an expert for a token
+    uint64_t expert_uses;       // what routers selected: an expert for a token
     uint64_t served_low;        // of expert_uses, served by the low version
     uint64_t skipped;           // of expert_uses, served by nothing
     uint64_t low_bytes_read;    // of bytes_read
@@ -151,7 +155,7 @@ struct moeoff_read {
     int32_t  expert;
     int32_t  version;   // moeoff_version: high or low
     int32_t  level;
-    int32_t  result;    // 0, or an errno; ECANCELED: nobody wanted it any more
+    int32_t  result;    // 0, or an errno; ECANCELED: it was no longer wanted
 };
 
 // event is NULL once, when the thread that called back is about to end
@@ -170,7 +174,7 @@ MOEOFF_API uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t s
 // --- life: init, then load a model on the same thread between begin and end, then sources, then start ---
 
 MOEOFF_API moeoff_expert_buffer * moeoff_expert_buffer_init(struct moeoff_params params);
-// stops lanes and driver and gives the arena back; memory the model still refers to lives until the model is freed
+// stops I/O workers and driver and gives the arena back; memory the model still refers to lives until the model is freed
 MOEOFF_API void moeoff_expert_buffer_free(moeoff_expert_buffer * eb);
 // ggml_backend_buffer_type_t for llama_model_tensor_buft_override
 MOEOFF_API void * moeoff_buffer_type(void);
@@ -190,24 +194,25 @@ MOEOFF_API int     moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, 
 MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
 // the arena that holds every slice of a version
 MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);
+// once; a start that fails for want of memory or threads is final
 MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
-// between decodes: shrinking evicts at once. Each version has an arena of its own; low may be 0 while no rule needs it
+// between decodes: shrinking evicts at once. Each version has an arena of its own; low may be 0 while the thresholds select no low version
 MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
 MOEOFF_API int     moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
-// drops every resident slice that nothing uses
+// evicts every resident slice that is neither pinned nor wanted by a recent gate event
 MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 
 // --- policy ---
 
-// [n_gates, n_experts] f32, written in place by the policy: the lowest goes first, ties go to the least recently used
+// [n_gates, n_experts] f32, written in place by the policy: the lowest is evicted first, among equals the least recently used
 MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
 // after a change of priorities: makes the next eviction look at all of them
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // these experts are expected: what is resident of them stays, what is absent is queued, up to limit slices (-1: all), until
-// the gate speaks; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
-// Low versions of what is resident in high precision are left out, unless the rule is blind
+// the router has selected; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
+// Low versions of what is resident in high precision are left out, unless the thresholds are blind
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit);
-// queues what is absent, to be loaded until the next gate speaks, whatever it says, and does not count it as prefetched: a warm start
+// queues what is absent, to be loaded until the next gate event, whatever it selects, and does not count it as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
 // [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident
@@ -215,15 +220,15 @@ MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, int32_t ver
 
 // --- precision; without EAGER every expert is served high ---
 
-// fails if it would need low versions and there are none, or no arena for them
-MOEOFF_API int     moeoff_set_rule(moeoff_expert_buffer * eb, struct moeoff_rule rule);
-// The next gate events take their decisions from here, not from the rule: appends n of them, in the order and shape of
+// fails if they would need low versions and there are none, or no arena for them
+MOEOFF_API int     moeoff_set_thresholds(moeoff_expert_buffer * eb, struct moeoff_thresholds thresholds);
+// The next gate events take their versions from here, not from the thresholds: appends n of them, in the order and shape of
 // moeoff_gate_event.versions. Returns how many are left in all, or -1. They are dropped when an event needs more than are left.
 MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 
 // --- events ---
 
-// starts the driver thread, which calls back for every gate event; NULL stops it. ring_bytes bounds what may wait
+// starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. ring_bytes bounds what may wait
 MOEOFF_API int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes);
 // returns when every event posted so far has been delivered
 MOEOFF_API void moeoff_drain(moeoff_expert_buffer * eb);
@@ -238,7 +243,7 @@ MOEOFF_API void moeoff_reset_stats(moeoff_expert_buffer * eb);
 MOEOFF_API int  moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates);
 // 1 and the message if a read has failed since the last call, else 0
 MOEOFF_API int  moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
-// a ggml_abort_callback with eb as its data: ends the graph after a failed read or while cancelled
+// a ggml_abort_callback with eb as its data: ends the graph after a failed read, after the buffer was stopped, or while cancelled
 MOEOFF_API bool moeoff_should_abort(void * eb);
 MOEOFF_API void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled);
 // 0: every file takes O_DIRECT, 1: some are read through the page cache

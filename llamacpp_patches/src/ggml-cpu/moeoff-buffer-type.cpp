@@ -7,6 +7,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <new>
 
 #include <sys/mman.h>
 
@@ -86,7 +87,11 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     info.ne[1]  = t->ne[1];
     info.ne[2]  = t->ne[2];
     info.nbytes = t->nb[2];
-    t->extra    = ((reservation *) buffer->context)->owner->add_tensor(info, second_block);
+    try {
+        t->extra = ((reservation *) buffer->context)->owner->add_tensor(info, second_block);
+    } catch (const std::bad_alloc &) { // ggml is C
+        return GGML_STATUS_ALLOC_FAILED;
+    }
     return GGML_STATUS_SUCCESS;
 }
 
@@ -128,7 +133,12 @@ static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, 
         GGML_LOG_ERROR("%s: cannot reserve %zu bytes of address space\n", __func__, size);
         return nullptr;
     }
-    return ggml_backend_buffer_init(buft, buffer_iface, new reservation { loading, base, size }, size);
+    auto * r = new (std::nothrow) reservation { loading, base, size };
+    if (!r) {
+        munmap(base, size);
+        return nullptr;
+    }
+    return ggml_backend_buffer_init(buft, buffer_iface, r, size);
 }
 
 class traits : public ggml::cpu::tensor_traits {

@@ -4,13 +4,15 @@
 
 #include "ggml.h"
 
+#include <new>
+
 void * moeoff_gate_of(const ggml_tensor * tensor) {
     const moeoff::tensor * t = moeoff::reserved_tensor(tensor);
-    return t ? t->owner->gate_of(*t) : nullptr;
+    return t ? &t->owner->experts().gate_of(*t) : nullptr;
 }
 
 bool moeoff_gate_wants_input(const void * gate) {
-    return ((const moeoff::gate *) gate)->owner->flags.load() & MOEOFF_FLAG_GATE_INPUT;
+    return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_GATE_INPUT;
 }
 
 void moeoff_gate_node(ggml_tensor * dst, int ith, int, void * userdata) {
@@ -32,6 +34,10 @@ void moeoff_gate_node(ggml_tensor * dst, int ith, int, void * userdata) {
     event.weights    = (const float *) weights->data;
     event.gate_input = input ? (const float *) input->data : nullptr;
     if (gate.owner->started() && event.n_tokens > 0) {
-        gate.owner->gate_event(gate, event, ids->nb[1], weights->nb[2], weights->nb[1], input ? input->nb[1] : 0);
+        try {
+            gate.owner->gate_event(gate, event, ids->nb[1], weights->nb[2], weights->nb[1], input ? input->nb[1] : 0);
+        } catch (const std::bad_alloc &) { // ggml is C
+            gate.owner->fail("out of memory");
+        }
     }
 }

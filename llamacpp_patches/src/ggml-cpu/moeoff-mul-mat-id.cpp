@@ -1,5 +1,5 @@
 // MUL_MAT_ID whose left matrices may still be on their way. Same grouping of rows and the same row kernels as ggml-cpu's
-// own, so the results are equal bit for bit; only the order of experts differs: whoever is resident is computed first,
+// own, so the results are equal bit for bit; only the order of experts differs: those that are resident are computed first,
 // and a thread sleeps only when nothing it still has to do is there.
 
 #include "moeoff-buffer-type.h"
@@ -159,7 +159,7 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
             if (ready) {
                 item_i[e] = -1;
             }
-            if (counts[e] == 0 || item_i[e] >= 0 || (ready && !store::settled(t.owner->at(t, e, versions[e])))) {
+            if (counts[e] == 0 || item_i[e] >= 0 || (ready && !t.owner->at(t, e, versions[e]).settled())) {
                 continue;
             }
             work_item * item = new (&items[n_items]) work_item;
@@ -189,7 +189,7 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
         experts[i]  = items[i].expert;
         versions[i] = (uint8_t) items[i].version; // by item from here on
     }
-    t.owner->begin(t, experts, versions, n_items);
+    t.owner->pin(t, experts, versions, n_items);
 }
 
 struct op_args {
@@ -313,10 +313,10 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
     char *        done    = wdata + l.done + (size_t) params->ith * n_act;
     memset(done, 0, (size_t) n_items);
 
-    if ((owner.flags & MOEOFF_FLAG_SERIAL) && owner.fits(t, n_items)) {
+    if ((owner.get_flags() & MOEOFF_FLAG_SERIAL) && owner.fits(t, n_items)) {
         for (int32_t i = 0; i < n_items; i++) {
             const slice & s = owner.at(t, items[i].expert, (uint8_t) items[i].version);
-            for (uint64_t seen = owner.generation(); !store::settled(s); seen = owner.generation()) {
+            for (uint64_t seen = owner.generation(); !s.settled(); seen = owner.generation()) {
                 owner.wait(seen, t, params->nth);
             }
         }
@@ -329,14 +329,14 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
         for (int32_t i = 0; i < n_items; i++) {
             work_item &   item = items[i];
             const slice & s    = owner.at(t, item.expert, (uint8_t) item.version);
-            if (done[i] || !store::settled(s)) {
+            if (done[i] || !s.settled()) {
                 continue;
             }
             compute_item(a, item, s);
             done[i] = 1;
             left--;
             if (item.n_threads_done.fetch_add(1, std::memory_order_acq_rel) + 1 == params->nth) {
-                owner.finish(t, item.expert, (uint8_t) item.version);
+                owner.unpin(t, item.expert, (uint8_t) item.version);
             }
         }
         if (left == before) {

@@ -8,6 +8,7 @@
 #include "ggml-cpu.h"
 
 #include <algorithm>
+#include <exception>
 
 bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_gate_of(tensor) != nullptr;
@@ -31,7 +32,7 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
     ggml_build_forward_expand(gf, node);
 }
 
-void moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {
+static void context_memory(llama_context * ctx, uint64_t * bytes) {
     bytes[0] = bytes[1] = bytes[2] = bytes[3] = 0;
     for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
         if (ggml_backend_buft_is_host(buft)) {
@@ -46,5 +47,14 @@ void moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {
     const auto *   graph     = llama_graph_reserve(ctx, n_tokens, llama_n_seq_max(ctx), 1);
     if (graph) {
         bytes[3] = ggml_graph_plan(graph, n_threads, nullptr).work_size;
+    }
+}
+
+int moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {
+    try {
+        context_memory(ctx, bytes);
+        return 0;
+    } catch (const std::exception &) {
+        return -1;
     }
 }

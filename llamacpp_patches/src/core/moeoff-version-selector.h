@@ -1,16 +1,17 @@
 #pragma once
 
 // Which version serves each expert that a gate has chosen: the thresholds of HOBBIT §3.2 for a single token, the share of
-// Fate §4.5 for a batch, or decisions recorded in an earlier run. Knows nothing of slices; the store's lock guards it.
+// Fate §4.5 for a batch, or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
 
-#include "moeoff-pool.h"
+#include "moeoff-slice.h"
 
 #include <deque>
 #include <functional>
+#include <vector>
 
 namespace moeoff {
 
-// what a gate said, its rows possibly strided (bytes)
+// the experts and weights of a gate event; rows may be strided (bytes)
 struct choice {
     const moeoff_gate_event & event;
     size_t ids_stride, weights_stride, weights_step;
@@ -19,21 +20,22 @@ struct choice {
     float   weight(int32_t t, int32_t k) const { return *(const float *) ((const char *) event.weights + t * weights_stride + k * weights_step); }
 };
 
-class decider {
+class version_selector {
   public:
-    moeoff_rule rule = { 1.0f, 1.0f, 0.0f, 0 };
+    moeoff_thresholds thresholds = { 1.0f, 1.0f, 0.0f, 0 };
 
-    // false: all is served in high precision, nobody need be asked
-    bool active() const { return rule.t1 < 1.0f || rule.prefill_low_share > 0.0f || !forced.empty(); }
-    bool uses_low() const { return rule.t1 < rule.t2 || rule.prefill_low_share > 0.0f; }
+    // false: all is served in high precision, select() need not be called
+    bool active() const { return thresholds.t1 < 1.0f || thresholds.prefill_low_share > 0.0f || !forced.empty(); }
+    bool uses_low() const { return uses_low(thresholds); }
+    static bool uses_low(const moeoff_thresholds & t) { return t.t1 < t.t2 || t.prefill_low_share > 0.0f; }
 
     // appends decisions [n_tokens, n_used] of gate events to come
     void   force(const uint8_t * versions, size_t n) { forced.insert(forced.end(), versions, versions + n); }
     size_t n_forced() const { return forced.size(); }
 
-    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version there?
-    // Experts chosen by nobody keep what they had.
-    void decide(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of);
+    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY?
+    // Experts that no token chose keep what they had.
+    void select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of);
 
   private:
     void by_weight(const choice & c, uint8_t * version_of);

@@ -1,4 +1,4 @@
-#include "moeoff-events.h"
+#include "moeoff-event-driver.h"
 
 #include <cstring>
 #include <ctime>
@@ -23,10 +23,10 @@ struct record {
 static size_t align_up(size_t n) { return (n + 63) & ~(size_t) 63; }
 
 void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t ring_bytes) {
-    std::lock_guard<std::mutex> control_lock(control);
+    checked_lock control_lock(control);
     stop_thread();
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        checked_lock lock(mutex);
         callback = cb;
         user     = cb_user;
         ring.assign(align_up(ring_bytes), 0);
@@ -38,21 +38,21 @@ void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t ring_
 }
 
 void event_driver::stop() {
-    std::lock_guard<std::mutex> control_lock(control);
+    checked_lock control_lock(control);
     stop_thread();
 }
 
 void event_driver::stop_thread() {
     active.store(false, std::memory_order_release);
     {
-        std::lock_guard<std::mutex> lock(mutex);
+        checked_lock lock(mutex);
         stopping = true;
     }
-    cv_work.notify_all();
+    work.notify_all();
     if (thread.joinable()) {
         thread.join();
     }
-    std::lock_guard<std::mutex> lock(mutex);
+    checked_lock lock(mutex);
     std::vector<uint8_t>().swap(ring);
 }
 
@@ -61,7 +61,7 @@ void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weigh
     const size_t n_input = (size_t) event.n_tokens * event.n_embd;
     const size_t nbytes  = align_up(sizeof(record) + n_pairs * (sizeof(int32_t) + sizeof(float)) + n_input * sizeof(float) + (event.versions ? n_pairs : 0));
 
-    std::lock_guard<std::mutex> lock(mutex);
+    checked_lock lock(mutex);
     if (stopping) {
         return;
     }
@@ -103,15 +103,17 @@ void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weigh
     memcpy(p, &r, sizeof(r));
     head  = (head + nbytes) % ring.size();
     used += nbytes;
-    cv_work.notify_one();
+    work.notify_one();
 }
 
 void event_driver::run() {
-    std::unique_lock<std::mutex> lock(mutex);
+    checked_lock lock(mutex);
     const moeoff_gate_callback deliver = callback;
     void * const               to      = user;
     while (true) {
-        cv_work.wait(lock, [&] { return stopping || used > 0; });
+        while (!stopping && used == 0) {
+            lock.wait(work);
+        }
         if (stopping) {
             break;
         }
@@ -139,27 +141,29 @@ void event_driver::run() {
         tail    = (tail + r.nbytes) % ring.size();
         used   -= r.nbytes;
         if (used == 0) {
-            cv_idle.notify_all();
+            idle.notify_all();
         }
     }
-    cv_idle.notify_all();
+    idle.notify_all();
     lock.unlock();
     deliver(nullptr, to);
 }
 
 void event_driver::drain() {
-    std::unique_lock<std::mutex> lock(mutex);
-    cv_idle.wait(lock, [&] { return stopping || (used == 0 && !busy); });
+    checked_lock lock(mutex);
+    while (!stopping && (used > 0 || busy)) {
+        lock.wait(idle);
+    }
 }
 
 void event_driver::add_stats(moeoff_stats & stats) const {
-    std::lock_guard<std::mutex> lock(mutex);
+    checked_lock lock(mutex);
     stats.events_dropped = dropped;
     stats.driver_ns      = cpu_ns;
 }
 
 void event_driver::reset_stats() {
-    std::lock_guard<std::mutex> lock(mutex);
+    checked_lock lock(mutex);
     dropped = 0;
     cpu_ns  = 0;
 }

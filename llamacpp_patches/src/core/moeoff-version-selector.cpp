@@ -1,4 +1,4 @@
-#include "moeoff-rule.h"
+#include "moeoff-version-selector.h"
 
 #include <algorithm>
 #include <numeric>
@@ -7,7 +7,7 @@ namespace moeoff {
 
 // HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled to 1.
 // Among equal weights the one that the router lists first counts as the larger.
-void decider::by_weight(const choice & c, uint8_t * version_of) {
+void version_selector::by_weight(const choice & c, uint8_t * version_of) {
     const int32_t n = c.event.n_used;
     order.resize(n);
     std::iota(order.begin(), order.end(), 0);
@@ -19,14 +19,14 @@ void decider::by_weight(const choice & c, uint8_t * version_of) {
     float before = 0.0f;
     for (const int32_t k : order) {
         const float s = total > 0.0f ? before / total : 0.0f; // no sensible weights: everything is important
-        version_of[c.id(0, k)] = s <= rule.t1 ? HIGH : s <= rule.t2 ? LOW : SKIP;
+        version_of[c.id(0, k)] = s <= thresholds.t1 ? HIGH : s <= thresholds.t2 ? LOW : SKIP;
         before += c.weight(0, k);
     }
     version_of[c.id(0, order[0])] = HIGH; // the first is always important
 }
 
 // Fate §4.5: of the experts that a batch chose, the share chosen by the fewest tokens; among equals the higher index
-void decider::by_popularity(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of) {
+void version_selector::by_popularity(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of) {
     count.assign(1 + *std::max_element(chosen.begin(), chosen.end()), 0);
     for (int32_t t = 0; t < c.event.n_tokens; t++) {
         for (int32_t k = 0; k < c.event.n_used; k++) {
@@ -35,16 +35,16 @@ void decider::by_popularity(const choice & c, const std::vector<int32_t> & chose
     }
     order = chosen;
     std::sort(order.begin(), order.end(), [this](int32_t a, int32_t b) { return count[a] != count[b] ? count[a] < count[b] : a > b; });
-    const size_t n_low = (size_t) ((double) rule.prefill_low_share * (double) order.size());
+    const size_t n_low = (size_t) ((double) thresholds.prefill_low_share * (double) order.size());
     for (size_t i = 0; i < order.size(); i++) {
         version_of[order[i]] = i < n_low ? LOW : HIGH;
     }
 }
 
-void decider::decide(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of) {
+void version_selector::select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of) {
     const size_t n = (size_t) c.event.n_tokens * c.event.n_used;
     if (!forced.empty() && forced.size() < n) {
-        forced.clear(); // of another run: whoever put them there sees that none are left
+        forced.clear(); // of another run: what moeoff_force_versions() returns tells that none are left
     }
     if (!forced.empty()) {
         for (size_t i = n; i-- > 0;) { // an expert's first place in the batch decides
@@ -58,7 +58,7 @@ void decider::decide(const choice & c, const std::vector<int32_t> & chosen, cons
     } else {
         by_popularity(c, chosen, version_of);
     }
-    if (rule.flags & MOEOFF_RULE_BLIND) {
+    if (thresholds.flags & MOEOFF_THRESHOLDS_BLIND) {
         return;
     }
     // only a miss is served by less

@@ -1,0 +1,72 @@
+#pragma once
+
+// What is known of a model before it runs: its reserved tensors, the gates that they belong to, and where each slice lies in
+// which file. Written during set-up by one thread, read by all after the start, but for what a gate guards.
+
+#include "moeoff.h"
+#include "moeoff-files.h"
+#include "moeoff-slice.h"
+
+#include <array>
+#include <memory>
+#include <string>
+#include <vector>
+
+namespace moeoff {
+
+struct tensor {
+    moeoff_tensor_info     info;
+    uint32_t               first = 0;          // its high slices are [first, first + info.ne[2])
+    std::vector<int32_t>   types;              // distinct types of its sources, of both versions
+    uint64_t               max_nbytes = 0;     // of its largest slice
+    class store *          owner = nullptr;
+};
+
+// What a gate event decided, for the ops of its graph. Two contexts may be inside the same block at once: a graph is known
+// by the address of the experts' indices, which the gate node and the block's ops share.
+struct decision {
+    const void *           graph;
+    uint64_t               seq;
+    std::vector<uint8_t>   version_of;         // by expert
+};
+
+// the tensors that one call of the graph's MoE block uses; a stable address, it is the gate node's userdata
+struct gate {
+    class store * owner  = nullptr;
+    int32_t  index       = 0;
+    int32_t  layer       = 0;
+    int32_t  n_expert    = 0;
+    bool     second_block = false;
+    std::array<int32_t, MOEOFF_N_MATRIX> tensors { -1, -1, -1, -1 };
+    int32_t  n_expected GUARDED_BY(store_mutex) = 0; // of its slices
+    std::vector<decision> decisions GUARDED_BY(store_mutex); // empty as long as all is served high
+};
+
+class expert_map {
+  public:
+    tensor * add_tensor(const moeoff_tensor_info & info, bool second_block, store * owner);
+    bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, const files & in, std::string & error);
+    // whether every tensor has its sources
+    bool     is_complete(std::string & error) const;
+
+    int32_t  n_tensors() const { return (int32_t) tensors.size(); }
+    int32_t  n_gates() const { return (int32_t) gates.size(); }
+    int32_t  n_experts() const { return max_experts; } // of the gate that has most
+    uint32_t n_slices() const { return tensors.empty() ? 0 : tensors.back()->first + (uint32_t) tensors.back()->info.ne[2]; } // of one version
+    bool     has_low() const { return arena_full(LOW) > 0; }
+    const tensor & tensor_at(int32_t i) const { return *tensors[i]; }
+    gate &   gate_at(int32_t i) const { return *gates[i]; }
+    gate &   gate_of(const tensor & t) const { return *gates[t.info.gate]; }
+    const std::vector<moeoff_source> & sources_of(int32_t tensor, version v) const { return sources[v][tensor]; }
+
+    uint64_t arena_floor(version v) const;
+    uint64_t arena_full(version v) const;
+
+  private:
+    std::vector<std::unique_ptr<tensor>>    tensors;
+    std::vector<std::unique_ptr<gate>>      gates;
+    std::vector<std::vector<moeoff_source>> sources[n_pools]; // of each tensor
+    int32_t                                 max_experts = 0;
+};
+
+} // namespace moeoff

@@ -1,0 +1,511 @@
+#include "moeoff-slice-table.h"
+
+#include "moeoff-event-driver.h"
+
+#include <algorithm>
+#include <cassert>
+#include <cerrno>
+#include <cstring>
+
+namespace moeoff {
+
+// --- life ---
+
+bool slice_table::start(uint64_t high_limit, uint64_t low_limit) {
+    store_lock lock(sync);
+    const uint32_t n      = map.n_slices();
+    const int      n_used = map.has_low() ? 2 : 1; // pools
+    all.n_high    = n;
+    all.n_experts = map.n_experts();
+    all.slices    = std::vector<slice>((size_t) n_used * n);
+    all.priorities.assign((size_t) map.n_gates() * map.n_experts(), 0.0f);
+    queue.resize(all.slices.size());
+    for (int32_t i = 0; i < map.n_tensors(); i++) {
+        const tensor & t = map.tensor_at(i);
+        for (int v = 0; v < n_used; v++) {
+            const auto & sources = map.sources_of(i, (version) v);
+            for (int32_t e = 0; e < (int32_t) sources.size(); e++) {
+                slice & s = slice_at(t, e, (uint8_t) v);
+                s.source  = sources[e];
+                s.version = (uint8_t) v;
+                s.gate    = t.info.gate;
+                s.expert  = e;
+                s.matrix  = t.info.matrix;
+                if (s.source.type < 0) {
+                    s.state = READY;
+                } else {
+                    s.size_class = pool_of(s).slots.add_class(s.source.nbytes, 1);
+                }
+            }
+        }
+    }
+    return pools[HIGH].reserve(n, high_limit) && pools[LOW].reserve(n_used > 1 ? n : 0, low_limit);
+}
+
+void slice_table::stop() {
+    stopped = true;
+    for (const request_level level : { DEMAND, GATE, PREFETCH }) {
+        for (uint32_t i = queue.first(level); i != request_queue::none; i = queue.first(level)) {
+            queue.remove(level, i);
+            give_up(all.slices[i]);
+        }
+    }
+    sync.work.notify_all();
+    sync.settled.notify_all();
+}
+
+// this slice will not be read
+void slice_table::give_up(slice & s) {
+    pool_of(s).give_slot(s);
+    clear_expected(s);
+    s.want_seq = 0;
+    settle(s, s.pins > 0 ? FAILED : ABSENT);
+    if (s.pins > 0 && stopped) {
+        fail("the expert buffer was stopped while a graph needed experts that are not in memory");
+    }
+}
+
+void slice_table::settle(slice & s, slice_state state) {
+    s.state.store(state, std::memory_order_release);
+    n_settled.fetch_add(1, std::memory_order_release);
+}
+
+void slice_table::fail(std::string_view message) noexcept {
+    if (failure.empty()) {
+        try {
+            failure = message;
+        } catch (const std::bad_alloc &) {
+            failure = "out of memory"; // short enough to be stored in the string itself
+        }
+    }
+    has_failed.store(true, std::memory_order_release);
+}
+
+std::string slice_table::take_failure() {
+    has_failed.store(false, std::memory_order_release);
+    std::string message;
+    message.swap(failure);
+    return message;
+}
+
+// --- requests ---
+
+void slice_table::mark_expected(slice & s) {
+    if (!s.expected) {
+        s.expected = true;
+        map.gate_at(s.gate).n_expected++;
+    }
+}
+
+void slice_table::clear_expected(slice & s) {
+    if (s.expected) {
+        s.expected = false;
+        map.gate_at(s.gate).n_expected--;
+    }
+    s.prefetched = false;
+}
+
+void slice_table::mark_chosen(slice & s, moeoff_gate_event & event) {
+    if (s.size_class < 0) {
+        return;
+    }
+    if (s.state.load(std::memory_order_relaxed) == READY) {
+        stats.demand_hits++;
+        event.n_hit++;
+    } else {
+        stats.demand_misses++;
+        event.n_miss++;
+    }
+    stats.prefetch_useful += s.prefetched;
+    clear_expected(s);
+    s.last_use = clock;
+    s.want_seq = all.n_events;
+}
+
+void slice_table::request(slice & s, request_level level, bool * may_evict) {
+    if (level > PREFETCH) {
+        clear_expected(s); // a graph relies on it now: cancel_unchosen() must leave it alone
+    }
+    switch (s.state.load(std::memory_order_relaxed)) {
+        case READY:
+        case FAILED:
+            return;
+        case LOADING:
+            s.level = std::max<uint8_t>(s.level, level);
+            s.cancel.store(false, std::memory_order_relaxed);
+            return;
+        case QUEUED:
+            if (s.level >= level) {
+                return;
+            }
+            unqueue(s);
+            break;
+        default: // ABSENT
+            if (stopped) {
+                give_up(s);
+                return;
+            }
+            s.t_queued = now_ns();
+            s.state.store(QUEUED, std::memory_order_relaxed);
+    }
+    s.level = level;
+    if (s.slot < 0 && may_evict[s.version]) {
+        may_evict[s.version] = take_slot(s, level);
+    }
+    queue.push_back(level, all.index_of(s));
+}
+
+void slice_table::unqueue(slice & s) { queue.remove((request_level) s.level, all.index_of(s)); }
+
+// QUEUED -> ABSENT
+void slice_table::drop_queued(slice & s) {
+    unqueue(s);
+    pool_of(s).give_slot(s);
+    clear_expected(s);
+    s.state.store(ABSENT, std::memory_order_relaxed);
+}
+
+void slice_table::pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
+    bool is_event = false; // an op whose gate event did not choose its slices counts as an event of its own
+    for (int32_t i = 0; i < n; i++) {
+        if (version_of[i] == SKIP) {
+            continue;
+        }
+        slice & s = slice_at(t, experts[i], version_of[i]);
+        s.pins++;
+        if (s.want_seq == 0 && s.size_class >= 0) {
+            if (!is_event) {
+                clock++;
+                is_event = true;
+            }
+            moeoff_gate_event unused = {};
+            mark_chosen(s, unused);
+        }
+    }
+    bool may_evict[n_pools] = { true, true };
+    for (int32_t i = 0; i < n; i++) {
+        if (version_of[i] != SKIP) {
+            request(slice_at(t, experts[i], version_of[i]), DEMAND, may_evict);
+        }
+    }
+    wake_workers();
+}
+
+void slice_table::unpin(slice & s, bool keep) {
+    if (--s.pins > 0) {
+        return;
+    }
+    s.want_seq = 0;
+    if (s.size_class < 0) {
+        return;
+    }
+    if (s.state.load(std::memory_order_relaxed) == FAILED) {
+        s.state.store(ABSENT, std::memory_order_relaxed);
+    } else if (!keep) {
+        evict(s);
+    } else {
+        pool_of(s).reconsider(s);
+    }
+    fit_limits();
+    wake_workers();
+}
+
+bool slice_table::prefetch(slice & s, bool is_expected, bool may_queue, bool * may_evict) {
+    if (s.version == LOW && all.low_spare && all.slices[all.index_of(s) - all.n_high].resident_i >= 0) {
+        return false; // the high version will serve
+    }
+    const uint8_t state  = s.state.load(std::memory_order_relaxed);
+    const bool    absent = state == ABSENT;
+    if (absent && !may_queue) {
+        return false;
+    }
+    // what an op or a gate is waiting for must not be cancelled as unchosen
+    if (is_expected && (absent || state == READY || s.level == PREFETCH)) {
+        mark_expected(s);
+    }
+    if (absent) {
+        s.prefetched = is_expected;
+        preloading   = preloading || !is_expected;
+        request(s, PREFETCH, may_evict);
+    }
+    return absent;
+}
+
+int32_t slice_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
+    int32_t n = 0;
+    for (const int32_t ti : g.tensors) {
+        for (const version v : { HIGH, LOW }) {
+            if (ti < 0 || g.n_expected == 0 || (v == LOW && !all.has_low())) {
+                continue;
+            }
+            for (int32_t e = 0; e < g.n_expert; e++) {
+                slice & s = slice_at(map.tensor_at(ti), e, v);
+                if (!s.expected || (is_chosen && is_chosen[e] & (1 << v))) {
+                    continue;
+                }
+                const uint8_t state = s.state.load(std::memory_order_relaxed);
+                if (state == LOADING) {
+                    s.cancel.store(true, std::memory_order_relaxed); // still expected: end_read() sees whether it was wanted again
+                    n++;
+                } else if (state == QUEUED) {
+                    drop_queued(s);
+                    stats.prefetch_dropped++;
+                    n++;
+                } else {
+                    clear_expected(s);
+                    pool_of(s).reconsider(s);
+                }
+            }
+        }
+    }
+    return n;
+}
+
+// A warm start has the time in which nothing computes. Afterwards it would delay what is needed now and, with the arena full,
+// evict it for what was needed once.
+void slice_table::drop_preloads() {
+    if (!preloading) {
+        return;
+    }
+    uint32_t next;
+    for (uint32_t i = queue.first(PREFETCH); i != request_queue::none; i = next) {
+        next = queue.next(i);
+        if (!all.slices[i].expected) {
+            drop_queued(all.slices[i]);
+        }
+    }
+    preloading = false;
+}
+
+void slice_table::drop_unpinned_requests() {
+    for (const request_level level : { DEMAND, GATE, PREFETCH }) {
+        uint32_t next;
+        for (uint32_t i = queue.first(level); i != request_queue::none; i = next) {
+            slice & s = all.slices[i];
+            next = queue.next(i);
+            if (s.pins == 0) {
+                drop_queued(s);
+                s.want_seq = 0;
+            }
+        }
+    }
+}
+
+void slice_table::wake_workers() {
+    if (!queue.empty()) {
+        sync.work.notify_all();
+    }
+}
+
+bool slice_table::is_resident(const gate & g, int32_t expert, version v) const {
+    for (const int32_t ti : g.tensors) {
+        if (ti >= 0 && at(map.tensor_at(ti), expert, v).state.load(std::memory_order_relaxed) != READY) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// --- reading ---
+
+slice * slice_table::next_read() {
+    for (const request_level level : { DEMAND, GATE, PREFETCH }) {
+        bool may_evict[n_pools] = { true, true };
+        for (uint32_t i = queue.first(level); i != request_queue::none; i = queue.next(i)) {
+            slice & s = all.slices[i];
+            if (s.slot < 0) {
+                if (may_evict[s.version] ? !take_slot(s, level) : (s.slot = pool_of(s).slots.take(s.size_class)) < 0) {
+                    may_evict[s.version] = false; // nor for the others of this level; a free slot of another class may still serve
+                    continue;
+                }
+            }
+            queue.remove(level, i);
+            s.state.store(LOADING, std::memory_order_relaxed);
+            s.cancel.store(false, std::memory_order_relaxed);
+            return &s;
+        }
+    }
+    return nullptr;
+}
+
+void slice_table::end_read(slice & s, int err, const std::string & message) {
+    pool & p = pool_of(s);
+    if (err == 0) {
+        s.data = destination(s) + s.source.offset % page_size;
+        p.enter(s);
+        settle(s, READY);
+        reconsider_low(s);
+        if (s.pins == 0) {
+            if (s.level == PREFETCH && s.cancel.load(std::memory_order_relaxed)) {
+                clear_expected(s); // cancelled too late to stop it: an ordinary resident now
+            }
+            p.reconsider(s);
+        }
+    } else if (err != ECANCELED) {
+        stats.read_errors++;
+        fail(message);
+        give_up(s);
+    } else if (!stopped && (s.pins > 0 || s.level > PREFETCH || !s.cancel.load(std::memory_order_relaxed))) {
+        s.state.store(QUEUED, std::memory_order_relaxed); // chosen after all: from the start again
+        queue.push_front((request_level) s.level, all.index_of(s));
+    } else {
+        stats.prefetch_dropped++;
+        give_up(s);
+    }
+    fit_limits();
+    sync.settled.notify_all();
+}
+
+// --- room ---
+
+bool slice_table::take_slot(slice & s, request_level level) {
+    pool & p = pool_of(s);
+    while ((s.slot = p.slots.take(s.size_class)) < 0) {
+        if (slice * v = p.victim(level)) {
+            evict(*v);
+            stats.evictions++;
+        } else if (!steal_queued_slot(s.version, level)) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// the last resort: a slot that waits for a worker on behalf of a less urgent request
+bool slice_table::steal_queued_slot(uint8_t v, request_level level) {
+    for (int below = PREFETCH; below < level; below++) {
+        for (uint32_t i = queue.last((request_level) below); i != request_queue::none; i = queue.previous(i)) {
+            slice & s = all.slices[i];
+            if (s.slot >= 0 && s.version == v) {
+                pools[v].give_slot(s);
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+void slice_table::evict(slice & s) {
+    pool & p = pool_of(s);
+    p.leave(s);
+    clear_expected(s);
+    s.state.store(ABSENT, std::memory_order_release);
+    p.give_slot(s);
+    reconsider_low(s);
+}
+
+// the high version of a slice has come or gone
+void slice_table::reconsider_low(const slice & s) {
+    if (s.version == HIGH && all.has_low()) {
+        pools[LOW].reconsider(all.slices[all.index_of(s) + all.n_high]);
+    }
+}
+
+void slice_table::set_limits(uint64_t high, uint64_t low) {
+    pools[HIGH].slots.set_limit(high);
+    pools[LOW].slots.set_limit(low);
+    fit_limits();
+    wake_workers(); // a larger arena may serve what could get no slot
+}
+
+void slice_table::fit_limits() {
+    for (const version v : { HIGH, LOW }) {
+        pool & p = pools[v];
+        while (p.slots.committed_bytes() > p.slots.limit_bytes() && !p.slots.trim()) {
+            if (slice * s = p.victim(DEMAND)) {
+                evict(*s);
+                stats.evictions++;
+            } else if (!steal_queued_slot(v, DEMAND)) {
+                break; // pinned or in flight; the next unpin() or end_read() tries again
+            }
+        }
+    }
+}
+
+void slice_table::evict_unwanted() {
+    reset_order();
+    for (auto & p : pools) {
+        for (size_t i = p.residents().size(); i-- > 0;) {
+            slice & s = all.slices[p.residents()[i]];
+            if (s.pins == 0 && !all.wanted(s)) {
+                evict(s);
+            }
+        }
+    }
+}
+
+void slice_table::reset_order() {
+    for (auto & p : pools) {
+        p.reset_order();
+    }
+}
+
+void slice_table::set_low_spare(bool spare) {
+    all.low_spare = spare;
+    reset_order();
+}
+
+// --- watching ---
+
+void slice_table::residency(version v, uint8_t * out) const {
+    memset(out, 0, (size_t) map.n_gates() * all.n_experts);
+    for (const uint32_t i : pools[v].residents()) {
+        const slice & s = all.slices[i];
+        out[(size_t) s.gate * all.n_experts + s.expert] |= (uint8_t) (1u << s.matrix);
+    }
+}
+
+void slice_table::get_stats(moeoff_stats & out) const {
+    out = stats;
+    out.arena_committed     = pools[HIGH].slots.committed_bytes() + pools[LOW].slots.committed_bytes();
+    out.arena_peak          = pools[HIGH].slots.peak_bytes() + pools[LOW].slots.peak_bytes();
+    out.resident_slices     = pools[HIGH].residents().size() + pools[LOW].residents().size();
+    out.low_arena_committed = pools[LOW].slots.committed_bytes();
+}
+
+void slice_table::check_invariants() const {
+#ifndef NDEBUG
+    std::vector<char> is_queued(all.slices.size(), 0);
+    for (const request_level level : { DEMAND, GATE, PREFETCH }) {
+        uint32_t before = request_queue::none;
+        for (uint32_t i = queue.first(level); i != request_queue::none; before = i, i = queue.next(i)) {
+            assert(!is_queued[i] && all.slices[i].level == level && queue.previous(i) == before);
+            is_queued[i] = 1;
+        }
+        assert(queue.last(level) == before);
+    }
+    std::vector<int32_t> n_expected((size_t) map.n_gates(), 0);
+    uint64_t taken[n_pools] = { 0, 0 };
+    size_t   n_resident[n_pools] = { 0, 0 };
+    for (uint32_t i = 0; i < all.slices.size(); i++) {
+        const slice & s     = all.slices[i];
+        const uint8_t state = s.state.load();
+        n_expected[s.gate] += s.expected;
+        assert(!s.prefetched || s.expected);
+        if (s.size_class < 0) {
+            assert(state == READY && s.slot < 0 && !s.data && s.resident_i < 0);
+            continue;
+        }
+        assert((state == QUEUED) == (bool) is_queued[i]);
+        assert((state == READY) == (s.data != nullptr) && (state == READY) == (s.resident_i >= 0));
+        assert(s.resident_i < 0 || pools[s.version].residents()[s.resident_i] == i);
+        assert((state == LOADING || state == READY) <= (s.slot >= 0) && (state == ABSENT || state == FAILED) <= (s.slot < 0));
+        assert((state == ABSENT) <= (s.pins == 0) && (state == FAILED) <= (s.pins > 0));
+        assert(!s.expected || state == READY || s.level == PREFETCH);
+        n_resident[s.version] += s.resident_i >= 0;
+        taken[s.version]      += s.slot >= 0 ? pools[s.version].slots.slot_bytes_of(s.size_class) : 0;
+    }
+    for (int32_t i = 0; i < map.n_gates(); i++) {
+        assert(map.gate_at(i).n_expected == n_expected[i]);
+    }
+    for (const version v : { HIGH, LOW }) {
+        pools[v].check_invariants();
+        assert(pools[v].residents().size() == n_resident[v]);
+        assert(pools[v].slots.committed_bytes() == taken[v] + pools[v].slots.free_bytes());
+    }
+    assert(!stopped || queue.empty());
+    assert(has_failed.load() == !failure.empty());
+#endif
+}
+
+} // namespace moeoff

@@ -1,0 +1,117 @@
+#pragma once
+
+// The slices of a model: their states, what is requested of them, and the room that they take. All changes of state are made
+// here; moeoff-slice.h has their table.
+//
+// Three kinds of requests are served in this order: DEMAND (a matrix op is computing and needs it), GATE (the router has selected
+// it, its op is still to come), PREFETCH (a predictor expects it to be selected).
+//
+// Which request may evict what keeps every pool of at least one slot free of deadlock:
+//  - a pinned slice is never evicted. An op uses its READY slices from its start, and needs nothing else to finish with them;
+//  - DEMAND may evict anything else, first what no recent gate event wants;
+//  - GATE and PREFETCH may evict only what no recent gate event wants, else they wait.
+// Among the candidates the lowest priority is evicted first, then the least recently used, then the lowest index.
+//
+// Knows neither files nor threads. After start() nothing allocates, so that no request can fail.
+
+#include "moeoff-expert-map.h"
+#include "moeoff-pool.h"
+#include "moeoff-request-queue.h"
+
+#include <string>
+#include <string_view>
+
+namespace moeoff {
+
+class slice_table {
+  public:
+    slice_table(const expert_map & map, monitor & sync) : map(map), sync(sync) { skipped.state = READY; }
+
+    // false: no address space
+    bool start(uint64_t high_limit, uint64_t low_limit) EXCLUDES(store_mutex);
+    // from now on nothing is read: what is queued is given up, what is requested while pinned becomes FAILED
+    void stop() REQUIRES(store_mutex);
+
+    // --- without the mutex, after the start ---
+    uint32_t      index_at(const tensor & t, int32_t expert, uint8_t v) const { return t.first + (uint32_t) expert + (v == LOW ? all.n_high : 0); }
+    const slice & at(const tensor & t, int32_t expert, uint8_t v) const { return v == SKIP ? skipped : all.slices[index_at(t, expert, v)]; }
+    int32_t       tensor_of(const slice & s) const { return map.gate_at(s.gate).tensors[s.matrix]; }
+    bool          has_low() const { return all.has_low(); }
+    float *       priorities() { return all.priorities.data(); }
+    uint64_t      generation() const { return n_settled.load(std::memory_order_acquire); } // counts the slices that have settled
+    bool          failed() const { return has_failed.load(std::memory_order_acquire); }
+
+    // --- requests ---
+    slice & slice_at(const tensor & t, int32_t expert, uint8_t v) { return all.slices[index_at(t, expert, v)]; }
+    void    next_event() REQUIRES(store_mutex) { all.n_events++; clock++; }
+    uint64_t n_events() const REQUIRES(store_mutex) { return all.n_events; }
+    // counts the use of a slice that a router has selected, once for each event, and keeps it wanted until its op has used it
+    void    mark_chosen(slice & s, moeoff_gate_event & event) REQUIRES(store_mutex);
+    // queues the slice if it is absent. may_evict[version] becomes false once nothing is left to evict, which spares the others
+    // of the same batch the search
+    void    request(slice & s, request_level level, bool * may_evict) REQUIRES(store_mutex);
+    // the op that begins uses these slices of t: they are requested, and none is evicted until it is unpinned
+    void    pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) REQUIRES(store_mutex);
+    void    unpin(slice & s, bool keep) REQUIRES(store_mutex);
+    // queues a slice that is expected, or preloads it: loads it whatever the routers select until the next event; true if it was absent
+    bool    prefetch(slice & s, bool is_expected, bool may_queue, bool * may_evict) REQUIRES(store_mutex);
+    // gives up what was expected of this gate and not chosen: is_chosen[e] has bit 1 << version set, nullptr: nothing is. Returns
+    // how many were queued or in flight
+    int32_t cancel_unchosen(gate & g, const uint8_t * is_chosen) REQUIRES(store_mutex);
+    void    drop_preloads() REQUIRES(store_mutex);
+    void    drop_unpinned_requests() REQUIRES(store_mutex);
+    void    wake_workers() REQUIRES(store_mutex);
+    bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices
+
+    // --- reading ---
+    // the slice that a worker should read next, LOADING from now on; nullptr: nothing is queued that could get a slot. May evict
+    slice *   next_read() REQUIRES(store_mutex);
+    uint8_t * destination(const slice & s) REQUIRES(store_mutex) { return pool_of(s).slots.data(s.size_class, s.slot); } // page aligned
+    // err: 0, ECANCELED, or an errno with its message
+    void      end_read(slice & s, int err, const std::string & message) REQUIRES(store_mutex);
+
+    // --- room ---
+    void set_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex);
+    void fit_limits() REQUIRES(store_mutex); // evicts what exceeds them
+    void evict_unwanted() REQUIRES(store_mutex);
+    void reset_order() REQUIRES(store_mutex); // the priorities have changed
+    void set_low_spare(bool spare) REQUIRES(store_mutex);
+
+    // --- watching ---
+    void residency(version v, uint8_t * out) const REQUIRES(store_mutex);
+    moeoff_stats & counters() REQUIRES(store_mutex) { return stats; }
+    void get_stats(moeoff_stats & out) const REQUIRES(store_mutex);
+    void fail(std::string_view message) noexcept REQUIRES(store_mutex); // the first message is kept
+    std::string take_failure() REQUIRES(store_mutex);
+    void check_invariants() const REQUIRES(store_mutex); // in debug builds
+
+  private:
+    pool & pool_of(const slice & s) { return pools[s.version]; }
+    void   queue_first(slice & s) REQUIRES(store_mutex);
+    void   unqueue(slice & s) REQUIRES(store_mutex);
+    void   drop_queued(slice & s) REQUIRES(store_mutex);
+    void   give_up(slice & s) REQUIRES(store_mutex);
+    void   mark_expected(slice & s) REQUIRES(store_mutex);
+    void   clear_expected(slice & s) REQUIRES(store_mutex);
+    void   settle(slice & s, slice_state state) REQUIRES(store_mutex);
+    void   evict(slice & s) REQUIRES(store_mutex);
+    void   reconsider_low(const slice & high) REQUIRES(store_mutex);
+    bool   take_slot(slice & s, request_level level) REQUIRES(store_mutex);
+    bool   steal_queued_slot(uint8_t v, request_level level) REQUIRES(store_mutex);
+
+    const expert_map &    map;
+    monitor &             sync;
+    catalog               all;     // says for itself what the mutex guards
+    slice                 skipped; // serves every expert that is skipped
+    std::atomic<uint64_t> n_settled {0};
+    std::atomic<bool>     has_failed {false};
+    pool                  pools[n_pools] { pool(all), pool(all) };
+    request_queue         queue      GUARDED_BY(store_mutex);
+    bool                  stopped    GUARDED_BY(store_mutex) = false;
+    bool                  preloading GUARDED_BY(store_mutex) = false; // some of the prefetches are preloads
+    uint64_t              clock      GUARDED_BY(store_mutex) = 0; // counts gate events and op starts
+    moeoff_stats          stats      GUARDED_BY(store_mutex) = {};
+    std::string           failure    GUARDED_BY(store_mutex);
+};
+
+} // namespace moeoff
