@@ -1,0 +1,105 @@
+// The arena: its bound, its size classes, and what it holds.
+
+#include "check.h"
+
+#include "moeoff-arena.h"
+#include "moeoff-files.h"
+
+#include <cstring>
+#include <random>
+#include <set>
+
+using namespace moeoff;
+
+static constexpr uint64_t small = 2 * page_size, large = 4 * page_size; // slots of slices of one page and of three
+
+TEST(a_slot_has_room_for_a_slice_that_begins_anywhere_in_its_first_page) {
+    REQUIRE(arena::slot_bytes(1) == 2 * page_size);
+    REQUIRE(arena::slot_bytes(page_size) == 2 * page_size);
+    REQUIRE(arena::slot_bytes(page_size + 1) == 3 * page_size);
+}
+
+TEST(an_arena_never_commits_more_than_its_limit) {
+    arena a;
+    const int cls = a.add_class(1, 3);
+    REQUIRE(a.full_bytes() == 3 * small && a.reserve(2 * small));
+    const int32_t first = a.take(cls), second = a.take(cls);
+    REQUIRE(first >= 0 && second >= 0 && first != second);
+    REQUIRE(a.take(cls) == -1 && a.committed_bytes() == 2 * small && a.free_bytes() == 0);
+    a.give(cls, first);
+    REQUIRE(a.free_bytes() == small && a.committed_bytes() == 2 * small); // stays committed for the next
+    REQUIRE(a.take(cls) == first && a.free_bytes() == 0);
+    a.set_limit(3 * small);
+    REQUIRE(a.take(cls) >= 0 && a.peak_bytes() == 3 * small);
+}
+
+TEST(a_smaller_limit_trims_free_slots_and_waits_for_the_others) {
+    arena a;
+    const int cls = a.add_class(1, 4);
+    REQUIRE(a.reserve(4 * small));
+    int32_t slots[4];
+    for (auto & slot : slots) {
+        slot = a.take(cls);
+    }
+    a.give(cls, slots[0]);
+    a.set_limit(2 * small);
+    REQUIRE(!a.trim() && a.committed_bytes() == 3 * small); // two more are taken than may be
+    REQUIRE(a.take(cls) == -1);
+    a.give(cls, slots[1]);
+    REQUIRE(a.take(cls) == -1); // free, but beyond the limit
+    REQUIRE(a.trim() && a.committed_bytes() == 2 * small && a.free_bytes() == 0);
+    REQUIRE(a.peak_bytes() == 4 * small);
+}
+
+TEST(size_classes_lend_bytes_to_each_other) {
+    arena a;
+    const int s = a.add_class(page_size, 4), l = a.add_class(3 * page_size, 1);
+    REQUIRE(a.add_class(page_size - 100, 1) == s); // the same size of slots
+    REQUIRE(a.slot_bytes_of(s) == small && a.slot_bytes_of(l) == large && a.reserve(2 * small));
+    const int32_t first = a.take(s), second = a.take(s);
+    REQUIRE(a.take(l) == -1);
+    a.give(s, first);
+    REQUIRE(a.take(l) == -1); // one slot given back is not enough; and it is gone
+    a.give(s, second);
+    REQUIRE(a.take(l) >= 0 && a.committed_bytes() == large && a.free_bytes() == 0);
+}
+
+TEST(slots_do_not_overlap_and_keep_their_bytes) {
+    arena a;
+    const int classes[] = { a.add_class(1, 6), a.add_class(3 * page_size, 6), a.add_class(9 * page_size, 3) };
+    REQUIRE(a.reserve(a.full_bytes() / 2));
+    struct taken_slot {
+        int     cls;
+        int32_t slot;
+        uint8_t mark;
+    };
+    std::vector<taken_slot> taken;
+    std::mt19937 rng(1);
+    for (int step = 0; step < 20000; step++) {
+        uint64_t held = 0;
+        for (const auto & t : taken) {
+            held += a.slot_bytes_of(t.cls);
+        }
+        REQUIRE(a.committed_bytes() == held + a.free_bytes() && a.committed_bytes() <= a.peak_bytes());
+        if (rng() % 50 == 0) {
+            a.set_limit(rng() % (a.full_bytes() + 1));
+        }
+        if (rng() % 2) {
+            const int     cls  = classes[rng() % 3];
+            const int32_t slot = a.take(cls);
+            if (slot >= 0) {
+                REQUIRE(a.committed_bytes() <= a.limit_bytes());
+                REQUIRE((uintptr_t) a.data(cls, slot) % page_size == 0);
+                taken.push_back({ cls, slot, (uint8_t) step });
+                memset(a.data(cls, slot), (uint8_t) step, a.slot_bytes_of(cls));
+            }
+        } else if (!taken.empty()) {
+            const size_t i = rng() % taken.size();
+            const taken_slot t = taken[i];
+            const uint8_t *  p = a.data(t.cls, t.slot);
+            REQUIRE(p[0] == t.mark && memcmp(p, p + 1, a.slot_bytes_of(t.cls) - 1) == 0);
+            a.give(t.cls, t.slot);
+            taken.erase(taken.begin() + (ptrdiff_t) i);
+        }
+    }
+}

@@ -1,0 +1,126 @@
+// Which version serves each expert: the thresholds of HOBBIT, the share of Fate, and decisions that were recorded.
+
+#include "check.h"
+
+#include "moeoff-version-selector.h"
+
+#include <algorithm>
+
+using namespace moeoff;
+
+static constexpr int n_expert = 8;
+
+struct batch {
+    std::vector<int32_t> ids;
+    std::vector<float>   weights;
+    moeoff_gate_event    event = {};
+
+    batch(int n_tokens, std::vector<int32_t> i, std::vector<float> w) : ids(std::move(i)), weights(std::move(w)) {
+        event.n_tokens = n_tokens;
+        event.n_used   = (int32_t) ids.size() / n_tokens;
+        event.ids      = ids.data();
+        event.weights  = weights.data();
+    }
+
+    // the version of each expert; 9 for those that no token chose
+    std::vector<uint8_t> select(version_selector & selector, std::vector<int32_t> resident_high = {}, std::vector<int32_t> resident_low = {}) const {
+        std::vector<uint8_t> version_of(n_expert, 9);
+        std::vector<int32_t> chosen;
+        for (const int32_t e : ids) {
+            if (std::find(chosen.begin(), chosen.end(), e) == chosen.end()) {
+                chosen.push_back(e);
+            }
+        }
+        const auto is_resident = [&](int32_t e, version v) {
+            const auto & list = v == HIGH ? resident_high : resident_low;
+            return std::find(list.begin(), list.end(), e) != list.end();
+        };
+        const size_t row = (size_t) event.n_used;
+        selector.select({ event, row * sizeof(int32_t), row * sizeof(float), sizeof(float) }, chosen, is_resident, version_of.data());
+        return version_of;
+    }
+};
+
+static version_selector selector_of(float t1, float t2, float share, uint32_t flags = 0) {
+    version_selector s;
+    s.thresholds = { t1, t2, share, flags };
+    return s;
+}
+
+using versions = std::vector<uint8_t>;
+
+TEST(the_default_loses_nothing_and_need_not_be_called) {
+    version_selector s;
+    REQUIRE(!s.active() && !s.uses_low());
+    REQUIRE(selector_of(0.5f, 0.5f, 0).active() && !selector_of(0.5f, 0.5f, 0).uses_low()); // skips only
+    REQUIRE(selector_of(0.5f, 0.6f, 0).uses_low() && selector_of(1, 1, 0.5f).uses_low());
+}
+
+TEST(a_single_token_is_served_by_the_weight_that_lies_before_each_expert) {
+    // in descending order: 4 (0.5), 1 (0.3), 6 (0.2); unimportance 0, 0.5, 0.8
+    const batch b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
+    version_selector s = selector_of(0.4f, 0.6f, 0);
+    REQUIRE(b.select(s) == (versions { 9, LOW, 9, 9, HIGH, 9, SKIP, 9 }));
+    s = selector_of(0.55f, 0.85f, 0);
+    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, 9, HIGH, 9, LOW, 9 }));
+    s = selector_of(0, 0, 0);
+    REQUIRE(b.select(s) == (versions { 9, SKIP, 9, 9, HIGH, 9, SKIP, 9 })); // the first is always important
+}
+
+TEST(equal_weights_count_in_the_order_of_the_router) {
+    const batch b(1, { 5, 2, 7 }, { 1.0f, 1.0f, 1.0f }); // unimportance 0, 1/3, 2/3
+    version_selector s = selector_of(0.0f, 0.5f, 0);
+    REQUIRE(b.select(s) == (versions { 9, 9, LOW, 9, 9, HIGH, 9, SKIP }));
+}
+
+TEST(weights_without_a_sum_make_everything_important) {
+    const batch b(1, { 0, 1 }, { 0.0f, 0.0f });
+    version_selector s = selector_of(0.0f, 0.0f, 0);
+    REQUIRE(b.select(s) == (versions { HIGH, HIGH, 9, 9, 9, 9, 9, 9 }));
+}
+
+TEST(only_a_miss_is_served_by_less_unless_the_thresholds_are_blind) {
+    const batch b(1, { 1, 4, 6 }, { 0.3f, 0.5f, 0.2f });
+    version_selector s = selector_of(0.0f, 0.0f, 0);
+    REQUIRE(b.select(s, { 1 }, { 6 }) == (versions { 9, HIGH, 9, 9, HIGH, 9, LOW, 9 }));
+    s = selector_of(0.0f, 0.0f, 0, MOEOFF_THRESHOLDS_BLIND);
+    REQUIRE(b.select(s, { 1 }, { 6 }) == (versions { 9, SKIP, 9, 9, HIGH, 9, SKIP, 9 }));
+}
+
+TEST(of_a_batch_the_share_that_the_fewest_tokens_chose_is_served_low) {
+    // chosen: 0 three times, 3 twice, 1 once
+    const batch b(3, { 0, 3, 0, 1, 0, 3 }, std::vector<float>(6, 0.5f));
+    version_selector s = selector_of(0, 0, 0.5f); // of three: one
+    REQUIRE(b.select(s) == (versions { HIGH, LOW, 9, HIGH, 9, 9, 9, 9 }));
+    const batch c(4, { 0, 3, 0, 1, 0, 3, 0, 2 }, std::vector<float>(8, 0.5f));
+    s = selector_of(1, 1, 0.25f); // among equals the higher index
+    REQUIRE(c.select(s) == (versions { HIGH, HIGH, LOW, HIGH, 9, 9, 9, 9 }));
+    s = selector_of(1, 1, 1.0f);
+    REQUIRE(c.select(s, { 3 }) == (versions { LOW, LOW, LOW, HIGH, 9, 9, 9, 9 }));
+}
+
+TEST(forced_versions_are_taken_in_order_and_dropped_when_too_few_are_left) {
+    version_selector s;
+    const uint8_t forced[] = { LOW, SKIP, HIGH, SKIP, LOW };
+    s.force(forced, 5);
+    REQUIRE(s.active() && s.n_forced() == 5);
+    const batch b(1, { 3, 1 }, { 0.1f, 0.9f });
+    REQUIRE(b.select(s, { 3, 1 }) == (versions { 9, SKIP, 9, LOW, 9, 9, 9, 9 }) && s.n_forced() == 3);
+    const batch twice(2, { 2, 2 }, { 1.0f, 1.0f }); // the first place of an expert decides
+    REQUIRE(twice.select(s) == (versions { 9, 9, HIGH, 9, 9, 9, 9, 9 }) && s.n_forced() == 1);
+    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, HIGH, 9, 9, 9, 9 }) && s.n_forced() == 0); // one is too few: the thresholds select
+}
+
+TEST(rows_of_a_gate_event_may_be_strided) {
+    // two tokens, rows of four of which two count; weights with a gap after each
+    const std::vector<int32_t> ids     = { 1, 2, -1, -1, 1, 3, -1, -1 };
+    const std::vector<float>   weights = { 0.9f, 0, 0.1f, 0, 0.5f, 0, 0.4f, 0 };
+    moeoff_gate_event event = {};
+    event.n_tokens = 2;
+    event.n_used   = 2;
+    event.ids      = ids.data();
+    event.weights  = weights.data();
+    const choice c { event, 4 * sizeof(int32_t), 4 * sizeof(float), 2 * sizeof(float) };
+    REQUIRE(c.id(0, 1) == 2 && c.id(1, 0) == 1 && c.id(1, 1) == 3);
+    REQUIRE(c.weight(0, 1) == 0.1f && c.weight(1, 0) == 0.5f && c.weight(1, 1) == 0.4f);
+}
