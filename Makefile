@@ -14,7 +14,7 @@ CLANGXX ?= clang++
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test nightly lint lint-native types archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test nightly lint lint-native types results archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
