@@ -44,6 +44,6 @@ if abi_version() != ABI_VERSION or abi_layout().decode() != _layout():
     )
 
 # bool moeoff_should_abort(void * eb);  -- as a ggml_abort_callback
-should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value)
+should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)
 # int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);  -- of moeoff-llama.h
 context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))

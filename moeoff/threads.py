@@ -18,6 +18,7 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_uint32, c_void_p
+from typing import Any
 
 from .binding import api, lib
 from .paths import machine_wide_file
@@ -41,7 +42,7 @@ class _PoolParams(Structure):
     ]
 
 
-def _function(name: str, result, *arguments):
+def _function(name: str, result: Any, *arguments: Any) -> Any:
     function = lib[name]
     function.restype = result
     function.argtypes = arguments
@@ -150,7 +151,7 @@ class CoreBinding:
         self._ctx = ctx
         self._off = why_not() is not None
         self._claims = CoreClaims(None if self._off else machine_wide_file("cores.lock"))
-        self._made_for: tuple | None = None
+        self._made_for: tuple[set[int], int, int] | None = None
         self._pools: list[int] = []
         self._has_bound = False  # OpenMP keeps its threads, and they keep their masks
         self._attached = self._claimed = False
@@ -169,7 +170,7 @@ class CoreBinding:
         _attach(self._ctx, *(self._bound if self._claimed else self._free))
         self._attached = True
 
-    def __exit__(self, *_exc) -> None:
+    def __exit__(self, *_exc: object) -> None:
         if not self._attached:
             return
         self._attached = False
@@ -203,7 +204,7 @@ class CoreBinding:
         for core in cores:
             params.cpumask[core] = True
         params.strict_cpu = one_each
-        pool = _pool_new(params)
+        pool: int = _pool_new(params)
         self._pools.append(pool)
         return pool
 

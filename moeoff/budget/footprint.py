@@ -107,7 +107,7 @@ def usual_share(layout: Layout, n_ctx: int, budget: int | None, arena: int | Non
     """Share of the experts that stay in memory within a budget of the process, or within an arena, in a process of the usual size: the
     same for the same bound, so that what is decided by it can be repeated."""
     size = replace(Footprint.of(layout, n_ctx), process=_PROCESS)
-    return min(1.0, arena / size.arena_full) if budget is None else size.resident_share(budget)
+    return size.resident_share(budget) if budget is not None else min(1.0, (arena or 0) / size.arena_full)
 
 
 def require_room(layout: Layout, n_ctx: int, budget: int) -> None:

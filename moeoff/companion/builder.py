@@ -14,7 +14,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable
-from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -214,7 +214,7 @@ class CompanionBuilder:
             pool = stack.enter_context(ThreadPoolExecutor(threads))
             try:
                 todo = iter([index for index in range(len(self.jobs)) if index not in done])
-                running = {}
+                running: dict[Future[tuple[int, ...]], int] = {}
                 while True:
                     while len(running) < 2 * threads and (index := next(todo, None)) is not None:
                         running[pool.submit(self._do, index, sources, file.fd, stop)] = index
@@ -269,7 +269,7 @@ class CompanionBuilder:
 
     def _read(self, fd: int, span: TensorSpan, offset: int, nbytes: int) -> np.ndarray:
         data = np.empty(nbytes, np.uint8)
-        view, at = memoryview(data), 0
+        view, at = memoryview(data), 0  # type: ignore[arg-type]  # numpy's arrays are buffers before 3.12, too
         while at < nbytes:
             try:
                 got = os.preadv(fd, [view[at:]], offset + at)
@@ -294,8 +294,8 @@ def _u64(value: int) -> bytes:
     return struct.pack("<IQ", 10, value)
 
 
-def _write(fd: int, data, offset: int) -> None:
-    view = memoryview(data).cast("B")
+def _write(fd: int, data: bytes | np.ndarray, offset: int) -> None:
+    view = memoryview(data).cast("B")  # type: ignore[arg-type]
     while len(view):
         n = os.pwrite(fd, view, offset)
         view, offset = view[n:], offset + n

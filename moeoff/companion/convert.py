@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import NoReturn
 
 from ..errors import OptionError
 from ..gguf.imatrix import Imatrix
@@ -105,7 +106,7 @@ def _termination_interrupts() -> Iterator[None]:
         yield
         return
 
-    def interrupt(*_):
+    def interrupt(*_: object) -> NoReturn:
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, interrupt)

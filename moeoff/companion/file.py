@@ -11,6 +11,7 @@ import re
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -152,7 +153,7 @@ class Companion:
                 self.slices[key] = Slice(file.offset(name), tensor.n_bytes, tensor.type, tensor.shape, value)
             self.source_hashes = dict(zip(dict.fromkeys(key[:2] for key in self.slices), source_hashes))
 
-    def _get(self, file: ModelFile, key: str, kind: type):
+    def _get(self, file: ModelFile, key: str, kind: type) -> Any:
         raw = file.metadata.get(key)
         value = None
         if raw is not None:

@@ -11,13 +11,15 @@ from .. import native
 
 __all__ = ["Hasher", "hash64", "hash_range"]
 
+Data = bytes | bytearray | memoryview | np.ndarray
+
 MIB = 1 << 20  # hash64 may be continued at multiples of this
 
 
-def hash64(data, seed: int = 0) -> int:
+def hash64(data: Data, seed: int = 0) -> int:
     """XXH64 of each MiB of a contiguous buffer in turn, seeded with the one before."""
     array = np.frombuffer(data, np.uint8)
-    return native.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed)
+    return int(native.hash64(array.ctypes.data_as(ctypes.c_void_p), array.nbytes, seed))
 
 
 class Hasher:
@@ -26,8 +28,8 @@ class Hasher:
     def __init__(self) -> None:
         self._value, self._rest = 0, b""
 
-    def update(self, data) -> None:
-        data = memoryview(data).cast("B")
+    def update(self, data: Data) -> None:
+        data = memoryview(data).cast("B")  # type: ignore[arg-type]  # numpy's arrays are buffers before 3.12, too
         if self._rest:
             data = memoryview(self._rest + bytes(data))
         whole = len(data) // MIB * MIB

@@ -8,6 +8,7 @@ import os
 import struct
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 
 from ..atomic_file import publish
 from ..errors import OptionError
@@ -24,7 +25,7 @@ class PartialFile:
 
     def __init__(self, path: str, keep: bool):
         self.path, self._journal_path, self._keep = path, path + ".journal", keep
-        self._journal = None
+        self._journal: FileIO | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> PartialFile:
@@ -41,7 +42,7 @@ class PartialFile:
             os.ftruncate(self.fd, 0)
         return self
 
-    def __exit__(self, kind, error, _trace) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
         if kind is not None and not (self._keep and os.path.exists(self._journal_path)):
             self._remove()
         if self._journal:

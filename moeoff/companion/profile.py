@@ -11,6 +11,7 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 
@@ -39,7 +40,7 @@ class Profile:
         info: the header's facts: tokens and texts of the calibration, say.
     """
 
-    def __init__(self, path: str, arrays: dict[str, np.ndarray], info: dict):
+    def __init__(self, path: str, arrays: dict[str, np.ndarray], info: dict[str, Any]):
         self.path, self._arrays, self.info = path, arrays, info
 
     @property
@@ -92,7 +93,9 @@ class Profile:
         return cls(path, arrays, header["info"])
 
     @classmethod
-    def write(cls, path: str | os.PathLike[str], layout: Layout, sections: Mapping[str, Mapping[str, np.ndarray]], info: dict | None = None) -> Profile:
+    def write(
+        cls, path: str | os.PathLike[str], layout: Layout, sections: Mapping[str, Mapping[str, np.ndarray]], info: dict[str, Any] | None = None
+    ) -> Profile:
         """Replaces these sections of the file, or makes it; others that it has stay. Complete, or not at all.
 
         Raises:
@@ -109,5 +112,5 @@ class Profile:
         header = {"version": VERSION, "source": source_sample(layout), "model": os.path.basename(layout.files[0]), "info": info}
         raw = np.frombuffer(json.dumps(header).encode(), np.uint8)
         with atomic_file(path) as file:
-            np.savez_compressed(file, **{_HEADER: raw}, **arrays)
+            np.savez_compressed(file, **{_HEADER: raw}, **arrays)  # type: ignore[arg-type]  # for mypy any keyword may be allow_pickle
         return cls(path, arrays, info)

@@ -22,9 +22,9 @@ class ExpertSource:
     verify: bool = False
 
     @property
-    def repacked(self) -> bool:
-        """The companion holds them."""
-        return self.companion is not None and self.tier in self.companion.tiers
+    def repacked(self) -> Companion | None:
+        """The companion, if it holds them."""
+        return self.companion if self.companion is not None and self.tier in self.companion.tiers else None
 
     def low(self, tier: str) -> ExpertSource:
         """Where the low versions are, if these are the high ones.
@@ -53,13 +53,14 @@ class ExpertSource:
             OptionError: it has no such tier; or something is asked that needs a companion, and there is none.
         """
         automatic = experts is True or experts == "auto"
-        path = companion_path(layout.files[0]) if automatic else experts
-        if not path or (automatic and not os.path.exists(path)):
+        beside = companion_path(layout.files[0])
+        found = experts if not automatic else beside if os.path.exists(beside) else None
+        if isinstance(found, bool) or not found:
             if tier not in (None, KEEP) or verify:
                 what = "verify_reads" if verify else f"tier {tier}"
                 raise OptionError(f"{what} needs a companion of {layout.files[0]}", Remedy.MAKE_COMPANION)
             return cls()
-        companion = path if isinstance(path, Companion) else Companion(path)
+        companion = found if isinstance(found, Companion) else Companion(found)
         companion.check_belongs(layout)
         if tier is None and not automatic and KEEP not in companion.tiers:
             raise OptionError(f"{companion.path}: holds lower precision only", Remedy.CHOOSE_TIER, tier=companion.tiers[0])

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 from ..errors import ModelError, OptionError
 from ..gguf.layout import TensorSpan
@@ -109,10 +110,10 @@ def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> T
         OptionError: unreadable, not of this form, or of layers and experts that the model does not have.
     """
 
-    def fail(what: str):
+    def fail(what: str) -> NoReturn:
         raise OptionError(f"{os.fspath(path)}: {what}")
 
-    def type_of(value, where: str) -> int | None:
+    def type_of(value: object, where: str) -> int | None:
         if not isinstance(value, str):
             fail(f"{where}: expected the name of a type, found {value!r}")
         if value.lower() == KEEP:

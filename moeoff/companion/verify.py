@@ -66,10 +66,12 @@ def verify(
             raise ModelError(f"{companion.path}: damaged in {len(bad)} of {len(ranges)} slices: {names}; convert the model again")
         raise ModelError(f"{model}: not the model that {companion.path} was made of: {names} changed since; convert the model again")
     n_bytes = sum(s.nbytes for s in companion.slices.values())
-    return Verified(companion.path, tuple(companion.tiers), len(companion.slices), n_bytes, companion.quantized, model and os.fspath(model))
+    return Verified(companion.path, tuple(companion.tiers), len(companion.slices), n_bytes, companion.quantized, None if model is None else os.fspath(model))
 
 
-def _damaged(paths: list[str], ranges: dict, threads: int, progress: Callable[[int, int], None] | None) -> list[tuple[str, int]]:
+def _damaged(
+    paths: list[str], ranges: dict[str, tuple[int, int, int, int]], threads: int, progress: Callable[[int, int], None] | None
+) -> list[tuple[str, int]]:
     """Names and files of the ranges that do not have their hash."""
     fds: list[int] = []
     try:

@@ -79,7 +79,7 @@ class ExpertBuffer:
         )
         self._flags = flags
         params = native.Params(flags=flags, n_io_workers=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
-        self._handle = native.expert_buffer_init(params)
+        self._handle: int = native.expert_buffer_init(params)
         if not self._handle:
             raise OptionError(native.last_error().decode())
         self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)
@@ -102,14 +102,14 @@ class ExpertBuffer:
         return self._started and self._finalizer.alive
 
     def close(self) -> None:
-        """Stops the lanes and the driver. Call it when nothing decodes; the model must not be used afterwards."""
+        """Stops the I/O workers and the driver. Call it when nothing decodes; the model must not be used afterwards."""
         self._finalizer()
 
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[native.BuftOverride]:
-        """While open, models loaded by this thread with the yielded override reserve their experts here."""
+    def loading(self) -> Iterator[ctypes.Array[native.BuftOverride]]:
+        """While open, models loaded by this thread with the yielded overrides reserve their experts here."""
         self._check(native.load_begin(self.handle))
         overrides = (native.BuftOverride * 2)()
         overrides[0] = native.BuftOverride(EXPERT_PATTERN.encode(), native.buffer_type())
@@ -129,8 +129,8 @@ class ExpertBuffer:
         """
         files = list(layout.files)
         for c in (source, low):
-            if c is not None and c.repacked and c.companion.path not in files:
-                files.append(c.companion.path)
+            if c is not None and (companion := c.repacked) is not None and companion.path not in files:
+                files.append(companion.path)
         for path in files:
             if native.add_file(self.handle, os.fsencode(path)) < 0:
                 raise ModelError(native.last_error().decode("utf-8", "replace"))
@@ -150,13 +150,14 @@ class ExpertBuffer:
     @staticmethod
     def _sources(files: list[str], span: TensorSpan, source: ExpertSource) -> list[native.Source]:
         """Of each expert of a tensor."""
-        if source.repacked:
-            file = files.index(source.companion.path)
-            slices = source.companion.sources(span, source.tier)
+        if (companion := source.repacked) is not None:
+            file = files.index(companion.path)
+            slices = companion.sources(span, source.tier)
             return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if source.verify else 0) for s in slices]
         n_expert = span.shape[2]
         nbytes = span.nbytes // n_expert
-        hashes = [source.companion.source_hashes.get((span.name, e), 0) if source.verify else 0 for e in range(n_expert)]
+        known = source.companion.source_hashes if source.companion is not None and source.verify else {}
+        hashes = [known.get((span.name, e), 0) for e in range(n_expert)]
         return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
 
     def set_sources(self, tensor: int, sources: Sequence[native.Source]) -> None:
@@ -167,7 +168,7 @@ class ExpertBuffer:
         """The same for the low versions; all tensors have them, or none."""
         self._set_sources(native.set_low_sources, native.LOW, tensor, sources)
 
-    def _set_sources(self, function, version: int, tensor: int, sources: Sequence[native.Source]) -> None:
+    def _set_sources(self, function: Callable[..., int], version: int, tensor: int, sources: Sequence[native.Source]) -> None:
         self._check(function(self.handle, tensor, (native.Source * len(sources))(*sources), len(sources)))
         self._slots[version][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
 
@@ -179,22 +180,22 @@ class ExpertBuffer:
     @property
     def arena_floor(self) -> int:
         """Bytes of the smallest arena for high versions that can make progress."""
-        return native.arena_floor(self.handle, native.HIGH)
+        return int(native.arena_floor(self.handle, native.HIGH))
 
     @property
     def arena_full(self) -> int:
         """Bytes of the arena that holds every slice in its high version."""
-        return native.arena_full(self.handle, native.HIGH)
+        return int(native.arena_full(self.handle, native.HIGH))
 
     @property
     def low_arena_floor(self) -> int:
         """`arena_floor` of the low versions; 0 if there are none."""
-        return native.arena_floor(self.handle, native.LOW)
+        return int(native.arena_floor(self.handle, native.LOW))
 
     @property
     def low_arena_full(self) -> int:
         """`arena_full` of the low versions; 0 if there are none."""
-        return native.arena_full(self.handle, native.LOW)
+        return int(native.arena_full(self.handle, native.LOW))
 
     def start(self, arena_bytes: int, low_arena_bytes: int = 0) -> None:
         self.set_arena_bytes(arena_bytes, low_arena_bytes)
@@ -239,7 +240,7 @@ class ExpertBuffer:
         """Like `prefetch`, but whatever the gates choose, until the next gate event: a warm start, in the time in which nothing computes. Not counted as prefetched."""
         return self._queue(native.preload, gate, experts, matrices, low)
 
-    def _queue(self, function, gate: int, experts: Sequence[int], matrices: int, low: bool, *limit: int) -> int:
+    def _queue(self, function: Callable[..., int], gate: int, experts: Sequence[int], matrices: int, low: bool, *limit: int) -> int:
         array = (ctypes.c_int32 * len(experts))(*experts)
         queued = function(self.handle, gate, array, len(experts), matrices, native.LOW if low else native.HIGH, *limit)
         if queued < 0:
@@ -248,7 +249,7 @@ class ExpertBuffer:
 
     def prefetch_cancel(self, gate: int = -1) -> int:
         """Gives up prefetches for a gate, or for all; returns how many were queued or in flight."""
-        return native.prefetch_cancel(self.handle, gate)
+        return int(native.prefetch_cancel(self.handle, gate))
 
     def residency(self, *, low: bool = False) -> np.ndarray:
         """[n_gates, n_experts] uint8; bit i is set where the slice of `native.MATRICES[i]` is resident, in its low version if so asked."""
@@ -278,7 +279,7 @@ class ExpertBuffer:
             OptionError: not decisions, or low ones without an arena for low versions.
         """
         array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
-        left = native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
+        left: int = native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
         if left < 0:
             raise OptionError(native.last_error().decode("utf-8", "replace"))
         return left
@@ -293,9 +294,9 @@ class ExpertBuffer:
         if callback is None:
             delivery = native.GateCallback()
         else:
-            kept = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
+            kept: list[int] = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
 
-            def deliver(event, _user):
+            def deliver(event: int | None, _user: int | None) -> None:
                 if not event:
                     while kept:
                         _PY.PyGILState_Release(kept.pop())
@@ -341,7 +342,7 @@ class ExpertBuffer:
         while True:
             out = (native.Read * 256)()
             n = native.take_reads(self.handle, out, len(out))
-            parts.append(np.frombuffer(out, READ_DTYPE, n))
+            parts.append(np.frombuffer(memoryview(out), READ_DTYPE, n))
             if n < len(out):
                 return np.concatenate(parts) if len(parts) > 1 else parts[0]
 

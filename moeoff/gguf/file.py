@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -84,7 +85,8 @@ def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
     if code == _STRING:
         return raw[12:].decode("utf-8", "replace")
     if code != _ARRAY:
-        return struct.unpack_from("<" + _FORMATS[code], raw, 4)[0]
+        value: int | float | bool = struct.unpack_from("<" + _FORMATS[code], raw, 4)[0]
+        return value
     code, n = struct.unpack_from("<IQ", raw, 4)
     if code in _FORMATS:
         return np.frombuffer(raw, np.dtype(_FORMATS[code]).newbyteorder("<"), n, 16)
@@ -228,7 +230,7 @@ class ModelFile:
         code, value = struct.unpack_from("<II", raw)
         if code != _U32 or value == 0 or value & (value - 1):
             raise _Damaged("general.alignment is no power of 2")
-        return value
+        return int(value)
 
     def _read_tensor(self) -> tuple[Tensor, int]:
         """The next tensor, and where its bytes begin after those of the header."""
@@ -257,7 +259,8 @@ class ModelFile:
     def _string(self) -> str:
         """A key or a name; what is not UTF-8 in it comes back when it is written."""
         (n,) = self._take("Q")
-        return self._take(f"{n}s")[0].decode("utf-8", "surrogateescape")
+        text: bytes = self._take(f"{n}s")[0]
+        return text.decode("utf-8", "surrogateescape")
 
     def _skip_value(self, key: str) -> None:
         (code,), n = self._take("I"), 1
@@ -311,10 +314,10 @@ class ModelWriter:
             self._stack = stack.pop_all()
         return self
 
-    def __exit__(self, *error: object) -> bool | None:
-        if error[0] is not None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> bool | None:
+        if kind is not None:
             self._left, self._expected = [], 0  # an error is on its way: do not replace it by "incomplete"
-        return self._stack.__exit__(*error)
+        return self._stack.__exit__(kind, error, trace)
 
     def write(self, data: np.ndarray) -> None:
         """Append bytes (uint8, contiguous) to the current tensor, or to the next one if that is complete."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
+from types import ModuleType
 
 from ..errors import ModelError, OptionError
 from .split_name import SplitName
@@ -69,10 +70,10 @@ def download(spec: str) -> str:
         import huggingface_hub
     except ImportError:
         raise OptionError("-hf needs huggingface_hub: pip install 'moeoff[hub]'") from None
-    huggingface_hub.logging.set_verbosity_error()  # it would tell of each attempt to connect
+    huggingface_hub.logging.set_verbosity_error()  # type: ignore[no-untyped-call]  # it would tell of each attempt to connect
     try:
         # not list_repo_files: without a network that tries for half a minute
-        files = [sibling.rfilename for sibling in huggingface_hub.HfApi().model_info(repo, timeout=10).siblings]
+        files = [sibling.rfilename for sibling in huggingface_hub.HfApi().model_info(repo, timeout=10).siblings or ()]
     except Exception as error:  # what it raises depends on its version and its transport
         return _cached(huggingface_hub, repo, quant, error)
     try:
@@ -85,7 +86,7 @@ def download(spec: str) -> str:
         raise ModelError(f"-hf {repo}: cannot be downloaded: {_first_line(error)}") from None
 
 
-def _cached(huggingface_hub, repo: str, quant: str | None, reason: Exception) -> str:
+def _cached(huggingface_hub: ModuleType, repo: str, quant: str | None, reason: Exception) -> str:
     """Without network: what an earlier run fetched."""
     try:
         folder = huggingface_hub.snapshot_download(repo, local_files_only=True)

@@ -196,7 +196,7 @@ def _read_file(path: str, index: int) -> _Part:
     with ModelFile(path) as file:
         spans = []
         for name, tensor in file.tensors.items():
-            shape = (*reversed(tensor.shape), 1, 1, 1)[:4]
-            spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, shape))
+            n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
+            spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)))
         architecture = _value(file, "general.architecture", "")
         return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state)

@@ -11,7 +11,7 @@ import numpy as np
 __all__ = ["quantize_q2_0"]
 
 _BLOCK = 64  # values: -1, 0, 1 or 2 times a scale that may be negative; stored as F16 scale, then 4 codes a byte, first lowest
-_SCALES = np.float32([f * sign for f in (0.3, 0.36, 0.43, 0.51, 0.61, 0.73, 0.9) for sign in (1, -1)])  # of the block's largest value
+_SCALES = np.array([f * sign for f in (0.3, 0.36, 0.43, 0.51, 0.61, 0.73, 0.9) for sign in (1, -1)], np.float32)  # of the block's largest value
 _CHUNK = 1 << 12  # blocks at once: what is computed of them stays in a core's cache
 
 

@@ -104,7 +104,7 @@ def _library() -> _Library:
 
 @functools.cache
 def _traits(type: int) -> _TypeTraits:
-    traits = _library().get_type_traits(int(type)).contents if 0 <= type < _N_TYPES else None
+    traits: _TypeTraits | None = _library().get_type_traits(int(type)).contents if 0 <= type < _N_TYPES else None
     # numbers of removed types are holes in ggml's table: no name, or a name with an empty block
     if traits is None or not traits.type_name or traits.type_size == 0 or traits.blck_size == 0:
         raise ModelError(f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)")
@@ -113,7 +113,7 @@ def _traits(type: int) -> _TypeTraits:
 
 def type_name(type: int) -> str:
     """ggml's name of a type as gguf-py writes it, e.g. "Q4_K". Raises ModelError for an unknown type."""
-    return _traits(type).type_name.decode().upper()
+    return str(_traits(type).type_name.decode().upper())
 
 
 @functools.cache
@@ -150,7 +150,7 @@ def row_bytes(type: int, n_cols: int) -> int:
     traits = _traits(type)
     if not fits(type, n_cols):
         raise ModelError(f"{type_name(type)} stores blocks of {traits.blck_size} values: a row of {n_cols} is not a multiple of it")
-    return n_cols // traits.blck_size * traits.type_size
+    return int(n_cols // traits.blck_size * traits.type_size)
 
 
 def needs_imatrix(type: int) -> bool:
@@ -212,7 +212,7 @@ def quantize_chunks(chunks: Iterable[Callable[[], np.ndarray]], type: int, imatr
             for make in chunks:
                 if len(pending) == 2 * threads:
                     yield pending.popleft().result()
-                pending.append(pool.submit(lambda make=make: quantize(make(), type, imatrix)))
+                pending.append(pool.submit(lambda made: quantize(made(), type, imatrix), make))
             while pending:
                 yield pending.popleft().result()
         finally:
