@@ -213,7 +213,7 @@ class CoreBinding:
             _pool_free(self._pools.pop())
 
     def close(self) -> None:
-        """After the context has been freed. OpenMP's threads end if they were started from this thread: nobody inherits their masks."""
+        """After the context has been freed. OpenMP's threads end if they were started from this thread: no later thread inherits their masks."""
         if self._has_bound:
             self._has_bound = False
             with contextlib.suppress(AttributeError):  # an OpenMP before 5.0

@@ -307,7 +307,7 @@ def test_a_disk_too_small(large, tmp_path):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="becomes somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 @pytest.mark.parametrize(
     "mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: cannot be written: Permission denied")]
 )

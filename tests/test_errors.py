@@ -194,7 +194,7 @@ def test_debug_shows_where_it_came_from(moeoff_command, files, command):
     assert done.returncode == 1 and "Traceback" in done.stderr and "ModelError" in done.stderr
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads what nobody may read")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_unreadable(moeoff_command, demo, tmp_path, command):
     path = tmp_path / "secret.gguf"
@@ -257,7 +257,7 @@ def test_changed_file(demo, tmp_path):
     layout = Layout.read(path)
     layout.check_unchanged()
     os.replace(shutil.copy(demo, tmp_path / "new.gguf"), path)
-    layout.check_unchanged()  # replaced: whoever has the old one open keeps it
+    layout.check_unchanged()  # replaced: a process that has the old one open keeps it
     layout = Layout.read(path)
     with open(path, "r+b") as file:
         file.seek(random.Random(1).randrange(1 << 20))

@@ -122,7 +122,7 @@ def test_download(demo, tmp_path):
     finally:
         server.shutdown()
         server.server_close()
-    offline = moeoff_hf("people/demo:Q8_0", endpoint, tmp_path)  # nobody answers there any more
+    offline = moeoff_hf("people/demo:Q8_0", endpoint, tmp_path)  # the server is gone
     assert offline.returncode == 0, offline.stderr
     never = moeoff_hf("people/other", endpoint, tmp_path)
     assert never.returncode == 1 and "cannot be reached" in never.stderr

@@ -143,7 +143,7 @@ def test_replay_of_another_run_is_refused(model, demo, tmp_path):
 
 
 def test_deterministic(model):
-    """Same text for any budget, number of lanes, policy or load of the machine; without the flag it is not."""
+    """Same text for any budget, number of I/O workers, policy or load of the machine; without the flag it is not."""
     expected, stats = logits(model, precision=LOSSY, deterministic=True)
     assert stats.served_low > 50 and stats.skipped > 10
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]

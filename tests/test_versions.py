@@ -1,5 +1,5 @@
 """Two versions of every expert in an expert buffer: the rule against a brute-force one, the kernel against ggml's own on the version
-that was decided, and who goes first of a pool."""
+that was decided, and the eviction order of a pool."""
 
 from __future__ import annotations
 

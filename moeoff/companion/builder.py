@@ -71,7 +71,7 @@ class CompanionBuilder:
         self.offsets: list[int] = []  # in the file
         self.jobs: list[Job] = []
         self.fallbacks: dict[tuple[str, str, int], int] = {}  # (type wanted, type taken, row length): slices
-        self.stand_ins: set[int] = set()  # tensors whose type is not the one wanted: nobody expects ggml's Q2_0 there
+        self.stand_ins: set[int] = set()  # tensors whose type is not the one wanted: where ggml's Q2_0 would be a surprise
         groups: dict[tuple[int, bool], list[TensorSpan]] = {}
         for span in sorted(layout.experts.values(), key=lambda span: parse_tensor_name(span.name)):
             where = parse_tensor_name(span.name)

@@ -1,4 +1,4 @@
-"""Several tiers of a companion seen as one, in which each expert has the tier that somebody chose: to try plans without writing them."""
+"""Several tiers of a companion seen as one, in which each expert has a tier of its own: to try plans without writing them."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ class Tier:
     def type(self, span: TensorSpan, expert: int) -> int:
         """The type that the expert gets; where it is the source's the bytes are copied."""
         type = nearest(self.wanted(span, expert), span.shape[0])
-        # nobody has asked for a twin's type by name: one that is no smaller is not made
+        # a twin's type was not asked for by name: one that is no smaller is not made
         return span.type if self.name == TWIN and bits_per_weight(type) >= bits_per_weight(span.type) else type
 
 

@@ -204,7 +204,7 @@ def _root_cause(error: BaseException) -> BaseException:
 
 
 class ResponseRewriter:
-    """Passes a response on and puts usage and receipt into its JSON, or into the last chunk of a stream."""
+    """Passes a response on and puts usage and statistics into its JSON, or into the last chunk of a stream."""
 
     def __init__(self, send: Send, request: Request, llm: Llama, wants_usage: bool):
         self._send, self._request, self._llm, self._wants_usage = send, request, llm, wants_usage

@@ -46,7 +46,7 @@ def main(model, text, limits, strategies, rounds, n_prompt, n_decode, stock, jso
             console.print(f"round {index + 1}: {name}", style="dim")
             row = run(limit, engine, *args, 600, **options)
             if engine == "moeoff" and "failed" not in row:
-                row |= run(IN_MEMORY, "disk", *args, 60, lanes=4) | {"cgroup_peak_mib": row["cgroup_peak_mib"]}
+                row |= run(IN_MEMORY, "disk", *args, 60, workers=4) | {"cgroup_peak_mib": row["cgroup_peak_mib"]}
             rows[name].append(row)
     if stock:
         for limit in limits:

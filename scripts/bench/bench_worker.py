@@ -4,7 +4,7 @@ usage: bench_worker.py ENGINE MODEL TEXT N_PROMPT N_DECODE [OPTION=VALUE ...]
 
 ENGINE: moeoff (options of moeoff.Llama; step=1..4 of the ladder from on-demand to everything; t1, t2, p
 and low, a tier of the companion, make a precision), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
-disk (no model: random direct reads of the model's expert slices; option lanes).
+disk (no model: random direct reads of the model's expert slices; option workers).
 The text is real and its tokens are fed as they are, so that every engine sees the same routing.
 """
 
@@ -118,7 +118,7 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     return result
 
 
-def disk_rate(model: str, seconds: float, lanes: int) -> dict:
+def disk_rate(model: str, seconds: float, workers: int) -> dict:
     """MB/s of direct reads at the places and sizes of random expert slices."""
     from moeoff.gguf.layout import Layout
 
@@ -128,7 +128,7 @@ def disk_rate(model: str, seconds: float, lanes: int) -> dict:
     flags = os.O_RDONLY | os.O_DIRECT
     stop = time.perf_counter() + seconds
 
-    def lane(seed: int) -> int:
+    def work(seed: int) -> int:
         rng = random.Random(seed)
         fd = os.open(layout.files[0], flags)
         buffer = mmap.mmap(-1, max(n for _, n in spans) + 8192)
@@ -141,8 +141,8 @@ def disk_rate(model: str, seconds: float, lanes: int) -> dict:
         return total
 
     started = time.perf_counter()
-    with concurrent.futures.ThreadPoolExecutor(lanes) as pool:
-        total = sum(pool.map(lane, range(lanes)))
+    with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        total = sum(pool.map(work, range(workers)))
     return {"disk_mb_per_s": total / 1e6 / (time.perf_counter() - started)}
 
 
@@ -150,7 +150,7 @@ def main() -> None:
     engine, model, text, n_prompt, n_decode, *rest = sys.argv[1:]
     options = {key: _value(value) for key, value in (item.split("=", 1) for item in rest)}
     if engine == "disk":
-        result = disk_rate(model, 2.0, options.get("lanes", 4))
+        result = disk_rate(model, 2.0, options.get("workers", 4))
     else:
         result = measure(engine, model, text, int(n_prompt), int(n_decode), options)
     print(json.dumps(result))

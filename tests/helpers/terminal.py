@@ -35,7 +35,7 @@ class Terminal:
     """A chat on a pseudo terminal. Keys go in with `say` and `press`; `read_to` waits for what comes out."""
 
     def __init__(self, *args: str, cache: Path, columns: int = 160, timeout: float = 60):
-        # nobody behind a pseudo terminal answers prompt_toolkit's question where the cursor is
+        # a pseudo terminal does not answer prompt_toolkit's question where the cursor is
         env = os.environ | {"XDG_CACHE_HOME": str(cache), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
         command = str(Path(sys.executable).with_name("moeoff"))
         self.child = pexpect.spawn(command, ["run", *args], env=env, encoding="utf-8", dimensions=(50, columns), timeout=timeout)
