@@ -264,7 +264,8 @@ def test_unload_frees_threads_and_memory(grown):
     for _ in range(5):
         cycle()
     after = settled()
-    assert after[0] == before[0]
+    # OpenMP's second thread stays where cores were not bound, as when another process of ours has them; a leak is 5 for each cycle
+    assert abs(after[0] - before[0]) <= 1
     assert after[1] - before[1] < 12 << 20
     assert after[2] == before[2]
 
