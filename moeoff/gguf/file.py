@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import operator
 import os
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -38,7 +40,8 @@ _DEFAULT_ALIGNMENT = 32
 # limits of ggml's parser
 _NAME_LIMIT = 64  # bytes, with a final zero
 _MAX_DIMS = 4
-_MAX_LENGTH = 1 << 30  # of an array
+_MAX_LENGTH = 1 << 30  # of an array, and bytes of a string
+_MAX_KEY = 65535  # bytes, of a key or name: the format's own limit, which ggml does not check; what is longer is not even read
 _INT64_MAX = (1 << 63) - 1
 
 
@@ -227,6 +230,7 @@ class ModelFile:
         raw = self.metadata.get("general.alignment")
         if raw is None:
             return _DEFAULT_ALIGNMENT
+        value: int
         code, value = struct.unpack_from("<II", raw)
         if code != _U32 or value == 0 or value & (value - 1):
             raise _Damaged("general.alignment is no power of 2")
@@ -241,7 +245,7 @@ class ModelFile:
         if n_dims > _MAX_DIMS:
             raise _Damaged(f"tensor {name!r} has {n_dims} dimensions, expected at most {_MAX_DIMS}")
         *dims, type, offset = self._take(f"{n_dims}qiQ")
-        if any(n < 0 for n in dims) or prod(dims) > _INT64_MAX:
+        if any(n < 0 for n in dims) or any(n > _INT64_MAX for n in accumulate(dims, operator.mul)):
             raise _Damaged(f"tensor {name!r} has the shape {dims}")
         tensor = Tensor(name, tuple(reversed(dims)) or (1,), type)
         try:
@@ -259,6 +263,8 @@ class ModelFile:
     def _string(self) -> str:
         """A key or a name; what is not UTF-8 in it comes back when it is written."""
         (n,) = self._take("Q")
+        if n > _MAX_KEY:
+            raise _Damaged(f"a key or name of {n} bytes")
         text: bytes = self._take(f"{n}s")[0]
         return text.decode("utf-8", "surrogateescape")
 
@@ -273,7 +279,10 @@ class ModelFile:
         elif code == _STRING:  # a vocabulary has hundreds of thousands
             at, length, data = self._at, struct.Struct("<Q").unpack_from, self._map
             for _ in range(n):
-                at += 8 + length(data, at)[0]
+                (n_bytes,) = length(data, at)
+                if n_bytes > _MAX_LENGTH:
+                    raise _Damaged(f"{key!r} has a string of {n_bytes} bytes")
+                at += 8 + n_bytes
             self._at = at
         else:
             raise _Damaged(f"{key!r} has the type {code}")
