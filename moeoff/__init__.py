@@ -53,9 +53,9 @@ if _typing.TYPE_CHECKING:
     from . import convert as convert
     from . import predict as predict
     from . import simulate as simulate
-    from .cache import register as register
     from .engine.llama import Llama as Llama
     from .engine.stats import Stats as Stats
+    from .engine.strategy import register as register
     from .paths import demo_model as demo_model
 
 # Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
