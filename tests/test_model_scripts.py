@@ -15,7 +15,7 @@ from gguf import GGUFReader
 from export_demo import export_demo
 from grow_model import Growth, grow_model
 from helpers.files import DEMO
-from moeoff.errors import ModelError
+from moeoff.errors import ModelError, WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.quantize import fits, quantize, type_from_name, type_name
 from requantize_experts import requantize_experts
@@ -226,7 +226,7 @@ def test_requantize_leaves_what_does_not_fit(tmp_path):
     done = requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
     assert done.changed == () and len(done.left) == 36
     assert (tmp_path / "out.gguf").read_bytes() == DEMO.read_bytes()
-    with pytest.raises(ModelError, match="exists"):
+    with pytest.raises(WriteError, match="exists"):
         requantize_experts(DEMO, tmp_path / "out.gguf", T.Q4_K)
     grow_model(DEMO, tmp_path / "half.gguf", growth(2, 1, expert_type=T.F16, dense_type=T.Q8_0))
     done = requantize_experts(tmp_path / "half.gguf", tmp_path / "half-iq.gguf", T.IQ2_XXS)  # needs an imatrix: gets a flat one
