@@ -87,5 +87,5 @@ native-stress-asan: ## the native store under the address sanitizer
 	bash scripts/build/native_stress.sh address 60
 
 clean: ## removes .venv and what the tests leave; the cache of builds stays
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache .coverage
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache .coverage*
 	find moeoff scripts tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,7 +9,7 @@ import pytest
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers.files import CALIBRATION_TEXTS, DEMO, ROOT
+from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE, ROOT
 
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -88,7 +88,7 @@ def calibrated(demo, tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> str:
-    """The project's own words: no text that the model has seen."""
+    """No text that the model has seen."""
     path = tmp_path_factory.mktemp("text") / "text.txt"
-    path.write_text("\n".join((ROOT / "docs" / name).read_text() for name in ("design.md", "format.md")))
+    path.write_text(f"{PROSE.read_text()}\n{MORE_PROSE.read_text()}")
     return str(path)

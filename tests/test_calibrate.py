@@ -39,7 +39,7 @@ def test_profile(calibrated):
     assert set(done.sections) >= wanted | {"popularity", "score"}
     assert set(found.sections) == set(done.sections) | {"precision"}
     assert np.array_equal(found.section("precision")["bits"], np.arange(3))
-    assert found.info == {"tokens": done.n_tokens, "texts": ["design.md", "llama.py"]}
+    assert found.info == {"tokens": done.n_tokens, "texts": ["prose.txt", "code.txt"]}
     assert abs(done.n_tokens - 2048) < 300
     counts = found.section("popularity")["counts"]
     assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * done.n_tokens).all()

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from helpers.files import ROOT, SMALL_TRACE
+from helpers.files import CODE, PROSE, SMALL_TRACE
 from helpers.recordings import random_recording
 from moeoff import Llama
 from moeoff.calibrate.record import batch_size, record, sequences
@@ -22,7 +22,7 @@ from moeoff.predict.router import Router
 from moeoff.predict.tokens import PRIOR
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
-TEXTS = [ROOT / "docs" / "design.md", ROOT / "moeoff" / "engine" / "llama.py"]
+TEXTS = [PROSE, CODE]
 HIDDEN = 64
 
 
