@@ -10,6 +10,7 @@ import time
 import pytest
 
 from helpers.waiting import wait_until
+from moeoff import native
 from moeoff.paths import demo_model
 
 DEMO = demo_model()
@@ -245,4 +246,4 @@ import moeoff.native
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1
-    assert "speaks version 999 of the expert buffer's interface, this moeoff version 6" in done.stderr
+    assert f"speaks version 999 of the expert buffer's interface, this moeoff version {native.ABI_VERSION}" in done.stderr
