@@ -119,6 +119,7 @@ def main() -> None:
             for way in list(WAYS)[:: 1 if index % 2 else -1]:
                 found = run(args.model, args.text, args.memory, args.limit, args.seconds, situation, way)
                 rows.setdefault((situation, way), []).append(found)
+                print(f"round {index + 1}, {NAMES[situation]}, {way}: " + ", ".join(f"{row['tps']:.1f} tok/s" for row in found), file=sys.stderr, flush=True)
     with ResultsFile(args.json) as results:
         for name, key, title in (("speed", "tps", "Decode, tok/s"), ("latency", "p95_ms", "95th percentile of ms per token")):
             table = results.table(name, f"{title}: medians of {args.rounds} rounds (lowest-highest)", ["", *WAYS])
