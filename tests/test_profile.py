@@ -11,7 +11,7 @@ import pytest
 
 from moeoff.companion import profile
 from moeoff.companion.profile import VERSION, Profile, profile_path
-from moeoff.errors import ModelError
+from moeoff.errors import ModelError, WriteError
 from moeoff.gguf.layout import Layout
 
 
@@ -124,7 +124,7 @@ def test_nothing_half_written(layout, monkeypatch, error):
         raise error
 
     monkeypatch.setattr(np, "savez_compressed", fail)
-    with pytest.raises((ModelError, KeyboardInterrupt)):
+    with pytest.raises((WriteError, KeyboardInterrupt)):
         Profile.write(path, layout, {"two": arrays(2)})
     assert Profile.find(layout).sections == ["one"]
     assert sorted(os.listdir(os.path.dirname(path))) == ["model.gguf", "model.profile.npz"]
