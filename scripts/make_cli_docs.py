@@ -8,8 +8,6 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-import click
-
 from moeoff.cli.main import main
 
 PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
@@ -17,11 +15,13 @@ PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
 
 def page() -> str:
     parts = ["# The command line\n\nMade by `python scripts/make_cli_docs.py` from `--help`.\n"]
-    top = click.Context(main, info_name="moeoff", max_content_width=100, terminal_width=100)
+    # as the program makes them: a context made by hand would leave out the commands' settings, -h among them
+    width = {"max_content_width": 100, "terminal_width": 100, "resilient_parsing": True}
+    top = main.make_context("moeoff", [], **width)
     parts.append(f"```\n{main.get_help(top)}\n```\n")
     for name in main.list_commands(top):
         command = main.get_command(top, name)
-        context = click.Context(command, info_name=name, parent=top, max_content_width=100, terminal_width=100)
+        context = command.make_context(name, [], parent=top, **width)
         parts.append(f"## moeoff {name}\n\n```\n{command.get_help(context)}\n```\n")
     return "\n".join(parts)
 
