@@ -15,6 +15,12 @@ from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE, ROOT
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "writer" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.archs)
+
+
 @pytest.fixture(scope="session")
 def demo() -> str:
     from moeoff.paths import demo_model
