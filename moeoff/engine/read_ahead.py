@@ -1,0 +1,60 @@
+"""Reading ahead in a prompt: the next gate's experts come in while this one's are computed.
+
+Of hundreds of tokens some select nearly every expert of a gate, so nothing has to be predicted: all are queued, those that the
+most tokens selected before first, and the disk works while layers compute. The gate gives up what it does not select.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..budget.precision import Precision
+from ..gate_event import GateEvent
+from .expert_buffer import ExpertBuffer
+
+_MOST = 0.75  # share of a gate's experts; a batch that selects fewer leaves the next gate to the predictor
+_KEEP = 0.5  # what a count keeps from batch to batch
+
+
+class ReadAhead:
+    """Args:
+    buffer: started.
+    precision: its share of the least popular experts is read in low precision, as the gate will decide (Fate §4.5).
+    """
+
+    def __init__(self, buffer: ExpertBuffer, precision: Precision):
+        self._buffer, self._precision = buffer, precision
+        self._n_experts = [0] * buffer.priorities.shape[0]
+        self._n_slices = [0] * len(self._n_experts)
+        for tensor in buffer.tensors:
+            self._n_experts[tensor.gate] = max(self._n_experts[tensor.gate], tensor.ne[2])
+            self._n_slices[tensor.gate] += tensor.ne[2]
+        self._uses = [np.zeros(n, np.float32) for n in self._n_experts]
+
+    def observe(self, event: GateEvent) -> bool:
+        """After a batch's router has selected; False if it selected too few experts to tell what the next gate needs."""
+        uses, n = self._uses[event.gate], self._n_experts[event.gate]
+        count = np.bincount(event.ids.ravel(), minlength=n)
+        uses *= _KEEP
+        uses += count
+        if np.count_nonzero(count) < _MOST * n:
+            return False
+        if event.gate + 1 < len(self._uses):
+            self._read(event.gate + 1, self._n_slices[event.gate])
+        return True
+
+    def begin(self, n_tokens: int, n_used: int) -> None:
+        """Before a batch, while nothing computes."""
+        n = self._n_experts[0]
+        if 1 - (1 - n_used / n) ** n_tokens >= _MOST:
+            self._read(0, 0)
+
+    def _read(self, gate: int, n_computing: int) -> None:
+        """As many as fit beside the slices of the gate that is computed: more would be evicted again before their turn."""
+        order = np.argsort(-self._uses[gate], kind="stable").tolist()
+        stats = self._buffer.stats()
+        room = int(stats.arena_bytes / self._buffer.arena_full * sum(self._n_slices)) - n_computing
+        n_high = len(order) - int(self._precision.prefill_low_share * len(order))
+        queued = self._buffer.prefetch(gate, order[:n_high], limit=max(room, 0))
+        if n_high < len(order):
+            self._buffer.prefetch(gate, order[n_high:], low=True, limit=max(room - queued, 0))
