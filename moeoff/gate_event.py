@@ -39,3 +39,8 @@ class GateEvent:
     n_miss: int = 0
     seq: int = 0
     t_ns: int = 0
+
+
+def is_decode(event: GateEvent) -> bool:
+    """Whether each token of the batch continues a text of its own, as against a prompt."""
+    return len(event.ids) == 1

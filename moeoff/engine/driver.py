@@ -15,10 +15,12 @@ import numpy as np
 from ..cache import Policy
 from ..gate_event import GateEvent
 from ..predict.router import Router
-from ..simulate.trace import TraceWriter
+from ..simulate.trace import Model, TraceWriter
 from .expert_buffer import ExpertBuffer
 from .prefetcher import Prefetcher
 from .replay import Replay
+
+_RESIZED = 0.01  # of the arena: a change that the policy is told of
 
 
 class Driver:
@@ -31,14 +33,17 @@ class Driver:
         router: gives GateEvent.probs of the gate input.
         prefetcher: sees every event first.
         replay: the recorded run whose decisions are taken again; a run that departs from it raises at the next decode.
+        model: says how many experts an arena holds, where it may be resized.
         hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
     """
 
     def __init__(self, buffer: ExpertBuffer, policy: Policy | None = None, trace: TraceWriter | None = None, router: Router | None = None,
-                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, hold: bool = False):  # fmt: skip
+                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, hold: bool = False, model: Model | None = None):  # fmt: skip
         self._buffer, self.policy, self.trace, self._router, self.prefetcher = buffer, policy, trace, router, prefetcher
         self._replay, self._hold = replay, hold
         self._held: list[GateEvent] = []
+        self._model, self._arena = model, 0  # bytes for high versions, as the policy knows them
+        self._ends: dict[int, int] = {}  # of each sequence, the position after its last token
         self._lock = threading.Lock()
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
@@ -71,8 +76,9 @@ class Driver:
             if self._hold:
                 self._held.append(event)
                 return
-            self._updated.update(event)
-        self._buffer.publish()
+            changed = self._updated.update(event) is not False
+        if changed:
+            self._buffer.publish()
 
     def _probs(self, event: GateEvent) -> np.ndarray | None:
         if self._router is None or event.gate_input is None or self._router.weights[event.gate] is None:
@@ -98,11 +104,40 @@ class Driver:
         """
         if not self.needed:
             return
-        if batch.pos[0] == 0:
+        self._follow_arena()
+        if self._begins(batch):
             self.new_sequence()
         if self.prefetcher is not None and self.prefetcher.predictor.wants_tokens:
             self._buffer.drain()
-            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]))
+            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), batch.n_tokens == 1)
+
+    def _begins(self, batch: Any) -> bool:
+        """Whether a text begins: a sequence goes back behind what it had computed, or is new, and no other one goes on in this batch.
+
+        So does a conversation whose beginning is still there: what follows it is new.
+        """
+        first: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for i in range(batch.n_tokens):
+            sequence, pos = batch.seq_id[i][0], batch.pos[i]
+            first.setdefault(sequence, pos)
+            last[sequence] = pos
+        begins = all(pos == 0 or pos < self._ends.get(sequence, 0) for sequence, pos in first.items())
+        self._ends |= {sequence: pos + 1 for sequence, pos in last.items()}
+        return begins
+
+    def _follow_arena(self) -> None:
+        """Tells the policy when the arena has been resized."""
+        if self.policy is None or self._model is None:
+            return
+        stats = self._buffer.stats()
+        arena = stats.arena_bytes - stats.low_arena_bytes
+        if self._arena and abs(arena - self._arena) > _RESIZED * self._arena:
+            self._buffer.drain()
+            with self._lock:
+                self.policy.resize(self._model.shape(arena).capacity)
+            self._arena = arena
+        self._arena = self._arena or arena
 
     def new_sequence(self) -> None:
         """Between decodes: the next event is the first of a text. Waits for the events before it."""

@@ -83,7 +83,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         if not precision.lossless:
             session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
         writer = TraceWriter(trace, model, session)
-    return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold)
+    return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold, model)
 
 
 def _predictor(name: str, router: Router, profile: Profile | None, layout: Layout, **options: Any) -> predict.Predictor:
