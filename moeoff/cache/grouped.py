@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..gate_event import GateEvent, is_decode
+from ..gate_event import GateEvent
 from .base import Policy
 
 UPDATES = 8  # of the table for each token at least, or one for each gate if there are fewer
@@ -27,7 +27,7 @@ class GroupedPolicy(Policy):
         if waiting and (event.gate != waiting[-1].gate + 1 or len(event.ids) != len(waiting[0].ids)):
             self._apply()
         waiting.append(event)
-        if len(waiting) < self.group and event.gate < self.shape.n_gates - 1 and is_decode(event):
+        if len(waiting) < self.group and event.gate < self.shape.n_gates - 1 and event.decode:
             return False
         self._apply()
         return True

@@ -6,7 +6,7 @@ Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ..cache import Policy
 from ..gate_event import GateEvent
 from ..predict.router import Router
 from ..simulate.trace import Model, TraceWriter
+from .batch_spans import Span, is_decode
 from .expert_buffer import ExpertBuffer
 from .prefetcher import Prefetcher
 from .replay import Replay
@@ -27,10 +28,10 @@ class Driver:
     """Delivers each gate event to `policy` and `trace`, and publishes what the policy wrote.
 
     Args:
-        buffer: started, and with gate inputs if there is a router.
+        buffer: started, and with gate inputs and logits if parts need them.
         policy: writes into `buffer.priorities`.
         trace: gets every event.
-        router: gives GateEvent.probs of the gate input.
+        router: gives GateEvent.probs of the logits.
         prefetcher: sees every event first.
         replay: the recorded run whose decisions are taken again; a run that departs from it raises at the next decode.
         model: says how many experts an arena holds, where it may be resized.
@@ -48,6 +49,7 @@ class Driver:
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
         self._updated = None if policy is None or policy.static else policy  # the policy, if events change its table
+        self._wants_probs = trace is not None or (self._updated is not None and self._updated.wants_probs)
         self.needed = any(part is not None for part in (self._updated, trace, prefetcher, replay))
         if trace is not None:
             buffer.log_reads()
@@ -64,7 +66,8 @@ class Driver:
             self.listener(event)
         if self.trace is None and self._updated is None:
             return
-        event.probs = self._probs(event)
+        if self._wants_probs and event.logits is not None and self._router is not None:
+            event.probs = self._router.gated(event.logits)
         if self.trace is not None:
             self.trace.write(event)
             self.trace.write_reads(self._buffer.take_reads())
@@ -80,11 +83,6 @@ class Driver:
         if changed:
             self._buffer.publish()
 
-    def _probs(self, event: GateEvent) -> np.ndarray | None:
-        if self._router is None or event.gate_input is None or self._router.weights[event.gate] is None:
-            return None
-        return self._router.probs(event.gate, event.gate_input)
-
     def release(self) -> None:
         """Waits for the events so far and applies what was held."""
         self._buffer.drain()
@@ -96,34 +94,29 @@ class Driver:
         if held:
             self._buffer.publish()
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: Any, spans: Mapping[int, Span]) -> None:
         """Before a decode.
 
         Args:
             batch: llama_batch.
+            spans: of the batch (`moeoff.engine.batch_spans`).
         """
         if not self.needed:
             return
         self._follow_arena()
-        if self._begins(batch):
+        if self._begins(spans):
             self.new_sequence()
         if self.prefetcher is not None and self.prefetcher.predictor.wants_tokens:
             self._buffer.drain()
-            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), batch.n_tokens == 1)
+            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), is_decode(spans))
 
-    def _begins(self, batch: Any) -> bool:
-        """Whether a text begins: a sequence goes back behind what it had computed, or is new, and no other one goes on in this batch.
+    def _begins(self, spans: Mapping[int, Span]) -> bool:
+        """Whether a text begins: a sequence is new or goes back behind what it had computed, and no other one goes on in this batch.
 
-        So does a conversation whose beginning is still there: what follows it is new.
+        So what follows a conversation's beginning, if that is still in the context, is a text of its own unless it goes on at its end.
         """
-        first: dict[int, int] = {}
-        last: dict[int, int] = {}
-        for i in range(batch.n_tokens):
-            sequence, pos = batch.seq_id[i][0], batch.pos[i]
-            first.setdefault(sequence, pos)
-            last[sequence] = pos
-        begins = all(pos == 0 or pos < self._ends.get(sequence, 0) for sequence, pos in first.items())
-        self._ends |= {sequence: pos + 1 for sequence, pos in last.items()}
+        begins = all(span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items())
+        self._ends |= {sequence: span.end for sequence, span in spans.items()}
         return begins
 
     def _follow_arena(self) -> None:

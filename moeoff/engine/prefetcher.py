@@ -6,21 +6,19 @@ its expert, the native buffer cancels it, before or between its chunks (ProMoE Â
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from .. import native
 from ..budget.precision import LOSSLESS, Precision
 from ..cache.importance import unimportance
-from ..gate_event import GateEvent, is_decode
+from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
 from .ab_test import PrefetchABTest
 from .expert_buffer import ExpertBuffer
 from .usefulness import Usefulness
 
 _RATE = 0.4  # of a token, in the running means
-_SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
+SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
 _LEAST_BUSY = 0.01  # of the time, in which the disk reads: below it prediction has no measurable effect
 
 
@@ -76,10 +74,9 @@ class Prefetcher:
         """After a router has selected."""
         if event.gate_input is None and self._fallback is not None:
             self.predictor, self._fallback = self._fallback, None
-        decode = is_decode(event)
-        if not decode:
+        if not event.decode:
             self._token_t = 0
-            self._act(self.predictor.observe(_sample(event)), decode)
+            self._act(self.predictor.observe(event.sample(SAMPLE)), False)
             return
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
@@ -89,7 +86,7 @@ class Prefetcher:
         self._missed += event.n_miss
         self._credit = min(self._credit + self._earned, self._most)
         if self._predicts:
-            self._act(self.predictor.observe(event), decode)
+            self._act(self.predictor.observe(event.sample(SAMPLE)), True)
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
         """Before a batch, while no layer computes.
@@ -155,7 +152,7 @@ class Prefetcher:
         gate = p.gate
         if self._precision.lossless:
             return self._buffer.prefetch(gate, best.tolist(), limit=limit)
-        scores = self.predictor.router.gated(p.scores[0]) if p.logits else p.scores[0]
+        scores = (self.predictor.router.gated(p.scores) if p.logits else p.scores).max(axis=0)
         versions = self._versions(scores[best])
         queued = self._buffer.prefetch(gate, best[versions == native.HIGH].tolist(), limit=limit)
         self._buffer.prefetch(gate, best[versions != native.HIGH].tolist(), limit=0)  # those that are resident will serve
@@ -185,10 +182,3 @@ class Prefetcher:
         """A new text begins."""
         self.predictor.reset_sequence()
         self._token_t = 0
-
-
-def _sample(event: GateEvent) -> GateEvent:
-    """Some tokens of a large batch, evenly spread: with more of them the union hardly grows, and prediction competes for the cores."""
-    step = -(-len(event.ids) // _SAMPLE)
-    inputs = None if event.gate_input is None else event.gate_input[::step]
-    return replace(event, ids=event.ids[::step], weights=event.weights[::step], gate_input=inputs)

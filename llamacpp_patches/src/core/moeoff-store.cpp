@@ -85,15 +85,20 @@ void store::stop() {
 
 // --- hot path ---
 
-void store::gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride) {
+void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides) {
     static thread_local std::vector<uint8_t> versions; // the event's, until it is posted
+    const int32_t kind = batch_kind.load(std::memory_order_relaxed);
+    event.decode = kind == MOEOFF_BATCH_BY_SIZE ? event.n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
     {
         store_lock lock(sync);
-        events.handle(g, event, { event, ids_stride, weights_stride, weights_step }, get_flags() & MOEOFF_FLAG_EAGER, versions);
+        events.handle(g, event, { event, strides.ids, strides.weights, strides.weights_step }, get_flags() & MOEOFF_FLAG_EAGER, versions);
     }
     if (driver.running()) {
-        event.t_ns = now_ns();
-        driver.post(event, ids_stride, weights_stride, weights_step, input_stride);
+        const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
+        event.row_step = max_rows > 0 ? (event.n_tokens + max_rows - 1) / max_rows : 1;
+        event.n_rows   = (event.n_tokens + event.row_step - 1) / event.row_step;
+        event.t_ns     = now_ns();
+        driver.post(event, strides);
     }
 }
 
@@ -242,9 +247,9 @@ int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
 }
 
 bool store::set_flags(uint32_t next, std::string & error) {
-    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT;
+    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT | MOEOFF_FLAG_GATE_LOGITS;
     if ((next & fixed) != (get_flags() & fixed)) {
-        error = "DIRECT_IO and GATE_INPUT are fixed at init";
+        error = "DIRECT_IO, GATE_INPUT and GATE_LOGITS are fixed at init";
         return false;
     }
     flags = next;
@@ -253,9 +258,18 @@ bool store::set_flags(uint32_t next, std::string & error) {
 
 // --- watching ---
 
-void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t ring_bytes) {
+bool store::set_batch_kind(int32_t kind, std::string & error) {
+    if (kind < MOEOFF_BATCH_BY_SIZE || kind > MOEOFF_BATCH_DECODE) {
+        error = "no kind of batch: " + std::to_string(kind);
+        return false;
+    }
+    batch_kind.store(kind, std::memory_order_relaxed);
+    return true;
+}
+
+void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes) {
     if (callback) {
-        driver.start(callback, user, ring_bytes);
+        driver.start(callback, user, max_bytes);
     } else {
         driver.stop();
     }
