@@ -29,7 +29,7 @@ struct two_pools {
         all.keys.assign(priorities.size(), eviction_rank::key_of(0.0f));
         for (int g = 0; g < n_gates; g++) {
             const int64_t first = g * n_matrix * n_expert;
-            all.firsts.push_back({ -1, first, first + n_expert, first + 2 * n_expert });
+            all.firsts.push_back({ first, first + n_expert, first + 2 * n_expert, -1 });
         }
         for (uint32_t i = 0; i < all.slices.size(); i++) {
             slice & s = all.slices[i];

@@ -9,6 +9,7 @@ bool pool::reserve(size_t n_slices, uint64_t limit_bytes) {
     if (n_slices > 0) {
         order.resize(all.firsts.size(), (size_t) all.n_experts);
         is_changed.assign(all.firsts.size() * (size_t) all.n_experts, 0);
+        resident_matrices.assign(is_changed.size(), 0);
         changed.reserve(n_changed_max);
     }
     return slots.reserve(limit_bytes);
@@ -17,6 +18,7 @@ bool pool::reserve(size_t n_slices, uint64_t limit_bytes) {
 void pool::enter(slice & s) {
     s.resident_i = (int32_t) resident.size();
     resident.push_back(all.index_of(s));
+    resident_matrices[leaf_of(s)] |= (uint8_t) (1u << s.matrix);
     reconsider(s);
 }
 
@@ -26,6 +28,7 @@ void pool::leave(slice & s) {
     all.slices[last].resident_i     = s.resident_i;
     resident.pop_back();
     s.resident_i = -1;
+    resident_matrices[leaf_of(s)] &= (uint8_t) ~(1u << s.matrix);
     reconsider(s);
 }
 
@@ -40,13 +43,13 @@ void pool::give_slot(slice & s) {
 eviction_rank pool::rank_of(size_t leaf) const {
     const size_t  gate = leaf / (size_t) all.n_experts, expert = leaf % (size_t) all.n_experts;
     eviction_rank best;
-    for (const int64_t first : all.firsts[gate]) {
-        if (first < 0) {
+    for (int matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
+        if (!(resident_matrices[leaf] & (1u << matrix))) {
             continue;
         }
-        const size_t  index = (size_t) first + expert + (v == LOW ? all.n_high : 0);
+        const size_t  index = (size_t) all.firsts[gate][(size_t) matrix] + expert + (v == LOW ? all.n_high : 0);
         const slice & s     = all.slices[index];
-        if (s.resident_i < 0 || s.pins > 0 || all.wanted(s)) {
+        if (s.pins > 0 || all.wanted(s)) {
             continue;
         }
         const bool is_spare = v == LOW && all.low_spare && all.slices[index - all.n_high].resident_i >= 0;
@@ -59,7 +62,7 @@ eviction_rank pool::rank_of(size_t leaf) const {
 }
 
 void pool::reconsider(const slice & s) {
-    const size_t leaf = (size_t) s.gate * (size_t) all.n_experts + (size_t) s.expert;
+    const size_t leaf = leaf_of(s);
     if (!is_changed[leaf]) {
         if (changed.size() == n_changed_max) {
             update_order();
@@ -85,13 +88,19 @@ void pool::reorder(size_t gate) {
 
 void pool::check_invariants() const {
 #ifndef NDEBUG
+    size_t n_bits = 0;
     for (size_t i = 0; i < resident.size(); i++) {
-        assert(all.slices[resident[i]].resident_i == (int32_t) i);
+        const slice & s = all.slices[resident[i]];
+        assert(s.resident_i == (int32_t) i && resident_matrices[leaf_of(s)] & (1u << s.matrix));
+        n_bits++;
     }
     for (size_t leaf = 0; leaf < is_changed.size(); leaf++) {
+        for (int matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
+            n_bits -= resident_matrices[leaf] >> matrix & 1u;
+        }
         assert(is_changed[leaf] || order.at(leaf) == rank_of(leaf));
     }
-    assert(order.is_consistent());
+    assert(n_bits == 0 && order.is_consistent());
     assert(slots.free_bytes() <= slots.committed_bytes() && slots.committed_bytes() <= slots.peak_bytes());
 #endif
 }

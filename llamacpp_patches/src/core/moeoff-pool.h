@@ -43,6 +43,8 @@ class pool {
     arena slots GUARDED_BY(store_mutex);
 
     const std::vector<uint32_t> & residents() const REQUIRES(store_mutex) { return resident; }
+    // [n_gates, n_experts], bit 1 << matrix set where that slice is resident; empty if there are no slices of this version
+    const std::vector<uint8_t> & matrices() const REQUIRES(store_mutex) { return resident_matrices; }
     void enter(slice & s) REQUIRES(store_mutex); // its bytes have come
     void leave(slice & s) REQUIRES(store_mutex);
     void give_slot(slice & s) REQUIRES(store_mutex);
@@ -57,6 +59,7 @@ class pool {
   private:
     // of what goes first of an expert's slices; none are evicted here that are pinned, or that a recent gate wants
     eviction_rank rank_of(size_t leaf) const REQUIRES(store_mutex);
+    size_t        leaf_of(const slice & s) const { return (size_t) s.gate * (size_t) all.n_experts + (size_t) s.expert; }
     void          update_order() REQUIRES(store_mutex);
 
     // A slice that is chosen, pinned, used and let go is reconsidered four times, and its expert's other slices with it. So changes
@@ -66,6 +69,7 @@ class pool {
     catalog &             all;
     const version         v;
     std::vector<uint32_t> resident   GUARDED_BY(store_mutex);
+    std::vector<uint8_t>  resident_matrices GUARDED_BY(store_mutex); // by leaf
     eviction_order        order      GUARDED_BY(store_mutex); // a leaf for each [gate, expert]
     std::vector<uint32_t> changed    GUARDED_BY(store_mutex); // leaves to be brought up to date, each once
     std::vector<uint8_t>  is_changed GUARDED_BY(store_mutex); // by leaf

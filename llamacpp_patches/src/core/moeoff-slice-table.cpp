@@ -492,11 +492,8 @@ void slice_table::set_low_spare(bool spare) {
 // --- watching ---
 
 void slice_table::residency(version v, uint8_t * out) const {
-    memset(out, 0, (size_t) map.n_gates() * all.n_experts);
-    for (const uint32_t i : pools[v].residents()) {
-        const slice & s = all.slices[i];
-        out[(size_t) s.gate * all.n_experts + s.expert] |= (uint8_t) (1u << s.matrix);
-    }
+    memset(out, 0, written.size());
+    std::copy(pools[v].matrices().begin(), pools[v].matrices().end(), out);
 }
 
 void slice_table::get_stats(moeoff_stats & out) const {
