@@ -32,6 +32,7 @@ __all__ = [
     "FLAG_GATE_INPUT",
     "FLAG_SERIAL",
     "FLAG_LOG_READS",
+    "FLAG_GATE_LOGITS",
     "MATRIX_GATE_UP",
     "MATRIX_UP",
     "MATRIX_GATE",
@@ -40,6 +41,9 @@ __all__ = [
     "VERSION_HIGH",
     "VERSION_LOW",
     "VERSION_SKIP",
+    "BATCH_BY_SIZE",
+    "BATCH_PROMPT",
+    "BATCH_DECODE",
     "THRESHOLDS_BLIND",
     "Thresholds",
     "Params",
@@ -79,6 +83,8 @@ __all__ = [
     "set_thresholds",
     "force_versions",
     "set_gate_callback",
+    "set_gate_rows",
+    "set_batch_kind",
     "drain",
     "take_reads",
     "get_stats",
@@ -104,13 +110,14 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 7
+ABI_VERSION = 8
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
 FLAG_GATE_INPUT = 8
 FLAG_SERIAL = 16
 FLAG_LOG_READS = 32
+FLAG_GATE_LOGITS = 64
 MATRIX_GATE_UP = 0
 MATRIX_UP = 1
 MATRIX_GATE = 2
@@ -119,6 +126,9 @@ N_MATRIX = 4
 VERSION_HIGH = 0
 VERSION_LOW = 1
 VERSION_SKIP = 2
+BATCH_BY_SIZE = 0
+BATCH_PROMPT = 1
+BATCH_DECODE = 2
 THRESHOLDS_BLIND = 1
 
 
@@ -181,12 +191,17 @@ class GateEvent(Structure):
         ("n_tokens", c_int32),
         ("n_used", c_int32),
         ("n_embd", c_int32),
+        ("n_expert", c_int32),
+        ("n_rows", c_int32),
+        ("row_step", c_int32),
         ("n_hit", c_int32),
         ("n_miss", c_int32),
+        ("decode", c_int32),
         ("reserved", c_int32),
         ("ids", POINTER(c_int32)),
         ("weights", POINTER(c_float)),
         ("gate_input", POINTER(c_float)),
+        ("logits", POINTER(c_float)),
         ("versions", POINTER(c_uint8)),
     ]
 
@@ -310,8 +325,12 @@ residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uin
 set_thresholds = function("moeoff_set_thresholds", c_int, c_void_p, Thresholds)
 # int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
-# int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes);
+# int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
 set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
+# void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows);
+set_gate_rows = function("moeoff_set_gate_rows", None, c_void_p, c_int32)
+# int moeoff_set_batch_kind(moeoff_expert_buffer * eb, int32_t kind);
+set_batch_kind = function("moeoff_set_batch_kind", c_int, c_void_p, c_int32)
 # void moeoff_drain(moeoff_expert_buffer * eb);
 drain = function("moeoff_drain", None, c_void_p)
 # int32_t moeoff_take_reads(moeoff_expert_buffer * eb, struct moeoff_read * out, int32_t n);

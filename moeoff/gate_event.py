@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,14 +18,20 @@ class GateEvent:
         gate: row of the priority table, from 0.
         ids: [n_tokens, n_used] integers (int32 from a model or a trace), the experts of each token.
         weights: [n_tokens, n_used] float32, what the graph multiplies each expert's output with.
-        probs: [n_tokens, n_experts] float32, the router's probabilities of all experts; None where they were not computed.
-        gate_input: [n_tokens, n_embd] float32, what the router read; None if not asked for, or where the architecture's router
+        probs: [n_rows, n_experts] float32, the router's probabilities of all experts; None where they were not computed.
+        gate_input: [n_rows, n_embd] float32, what the router read; None if not asked for, or where the architecture's router
             reads something else.
         versions: [n_tokens, n_used] uint8, what serves each: 0 high precision, 1 low, 2 skipped; None: all high.
         layer: of the model; -1 where it is not known.
         n_hit, n_miss: slices of the selected experts (one for each matrix) that were resident, and that were not, at selection.
         seq: number of the event in its expert buffer, from 1; 0 if it comes from none.
         t_ns: nanoseconds of CLOCK_MONOTONIC at selection.
+        logits: [n_rows, n_experts] float32, what the router computed before its gating function; None if not asked for, or where
+            the architecture chooses by something else.
+        row_step: gate_input, logits and probs are those of every row_step-th token, from the first: of a large batch not all are
+            told unless somebody needs them.
+        decode: the tokens are decoded: one of a sequence, one each of several, or a draft that is verified. False: they are text
+            that is read. Always told; None, when one is made, takes a single token for decoded and several for text.
     """
 
     gate: int
@@ -39,3 +45,28 @@ class GateEvent:
     n_miss: int = 0
     seq: int = 0
     t_ns: int = 0
+    logits: np.ndarray | None = None
+    row_step: int = 1
+    decode: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.decode is None:
+            self.decode = len(self.ids) == 1
+
+    def sample(self, n: int) -> GateEvent:
+        """Itself, or a copy with at most n of its tokens, evenly spread, for each of which there are all rows: its row_step is 1."""
+        k = -(-len(self.ids) // (n * self.row_step))
+        step = k * self.row_step
+        if step == 1:
+            return self
+        rows = slice(None, None, k)
+        return replace(
+            self,
+            ids=self.ids[::step],
+            weights=self.weights[::step],
+            versions=None if self.versions is None else self.versions[::step],
+            probs=None if self.probs is None else self.probs[rows],
+            gate_input=None if self.gate_input is None else self.gate_input[rows],
+            logits=None if self.logits is None else self.logits[rows],
+            row_step=1,
+        )

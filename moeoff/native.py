@@ -7,7 +7,7 @@ raises `ForkError` if it is not moeoff's build.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_char_p, c_int, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_uint64, c_void_p
 
 from . import _abi
 from ._abi import *  # noqa: F403
@@ -20,7 +20,7 @@ ALL_MATRICES = (1 << N_MATRIX) - 1
 
 HIGH, LOW, SKIP = VERSION_HIGH, VERSION_LOW, VERSION_SKIP  # of a slice; skip is a decision about an expert, its output is zero
 
-__all__ = [*_abi.__all__, "ALL_MATRICES", "HIGH", "LOW", "MATRICES", "SKIP", "BuftOverride", "context_memory", "lib"]
+__all__ = [*_abi.__all__, "ALL_MATRICES", "HIGH", "LOW", "MATRICES", "SKIP", "BuftOverride", "context_memory", "lib", "row_products"]
 
 
 class BuftOverride(Structure):
@@ -47,3 +47,6 @@ if abi_version() != ABI_VERSION or abi_layout().decode() != _layout():
 should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)
 # int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);  -- of moeoff-llama.h
 context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))
+# int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
+# -- of moeoff-row-products.h
+row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)

@@ -54,7 +54,7 @@ class TestContract:
             return policy.priorities
 
         found, afresh, continued = table(before, after, reset=True), table(after, reset=False), table(before, after, reset=False)
-        forgets = get_policy(name).reset_sequence is not Policy.reset_sequence and create(name, SHAPE).options["sequence"]
+        forgets = create(name, SHAPE).options.get("sequence", False)
         assert np.array_equal(found, afresh if forgets else continued)
         assert not forgets or not np.array_equal(afresh, continued)
 
@@ -79,6 +79,37 @@ class TestContract:
     def test_unknown_option(self, name):
         with pytest.raises(OptionError, match="unknown option 'colour'"):
             create(name, SHAPE, colour=1)
+
+    def test_a_resized_buffer_keeps_what_was_learned(self, name):
+        """As a policy of the new capacity would go on: nothing but the capacity tells them apart once the old is forgotten."""
+        before, after = random_events(60), random_events(3000, seed=1)
+        policies = [create(name, Shape(3, 8, 2, capacity)) for capacity in (22, 6)]
+        for policy in policies:
+            policy.prepare(before + after)
+            for event in before:
+                policy.update(event)
+        policies[0].resize(6)
+        assert policies[0].shape == policies[1].shape
+        for policy in policies:
+            for event in after:
+                policy.update(event)
+        np.testing.assert_allclose(policies[0].priorities, policies[1].priorities, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("n_tokens", [1, 3])
+    def test_updates_say_whether_the_table_changed(self, name, n_tokens):
+        """What is not published must not differ from what was: an update that returns False has left the table alone."""
+        shape = Shape(24, 8, 2, 90)
+        policy = create(name, shape)
+        events = random_events(24 * 6, shape, n_tokens=n_tokens)
+        policy.prepare(events)
+        changes = 0
+        for event in events:
+            table = policy.priorities.copy()
+            if policy.update(event) is False:
+                assert np.array_equal(table, policy.priorities)
+            else:
+                changes += 1
+        assert changes >= 6 * 8
 
     @pytest.mark.perf
     def test_update_cost(self, name):
@@ -207,6 +238,45 @@ class BruteARC:
             t1[x] = None
             return
         t2[x] = None
+
+
+@pytest.mark.parametrize("name", ["score", "hobbit", "edgemoe"])
+def test_events_that_wait_lose_nothing(name):
+    """After a whole token, what a policy knows is the same whether it took the gates one by one or several at once."""
+    shape = Shape(24, 8, 2, 90)
+    found = []
+    for group in (1, 3):
+        policy = create(name, shape)
+        policy.group = group
+        for n_tokens in (1, 4, 1):
+            for event in random_events(24 * 5, shape, n_tokens=n_tokens):
+                policy.update(event)
+        for event in random_events(10, shape, seed=1):  # a text that ends within a token, and within a group
+            policy.update(event)
+        if name == "score":
+            policy.reset_sequence()
+        for event in random_events(24, shape, seed=2):
+            policy.update(event)
+        found.append(policy.priorities.copy())
+    np.testing.assert_allclose(*found, rtol=1e-5)
+
+
+def test_arcs_quotas_follow_the_buffer():
+    """Both ways: a smaller buffer leaves the layer as many experts as its new quota, the latest; a larger one lets it keep more."""
+    policy = create("arc", Shape(2, 8, 1, 12), shallow=0)
+
+    def use(experts):
+        for expert in experts:
+            for gate in (0, 1):
+                policy.update(GateEvent(gate, np.array([[expert]], np.int32), np.ones((1, 1), np.float32)))
+        return [set(np.flatnonzero(row > -1)) for row in policy.priorities]
+
+    assert use([0, 1, 2, 3, 4, 5]) == [{0, 1, 2, 3, 4, 5}] * 2
+    policy.resize(4)
+    assert policy.quotas == [2, 2] and [set(np.flatnonzero(row > -1)) for row in policy.priorities] == [{4, 5}] * 2
+    assert use([6, 7, 6, 7]) == [{6, 7}] * 2
+    policy.resize(8)
+    assert all({6, 7} < kept and len(kept) == 4 for kept in use([0, 1, 0, 1]))
 
 
 def test_arc_keeps_what_arc_keeps():

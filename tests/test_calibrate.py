@@ -109,7 +109,7 @@ def test_policies_take_their_sections(calibrated):
     for name, options in taken.items():
         wanted = {section: profile[section] for section in get_policy(name).profile_sections}
         assert options and get_policy(name).profile_options(wanted) == options, "reads a section that it does not name"
-    assert create("score", shape, profile=profile)._bottleneck
+    assert create("score", shape, profile=profile)._weights is not None
     assert create("static", shape, profile=profile).priorities.sum() == 12 * 4 * done.n_tokens
     hobbit = create("hobbit", shape, profile=profile, lru=0.5).options
     assert hobbit["lru"] == 0.5 and all(hobbit[name] == profile["hobbit"][name] for name in ("lfu", "lhu", "fld"))

@@ -40,10 +40,23 @@ class ARC(Policy):
 
     def start(self) -> None:
         n = self.shape.n_gates
-        self.quotas = quotas(self.shape, min(self.options["shallow"], n))
         self._lists = [_Lists(OrderedDict(), OrderedDict(), OrderedDict(), OrderedDict()) for _ in range(n)]
         self._target = [0.0] * n
+        self.resize(self.shape.capacity)
         self.priorities[:] = -_OVER
+
+    def resize(self, capacity: float) -> None:
+        """New quotas; lists that are longer lose their oldest, those used once first."""
+        super().resize(capacity)
+        self.quotas = quotas(self.shape, min(self.options["shallow"], self.shape.n_gates))
+        for gate, (size, (t1, t2, b1, b2)) in enumerate(zip(self.quotas, self._lists)):
+            while len(t1) + len(t2) > size:
+                self.priorities[gate, (t1 or t2).popitem(last=False)[0]] = -_OVER
+            while b1 and len(t1) + len(b1) > size:
+                b1.popitem(last=False)
+            while b2 and len(t1) + len(t2) + len(b1) + len(b2) > 2 * size:
+                b2.popitem(last=False)
+            self._target[gate] = min(self._target[gate], size)
 
     def update(self, event: GateEvent) -> None:
         gate, size = event.gate, self.quotas[event.gate]

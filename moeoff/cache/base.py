@@ -10,7 +10,7 @@ being computed writes for gate `event.gate + 1`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
@@ -108,8 +108,16 @@ class Policy:
     def start(self) -> None:
         """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""
 
-    def update(self, event: GateEvent) -> None:
-        """Changes `priorities` in place after a router has selected."""
+    def update(self, event: GateEvent) -> bool | None:
+        """Changes `priorities` in place after a router has selected. False where it left them as they were: nothing has to be published."""
+        return None
+
+    def resize(self, capacity: float) -> None:
+        """The buffer has been resized, between events: it now holds `capacity` experts (`Shape.capacity`). What has been learned stays.
+
+        Override it if anything but `shape` depends on the capacity, and call this first.
+        """
+        self.shape = replace(self.shape, capacity=capacity)
 
     def reset_sequence(self) -> None:
         """A new text begins: the next event is its first."""

@@ -1,12 +1,15 @@
 """EdgeMoE's frequency over distance (§3.3.3)."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Policy, used
+from .base import used
+from .grouped import GroupedPolicy
 
 
-class EdgeMoE(Policy):
+class EdgeMoE(GroupedPolicy):
     """Eviction score -f / distance (EdgeMoE §3.3.3): rarely used experts of layers that run late are evicted first.
 
     The paper prints the distance as (S - i + I) mod S, which is smallest for the layer that has just run: against the paper's
@@ -18,6 +21,7 @@ class EdgeMoE(Policy):
     defaults = {"printed": False}
 
     def start(self) -> None:
+        super().start()
         n = self.shape.n_gates
         i = np.arange(n)
         sign = -1 if self.options["printed"] else 1
@@ -26,7 +30,8 @@ class EdgeMoE(Policy):
         self._nearness = (1 / distance).astype(np.float32)[:, :, None]
         self._counts = np.zeros_like(self.priorities)
 
-    def update(self, event: GateEvent) -> None:
-        experts, count = used(event)
-        self._counts[event.gate][experts] += count
-        np.multiply(self._counts, self._nearness[(event.gate + 1) % self.shape.n_gates], out=self.priorities)
+    def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
+        for event in events:
+            experts, count = used(event)
+            self._counts[event.gate][experts] += count
+        np.multiply(self._counts, self._nearness[(first + len(events)) % self.shape.n_gates], out=self.priorities)

@@ -1,15 +1,17 @@
 """HOBBIT's weighted sum of LRU, LFU, LHU and layer distance (§3.4, equation 3)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Policy, Sections, used
+from .base import Sections, used
+from .grouped import GroupedPolicy
 from .importance import T1, unimportance
 
 
-class Hobbit(Policy):
+class Hobbit(GroupedPolicy):
     """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n) (HOBBIT §3.4), reset with each text.
 
     R is the token of the last use, F the uses in this text, H those in high precision (unimportance <= T1, §3.2), T the
@@ -32,6 +34,7 @@ class Hobbit(Policy):
         return {"t1": t1, "low_cost": low_cost}
 
     def start(self) -> None:
+        super().start()
         o, n = self.options, self.shape.n_gates
         if o["low_cost"] is not None:  # H + low_cost (F - H)
             both = o["lfu"] + o["lhu"]
@@ -43,27 +46,31 @@ class Hobbit(Policy):
         self._scratch = np.empty((n, 1), np.float32)
         self._tokens = 1
 
-    def update(self, event: GateEvent) -> None:
-        o, gate = self.options, event.gate
-        if gate == 0:
-            self._tokens += len(event.ids)
-        experts, count = used(event)
-        row = self._all[gate]
-        if len(event.ids) == 1:
-            high = unimportance(event.weights)[0] <= o["t1"]
-            row[experts] += o["lfu"] + o["lhu"] * high + o["lru"] * (self._tokens - self._last[gate][experts])
+    def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
+        o, n_tokens = self.options, len(events[0].ids)
+        if first == 0:
+            self._tokens += n_tokens
+        gates = np.arange(first, first + len(events))
+        if n_tokens == 1 and len({event.ids.shape[1] for event in events}) == 1:
+            ids, weights = (np.concatenate(arrays) for arrays in ([e.ids for e in events], [e.weights for e in events]))
+            self._count(gates[:, None], ids, o["lfu"] + o["lhu"] * (unimportance(weights) <= o["t1"]))
         else:
-            high = np.bincount(event.ids[unimportance(event.weights) <= o["t1"]], minlength=len(row)).astype(np.float32)
-            row[experts] += o["lfu"] * count + o["lru"] * (self._tokens - self._last[gate][experts])
-            row += o["lhu"] * high
-        self._last[gate][experts] = self._tokens
+            for gate, event in zip(gates, events):
+                experts, count = used(event)
+                high = np.bincount(event.ids[unimportance(event.weights) <= o["t1"]], minlength=self.shape.n_experts)
+                self._count(gate, experts, o["lfu"] * count + o["lhu"] * high[experts])
         if o["fld"]:
-            np.multiply(self._fld[(gate + 1) % self.shape.n_gates], self._tokens, out=self._scratch)
+            np.multiply(self._fld[(first + len(events)) % self.shape.n_gates], self._tokens, out=self._scratch)
             np.add(self._all, self._scratch, out=self.priorities)
         else:
-            self.priorities[gate] = row
+            self.priorities[gates] = self._all[gates]
+
+    def _count(self, gate: int | np.ndarray, experts: np.ndarray, worth: np.ndarray) -> None:
+        self._all[gate, experts] += worth + self.options["lru"] * (self._tokens - self._last[gate, experts])
+        self._last[gate, experts] = self._tokens
 
     def reset_sequence(self) -> None:
+        super().reset_sequence()
         if not self.options["sequence"]:
             return
         for array in (self._last, self._all, self.priorities):

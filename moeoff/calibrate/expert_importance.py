@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from ..companion.file import Companion
-from ..engine.expert_buffer import RING_BYTES
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import dequantize
@@ -85,8 +84,7 @@ def _listen(layout: Layout, windows: Sequence[Window], options: dict[str, Any]) 
             if event.gate in gates:
                 samples.setdefault(event.layer, _Sample(gates[event.gate].ne[2])).add(event)
 
-        # a ring that holds what three gates say about a batch: an event that finds no room is lost
-        llm.expert_buffer.set_gate_callback(note, max(RING_BYTES, 3 * 4 * llm.n_embd() * llm.n_batch))
+        llm.expert_buffer.set_gate_callback(note)
         evaluate(llm, windows)
         llm.expert_buffer.drain()
         llm.expert_buffer.check()

@@ -23,11 +23,12 @@ __all__ = ["LENGTH", "batch_size", "record", "sequences"]
 
 LENGTH = 256  # tokens of a sequence
 LIMIT = 1 << 30  # bytes of gate inputs, and of probabilities; no more than an eighth of what is available of each
+_GOLDEN = (5**0.5 - 1) / 2  # the parts behind the point of its multiples fill an interval evenly
 _OUTPUT_BYTES = 64 << 20  # of the logits that a batch makes, because the last layer sees only tokens whose logits are wanted
 
 
 def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:
-    """Pieces of `length` tokens from all of each text, as many from each, about `n_tokens` in all.
+    """Pieces of `length` tokens from all of each text, as many from each, about `n_tokens` in all; any first of them lie all over the texts.
 
     Raises:
         OptionError: a text is empty.
@@ -38,7 +39,7 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
         with open(path, "rb") as file:
             text = file.read()
         found = []
-        for i in range(per_text):
+        for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
             at = len(text) * i // per_text
             piece = text[at : at + min(12 * length, -(-len(text) // per_text))].decode("utf-8", "ignore").encode()
             found.append(model.tokenize(piece, add_bos=False)[:length])
@@ -46,7 +47,7 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
         if not found:
             raise OptionError(f"{os.fspath(path)}: holds no text to calibrate on")
         out.append(found)
-    # the texts in turn, so that a fit that keeps only the first tokens has some of each
+    # the texts in turn, for the same reason
     return [found[i] for i in range(per_text) for found in out if i < len(found)]
 
 

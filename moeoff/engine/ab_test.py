@@ -1,7 +1,8 @@
 """Whether prefetching shortens tokens: an online comparison of token times with and without it.
 
-Blocks of tokens with and without alternate (on, off, off, on, ...); the faster way is kept for a while, then compared again.
-A difference within the noise changes nothing: what was on stays on. Knows nothing of what it switches.
+Blocks of tokens with and without alternate (off, on, on, off, ...). The comparison ends as soon as the difference is plain, and
+prefetching stays on only if it has shortened the tokens by more than the noise: where both ways are equally fast, the one that reads
+less is kept. The answer holds for a while, for longer each time it is found again. Knows nothing of what it switches.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from __future__ import annotations
 import math
 import statistics
 
-BLOCK = 8  # tokens
-ORDER = (True, False, False, True, False, True, True, False)
-HOLD = 512  # tokens between two comparisons
-_SKIP = 2  # first tokens of a block: they still feel the one before
+BLOCK = 4  # tokens
+ORDER = (False, True, True, False) * 4
+ROUND = 4  # blocks after which the times so far may decide, both ways in each
+PLAIN = 3.0  # standard errors of a difference that ends the comparison early
+HOLD, LONGEST_HOLD = 256, 4096  # tokens between two comparisons
+_SKIP = 1  # first tokens of a block: they still feel the one before
 
 
 class PrefetchABTest:
@@ -22,8 +25,9 @@ class PrefetchABTest:
     """
 
     def __init__(self) -> None:
-        self.on = self._faster = True
         self.gain: float | None = None
+        self._last: bool | None = None
+        self._hold = HOLD
         self._begin_trial()
 
     def _begin_trial(self) -> None:
@@ -45,15 +49,20 @@ class PrefetchABTest:
         if self._in_block < BLOCK:
             return
         self._in_block, self._block = 0, self._block + 1
-        if self._block < len(ORDER):
-            self.on = ORDER[self._block]
+        if self._block % ROUND == 0 and self._decide(self._block == len(ORDER)):
             return
+        self.on = ORDER[self._block]
+
+    def _decide(self, last_round: bool) -> bool:
+        """Whether the comparison has ended."""
         (with_, error_with), (without, error_without) = (_trimmed(self._times[way]) for way in (True, False))
-        self.gain = without / with_ - 1
-        if abs(self.gain) > math.hypot(error_with, error_without):
-            self._faster = self.gain > 0
-        self.on = self._faster
-        self._left = HOLD
+        gain, noise = without / with_ - 1, math.hypot(error_with, error_without)
+        if not last_round and abs(gain) <= PLAIN * noise:
+            return False
+        self.gain, self.on = gain, gain > noise
+        self._hold = min(2 * self._hold, LONGEST_HOLD) if self.on == self._last else HOLD
+        self._last, self._left = self.on, self._hold
+        return True
 
 
 def _trimmed(times: list[int]) -> tuple[float, float]:

@@ -6,7 +6,7 @@ Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,34 +15,41 @@ import numpy as np
 from ..cache import Policy
 from ..gate_event import GateEvent
 from ..predict.router import Router
-from ..simulate.trace import TraceWriter
+from ..simulate.trace import Model, TraceWriter
+from .batch_spans import Span, is_decode
 from .expert_buffer import ExpertBuffer
 from .prefetcher import Prefetcher
 from .replay import Replay
+
+_RESIZED = 0.01  # of the arena: a change that the policy is told of
 
 
 class Driver:
     """Delivers each gate event to `policy` and `trace`, and publishes what the policy wrote.
 
     Args:
-        buffer: started, and with gate inputs if there is a router.
+        buffer: started, and with gate inputs and logits if parts need them.
         policy: writes into `buffer.priorities`.
         trace: gets every event.
-        router: gives GateEvent.probs of the gate input.
+        router: gives GateEvent.probs of the logits.
         prefetcher: sees every event first.
         replay: the recorded run whose decisions are taken again; a run that departs from it raises at the next decode.
+        model: says how many experts an arena holds, where it may be resized.
         hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
     """
 
     def __init__(self, buffer: ExpertBuffer, policy: Policy | None = None, trace: TraceWriter | None = None, router: Router | None = None,
-                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, hold: bool = False):  # fmt: skip
+                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, hold: bool = False, model: Model | None = None):  # fmt: skip
         self._buffer, self.policy, self.trace, self._router, self.prefetcher = buffer, policy, trace, router, prefetcher
         self._replay, self._hold = replay, hold
         self._held: list[GateEvent] = []
+        self._model, self._arena = model, 0  # bytes for high versions, as the policy knows them
+        self._ends: dict[int, int] = {}  # of each sequence, the position after its last token
         self._lock = threading.Lock()
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
         self._updated = None if policy is None or policy.static else policy  # the policy, if events change its table
+        self._wants_probs = trace is not None or (self._updated is not None and self._updated.wants_probs)
         self.needed = any(part is not None for part in (self._updated, trace, prefetcher, replay))
         if trace is not None:
             buffer.log_reads()
@@ -59,7 +66,8 @@ class Driver:
             self.listener(event)
         if self.trace is None and self._updated is None:
             return
-        event.probs = self._probs(event)
+        if self._wants_probs and event.logits is not None and self._router is not None:
+            event.probs = self._router.gated(event.logits)
         if self.trace is not None:
             self.trace.write(event)
             self.trace.write_reads(self._buffer.take_reads())
@@ -71,13 +79,9 @@ class Driver:
             if self._hold:
                 self._held.append(event)
                 return
-            self._updated.update(event)
-        self._buffer.publish()
-
-    def _probs(self, event: GateEvent) -> np.ndarray | None:
-        if self._router is None or event.gate_input is None or self._router.weights[event.gate] is None:
-            return None
-        return self._router.probs(event.gate, event.gate_input)
+            changed = self._updated.update(event) is not False
+        if changed:
+            self._buffer.publish()
 
     def release(self) -> None:
         """Waits for the events so far and applies what was held."""
@@ -90,19 +94,43 @@ class Driver:
         if held:
             self._buffer.publish()
 
-    def begin(self, batch: Any) -> None:
+    def begin(self, batch: Any, spans: Mapping[int, Span]) -> None:
         """Before a decode.
 
         Args:
             batch: llama_batch.
+            spans: of the batch (`moeoff.engine.batch_spans`).
         """
         if not self.needed:
             return
-        if batch.pos[0] == 0:
+        self._follow_arena()
+        if self._begins(spans):
             self.new_sequence()
         if self.prefetcher is not None and self.prefetcher.predictor.wants_tokens:
             self._buffer.drain()
-            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]))
+            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), is_decode(spans))
+
+    def _begins(self, spans: Mapping[int, Span]) -> bool:
+        """Whether a text begins: a sequence is new or goes back behind what it had computed, and no other one goes on in this batch.
+
+        So what follows a conversation's beginning, if that is still in the context, is a text of its own unless it goes on at its end.
+        """
+        begins = all(span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items())
+        self._ends |= {sequence: span.end for sequence, span in spans.items()}
+        return begins
+
+    def _follow_arena(self) -> None:
+        """Tells the policy when the arena has been resized."""
+        if self.policy is None or self._model is None:
+            return
+        stats = self._buffer.stats()
+        arena = stats.arena_bytes - stats.low_arena_bytes
+        if self._arena and abs(arena - self._arena) > _RESIZED * self._arena:
+            self._buffer.drain()
+            with self._lock:
+                self.policy.resize(self._model.shape(arena).capacity)
+            self._arena = arena
+        self._arena = self._arena or arena
 
     def new_sequence(self) -> None:
         """Between decodes: the next event is the first of a text. Waits for the events before it."""

@@ -31,13 +31,14 @@ def sections(strategy: Strategy) -> set[str]:
     return names
 
 
-def wants_gate_input(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
-    """Whether gate events must carry the router's input. A trace does, so that any policy can be replayed on it."""
-    return (
-        trace is not None
-        or (strategy.policy is not None and get_policy(strategy.policy).wants_probs)
-        or (strategy.predictor is not None and predict.get_predictor(strategy.predictor).wants_gate_input)
-    )
+def wants_gate_input(strategy: Strategy) -> bool:
+    """Whether gate events must carry the router's input."""
+    return strategy.predictor is not None and predict.get_predictor(strategy.predictor).wants_gate_input
+
+
+def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
+    """Whether gate events must carry the router's logits. A trace keeps their probabilities, so that any policy can be replayed on it."""
+    return trace is not None or (strategy.policy is not None and get_policy(strategy.policy).wants_probs)
 
 
 def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike[str] | None = None, *, n_lanes: int = 4,
@@ -65,9 +66,9 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         return None
     model = Model.of(buffer, os.path.basename(layout.files[0]), max(layout.n_expert_used, 1))
     router = prefetcher = policy = writer = None
-    if predictor_name is not None or wants_gate_input(strategy, trace):
+    if predictor_name is not None or wants_gate_logits(strategy, trace):
         layers = {t.gate: t.layer for t in model.tensors}
-        router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts)
+        router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
     if predictor_name is not None and router is not None:
         predictor = _predictor(predictor_name, router, profile, layout, **strategy.options)
         fallback = _predictor(_WITHOUT_INPUT, router, profile, layout) if predictor.wants_gate_input else None
@@ -83,7 +84,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         if not precision.lossless:
             session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
         writer = TraceWriter(trace, model, session)
-    return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold)
+    return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold, model)
 
 
 def _predictor(name: str, router: Router, profile: Profile | None, layout: Layout, **options: Any) -> predict.Predictor:

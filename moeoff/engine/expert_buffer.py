@@ -25,29 +25,34 @@ from ..memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
-_EVENT = struct.Struct("=Qq8i4Q")  # struct moeoff_gate_event
-RING_BYTES = 8 << 20  # gate events that may wait for the driver
+_EVENT = struct.Struct("=Qq12i5Q")  # struct moeoff_gate_event
+QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
 READ_DTYPE = np.dtype(native.Read)
 
 
 def _copy_event(address: int) -> GateEvent:
     """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
-    seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_hit, n_miss, _, ids, _, _, versions = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
+    (seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_expert, n_rows, row_step, n_hit, n_miss, decode, _, ids, _, gate_input, logits, versions) = (
+        _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
+    )
     n, shape = n_tokens * n_used, (n_tokens, n_used)
-    n_input = n_tokens * n_embd
-    data = ctypes.string_at(ids, 8 * n + 4 * n_input + (n if versions else 0))
+    n_input, n_logits = n_rows * n_embd if gate_input else 0, n_rows * n_expert if logits else 0
+    data = ctypes.string_at(ids, 8 * n + 4 * (n_input + n_logits) + (n if versions else 0))
     return GateEvent(
         gate,
         np.frombuffer(data, np.int32, n).reshape(shape),
         np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
         None,
-        np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_tokens, n_embd) if n_embd else None,
-        np.frombuffer(data, np.uint8, n, 8 * n + 4 * n_input).reshape(shape) if versions else None,
+        np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_rows, n_embd) if n_input else None,
+        np.frombuffer(data, np.uint8, n, 8 * n + 4 * (n_input + n_logits)).reshape(shape) if versions else None,
         layer,
         n_hit,
         n_miss,
         seq,
         t_ns,
+        np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert) if n_logits else None,
+        row_step,
+        bool(decode),
     )
 
 
@@ -63,19 +68,21 @@ class ExpertBuffer:
         serial: a matrix op computes nothing before it has read everything (if the arena can hold that).
         direct_io: reads around the page cache where the file system can.
         gate_input: gate events carry the router's input.
+        gate_logits: gate events carry the router's logits.
 
     Raises:
         OptionError: an argument out of range.
     """
 
     def __init__(self, *, n_lanes: int = 4, keep: bool = True, eager: bool = True, serial: bool = False, direct_io: bool = True,
-                 gate_input: bool = False):  # fmt: skip
+                 gate_input: bool = False, gate_logits: bool = False):  # fmt: skip
         flags = (
             (native.FLAG_KEEP if keep else 0)
             | (native.FLAG_EAGER if eager else 0)
             | (native.FLAG_SERIAL if serial else 0)
             | (native.FLAG_DIRECT_IO if direct_io else 0)
             | (native.FLAG_GATE_INPUT if gate_input else 0)
+            | (native.FLAG_GATE_LOGITS if gate_logits else 0)
         )
         self._flags = flags
         params = native.Params(flags=flags, n_io_workers=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
@@ -286,8 +293,10 @@ class ExpertBuffer:
 
     # --- events ---
 
-    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, ring_bytes: int = RING_BYTES) -> None:
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, queue_bytes: int = QUEUE_BYTES) -> None:
         """Calls back for every gate event on the native driver thread; compute never waits for it.
+
+        Of the events that have to wait, `queue_bytes` are kept, or a few if they are larger; `stats().events_dropped` counts the others.
 
         What the callback raises is kept, ends the callbacks, and is raised by `check()`.
         """
@@ -310,8 +319,17 @@ class ExpertBuffer:
                         self._exception = error
 
             delivery = native.GateCallback(deliver)
-        self._check(native.set_gate_callback(self.handle, delivery, None, ring_bytes))  # the old one is no longer called
+        self._check(native.set_gate_callback(self.handle, delivery, None, queue_bytes))  # the old one is no longer called
         self._callback = delivery
+
+    def set_gate_rows(self, max_rows: int = 0) -> None:
+        """Of larger batches, events carry gate input and logits of at most `max_rows` tokens, evenly spread; 0: of all, as at first."""
+        native.set_gate_rows(self.handle, max_rows)
+
+    def set_batch_kind(self, decode: bool | None = None) -> None:
+        """Whether the tokens of the batches to come are decoded, or a prompt's; None: a single one is decoded, several are a prompt."""
+        kind = native.BATCH_BY_SIZE if decode is None else native.BATCH_DECODE if decode else native.BATCH_PROMPT
+        self._check(native.set_batch_kind(self.handle, kind))
 
     def drain(self) -> None:
         """Returns when every event posted so far has been delivered."""

@@ -27,11 +27,13 @@ from ..gguf.layout import Layout
 from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
 from ..threads import CoreBinding
 from .arena_sizer import ArenaSizer
+from .batch_spans import batch_spans, is_decode
 from .cancellation import Cancellation
 from .config import Config
 from .driver import Driver
-from .driver_factory import attach_driver, sections, wants_gate_input
+from .driver_factory import attach_driver, sections, wants_gate_input, wants_gate_logits
 from .expert_buffer import ExpertBuffer
+from .prefetcher import SAMPLE
 from .stats import Stats, Timing
 from .warm_start import recall, remember
 
@@ -140,7 +142,8 @@ class Llama(PatchedLlama):
             eager=self.strategy.eager,
             serial=self.strategy.serial,
             direct_io=config.direct_io,
-            gate_input=config.gate_input or wants_gate_input(self.strategy, config.trace),
+            gate_input=config.gate_input or wants_gate_input(self.strategy),
+            gate_logits=wants_gate_logits(self.strategy, config.trace),
         )
 
     def _load_model(self) -> None:
@@ -167,6 +170,8 @@ class Llama(PatchedLlama):
 
     def _make_driver(self) -> Driver | None:
         config = self._config
+        if config.trace is None and not config.gate_input:
+            self.expert_buffer.set_gate_rows(SAMPLE)
         return attach_driver(
             self.expert_buffer,
             self.strategy,
@@ -188,8 +193,10 @@ class Llama(PatchedLlama):
         """Around every decode: what went wrong in a callback or an I/O worker comes before what llama.cpp says of it."""
         buffer = self.expert_buffer
         self._layout.check_unchanged()
+        spans = batch_spans(batch)
+        buffer.set_batch_kind(is_decode(spans))
         if self._driver is not None:
-            self._driver.begin(batch)
+            self._driver.begin(batch, spans)
         started = time.perf_counter()
         with self.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:

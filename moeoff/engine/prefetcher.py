@@ -6,8 +6,6 @@ its expert, the native buffer cancels it, before or between its chunks (ProMoE �
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import numpy as np
 
 from .. import native
@@ -17,21 +15,23 @@ from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
 from .ab_test import PrefetchABTest
 from .expert_buffer import ExpertBuffer
+from .usefulness import Usefulness
 
-_RATE = 0.05  # of the running means
-_SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
-_FEW_MISSES = 0.01  # slices per gate, below which prediction has no measurable effect
+_RATE = 0.4  # of a token, in the running means
+SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
+_LEAST_BUSY = 0.01  # of the time, in which the disk reads: below it prediction has no measurable effect
 
 
 class Prefetcher:
     """Args:
     buffer: started.
-    predictor: its `observe` is called for every event.
+    predictor: its `observe` is called for the events that are predicted from.
     n_used: experts for each token.
     n_lanes: I/O workers of the buffer.
     fallback: takes the predictor's place if it reads gate inputs and events have none.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
-    ab_tested: prefetching that lengthens tokens is switched off (`PrefetchABTest`).
+    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`PrefetchABTest`), and what is seldom useful is not
+        read (`Usefulness`).
     precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all.
     """
 
@@ -39,16 +39,21 @@ class Prefetcher:
                  fallback: Predictor | None = None, *, share: float = 0.0, ab_tested: bool = True,
                  precision: Precision = LOSSLESS):  # fmt: skip
         self._buffer, self.predictor, self._fallback, self._precision = buffer, predictor, fallback, precision
-        n_experts = buffer.priorities.shape[1]
+        self._n_gates, n_experts = buffer.priorities.shape
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
         self._most = float(n_used * max(np.bincount([t.gate for t in buffer.tensors])))  # slices of one gate
         self.ab_test = PrefetchABTest() if ab_tested else None
-        self._last_t = self._token_t = 0
-        self._gap = 0.0  # ns from gate to gate
-        self._misses = self._most / 2  # slices that a gate finds absent
-        self._t_slice = 0.0  # ns, all I/O workers busy
-        self._credit = 0.0  # slices
+        self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
+        self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
+        for t in buffer.tensors:
+            self._matrices[t.gate] |= 1 << t.matrix
+        self._token_t = self._n_rows = 0
+        self._token_ns = 0.0
+        self._missed = 0  # slices that this token's gates found absent
+        self._misses = self._most / 2  # the same for each gate
+        self._busy: float | None = None  # ns of a token, all I/O workers
+        self._credit = self._earned = 0.0  # slices; what a gate adds to them
         self._seen = (0, 0)  # io_worker_busy_ns, reads
 
     @property
@@ -60,60 +65,94 @@ class Prefetcher:
         """Speed with prefetching relative to without, minus 1, when it was last compared."""
         return self.ab_test.gain if self.ab_test is not None else None
 
+    @property
+    def _predicts(self) -> bool:
+        """Whether this token's gates are predicted."""
+        return self.on and (self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
+
     def observe(self, event: GateEvent) -> None:
         """After a router has selected."""
         if event.gate_input is None and self._fallback is not None:
             self.predictor, self._fallback = self._fallback, None
-        single = len(event.ids) == 1
-        if single:
-            self._measure(event)
-        else:
-            self._last_t = self._token_t = 0
-        if single and self._misses < _FEW_MISSES or not self.on:
+        if not event.decode:
+            self._token_t = 0
+            self._act(self.predictor.observe(event.sample(SAMPLE)), False)
             return
-        self._act(self.predictor.observe(event if single else _sample(event)), single)
-
-    def begin(self, tokens: np.ndarray) -> None:
-        """Before a batch, while no layer computes."""
-        if self.on:
-            self._act(self.predictor.begin(tokens), len(tokens) == 1)
-
-    def _measure(self, event: GateEvent) -> None:
-        now = event.t_ns
-        if self._last_t:
-            self._gap += _RATE * (now - self._last_t - self._gap) if self._gap else now - self._last_t
-        self._last_t = now
-        self._misses += _RATE * (event.n_miss - self._misses)
+        usefulness = self._usefulness if self._predicts else None
+        if usefulness is not None:
+            usefulness.selected(event.gate, event.ids[0])
         if event.gate == 0:
-            if self._token_t and self.ab_test is not None:
-                self.ab_test.token(now - self._token_t)
-            self._token_t = now
-            stats = self._buffer.stats()
-            busy, reads = stats.io_worker_busy_ns - self._seen[0], stats.reads - self._seen[1]
-            if reads > 0:
-                self._t_slice = busy / reads / self._n_lanes
-            self._seen = (stats.io_worker_busy_ns, stats.reads)
-        # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the workers idle, and adds up
-        if self._t_slice:
-            self._credit = min(self._credit + max(self._gap / self._t_slice - self._misses, 0.0), self._most)
+            self._next_token(event)
+        self._missed += event.n_miss
+        self._credit = min(self._credit + self._earned, self._most)
+        if self._predicts:
+            self._act(self.predictor.observe(event.sample(SAMPLE)), True)
 
-    def _act(self, predictions: list[Prediction], single: bool) -> None:
+    def begin(self, tokens: np.ndarray, decode: bool) -> None:
+        """Before a batch, while no layer computes.
+
+        Args:
+            tokens: [n_tokens].
+            decode: each is the next of a text of its own.
+        """
+        if self._predicts or not decode:
+            self._act(self.predictor.begin(tokens), decode)
+
+    def _next_token(self, event: GateEvent) -> None:
+        """The first gate of a token: what the one before has taken, and what the disk can read beside demand."""
+        now, n_rows = event.t_ns, len(event.ids)
+        stats = self._buffer.stats()
+        busy, reads = stats.io_worker_busy_ns - self._seen[0], stats.reads - self._seen[1]
+        self._seen = (stats.io_worker_busy_ns, stats.reads)
+        if self._usefulness is not None and self._predicts:
+            self._usefulness.next_token(self._buffer.residency() == self._matrices)
+        if self._token_t and n_rows == self._n_rows:
+            ns = now - self._token_t
+            if self.ab_test is not None:
+                self.ab_test.token(ns)
+            self._token_ns += _RATE * (ns - self._token_ns) if self._token_ns else ns
+            self._misses += _RATE * (self._missed / self._n_gates - self._misses)
+            busy_now = busy / self._n_lanes
+            self._busy = busy_now if self._busy is None else self._busy + _RATE * (busy_now - self._busy)
+            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the workers idle, and adds up
+            if reads > 0:
+                t_slice = busy / reads / self._n_lanes
+                self._earned = max(self._token_ns / self._n_gates / t_slice - self._misses, 0.0) if t_slice else 0.0
+        self._token_t, self._n_rows, self._missed = now, n_rows, 0
+
+    def _act(self, predictions: list[Prediction], decode: bool) -> None:
         for p in predictions:
-            if not single:
+            if not decode:
                 self._read_union(p)
                 continue
-            best = p.scores[0].argsort()[: -self._n_candidates - 1 : -1]
-            queued = self._read(p, best, int(self._credit))
+            best = self._likeliest(p.scores)
+            n_paying = self._n_candidates
+            if self._usefulness is not None:
+                self._usefulness.predicted(p.gate, best[: self._n_candidates])
+                n_paying = len(best) * self._usefulness.n_paying(p.gate) // self._n_candidates
+            limit = int(self._credit)
+            queued = self._read(p, best[:n_paying], limit) if n_paying else 0
+            if n_paying < len(best):
+                self._read(p, best[n_paying:], 0)  # those of them that are resident are kept
             self._credit -= queued
             if queued:
                 return  # something was absent: look no further ahead (HOBBIT §3.3)
+
+    def _likeliest(self, scores: np.ndarray) -> np.ndarray:
+        """The candidates, best first. Several rows: of each, those in the first places before those in the second, at most all experts."""
+        n = self._n_candidates
+        if len(scores) == 1:
+            return scores[0].argsort()[: -n - 1 : -1]
+        places = np.argsort(-scores, axis=1)[:, :n].T.ravel()
+        _, first = np.unique(places, return_index=True)
+        return places[np.sort(first)]
 
     def _read(self, p: Prediction, best: np.ndarray, limit: int) -> int:
         """Protects the candidates and queues up to `limit` slices of them; returns how many."""
         gate = p.gate
         if self._precision.lossless:
             return self._buffer.prefetch(gate, best.tolist(), limit=limit)
-        scores = self.predictor.router.gated(p.scores[0]) if p.logits else p.scores[0]
+        scores = (self.predictor.router.gated(p.scores) if p.logits else p.scores).max(axis=0)
         versions = self._versions(scores[best])
         queued = self._buffer.prefetch(gate, best[versions == native.HIGH].tolist(), limit=limit)
         self._buffer.prefetch(gate, best[versions != native.HIGH].tolist(), limit=0)  # those that are resident will serve
@@ -142,11 +181,4 @@ class Prefetcher:
     def reset_sequence(self) -> None:
         """A new text begins."""
         self.predictor.reset_sequence()
-        self._last_t = self._token_t = 0
-
-
-def _sample(event: GateEvent) -> GateEvent:
-    """Some tokens of a large batch, evenly spread: with more of them the union hardly grows, and prediction competes for the cores."""
-    step = -(-len(event.ids) // _SAMPLE)
-    inputs = None if event.gate_input is None else event.gate_input[::step]
-    return replace(event, ids=event.ids[::step], weights=event.weights[::step], gate_input=inputs)
+        self._token_t = 0

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..gate_event import GateEvent
 from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress, top_k, widened
-from .matmul import matmul
+from .matmul import Rows
 from .recording import Recording
 
 SHALLOW = 0.85  # of the median layer's recall
@@ -22,7 +22,7 @@ class _Ahead(Predictor):
         """norm: None takes what calibration measured for each gate, and True where there is none."""
         router = self.router
         chosen = None if norm is not None or self.arrays is None else self.arrays.get("next_norm")
-        self._steps: list[tuple[np.ndarray, np.ndarray | None, list[int]] | None] = []
+        self._steps: list[tuple[Rows, np.ndarray | None, list[int]] | None] = []
         for gate in range(router.n_gates):
             parts: list[tuple[int, tuple[np.ndarray, np.ndarray | None]]] = []
             for target in range(gate + 1, min(gate + p, router.n_gates - 1) + 1):
@@ -34,19 +34,19 @@ class _Ahead(Predictor):
             if not parts:
                 self._steps.append(None)
                 continue
-            weight = np.ascontiguousarray(np.concatenate([w for _, (w, _) in parts]))
+            weight = np.concatenate([w for _, (w, _) in parts])
             if any(b is not None for _, (_, b) in parts):
                 bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b for _, (w, b) in parts])
             else:
                 bias = None
-            self._steps.append((weight, bias, [target for target, _ in parts]))
+            self._steps.append((Rows(weight), bias, [target for target, _ in parts]))
 
     def observe(self, event: GateEvent) -> list[Prediction]:
         step = self._steps[event.gate]
         if step is None or event.gate_input is None:
             return []
-        weight, bias, targets = step
-        logits = matmul(event.gate_input, weight)
+        rows, bias, targets = step
+        logits = rows.product(event.gate_input)
         if bias is not None:
             logits += bias
         router = self.router

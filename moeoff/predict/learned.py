@@ -10,7 +10,7 @@ import numpy as np
 from ..errors import OptionError
 from ..gate_event import GateEvent
 from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
-from .matmul import matmul
+from .matmul import Rows
 from .recording import Recording
 
 STRIDES = (1, 2)
@@ -38,22 +38,24 @@ class Learned(Predictor):
         stride = self.options["stride"]
         if stride not in STRIDES:
             raise OptionError(f"learned: stride is one of {', '.join(map(str, STRIDES))}, not {stride}")
-        self._steps: dict[int, tuple[np.ndarray, ...]] = {}
+        self._steps: dict[int, tuple[Rows, np.ndarray, Rows, np.ndarray]] = {}
         if self.arrays is None:
             return
         for target in np.flatnonzero(self.arrays[f"there_{stride}"]):
-            part = [self.arrays[f"{name}_{stride}"][target].astype(np.float32) for name in ("first", "first_bias", "second", "second_bias")]
-            self._steps[int(target) - stride] = tuple(np.ascontiguousarray(p) for p in part)
+            first, first_bias, second, second_bias = (
+                self.arrays[f"{name}_{stride}"][target].astype(np.float32) for name in ("first", "first_bias", "second", "second_bias")
+            )
+            self._steps[int(target) - stride] = Rows(first), first_bias, Rows(second), second_bias
 
     def observe(self, event: GateEvent) -> list[Prediction]:
         step = self._steps.get(event.gate)
         if step is None or event.gate_input is None:
             return []
         first, first_bias, second, second_bias = step
-        hidden = matmul(event.gate_input, first)
+        hidden = first.product(event.gate_input)
         hidden += first_bias
         np.maximum(hidden, 0, out=hidden)
-        logits = matmul(hidden, second)
+        logits = second.product(hidden)
         logits += second_bias
         np.negative(logits, out=logits)
         np.exp(np.minimum(logits, 80, out=logits), out=logits)

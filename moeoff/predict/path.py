@@ -10,7 +10,8 @@ from .recording import Recording
 
 FLOOR = 1e-4  # under logarithms
 PRIOR_ONE, PRIOR_TWO = 8.0, 8.0  # observations that the back-off weighs as much as
-TRIPLES = 64 << 20  # bytes of the table of two layers; beyond it the two layers count as independent
+TRIPLES = 64 << 20  # bytes of the table of two layers; of a larger one only the entries are kept that differ most from one layer's
+LEAST_KEPT = 4  # experts of a pair; with less room than that the two layers count as independent
 SKIP_WEIGHT = 0.7  # of the layer before the last in that case, measured on the demo model
 
 
@@ -30,6 +31,7 @@ class ActivationPath(Predictor):
         n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays
         self._skip: np.ndarray | None = None
         self._two: np.ndarray | None = None
+        self._kept: tuple[np.ndarray, np.ndarray] | None = None
         self._counts: np.ndarray | None = None
         if arrays is None:
             self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)  # [gate, expert before, expert]
@@ -38,6 +40,8 @@ class ActivationPath(Predictor):
             self._one: np.ndarray = arrays["one"].astype(np.float32)
             if self.layers == 2 and "two" in arrays:
                 self._two = arrays["two"]
+            elif self.layers == 2 and "kept" in arrays:
+                self._kept = arrays["kept"], arrays["change"]
             elif self.layers == 2:
                 self._skip = arrays["skip"].astype(np.float32) * SKIP_WEIGHT
             self._log_popularity = np.log(arrays["popularity"] + FLOOR)
@@ -73,6 +77,14 @@ class ActivationPath(Predictor):
             pairs = self._two[gate][last[:, :, None], before[:, None, :]]
             out = np.exp(pairs.mean(axis=(1, 2), dtype=np.float32))
             return out
+        if self._kept is not None and before is not None:
+            experts, change = (part[gate][last[:, :, None], before[:, None, :]].reshape(len(last), -1) for part in self._kept)
+            n_pairs = last.shape[1] * before.shape[1]
+            out = np.zeros((len(last), self.router.n_experts), np.float32)
+            np.add.at(out, (np.arange(len(last))[:, None], experts), change)
+            out /= n_pairs
+            out += self._log_popularity[gate] + self._one[gate][last].mean(axis=1)
+            return np.exp(out, out=out)
         log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
         if self._skip is not None and before is not None:
             log += self._skip[gate][before].sum(axis=1)
@@ -86,15 +98,20 @@ class ActivationPath(Predictor):
 
         Returns:
             popularity [n_gates, E] share of tokens; one, skip [n_gates, E before, E] log of P(e | before) / P(e), of the last
-            layer and of the one before; two [n_gates, E last, E before, E] log P(e | both), left out if too large.
+            layer and of the one before; two [n_gates, E last, E before, E] log P(e | both). Where that is too large, the m experts of
+            each pair for which it matters most: kept [n_gates, E, E, m] which, change [n_gates, E, E, m] log of P(e | both) / P(e | last).
         """
         used = recording.used()
         _, n, e = used.shape
         popularity = used.mean(axis=0, dtype=np.float32)
         arrays = {"popularity": popularity, "one": np.zeros((n, e, e), np.float16), "skip": np.zeros((n, e, e), np.float16)}
         triples = cls.layers == 2 and 2 * n * e**3 <= TRIPLES
+        small = np.uint8 if e <= 256 else np.uint16
+        n_kept = TRIPLES // (n * e * e * (2 + small().itemsize)) if cls.layers == 2 and not triples else 0
         if triples:
             arrays["two"] = np.zeros((n, e, e, e), np.float16)
+        elif n_kept >= LEAST_KEPT:
+            arrays |= {"kept": np.zeros((n, e, e, n_kept), small), "change": np.zeros((n, e, e, n_kept), np.float16)}
         for gate in range(n):
             last, before = _earlier(used, recording.starts, gate, 1), _earlier(used, recording.starts, gate, 2)
             y = used[:, gate].astype(np.float32)
@@ -103,12 +120,17 @@ class ActivationPath(Predictor):
                 x = x.astype(np.float32)
                 ratio[name] = (x.T @ y + PRIOR_ONE * popularity[gate]) / (x.sum(axis=0)[:, None] + PRIOR_ONE)
                 arrays[name][gate] = np.log(ratio[name] + FLOOR) - np.log(popularity[gate] + FLOOR)
-            if triples:
-                for a in range(e):
-                    rows = np.flatnonzero(last[:, a])
-                    b = before[rows].astype(np.float32)
-                    joint = b.T @ y[rows] + PRIOR_TWO * ratio["one"][a]
-                    arrays["two"][gate, a] = np.log(joint / (b.sum(axis=0)[:, None] + PRIOR_TWO) + FLOOR)
+            for a in range(e) if "two" in arrays or "kept" in arrays else ():
+                rows = np.flatnonzero(last[:, a])
+                b = before[rows].astype(np.float32)
+                joint = (b.T @ y[rows] + PRIOR_TWO * ratio["one"][a]) / (b.sum(axis=0)[:, None] + PRIOR_TWO)
+                log = np.log(joint + FLOOR)
+                if "two" in arrays:
+                    arrays["two"][gate, a] = log
+                    continue
+                change = log - np.log(ratio["one"][a] + FLOOR)
+                at = np.argpartition(-np.abs(change) * joint, n_kept - 1, axis=1)[:, :n_kept]
+                arrays["kept"][gate, a], arrays["change"][gate, a] = at, np.take_along_axis(change, at, axis=1)
             if progress:
                 progress(gate + 1, n)
         return arrays

@@ -84,7 +84,8 @@ class Router:
             by_logits: the choice is made before the function (llama4).
         """
         nothing = [None] * len(weights)
-        self.weights, self.n_used, self.gating = list(weights), list(n_used), gating
+        self.weights = weights if isinstance(weights, _FromFile) else list(weights)
+        self.n_used, self.gating = list(n_used), gating
         self.bias, self.selection_bias = list(bias or nothing), list(selection_bias or nothing)
         self.norms, self.tables = list(norms or nothing), list(tables or nothing)
         self.n_groups, self.n_groups_used, self._by_logits = n_groups, n_groups_used, by_logits
@@ -92,18 +93,21 @@ class Router:
         self.n_experts = n_experts or max((len(w) for w in self.weights if w is not None), default=0)
 
     @classmethod
-    def read(cls, layout: Layout, layers: Sequence[int], n_experts: int = 0) -> Router:
+    def read(cls, layout: Layout, layers: Sequence[int], n_experts: int = 0, lazy: bool = False) -> Router:
         """Of a model.
 
         Args:
             layers: [n_gates] the layer of each gate.
+            lazy: weights are read from the file each time they are asked for, and not kept: in a large model they are as large as
+                some layers, and who predicts with them keeps what it needs.
 
         Raises:
             ModelError: the file was cut while it was read.
         """
         with _Tensors(layout) as tensors:
             get = tensors.get
-            weights = [get(f"blk.{i}.ffn_gate_inp.weight") for i in layers]
+            names = [f"blk.{i}.ffn_gate_inp.weight" for i in layers]
+            weights = _FromFile(layout, names) if lazy else [get(name) for name in names]
             bias = [get(f"blk.{i}.ffn_gate_inp.bias") for i in layers]
             selection = [_first(get, f"blk.{i}.exp_probs_b.bias", f"blk.{i}.exp_probs_b") for i in layers]
             tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight") for i in layers]
@@ -226,6 +230,26 @@ class Router:
 
 def _first(get: Callable[[str], np.ndarray | None], *names: str) -> np.ndarray | None:
     return next((found for name in names if (found := get(name)) is not None), None)
+
+
+class _FromFile(Sequence["np.ndarray | None"]):
+    """Tensors by name that are read whenever one is asked for; None for those that the model lacks."""
+
+    def __init__(self, layout: Layout, names: Sequence[str]):
+        self._layout, self._names = layout, names
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @overload
+    def __getitem__(self, index: int) -> np.ndarray | None: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[np.ndarray | None]: ...
+
+    def __getitem__(self, index: int | slice) -> np.ndarray | None | list[np.ndarray | None]:
+        with _Tensors(self._layout) as tensors:
+            return [tensors.get(name) for name in self._names[index]] if isinstance(index, slice) else tensors.get(self._names[index])
 
 
 class _Tensors:

@@ -138,9 +138,9 @@ struct context {
                 const bool decides = has_gate && s.started();
                 if (decides) {
                     moeoff_gate_event e = {};
-                    e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16;
-                    e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data();
-                    s.gate_event(g, e, n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float));
+                    e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16; e.n_expert = 4;
+                    e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data(); e.logits = input.data();
+                    s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float) });
                     for (int i = 0; e.versions && i < n_tokens * n_used; i++) {
                         decided[ids[i]] = e.versions[i];
                     }
@@ -182,6 +182,7 @@ static void on_gate(const moeoff_gate_event * e, void *) {
         return; // the driver thread ends
     }
     REQUIRE(e->n_used == 3 && e->n_embd == 16 && e->gate_input[15] == 1.0f);
+    REQUIRE(e->n_expert == 4 && e->n_rows == (e->n_tokens + e->row_step - 1) / e->row_step && e->logits[4 * e->n_rows - 1] == 1.0f);
     for (int i = 0; i < e->n_tokens * e->n_used; i++) {
         REQUIRE(e->ids[i] >= 0 && e->ids[i] < n_expert && e->weights[i] == 0.5f && (!e->versions || e->versions[i] <= SKIP));
     }
@@ -270,7 +271,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
         while (!stop) {
             const int32_t gate = (int32_t) (r() % n_layers);
             const int32_t experts[2] = { (int32_t) (r() % n_expert), (int32_t) (r() % n_expert) };
-            switch (r() % 10) {
+            switch (r() % 12) {
                 case 0: s.prefetch_cancel(r() % 2 ? -1 : gate); break;
                 case 1: {
                     const float p = (float) (r() % 5);
@@ -290,6 +291,12 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                     std::string e;
                     const uint8_t v[6] = { HIGH, SKIP, two_versions ? LOW : HIGH, HIGH, HIGH, two_versions ? LOW : SKIP };
                     REQUIRE(s.force(v, 1 + r() % 6, e) > 0);
+                    break;
+                }
+                case 4: s.set_gate_rows((int32_t) (r() % 4)); break;
+                case 5: {
+                    std::string e;
+                    REQUIRE(s.set_batch_kind((int32_t) (r() % 3), e));
                     break;
                 }
                 default: s.prefetch(gate, experts, 2, r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0, (int32_t) (r() % 8) - 1); break;

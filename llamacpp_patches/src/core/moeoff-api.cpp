@@ -172,11 +172,17 @@ int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * version
 
 // --- events ---
 
-int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes) {
+int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes) {
     return guarded(-1, [&] {
-        eb->store->set_gate_callback(callback, user, ring_bytes);
+        eb->store->set_gate_callback(callback, user, max_bytes);
         return 0;
     });
+}
+
+void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows) { eb->store->set_gate_rows(max_rows); }
+
+int moeoff_set_batch_kind(moeoff_expert_buffer * eb, int32_t kind) {
+    return guarded(-1, [&] { return eb->store->set_batch_kind(kind, last_error) ? 0 : -1; });
 }
 
 void moeoff_drain(moeoff_expert_buffer * eb) { eb->store->drain(); }

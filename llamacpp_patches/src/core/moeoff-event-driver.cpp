@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <ctime>
+#include <new>
 
 namespace moeoff {
 
@@ -14,25 +15,20 @@ static int64_t clock_ns(clockid_t id) {
 int64_t now_ns()        { return clock_ns(CLOCK_MONOTONIC); }
 int64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
 
-// a record in the ring: this header, then ids, weights, gate input, versions
-struct record {
-    uint64_t          nbytes; // of the whole record; 0: the rest of the ring is skipped
-    moeoff_gate_event event;
-};
+static constexpr size_t n_always = 4; // events that may wait however large they are
 
-static size_t align_up(size_t n) { return (n + 63) & ~(size_t) 63; }
+static const char * at(const void * rows, size_t stride, int32_t row) { return (const char *) rows + (size_t) row * stride; }
 
-void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t ring_bytes) {
+void event_driver::start(moeoff_gate_callback cb, void * cb_user, uint64_t bytes) {
     checked_lock control_lock(control);
     stop_thread();
     {
         checked_lock lock(mutex);
-        callback = cb;
-        user     = cb_user;
-        ring.assign(align_up(ring_bytes), 0);
-        head = tail = used = 0;
-        thread   = std::thread([this] { run(); }); // it begins by waiting for the mutex
-        stopping = false;
+        callback  = cb;
+        user      = cb_user;
+        max_bytes = bytes;
+        thread    = std::thread([this] { run(); }); // it begins by waiting for the mutex
+        stopping  = false;
     }
     active.store(true, std::memory_order_release);
 }
@@ -53,44 +49,50 @@ void event_driver::stop_thread() {
         thread.join();
     }
     checked_lock lock(mutex);
-    std::vector<uint8_t>().swap(ring);
+    queue.clear();
+    used = 0;
 }
 
-void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride) {
-    const size_t n_pairs = (size_t) event.n_tokens * event.n_used;
-    const size_t n_input = (size_t) event.n_tokens * event.n_embd;
-    const size_t nbytes  = align_up(sizeof(record) + n_pairs * (sizeof(int32_t) + sizeof(float)) + n_input * sizeof(float) + (event.versions ? n_pairs : 0));
-
-    checked_lock lock(mutex);
-    if (stopping) {
-        return;
+void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
+    const size_t n_pairs  = (size_t) event.n_tokens * event.n_used;
+    const size_t n_input  = event.gate_input ? (size_t) event.n_rows * event.n_embd : 0;
+    const size_t n_logits = event.logits ? (size_t) event.n_rows * event.n_expert : 0;
+    const size_t nbytes   = n_pairs * (sizeof(int32_t) + sizeof(float)) + (n_input + n_logits) * sizeof(float) + (event.versions ? n_pairs : 0);
+    {
+        checked_lock lock(mutex);
+        if (stopping) {
+            return;
+        }
+        if (used + nbytes > max_bytes && queue.size() >= n_always) {
+            dropped++;
+            return;
+        }
     }
-    // a record never wraps: what does not fit before the end starts over at 0
-    size_t skip = head + nbytes > ring.size() ? ring.size() - head : 0;
-    if (used + skip + nbytes > ring.size()) {
+    // copied without the mutex: several contexts may post at once
+    record r { event, nbytes, std::unique_ptr<uint8_t[]>(new (std::nothrow) uint8_t[nbytes]) };
+    if (!r.data) {
+        checked_lock lock(mutex);
         dropped++;
         return;
     }
-    if (skip) {
-        if (skip >= sizeof(uint64_t)) {
-            memset(ring.data() + head, 0, sizeof(uint64_t));
-        }
-        head  = 0;
-        used += skip;
-    }
-    uint8_t * p  = ring.data() + head;
-    record    r  = { nbytes, event };
-    int32_t * ids     = (int32_t *) (p + sizeof(record));
+    int32_t * ids     = (int32_t *) r.data.get();
     float   * weights = (float *) (ids + n_pairs);
     float   * input   = weights + n_pairs;
-    uint8_t * version = (uint8_t *) (input + n_input);
+    float   * logits  = input + n_input;
+    uint8_t * version = (uint8_t *) (logits + n_logits);
     for (int32_t t = 0; t < event.n_tokens; t++) {
-        memcpy(ids + (size_t) t * event.n_used, (const char *) event.ids + t * ids_stride, event.n_used * sizeof(int32_t));
+        memcpy(ids + (size_t) t * event.n_used, at(event.ids, strides.ids, t), event.n_used * sizeof(int32_t));
         for (int32_t k = 0; k < event.n_used; k++) {
-            weights[(size_t) t * event.n_used + k] = *(const float *) ((const char *) event.weights + t * weights_stride + k * weights_step);
+            weights[(size_t) t * event.n_used + k] = *(const float *) (at(event.weights, strides.weights, t) + k * strides.weights_step);
         }
+    }
+    for (int32_t i = 0; i < event.n_rows; i++) {
+        const int32_t t = i * event.row_step;
         if (n_input) {
-            memcpy(input + (size_t) t * event.n_embd, (const char *) event.gate_input + t * input_stride, event.n_embd * sizeof(float));
+            memcpy(input + (size_t) i * event.n_embd, at(event.gate_input, strides.input, t), event.n_embd * sizeof(float));
+        }
+        if (n_logits) {
+            memcpy(logits + (size_t) i * event.n_expert, at(event.logits, strides.logits, t), event.n_expert * sizeof(float));
         }
     }
     if (event.versions) {
@@ -99,9 +101,14 @@ void event_driver::post(moeoff_gate_event event, size_t ids_stride, size_t weigh
     r.event.ids        = ids;
     r.event.weights    = weights;
     r.event.gate_input = n_input ? input : nullptr;
+    r.event.logits     = n_logits ? logits : nullptr;
     r.event.versions   = event.versions ? version : nullptr;
-    memcpy(p, &r, sizeof(r));
-    head  = (head + nbytes) % ring.size();
+
+    checked_lock lock(mutex);
+    if (stopping) {
+        return;
+    }
+    queue.push_back(std::move(r));
     used += nbytes;
     work.notify_one();
 }
@@ -111,25 +118,16 @@ void event_driver::run() {
     const moeoff_gate_callback deliver = callback;
     void * const               to      = user;
     while (true) {
-        while (!stopping && used == 0) {
+        while (!stopping && queue.empty()) {
             lock.wait(work);
         }
         if (stopping) {
             break;
         }
-        record r;
-        const size_t rest = ring.size() - tail;
-        if (rest >= sizeof(uint64_t)) {
-            memcpy(&r.nbytes, ring.data() + tail, sizeof(uint64_t));
-        }
-        if (rest < sizeof(uint64_t) || r.nbytes == 0) {
-            used -= rest;
-            tail  = 0;
-            continue;
-        }
-        memcpy(&r, ring.data() + tail, sizeof(r));
+        const record r = std::move(queue.front());
+        queue.pop_front();
         busy = true;
-        lock.unlock(); // the record stays put: its bytes are not free until tail moves on
+        lock.unlock();
 
         const int64_t t0 = thread_cpu_ns();
         deliver(&r.event, to);
@@ -138,9 +136,8 @@ void event_driver::run() {
         lock.lock();
         busy    = false;
         cpu_ns += (uint64_t) (t1 - t0);
-        tail    = (tail + r.nbytes) % ring.size();
         used   -= r.nbytes;
-        if (used == 0) {
+        if (queue.empty()) {
             idle.notify_all();
         }
     }
@@ -151,7 +148,7 @@ void event_driver::run() {
 
 void event_driver::drain() {
     checked_lock lock(mutex);
-    while (!stopping && (used > 0 || busy)) {
+    while (!stopping && (!queue.empty() || busy)) {
         lock.wait(idle);
     }
 }

@@ -1,7 +1,7 @@
 #pragma once
 
-// Gate events on their way to the driver: a bounded ring and the thread that delivers them. Posting never waits; when the ring
-// is full the event is counted as dropped. Any thread may call any function; start() and stop() wait for each other, and
+// Gate events on their way to the driver: a bounded queue and the thread that delivers them. Posting never waits; when the queue
+// is full the event is counted as dropped. It takes memory for what waits only. Any thread may call any function; start() and stop() wait for each other, and
 // neither may be called from the callback, which runs while no lock is held.
 
 #include "moeoff.h"
@@ -9,27 +9,40 @@
 
 #include <atomic>
 #include <cstdint>
+#include <deque>
+#include <memory>
 #include <thread>
-#include <vector>
 
 namespace moeoff {
+
+// bytes from row to row of an event's arrays, which may be parts of larger ones; weights_step: from weight to weight
+struct gate_strides {
+    size_t ids = 0, weights = 0, weights_step = 0, input = 0, logits = 0;
+};
 
 class event_driver {
   public:
     ~event_driver() { stop(); }
 
-    void start(moeoff_gate_callback callback, void * user, uint64_t ring_bytes) EXCLUDES(control, mutex); // stops first
+    void start(moeoff_gate_callback callback, void * user, uint64_t max_bytes) EXCLUDES(control, mutex); // stops first
     void stop() EXCLUDES(control, mutex); // delivers nothing more
     bool running() const { return active.load(std::memory_order_acquire); }
 
-    // rows of ids, weights and input may be strided (bytes); the ring holds them densely
-    void post(moeoff_gate_event event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride) EXCLUDES(mutex);
+    // copies the event and its arrays, which the callback gets densely
+    void post(moeoff_gate_event event, const gate_strides & strides) EXCLUDES(mutex);
     void drain() EXCLUDES(mutex);
 
     void add_stats(moeoff_stats & stats) const EXCLUDES(mutex);
     void reset_stats() EXCLUDES(mutex);
 
   private:
+    // data: ids, weights, gate input, logits, versions, one after the other
+    struct record {
+        moeoff_gate_event          event;
+        size_t                     nbytes;
+        std::unique_ptr<uint8_t[]> data;
+    };
+
     void stop_thread() REQUIRES(control) EXCLUDES(mutex);
     void run() EXCLUDES(mutex);
 
@@ -39,16 +52,15 @@ class event_driver {
     mutable checked_mutex   mutex;
     std::condition_variable work;             // the driver thread: an event, or the end
     std::condition_variable idle;             // drain()
-    std::vector<uint8_t>    ring     GUARDED_BY(mutex);
-    size_t                  head     GUARDED_BY(mutex) = 0; // next write
-    size_t                  tail     GUARDED_BY(mutex) = 0; // next read
-    size_t                  used     GUARDED_BY(mutex) = 0; // bytes between tail and head, skipped ends included
-    bool                    stopping GUARDED_BY(mutex) = true; // no thread takes events, or the one that does is about to end
-    bool                    busy     GUARDED_BY(mutex) = false;
-    uint64_t                dropped  GUARDED_BY(mutex) = 0;
-    uint64_t                cpu_ns   GUARDED_BY(mutex) = 0;
-    moeoff_gate_callback    callback GUARDED_BY(mutex) = nullptr;
-    void *                  user     GUARDED_BY(mutex) = nullptr;
+    std::deque<record>      queue     GUARDED_BY(mutex);
+    size_t                  used      GUARDED_BY(mutex) = 0; // bytes that wait or are being delivered
+    size_t                  max_bytes GUARDED_BY(mutex) = 0;
+    bool                    stopping  GUARDED_BY(mutex) = true; // no thread takes events, or the one that does is about to end
+    bool                    busy      GUARDED_BY(mutex) = false;
+    uint64_t                dropped   GUARDED_BY(mutex) = 0;
+    uint64_t                cpu_ns    GUARDED_BY(mutex) = 0;
+    moeoff_gate_callback    callback  GUARDED_BY(mutex) = nullptr;
+    void *                  user      GUARDED_BY(mutex) = nullptr;
 };
 
 int64_t now_ns();        // CLOCK_MONOTONIC

@@ -58,10 +58,6 @@ bool store::start(std::string & error) {
         error = std::string("cannot reserve address space for all experts: ") + strerror(errno);
         return false;
     }
-    {
-        store_lock lock(sync);
-        events.start();
-    }
     stall_ns = std::vector<std::atomic<uint64_t>>(map.n_gates());
     phase    = RUNNING;
     try {
@@ -85,15 +81,22 @@ void store::stop() {
 
 // --- hot path ---
 
-void store::gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride) {
-    static thread_local std::vector<uint8_t> versions; // the event's, until it is posted
+void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides) {
+    static thread_local selection all; // it has the event's versions until the event is posted
+    const choice c = { event, strides.ids, strides.weights, strides.weights_step };
+    all.collect(c, map.n_experts());
+    const int32_t kind = batch_kind.load(std::memory_order_relaxed);
+    event.decode = kind == MOEOFF_BATCH_BY_SIZE ? event.n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
     {
         store_lock lock(sync);
-        events.handle(g, event, { event, ids_stride, weights_stride, weights_step }, get_flags() & MOEOFF_FLAG_EAGER, versions);
+        events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER);
     }
     if (driver.running()) {
-        event.t_ns = now_ns();
-        driver.post(event, ids_stride, weights_stride, weights_step, input_stride);
+        const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
+        event.row_step = max_rows > 0 ? (event.n_tokens + max_rows - 1) / max_rows : 1;
+        event.n_rows   = (event.n_tokens + event.row_step - 1) / event.row_step;
+        event.t_ns     = now_ns();
+        driver.post(event, strides);
     }
 }
 
@@ -141,11 +144,6 @@ void store::fail(const char * message) {
 }
 
 // --- policy ---
-
-void store::publish() {
-    store_lock lock(sync);
-    table.reset_order();
-}
 
 int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit) {
     store_lock lock(sync);
@@ -242,9 +240,9 @@ int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
 }
 
 bool store::set_flags(uint32_t next, std::string & error) {
-    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT;
+    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT | MOEOFF_FLAG_GATE_LOGITS;
     if ((next & fixed) != (get_flags() & fixed)) {
-        error = "DIRECT_IO and GATE_INPUT are fixed at init";
+        error = "DIRECT_IO, GATE_INPUT and GATE_LOGITS are fixed at init";
         return false;
     }
     flags = next;
@@ -253,9 +251,18 @@ bool store::set_flags(uint32_t next, std::string & error) {
 
 // --- watching ---
 
-void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t ring_bytes) {
+bool store::set_batch_kind(int32_t kind, std::string & error) {
+    if (kind < MOEOFF_BATCH_BY_SIZE || kind > MOEOFF_BATCH_DECODE) {
+        error = "no kind of batch: " + std::to_string(kind);
+        return false;
+    }
+    batch_kind.store(kind, std::memory_order_relaxed);
+    return true;
+}
+
+void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes) {
     if (callback) {
-        driver.start(callback, user, ring_bytes);
+        driver.start(callback, user, max_bytes);
     } else {
         driver.stop();
     }

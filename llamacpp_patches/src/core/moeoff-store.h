@@ -46,8 +46,8 @@ class store {
 
     // --- hot path ---
     uint32_t get_flags() const { return flags.load(std::memory_order_relaxed); }
-    // ids[t * ids_stride / 4 + k]: the experts of token t; strides in bytes
-    void gate_event(gate & g, moeoff_gate_event & event, size_t ids_stride, size_t weights_stride, size_t weights_step, size_t input_stride);
+    // event: what the graph knows, with a row of gate input and logits for each token
+    void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high
     void versions(const tensor & t, const void * graph, uint8_t * out) const;
     // the op uses these slices: they are requested, and none is evicted until it is unpinned
@@ -64,7 +64,7 @@ class store {
 
     // --- policy ---
     float * priorities() { return table.priorities(); } // [n_gates, n_experts]
-    void    publish(); // the priorities have changed
+    void    publish() { table.publish(); }
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit);
     int32_t prefetch_cancel(int32_t gate);
@@ -76,7 +76,9 @@ class store {
     void    set_cancelled(bool on) { cancelled.store(on, std::memory_order_release); } // by the user, until taken back
 
     // --- watching ---
-    void    set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t ring_bytes);
+    void    set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes);
+    void    set_gate_rows(int32_t max_rows) { gate_rows.store(max_rows, std::memory_order_relaxed); }
+    bool    set_batch_kind(int32_t kind, std::string & error);
     void    drain() { driver.drain(); }
     void    residency(version v, uint8_t * out) const;
     int32_t take_reads(moeoff_read * out, int32_t n);
@@ -105,6 +107,8 @@ class store {
     slice_reader               read;
     std::atomic<uint8_t>       phase {SETUP};
     std::atomic<bool>          cancelled {false};
+    std::atomic<int32_t>       gate_rows {0};
+    std::atomic<int32_t>       batch_kind {MOEOFF_BATCH_BY_SIZE};
     uint64_t                   limits[n_pools] GUARDED_BY(store_mutex); // bytes of the arenas
     std::vector<std::atomic<uint64_t>> stall_ns; // by gate
     std::atomic<uint64_t>      total_stall_ns {0};

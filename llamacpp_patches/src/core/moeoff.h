@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 7
+#define MOEOFF_ABI_VERSION 8
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -37,6 +37,7 @@ enum moeoff_flag {
     MOEOFF_FLAG_GATE_INPUT = 8, // the gate node also takes the router's input (costs a copy on GPU backends)
     MOEOFF_FLAG_SERIAL     = 16, // a matrix op reads all its slices before it computes with any: the papers' baseline
     MOEOFF_FLAG_LOG_READS  = 32, // finished reads are kept for moeoff_take_reads()
+    MOEOFF_FLAG_GATE_LOGITS = 64, // the gate node also takes the router's logits (the same cost)
 };
 
 enum moeoff_matrix {
@@ -55,13 +56,22 @@ enum moeoff_version {
     MOEOFF_VERSION_SKIP = 2,
 };
 
+// What the tokens of a batch are. A prompt is text that is read; to decode is to compute tokens of which each was chosen or
+// proposed: one of a sequence, one each of several sequences, or a draft that is verified
+enum moeoff_batch_kind {
+    MOEOFF_BATCH_BY_SIZE = 0, // not told: a single token is decoded, several are a prompt
+    MOEOFF_BATCH_PROMPT  = 1,
+    MOEOFF_BATCH_DECODE  = 2,
+};
+
 enum moeoff_thresholds_flag {
     MOEOFF_THRESHOLDS_BLIND = 1, // select without looking at what is resident, so that versions depend on the gates alone
 };
 
-// Which version serves a chosen expert whose high version is not resident. A single token (HOBBIT §3.2): s is the sum of
-// the larger gate weights of that token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped. Several
-// tokens (Fate §4.5): of the experts chosen, this share is served low, those that the fewest tokens chose.
+// Which version serves a chosen expert whose high version is not resident. Where tokens are decoded (HOBBIT §3.2): s is the sum
+// of the larger gate weights of the same token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped; an
+// expert that several tokens chose gets the best of what they say. In a prompt (Fate §4.5): of the experts chosen, this share
+// is served low, those that the fewest tokens chose.
 // Nothing is lost at t1 = 1, prefill_low_share = 0, the default.
 struct moeoff_thresholds {
     float    t1;
@@ -106,12 +116,17 @@ struct moeoff_gate_event {
     int32_t         n_tokens;
     int32_t         n_used;      // experts for each token
     int32_t         n_embd;      // 0: no gate input
+    int32_t         n_expert;    // 0: no logits
+    int32_t         n_rows;      // of gate input and logits: of every row_step-th token, from the first (moeoff_set_gate_rows)
+    int32_t         row_step;
     int32_t         n_hit;       // slices resident when the router had selected
     int32_t         n_miss;
+    int32_t         decode;      // 1: its tokens are decoded, 0: they are a prompt's
     int32_t         reserved;
     const int32_t * ids;         // [n_tokens, n_used]
     const float   * weights;     // [n_tokens, n_used]
-    const float   * gate_input;  // [n_tokens, n_embd] or NULL
+    const float   * gate_input;  // [n_rows, n_embd] or NULL
+    const float   * logits;      // [n_rows, n_expert] or NULL: of the router, before its gating function
     const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, the thresholds leave no choice
 };
 
@@ -126,7 +141,7 @@ struct moeoff_stats {
     uint64_t prefetch_useful;   // prefetched slices that a router then selected
     uint64_t prefetch_dropped;  // given up before or while reading
     uint64_t gate_events;
-    uint64_t events_dropped;    // the driver was too late and the ring was full
+    uint64_t events_dropped;    // the driver was too late and the queue was full
     uint64_t stall_ns;          // compute waited for bytes, mean over the compute threads
     uint64_t queue_wait_ns;     // from asking to the start of the read, summed over reads
     uint64_t io_worker_busy_ns; // summed over the I/O workers
@@ -206,7 +221,8 @@ MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 
 // [n_gates, n_experts] f32, written in place by the policy: the lowest is evicted first, among equals the least recently used
 MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
-// after a change of priorities: makes the next eviction look at all of them
+// After a change of priorities: from now on evictions go by them; what was not published is not seen. Only rows that differ cost
+// anything. Writing and publishing are up to one thread at a time
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // these experts are expected: what is resident of them stays, what is absent is queued, up to limit slices (-1: all), until
 // the router has selected; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
@@ -228,8 +244,13 @@ MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_
 
 // --- events ---
 
-// starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. ring_bytes bounds what may wait
-MOEOFF_API int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t ring_bytes);
+// starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. max_bytes bounds what may
+// wait for it, but a few events may always; memory is taken for what waits only
+MOEOFF_API int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
+// of a larger batch, events carry the gate input and logits of at most so many tokens, evenly spread; 0, the default: of all
+MOEOFF_API void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows);
+// what the tokens of the graphs to come are: a moeoff_batch_kind
+MOEOFF_API int moeoff_set_batch_kind(moeoff_expert_buffer * eb, int32_t kind);
 // returns when every event posted so far has been delivered
 MOEOFF_API void moeoff_drain(moeoff_expert_buffer * eb);
 

@@ -13,8 +13,10 @@ extern "C" {
 // the gate that a reserved tensor belongs to (stable while the model lives), or NULL for any other tensor
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
 MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);
-// a ggml_custom_op_t; sources: ids, weights, optionally the gate input; userdata: the gate
+MOEOFF_API bool   moeoff_gate_wants_logits(const void * gate);
+// ggml_custom_op_t; sources: ids, weights, optionally the gate input, for the second the logits after them; userdata: the gate
 MOEOFF_API void   moeoff_gate_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
+MOEOFF_API void   moeoff_gate_node_with_logits(struct ggml_tensor * dst, int ith, int nth, void * gate);
 
 #ifdef __cplusplus
 }

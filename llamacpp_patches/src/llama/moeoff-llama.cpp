@@ -15,19 +15,28 @@ bool moeoff_is_reserved(const ggml_tensor * tensor) {
 }
 
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       std::initializer_list<const ggml_tensor *> experts) {
-    void * gate = nullptr;
+                       ggml_tensor * logits, std::initializer_list<const ggml_tensor *> experts) {
+    void *  gate     = nullptr;
+    int64_t n_expert = 0;
     for (const ggml_tensor * t : experts) {
         if (!gate && t) {
-            gate = moeoff_gate_of(t);
+            gate     = moeoff_gate_of(t);
+            n_expert = t->ne[2];
         }
     }
     if (!gate) {
         return;
     }
-    ggml_tensor * args[3] = { ids, weights, gate_input };
-    const int n_args = gate_input && moeoff_gate_wants_input(gate) ? 3 : 2;
-    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, n_args, moeoff_gate_node, 1, gate);
+    ggml_tensor * args[4] = { ids, weights };
+    int n_args = 2;
+    if (gate_input && moeoff_gate_wants_input(gate)) {
+        args[n_args++] = gate_input;
+    }
+    const bool with_logits = logits && logits->ne[0] == n_expert && moeoff_gate_wants_logits(gate); // grovemoe's chunks have the logits of others
+    if (with_logits) {
+        args[n_args++] = logits;
+    }
+    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, n_args, with_logits ? moeoff_gate_node_with_logits : moeoff_gate_node, 1, gate);
     ggml_set_name(node, "moeoff_gate");
     ggml_build_forward_expand(gf, node);
 }

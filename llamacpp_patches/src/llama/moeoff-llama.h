@@ -8,9 +8,10 @@
 #include <initializer_list>
 
 // Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. ids [n_used, n_tokens]
-// i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32 or nullptr where the router reads something else.
+// i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32 or nullptr where the router reads something else,
+// logits [n_expert, n_tokens] f32 of the router, before its gating function.
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       std::initializer_list<const ggml_tensor *> experts);
+                       ggml_tensor * logits, std::initializer_list<const ggml_tensor *> experts);
 
 // true if the loader must not read this tensor
 bool moeoff_is_reserved(const ggml_tensor * tensor);

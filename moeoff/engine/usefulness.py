@@ -1,0 +1,63 @@
+"""How useful a prefetch is: how often an expert that was predicted, and absent, is then selected, by its place in the prediction.
+
+What is read for nothing costs the disk as much as what is used, and the experts that a good cache lacks are those that are
+hard to foresee: of all predictions most are right, of those about absent experts fewer. Knows nothing of scores, slices or time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+PAYS = 0.5  # least share that must be useful: no more is read for nothing than for use, even at the last place that is read
+_RATE = 0.03  # of a token, in the running sums
+_PRIOR = 4.0  # observations that the assumption "half is useful", and for a gate "as in all gates", weigh as much as
+
+
+class Usefulness:
+    """Args:
+    n_gates, n_experts: of the priority table.
+    n_places: candidates of a prediction.
+    """
+
+    def __init__(self, n_gates: int, n_experts: int, n_places: int):
+        self._resident = np.ones((n_gates, n_experts), bool)
+        self._selected = np.zeros((n_gates, n_experts), bool)
+        self._best = np.zeros((n_gates, n_places), np.int64)
+        self._predicted = np.zeros(n_gates, bool)
+        self._gates = np.arange(n_gates)[:, None]
+        self._absent, self._useful = np.zeros(n_places), np.zeros(n_places)
+        self._expected_of, self._useful_of = np.zeros(n_gates), np.zeros(n_gates)
+        self._n_paying = [n_places] * n_gates
+
+    def n_paying(self, gate: int) -> int:
+        """How many of the likeliest candidates of a gate are read if they are absent."""
+        return self._n_paying[gate]
+
+    def predicted(self, gate: int, best: np.ndarray) -> None:
+        """The candidates [n_places] of a gate, the likeliest first, for its next token."""
+        self._best[gate] = best
+        self._predicted[gate] = True
+
+    def selected(self, gate: int, ids: np.ndarray) -> None:
+        """What a gate has selected for a token [n_used]."""
+        self._selected[gate, ids] = True
+
+    def next_token(self, resident: np.ndarray) -> None:
+        """The first gate has selected: counts what was predicted for it and, in the token before, for the others.
+
+        Args:
+            resident: [n_gates, n_experts] bool, what is in memory now; the next predictions are judged by it.
+        """
+        absent = ~self._resident[self._gates, self._best] & self._predicted[:, None]
+        useful = absent & self._selected[self._gates, self._best]
+        for sums, new in ((self._absent, absent.sum(axis=0)), (self._useful, useful.sum(axis=0)), (self._useful_of, useful.sum(axis=1))):
+            sums *= 1 - _RATE
+            sums += new
+        share = (self._useful + _PRIOR / 2) / (self._absent + _PRIOR)
+        self._expected_of *= 1 - _RATE
+        self._expected_of += (absent * share).sum(axis=1)
+        in_gate = (self._useful_of + _PRIOR) / (self._expected_of + _PRIOR)
+        pays = in_gate[:, None] * share >= PAYS
+        self._n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
+        self._selected[:], self._predicted[:] = False, False
+        self._resident[:] = resident

@@ -1,0 +1,160 @@
+"""What the driver takes of a core for each token: made-up gate events of a given shape through each of its parts. Loads no model.
+
+usage: bench_driver.py [--shapes 48x128x8x2048,24x32x4x2880,60x256x8x7168,12x32x4x512] [--tokens N] [--json FILE]
+
+A shape is gates x experts x used x n_embd. Events are those of decode, one token each, one gate after the other; a part that stands
+in for another (a library, a disk) counts nothing. Medians over tokens, of the thread's CPU time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+
+import numpy as np
+
+from moeoff import cache, native, predict
+from moeoff.engine.driver import Driver
+from moeoff.engine.expert_buffer import _copy_event
+from moeoff.engine.prefetcher import Prefetcher
+from moeoff.gate_event import GateEvent
+from moeoff.predict.router import Router
+from results_file import HELP, ResultsFile
+
+SHAPES = "48x128x8x2048,24x32x4x2880,60x256x8x7168,12x32x4x512"
+POLICIES = ("lfu", "decay", "arc", "edgemoe", "hobbit", "score")
+PREDICTORS = ("gate", "stacked", "activation-path", "previous-token")
+ABSENT = 0.1  # share of the experts that are not resident
+
+
+class MadeBuffer:
+    """As much of a buffer as a driver asks of one: a share of the experts is absent for ever."""
+
+    def __init__(self, n_gates: int, n_experts: int):
+        self.priorities = np.zeros((n_gates, n_experts), np.float32)
+        self.tensors = [SimpleNamespace(gate=g, matrix=m) for g in range(n_gates) for m in (1, 2, 3)]
+        rng = np.random.default_rng(1)
+        self._residency = np.where(rng.random((n_gates, n_experts)) < ABSENT, 0, 0b1110).astype(np.uint8)
+        self._stats = native.Stats()
+        self.running = True
+
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+    def residency(self) -> np.ndarray:
+        return self._residency.copy()
+
+    def stats(self) -> native.Stats:
+        self._stats.io_worker_busy_ns += 20_000_000
+        self._stats.reads += 10
+        return self._stats
+
+    def prefetch(self, gate: int, experts: list[int], low: bool = False, limit: int = -1) -> int:
+        (ctypes.c_int32 * len(experts))(*experts)
+        return min(limit, 1)
+
+
+def make_router(n_gates: int, n_experts: int, n_used: int, n_embd: int) -> Router:
+    rng = np.random.default_rng(0)
+    weights = [rng.standard_normal((n_experts, n_embd), np.float32) for _ in range(n_gates)]
+    return Router(weights, [n_used] * n_gates, n_experts=n_experts)
+
+
+def make_events(router: Router, n_tokens: int) -> list[GateEvent]:
+    """Inputs that drift from token to token and from layer to layer."""
+    rng, d = np.random.default_rng(2), router.weights[0].shape[1]
+    events, stream = [], rng.standard_normal(d, np.float32)
+    for t in range(n_tokens):
+        stream = 0.6 * stream + 0.8 * rng.standard_normal(d, np.float32)
+        x = stream
+        for gate in range(router.n_gates):
+            x = 0.9 * x + 0.44 * rng.standard_normal(d, np.float32)
+            inputs = (x / np.linalg.norm(x))[None]
+            probs = router.probs(gate, inputs)
+            ids = router.select(gate, probs).astype(np.int32)
+            weights = np.take_along_axis(probs, ids, axis=1)
+            t_ns = 1 + 2_000_000 * (t * router.n_gates + gate)
+            events.append(GateEvent(gate, ids, weights, probs, inputs, None, gate, 3 * ids.size, 0, 1 + len(events), t_ns))
+    return events
+
+
+def median(n_gates: int, events: list[GateEvent], step: Callable[[GateEvent], object]) -> float:
+    """Microseconds of one event."""
+    times = []
+    for at in range(0, len(events), n_gates):
+        token = events[at : at + n_gates]
+        started = time.thread_time_ns()
+        for event in token:
+            step(event)
+        times.append(time.thread_time_ns() - started)
+    return float(np.median(times[len(times) // 4 :])) / n_gates / 1e3
+
+
+def as_native(event: GateEvent) -> tuple[native.GateEvent, bytearray]:
+    """The struct that the native driver thread hands over, and the memory behind it."""
+    parts = [event.ids.tobytes(), event.weights.astype(np.float32).tobytes(), event.gate_input.astype(np.float32).tobytes()]
+    data = ctypes.create_string_buffer(b"".join(parts))
+    at = ctypes.addressof(data)
+    made = native.GateEvent(seq=event.seq, t_ns=event.t_ns, gate=event.gate, layer=event.layer, n_tokens=1, n_used=event.ids.shape[1])
+    made.n_embd = event.gate_input.shape[1]
+    made.ids = ctypes.cast(at, ctypes.POINTER(ctypes.c_int32))
+    made.weights = ctypes.cast(at + len(parts[0]), ctypes.POINTER(ctypes.c_float))
+    made.gate_input = ctypes.cast(at + len(parts[0]) + len(parts[1]), ctypes.POINTER(ctypes.c_float))
+    return made, data
+
+
+def parts(router: Router, events: list[GateEvent]) -> Iterator[tuple[str, Callable[[GateEvent], object]]]:
+    n, e, k = router.n_gates, router.n_experts, router.n_used[0]
+    copies = [as_native(event) for event in events]
+    yield "event copy", lambda event: _copy_event(ctypes.addressof(copies[event.seq - 1][0]))
+    yield "probabilities of the gate input", lambda event: router.probs(event.gate, event.gate_input)
+    shape = cache.Shape(n, e, k, n * e * (1 - ABSENT))
+    for name in POLICIES:
+        yield f"policy {name}", cache.create(name, shape).update
+    for name in PREDICTORS:
+        yield f"predictor {name}", predict.create(name, router).observe
+    buffer = MadeBuffer(n, e)
+    prefetcher = Prefetcher(buffer, SimpleNamespace(observe=lambda event, made=predictions(router): made[event.gate]), k, 4)
+    prefetcher.ab_test = None  # always on
+    yield "prefetcher", prefetcher.observe
+    for policy, predictor in (("score", None), ("score", "gate")):
+        buffer = MadeBuffer(n, e)
+        made = None if predictor is None else Prefetcher(buffer, predict.create(predictor, router), k, 4)
+        if made is not None:
+            made.ab_test = None
+        driver = Driver(buffer, cache.create(policy, shape, buffer.priorities), prefetcher=made)
+        yield f"driver: {policy}" + (f" and {predictor}" if predictor else ""), driver.deliver
+
+
+def predictions(router: Router) -> list[list[predict.Prediction]]:
+    rng = np.random.default_rng(3)
+    n, e = router.n_gates, router.n_experts
+    return [[predict.Prediction((g + 1) % n, rng.standard_normal((1, e), np.float32), True)] for g in range(n)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=SHAPES)
+    parser.add_argument("--tokens", type=int, default=60)
+    parser.add_argument("--json", help=HELP)
+    args = parser.parse_args()
+    with ResultsFile(args.json) as results:
+        for text in args.shapes.split(","):
+            shape = tuple(int(x) for x in text.split("x"))
+            router = make_router(*shape)
+            events = make_events(router, args.tokens)
+            title = f"CPU time of the driver: {shape[0]} gates, {shape[1]} experts, {shape[2]} used, inputs of {shape[3]}"
+            table = results.table(f"driver-{text}", title, ["part", "µs per event", "ms per token"])
+            for name, step in parts(router, events):
+                us = median(router.n_gates, events, step)
+                table.row(name, f"{us:.1f}", f"{us * router.n_gates / 1e3:.2f}")
+
+
+if __name__ == "__main__":
+    main()
