@@ -56,6 +56,20 @@ def test_prompts_are_read_ahead(calibrated):
     assert stats.prefetch_useful > 0.3 * (stats.demand_hits + stats.demand_misses)
 
 
+@pytest.mark.parametrize("part", [0.1, 0.5])
+def test_large_batches_are_read_whole_gates_ahead(demo, part):
+    """Every gate's experts are queued before its router has selected, the first gate's too, as far as the arena has room beside the gate before."""
+    with moeoff.Llama(demo, expert_memory=share(demo, part), strategy="lru+activation-path", **OPTIONS) as llm:
+        llm.eval(list(range(10, 2058, 16)))
+        buffer, stats = llm.expert_buffer, llm.stats()
+        n_slices = sum(t.ne[2] for t in buffer.tensors)
+    n_used = stats.demand_hits + stats.demand_misses
+    assert n_used > 0.75 * n_slices, "no batch that needs most experts"
+    if part == 0.5:
+        assert stats.prefetch_useful > 0.9 * n_used
+    assert stats.prefetch_issued < 1.2 * n_slices, "read twice"
+
+
 def test_what_is_expected_stays(demo):
     """A full arena: residents that are expected outlive others of the same rank, until their router has selected."""
     with moeoff.Llama(demo, expert_memory=share(demo, 0.25), strategy="lru", **OPTIONS) as llm:

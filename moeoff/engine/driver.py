@@ -106,9 +106,10 @@ class Driver:
         self._follow_arena()
         if self._begins(spans):
             self.new_sequence()
-        if self.prefetcher is not None and self.prefetcher.predictor.wants_tokens:
+        decode = is_decode(spans)
+        if self.prefetcher is not None and (self.prefetcher.predictor.wants_tokens or not decode):
             self._buffer.drain()
-            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), is_decode(spans))
+            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), decode)
 
     def _begins(self, spans: Mapping[int, Span]) -> bool:
         """Whether a text begins: a sequence is new or goes back behind what it had computed, and no other one goes on in this batch.

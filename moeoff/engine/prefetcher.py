@@ -15,6 +15,7 @@ from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
 from .ab_test import PrefetchABTest
 from .expert_buffer import ExpertBuffer
+from .read_ahead import ReadAhead
 from .usefulness import Usefulness
 
 _RATE = 0.4  # of a token, in the running means
@@ -45,6 +46,7 @@ class Prefetcher:
         self._most = float(n_used * max(np.bincount([t.gate for t in buffer.tensors])))  # slices of one gate
         self.ab_test = PrefetchABTest() if ab_tested else None
         self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
+        self._read_ahead = ReadAhead(buffer, precision)
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
         for t in buffer.tensors:
             self._matrices[t.gate] |= 1 << t.matrix
@@ -76,7 +78,8 @@ class Prefetcher:
             self.predictor, self._fallback = self._fallback, None
         if not event.decode:
             self._token_t = 0
-            self._act(self.predictor.observe(event.sample(SAMPLE)), False)
+            if not self._read_ahead.observe(event):
+                self._act(self.predictor.observe(event.sample(SAMPLE)), False)
             return
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
@@ -95,6 +98,8 @@ class Prefetcher:
             tokens: [n_tokens].
             decode: each is the next of a text of its own.
         """
+        if not decode and self._read_ahead.begin(len(tokens), self._n_used):
+            return
         if self._predicts or not decode:
             self._act(self.predictor.begin(tokens), decode)
 

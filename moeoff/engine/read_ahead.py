@@ -43,11 +43,12 @@ class ReadAhead:
             self._read(event.gate + 1, self._n_slices[event.gate])
         return True
 
-    def begin(self, n_tokens: int, n_used: int) -> None:
-        """Before a batch, while nothing computes."""
-        n = self._n_experts[0]
-        if 1 - (1 - n_used / n) ** n_tokens >= _MOST:
-            self._read(0, 0)
+    def begin(self, n_tokens: int, n_used: int) -> bool:
+        """Before a batch, while nothing computes; False if it is too small to tell what the first gate needs."""
+        if 1 - (1 - n_used / self._n_experts[0]) ** n_tokens < _MOST:
+            return False
+        self._read(0, 0)
+        return True
 
     def _read(self, gate: int, n_computing: int) -> None:
         """As many as fit beside the slices of the gate that is computed: more would be evicted again before their turn."""
