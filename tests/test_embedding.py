@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.arch_models import open_moeoff, open_stock, run, write_model
 from helpers.ggml_api import ABORTED, F32, I32, SUCCESS, Backend, Context, cpu_buffer_type, quantizable_types, quantized, read, write
 from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import ModelError, ReadError, native
@@ -100,23 +101,21 @@ def test_it_is_not_in_memory(demo):
         assert model.plan.needs.on_disk == model.stats().embedding_disk_bytes == layout.embedding_bytes == layout.dense[EMBEDDING].nbytes
 
 
-@pytest.fixture(scope="module")
-def tied(demo, tmp_path_factory) -> str:
-    """The demo model with its embedding as the output matrix."""
-    path = tmp_path_factory.mktemp("tied") / "tied.gguf"
-    with ModelFile(demo) as model:
+@pytest.mark.parametrize("architecture", ["qwen3moe", "cohere2moe", "granitemoe"])
+def test_an_output_matrix_stays_in_memory(architecture, writer, folder):
+    """Models without an output matrix multiply with their embedding, and need it whole."""
+    untied = write_model(writer, folder, architecture, "Q8_0")
+    tied = folder / "tied.gguf"
+    with ModelFile(untied) as model:
         kept = [tensor for tensor in model.tensors.values() if tensor.name != OUTPUT]
-        with ModelWriter(path, model.metadata, kept) as writer:
+        with ModelWriter(tied, model.metadata, kept) as file:
             for tensor in kept:
-                writer.write(model.data(tensor.name))
-    return str(path)
-
-
-def test_an_output_matrix_stays_in_memory(tied):
+                file.write(model.data(tensor.name))
     layout = Layout.read(tied)
-    with contextlib.closing(Stock(tied, **OPTIONS)) as stock, moeoff.Llama(tied, expert_memory="1G", **OPTIONS) as model:
-        assert_bit_equal(logits(model), logits(stock))
-        assert model.plan.needs.on_disk == layout.embedding_bytes == 0
+    assert EMBEDDING in layout.dense and layout.lookup_embedding is None
+    with open_stock(tied) as stock, open_moeoff(tied) as model:
+        np.testing.assert_array_equal(run(model), run(stock))
+        assert model.plan.needs.on_disk == model.stats().embedding_disk_bytes == 0
         assert model.context_memory()[0] >= layout.dense_bytes
 
 

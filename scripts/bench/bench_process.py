@@ -108,7 +108,14 @@ def measure(model: str, n_ctx: int, memory: str | None, ubatch: int | None, prom
     packages = sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names))
     needed = {"weights": weights, "state": state, "compute": compute, "work area": work, "arena": arena}
     beside = snapshots[-1].rss - sum(needed.values())
-    return {"n_prompt": len(tokens), "needed": needed, "beside": beside, "plan": asdict(plan), "packages": packages, "snapshots": [asdict(s) for s in snapshots]}
+    return {
+        "n_prompt": len(tokens),
+        "needed": needed,
+        "beside": beside,
+        "plan": asdict(plan),
+        "packages": packages,
+        "snapshots": [asdict(s) for s in snapshots],
+    }
 
 
 def report(found: dict) -> None:
