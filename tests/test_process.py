@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import subprocess
 import sys
 
 import pytest
 
+import moeoff
 from helpers.files import ROOT
+from moeoff import OptionError
 from moeoff.budget.memory_plan import RESERVE
 from moeoff.memory import MIB
 
@@ -58,3 +61,44 @@ def test_the_plan_holds(measured):
     planned = needs["python"] + needs["weights"] + needs["state"] + needs["compute"] + measured["needed"]["arena"]
     assert rss - planned < RESERVE
     assert rss <= plan["budget"]
+
+
+def test_logits_of_one_token_are_planned(demo):
+    """llama.cpp plans compute buffers for the logits of every token of a micro-batch, which nothing wants but logits_all."""
+    compute = {}
+    for all_tokens in (False, True):
+        with moeoff.Llama(demo, n_ctx=512, expert_memory="1M", logits_all=all_tokens, flash_attn=True) as llm:
+            compute[all_tokens] = llm.context_memory()[2]
+            logits = 512 * 4 * llm.n_vocab()
+    assert compute[True] >= logits and compute[True] - compute[False] > logits // 4
+
+
+def test_logits_that_are_not_there(demo):
+    """llama.cpp would end the process."""
+    with moeoff.Llama(demo, n_ctx=256, expert_memory="1M") as llm:
+        llm.decode_batch([1, 2, 3], 0, first_output=2)
+        with pytest.raises(OptionError, match="logits of 2 tokens of a batch: open the model with logits_all=True"):
+            llm.decode_batch([1, 2, 3], 3, first_output=4)
+        assert llm("A", max_tokens=2)["usage"]["completion_tokens"] > 0
+    with moeoff.Llama(demo, n_ctx=256, expert_memory="1M", gate_input=True) as llm:
+        llm.decode_batch([1, 2, 3], 0)
+        assert llm.batch_logits(3).shape == (3, llm.n_vocab())
+
+
+def test_samplers_of_earlier_answers_are_freed(demo):
+    """Not by the garbage collector, which comes by when it has counted objects enough, however large they are."""
+    from llama_cpp._internals import LlamaSampler
+
+    gc.collect()
+    gc.disable()
+    try:
+        with moeoff.Llama(demo, n_ctx=256, expert_memory="1M") as llm:
+            for _ in range(3):
+                llm("A", max_tokens=2)
+                llm.reset()
+                llm.eval([1])
+                llm.sample()
+            alive = [x for x in gc.get_objects() if isinstance(x, LlamaSampler) and x.sampler is not None]
+        assert len(alive) <= 1
+    finally:
+        gc.enable()

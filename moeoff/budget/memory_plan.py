@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import BudgetError, Remedy
 from ..memory import MIB, format_size
 
-RESERVE = 24 * MIB  # for what cannot be measured before the first token: Python objects, sampler, allocator slack
+RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
 
 

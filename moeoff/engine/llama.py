@@ -69,6 +69,7 @@ class Llama(PatchedLlama):
         self._listener: Callable[[GateEvent], None] | None = None
         self._config, self.strategy = config, config.strategy
         self._progress, self._on_stats = progress, on_stats
+        self._one_output = not config.gate_input
         self.timing = Timing()
 
         self._budget = self._choose_budget()
