@@ -68,6 +68,8 @@ __all__ = [
     "add_file",
     "set_sources",
     "set_low_sources",
+    "embedding",
+    "set_embedding_source",
     "arena_floor",
     "arena_full",
     "start",
@@ -297,6 +299,10 @@ add_file = function("moeoff_add_file", c_int32, c_void_p, c_char_p)
 set_sources = function("moeoff_set_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
 # int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
 set_low_sources = function("moeoff_set_low_sources", c_int, c_void_p, c_int32, POINTER(Source), c_int32)
+# int moeoff_embedding(const moeoff_expert_buffer * eb, struct moeoff_tensor_info * info);
+embedding = function("moeoff_embedding", c_int, c_void_p, POINTER(TensorInfo))
+# int moeoff_set_embedding_source(moeoff_expert_buffer * eb, struct moeoff_source source);
+set_embedding_source = function("moeoff_set_embedding_source", c_int, c_void_p, Source)
 # uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
 arena_floor = function("moeoff_arena_floor", c_uint64, c_void_p, c_int32)
 # uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);

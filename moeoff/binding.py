@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from .errors import OptionError
+
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O workers make it one, every barrier then
 # waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 beside two busy processes on 2 cores, no
 # difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
@@ -85,15 +87,21 @@ def serve_model(proxy: Any) -> Any:
 class PatchedLlama(llama_cpp.Llama):
     """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
 
-    A subclass sets `_overrides` and `_progress` before it calls `load`.
+    A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
     """
 
     _overrides: Any  # array of llama_model_tensor_buft_override, ended by an empty one
     _progress: Callable[[float], None] | None = None
+    # Batches give the logits of one token, unless an option wants those of all. llama.cpp plans for all by default: a vocabulary of
+    # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
+    _one_output = False
+    _latest_sampler: Any = None
 
     def load(self, model_path: str, **options: Any) -> None:
         """llama_cpp.Llama's constructor. Raises ValueError for every load that failed; llama.cpp's log has the reason."""
         self._progress_callback = _progress_callback(self._progress)
+        wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
+        self._n_outputs_max = 1 if self._one_output and not wants_all else 0
         super().__init__(model_path, **options)
 
     # llama_cpp.Llama.__init__ assigns its parameters once, then loads: the place to put ours in
@@ -107,6 +115,16 @@ class PatchedLlama(llama_cpp.Llama):
         params.progress_callback = self._progress_callback
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         self._model_params = params
+
+    # likewise
+    @property
+    def context_params(self) -> Any:
+        return self._context_params
+
+    @context_params.setter
+    def context_params(self, params: Any) -> None:
+        params.n_outputs_max = self._n_outputs_max
+        self._context_params = params
 
     @property
     def loaded(self) -> bool:
@@ -122,7 +140,19 @@ class PatchedLlama(llama_cpp.Llama):
         """From now on every decode is `wrapper(decode, llama_batch)`, which calls decode() once; it raises RuntimeError if llama.cpp fails."""
         ctx = self._ctx
         decode = type(ctx).decode
-        ctx.decode = lambda batch: wrapper(lambda: decode(ctx, batch), batch.batch)  # type: ignore[method-assign]  # of this one object
+
+        def checked(batch: Any) -> None:
+            self._check_outputs(batch.batch)
+            wrapper(lambda: decode(ctx, batch), batch.batch)
+
+        ctx.decode = checked  # type: ignore[method-assign]  # of this one object
+
+    def _check_outputs(self, batch: Any) -> None:
+        """Raises OptionError for a batch over which llama.cpp would end the process."""
+        if self._n_outputs_max and batch.n_tokens > 1:
+            wanted = batch.n_tokens - ctypes.string_at(batch.logits, batch.n_tokens).count(0)
+            if wanted > self._n_outputs_max:
+                raise OptionError(f"logits of {wanted} tokens of a batch: open the model with logits_all=True")
 
     def on_close(self, function: Callable[[], None]) -> None:
         """Calls it when the model is closed, before the model is freed."""
@@ -142,6 +172,14 @@ class PatchedLlama(llama_cpp.Llama):
     def keeps_logits(self) -> bool:
         """Opened with logits_all: the logits of every token can be asked for."""
         return self._logits_all
+
+    # llama_cpp makes a sampler for each answer and leaves the one before to the garbage collector, which does not see that a
+    # vocabulary of 150,000 makes it 1.8 MB large and comes by after dozens of answers
+    def _init_sampler(self, *args: Any, **options: Any) -> Any:
+        if self._latest_sampler is not None:
+            self._latest_sampler.close()
+        self._latest_sampler = super()._init_sampler(*args, **options)
+        return self._latest_sampler
 
     # --- batches of one's own, beside `generate` ---
 

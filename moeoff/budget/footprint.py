@@ -43,7 +43,7 @@ class Footprint:
     """Bytes, at a context of `n_ctx` tokens.
 
     Attributes:
-        dense: weights outside the experts.
+        dense: weights outside the experts, without an embedding whose rows are read from disk.
         kv: KV cache and recurrent state, with `kv_exact` false where it is an estimate.
         compute: buffers of the graph, an estimate.
         process: Python and the libraries, as resident in this process now.
@@ -70,7 +70,7 @@ class Footprint:
         kv, exact = kv_bytes(layout, n_ctx)
         return cls(
             n_ctx=n_ctx,
-            dense=layout.dense_bytes,
+            dense=layout.dense_bytes - layout.embedding_bytes,
             kv=kv,
             kv_exact=exact,
             compute=compute_bytes(layout, n_ctx),

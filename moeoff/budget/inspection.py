@@ -37,7 +37,7 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class Report:
-    """The fields of --json. Sizes in bytes, rates per second."""
+    """The fields of --json. Sizes in bytes, rates per second. Of dense_bytes embedding_bytes stay on disk."""
 
     files: tuple[str, ...]
     architecture: str
@@ -48,6 +48,7 @@ class Report:
     n_expert_shared: int
     n_ctx_train: int
     dense_bytes: int
+    embedding_bytes: int
     expert_bytes: int
     token_bytes: int
     slices: tuple[SliceKind, ...]
@@ -111,6 +112,7 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True)
         n_expert_shared=shared if type(shared) is int else int(any("_shexp" in name for name in layout.dense)),
         n_ctx_train=layout.n_ctx_train,
         dense_bytes=layout.dense_bytes,
+        embedding_bytes=layout.embedding_bytes,
         expert_bytes=layout.expert_bytes,
         token_bytes=size.token_bytes,
         slices=tuple(kinds),

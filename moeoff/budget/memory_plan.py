@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import BudgetError, Remedy
 from ..memory import MIB, format_size
 
-RESERVE = 24 * MIB  # for what cannot be measured before the first token: Python objects, sampler, allocator slack
+RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
 
 
@@ -17,9 +17,10 @@ class Needs:
 
     Attributes:
         python: the process without the rest: interpreter, libraries, the app.
-        weights: outside the experts.
+        weights: outside the experts, without what stays on disk.
         state: KV cache and recurrent state.
         compute: graph buffers, work area and outputs for the largest batch; resident only once such a batch has come.
+        on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and not in the total.
     """
 
     python: int
@@ -27,6 +28,7 @@ class Needs:
     state: int
     compute: int
     n_ctx: int
+    on_disk: int = 0
 
     @property
     def total(self) -> int:

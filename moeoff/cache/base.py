@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import numpy as np
@@ -78,8 +79,13 @@ class Policy:
         if self.priorities.shape != (shape.n_gates, shape.n_experts):
             raise OptionError(f"{self.name}: a table of {self.priorities.shape} does not fit {shape}")
         self.options = self.defaults | options
-        self.rng = np.random.default_rng(seed)
+        self._seed = seed
         self.start()
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """Chance that `seed` repeats. Made when a policy asks for it: numpy.random takes 4 MiB."""
+        return np.random.default_rng(self._seed)
 
     @classmethod
     def from_profile(cls: type[P], profile: Sections, shape: Shape, table: np.ndarray | None = None, seed: int = 0, **options: Any) -> P:

@@ -64,10 +64,12 @@ def _print(r: Report) -> None:
     console.print()
 
     floor = table(f"needed at a context of {r.ctx_size}", "")
-    floor.add_row("weights outside the experts", format_size(r.dense_bytes))
+    dense = r.dense_bytes - r.embedding_bytes
+    on_disk = f" (token embedding on disk: {format_size(r.embedding_bytes)})" if r.embedding_bytes else ""
+    floor.add_row("weights outside the experts" + on_disk, format_size(dense))
     floor.add_row("KV cache" + ("" if r.kv_exact else " and state (estimate)"), format_size(r.kv_bytes))
     floor.add_row("compute buffers (estimate)", format_size(r.compute_bytes))
-    floor.add_row("Python and libraries, reserve", format_size(r.floor_bytes - r.dense_bytes - r.kv_bytes - r.compute_bytes - r.arena_floor_bytes))
+    floor.add_row("Python and libraries, reserve", format_size(r.floor_bytes - dense - r.kv_bytes - r.compute_bytes - r.arena_floor_bytes))
     floor.add_row("two slots for slices", format_size(r.arena_floor_bytes))
     floor.add_row("floor", format_size(r.floor_bytes), style="bold")
     floor.add_row("available here", format_size(r.available_bytes))

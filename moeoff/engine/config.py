@@ -36,7 +36,8 @@ class Config:
         experts: companion file of `moeoff convert`; "auto" takes the one beside the model if there is one, False none.
         tier: of the companion, as "Q2_K". The default, "keep", is the model's own precision.
         verify_reads: compares everything read of the experts with its hash in the companion; `ReadError` if it differs.
-        gate_input: gate events carry the router's input (see `Llama.set_gate_callback`).
+        gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
+            tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits nobody wants.
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
         warm: remembers on closing which experts were resident, in which version, and loads them in the background on the next start.
         precision: which experts may be served in lower precision, or not at all; the default is lossless.

@@ -20,7 +20,7 @@ from ..companion.source import ExpertSource
 from ..errors import ModelError, MoeoffError, OptionError, ReadError
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout, TensorSpan
-from ..gguf.tensor_name import EXPERT_PATTERN
+from ..gguf.tensor_name import EMBEDDING_PATTERN, EXPERT_PATTERN
 from ..memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
@@ -95,6 +95,7 @@ class ExpertBuffer:
         self.tensors: list[native.TensorInfo] = []
         self._slots: tuple[dict[int, np.ndarray], ...] = ({}, {})
         self.buffered = False
+        self.embedding_bytes = 0  # of the token embedding, if it stays on disk
         self._started = False
 
     @property
@@ -115,11 +116,17 @@ class ExpertBuffer:
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[ctypes.Array[native.BuftOverride]]:
-        """While open, models loaded by this thread with the yielded overrides reserve their experts here."""
+    def loading(self, *, embedding: bool = False) -> Iterator[ctypes.Array[native.BuftOverride]]:
+        """While open, models loaded by this thread with the yielded overrides reserve their experts here.
+
+        Args:
+            embedding: and their token embedding, which must not be the output matrix (`Layout.lookup_embedding`).
+        """
         self._check(native.load_begin(self.handle))
-        overrides = (native.BuftOverride * 2)()
-        overrides[0] = native.BuftOverride(EXPERT_PATTERN.encode(), native.buffer_type())
+        patterns = [EXPERT_PATTERN, EMBEDDING_PATTERN] if embedding else [EXPERT_PATTERN]
+        overrides = (native.BuftOverride * (len(patterns) + 1))()
+        for i, pattern in enumerate(patterns):
+            overrides[i] = native.BuftOverride(pattern.encode(), native.buffer_type())
         try:
             yield overrides
         finally:
@@ -152,7 +159,19 @@ class ExpertBuffer:
             self.set_sources(index, self._sources(files, span, source))
             if low is not None:
                 self.set_low_sources(index, self._sources(files, span, low))
+        self._attach_embedding(layout)
         self.buffered = bool(native.is_buffered(self.handle))
+
+    def _attach_embedding(self, layout: Layout) -> None:
+        info = native.TensorInfo()
+        if not native.embedding(self.handle, info):
+            return
+        name = info.name.decode()
+        span = layout.dense.get(name)
+        if span is None or span.nbytes != info.ne[1] * info.nbytes:
+            raise ModelError(f"{layout.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+        self._check(native.set_embedding_source(self.handle, native.Source(span.file, span.type, span.offset, span.nbytes, 0)))
+        self.embedding_bytes = span.nbytes
 
     @staticmethod
     def _sources(files: list[str], span: TensorSpan, source: ExpertSource) -> list[native.Source]:

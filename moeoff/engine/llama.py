@@ -71,6 +71,7 @@ class Llama(PatchedLlama):
         self._listener: Callable[[GateEvent], None] | None = None
         self._config, self.strategy = config, config.strategy
         self._progress, self._on_stats = progress, on_stats
+        self._one_output = not config.gate_input
         self.timing = Timing()
 
         self._budget = self._choose_budget()
@@ -147,8 +148,8 @@ class Llama(PatchedLlama):
         )
 
     def _load_model(self) -> None:
-        """llama.cpp loads everything but the experts, for which it reserves address space in the buffer."""
-        with self.expert_buffer.loading() as self._overrides:
+        """llama.cpp loads everything but what stays on disk, for which it reserves address space in the buffer."""
+        with self.expert_buffer.loading(embedding=self._layout.lookup_embedding is not None) as self._overrides:
             try:
                 self.load(self._config.model_path, **self._config.keywords)
             except ValueError as error:
@@ -166,7 +167,7 @@ class Llama(PatchedLlama):
     def _needs(self) -> Needs:
         weights, state, compute, work = self.context_memory()
         python = max(rss() - weights - state, 0)  # both are resident: the weights have been read, the state cleared
-        return Needs(python, weights, state, compute + work + self.output_bytes, self.n_ctx())
+        return Needs(python, weights, state, compute + work + self.output_bytes, self.n_ctx(), self.expert_buffer.embedding_bytes)
 
     def _make_driver(self) -> Driver | None:
         config = self._config
@@ -245,7 +246,7 @@ class Llama(PatchedLlama):
         return self._sizer.plan
 
     def context_memory(self) -> tuple[int, int, int, int]:
-        """Bytes in host memory of: weights without the reserved experts, KV and other state, compute buffers, work area."""
+        """Bytes in host memory of: weights without those that stay on disk, KV and other state, compute buffers, work area."""
         out = (ctypes.c_uint64 * 4)()
         if native.context_memory(self.context_handle, out) != 0:
             raise MoeoffError("no memory for the graph of the largest batch")

@@ -48,6 +48,7 @@ class Stats:
     expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them) and skipped not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
+    embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
     """
 
@@ -80,6 +81,7 @@ class Stats:
     skipped: int = 0
     low_bytes_read: int = 0
     low_arena_bytes: int = 0
+    embedding_disk_bytes: int = 0
     max_loss: float | None = None
     estimated_loss: float | None = None
 
@@ -122,6 +124,7 @@ class Stats:
             skipped=s.skipped,
             low_bytes_read=s.low_bytes_read,
             low_arena_bytes=s.low_arena_bytes,
+            embedding_disk_bytes=buffer.embedding_bytes,
         )
 
     def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:

@@ -16,7 +16,7 @@ from ..errors import ModelError
 from .file import FileState, ModelFile, unpack
 from .quantize import is_computed, type_name
 from .split_name import SplitName
-from .tensor_name import is_expert, parse_tensor_name
+from .tensor_name import EMBEDDING, OUTPUT, is_expert, parse_tensor_name
 
 _T = TypeVar("_T", str, int)
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
@@ -64,6 +64,17 @@ class Layout:
     @property
     def dense_bytes(self) -> int:
         return sum(span.nbytes for span in self.dense.values())
+
+    @property
+    def lookup_embedding(self) -> TensorSpan | None:
+        """The token embedding, if it is nothing but that: a running model reads its rows from the file as tokens name them. None where
+        it is the output matrix, too, which every token needs whole."""
+        return self.dense.get(EMBEDDING) if OUTPUT in self.dense else None
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Of `dense_bytes`, those that stay on disk: `lookup_embedding`."""
+        return self.lookup_embedding.nbytes if self.lookup_embedding else 0
 
     @property
     def expert_bytes(self) -> int:

@@ -81,6 +81,8 @@ _view_2d = _function("ggml_view_2d", c_void_p, c_void_p, c_void_p, c_int64, c_in
 _view_3d = _function("ggml_view_3d", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t)
 # struct ggml_tensor * ggml_mul_mat_id(ctx, struct ggml_tensor * as, struct ggml_tensor * b, struct ggml_tensor * ids);
 _mul_mat_id = _function("ggml_mul_mat_id", c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+# struct ggml_tensor * ggml_get_rows(ctx, struct ggml_tensor * a, struct ggml_tensor * b);
+_get_rows = _function("ggml_get_rows", c_void_p, c_void_p, c_void_p, c_void_p)
 # struct ggml_tensor * ggml_custom_4d(ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
 #                                     struct ggml_tensor ** args, int n_args, ggml_custom_op_t fun, int n_tasks, void * userdata);
 _custom_4d = _function("ggml_custom_4d", c_void_p, c_void_p, c_int, c_int64, c_int64, c_int64, c_int64, POINTER(c_void_p), c_int, c_void_p, c_int, c_void_p)
@@ -186,6 +188,9 @@ class Context:
 
     def mul_mat_id(self, experts: int, rows: int, ids: int) -> int:
         return _mul_mat_id(self._handle, experts, rows, ids)
+
+    def get_rows(self, rows: int, ids: int) -> int:
+        return _get_rows(self._handle, rows, ids)
 
     def gate_node(self, experts: int, ids: int, weights: int) -> int:
         """The node by which llama.cpp's MoE block tells the expert buffer what was chosen; experts is allocated already."""

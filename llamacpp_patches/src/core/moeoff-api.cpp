@@ -106,6 +106,18 @@ int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_so
     return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error) ? 0 : -1; });
 }
 
+int moeoff_embedding(const moeoff_expert_buffer * eb, moeoff_tensor_info * info) {
+    const moeoff::embedding * rows = eb->store->token_embedding();
+    if (rows) {
+        *info = rows->info;
+    }
+    return rows != nullptr;
+}
+
+int moeoff_set_embedding_source(moeoff_expert_buffer * eb, moeoff_source source) {
+    return guarded(-1, [&] { return eb->store->set_embedding_source(source, last_error) ? 0 : -1; });
+}
+
 uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version) {
     return is_version(version) ? eb->store->experts().arena_floor((moeoff::version) version) : 0;
 }

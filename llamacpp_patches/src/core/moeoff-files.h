@@ -33,6 +33,7 @@ class files {
     uint64_t size(int file) const { return entries[file]->size; }
     int count() const { return (int) entries.size(); }
     const std::string & path(int file) const { return entries[file]->path; }
+    int descriptor(int file) const { return entries[file]->fd_buffered; } // reads through the page cache
 
   private:
     struct entry {

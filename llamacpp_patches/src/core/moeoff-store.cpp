@@ -40,9 +40,26 @@ bool store::set_sources(int32_t tensor, version v, const moeoff_source * src, in
     return map.set_sources(tensor, v, src, n, sources, error);
 }
 
+embedding * store::add_embedding(const moeoff_tensor_info & info) {
+    token_rows = std::make_unique<embedding>(info);
+    return token_rows.get();
+}
+
+bool store::set_embedding_source(const moeoff_source & source, std::string & error) {
+    if (phase != SETUP || !token_rows) {
+        error = "the model's embedding is not on disk, or sources cannot change any more";
+        return false;
+    }
+    return token_rows->set_source(source, sources, error);
+}
+
 bool store::start(std::string & error) {
     if (phase != SETUP) {
         error = "a buffer starts only once";
+        return false;
+    }
+    if (token_rows && !token_rows->has_source()) {
+        error = std::string(token_rows->info.name) + ": no source";
         return false;
     }
     uint64_t bytes[n_pools];

@@ -7,12 +7,14 @@
 //     gate_events    what follows when a router has selected       guarded
 //     io_workers     the threads that read
 //     event_driver   tells the driver of gate events               has a mutex of its own
+//     embedding      rows of the token embedding                   has a mutex of its own
 //
-// Lock order: the store's mutex before the driver's. Today no thread holds both, and callbacks run under neither. What compute
+// Lock order: the store's mutex before the others. Today no thread holds two, and callbacks run under none. What compute
 // threads look at without the mutex is atomic (state, cancel, generation) or published by it (data), see moeoff-slice.h.
 //
 // A store is set up by one thread, started once, and stopped once; after the stop an op that needs what is not resident fails.
 
+#include "moeoff-embedding.h"
 #include "moeoff-event-driver.h"
 #include "moeoff-expert-map.h"
 #include "moeoff-files.h"
@@ -36,6 +38,10 @@ class store {
     tensor * add_tensor(const moeoff_tensor_info & info, bool second_block) { return map.add_tensor(info, second_block, this); }
     int      add_file(const std::string & path, std::string & error);
     bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, std::string & error);
+    // the model's token embedding, if it has been reserved; at most one
+    embedding * add_embedding(const moeoff_tensor_info & info);
+    embedding * token_embedding() const { return token_rows.get(); }
+    bool     set_embedding_source(const moeoff_source & source, std::string & error);
     bool     start(std::string & error);
     void     stop(); // joins workers and driver
     bool     started() const { return phase.load(std::memory_order_acquire) == RUNNING; }
@@ -104,6 +110,7 @@ class store {
     std::atomic<uint32_t>      flags;     // moeoff_flag
     io_workers                 workers { table, sync, flags };
     event_driver               driver;
+    std::unique_ptr<embedding> token_rows;
     slice_reader               read;
     std::atomic<uint8_t>       phase {SETUP};
     std::atomic<bool>          cancelled {false};

@@ -193,7 +193,8 @@ MOEOFF_API moeoff_expert_buffer * moeoff_expert_buffer_init(struct moeoff_params
 MOEOFF_API void moeoff_expert_buffer_free(moeoff_expert_buffer * eb);
 // ggml_backend_buffer_type_t for llama_model_tensor_buft_override
 MOEOFF_API void * moeoff_buffer_type(void);
-// models loaded by this thread between the two calls reserve their experts in eb
+// models loaded by this thread between the two calls reserve their experts in eb, and the token embedding if an override gives it to
+// the buffer type, which takes an embedding that is not the output matrix, too
 MOEOFF_API int  moeoff_load_begin(moeoff_expert_buffer * eb);
 MOEOFF_API void moeoff_load_end(moeoff_expert_buffer * eb);
 
@@ -205,6 +206,11 @@ MOEOFF_API int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path)
 MOEOFF_API int     moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
 // the low versions; for every tensor or for none
 MOEOFF_API int     moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const struct moeoff_source * sources, int32_t n_expert);
+// 1 and the tensor if the model's token embedding was reserved, too (its rows are then read as batches name them), else 0; gate,
+// layer and matrix are -1, nbytes is of a row
+MOEOFF_API int     moeoff_embedding(const moeoff_expert_buffer * eb, struct moeoff_tensor_info * info);
+// the whole tensor; its hash is not looked at
+MOEOFF_API int     moeoff_set_embedding_source(moeoff_expert_buffer * eb, struct moeoff_source source);
 // the smallest arena for a version that can make progress, 0 if there are no such versions; needs all sources
 MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
 // the arena that holds every slice of a version

@@ -27,11 +27,21 @@ struct reservation {
     size_t bytes = 0;
 };
 
+bool is_reserved(const ggml_tensor * t) {
+    // size 0: the loader only asks which ops the type supports. extra: a view of a reserved tensor cannot be computed with
+    return t && t->buffer && t->buffer->buft == ggml_backend_cpu_moeoff_buffer_type() && t->buffer->size != 0 && t->extra;
+}
+
+store & reserved_store(const ggml_tensor * t) {
+    return *((const reservation *) t->buffer->context)->owner;
+}
+
 const tensor * reserved_tensor(const ggml_tensor * t) {
-    if (!t || !t->buffer || t->buffer->buft != ggml_backend_cpu_moeoff_buffer_type() || t->buffer->size == 0) {
-        return nullptr; // size 0: the loader only asks which ops the type supports
-    }
-    return (const tensor *) t->extra;
+    return is_reserved(t) && !reserved_embedding(t) ? (const tensor *) t->extra : nullptr;
+}
+
+embedding * reserved_embedding(const ggml_tensor * t) {
+    return is_reserved(t) && t->extra == reserved_store(t).token_embedding() ? (embedding *) t->extra : nullptr;
 }
 
 // --- buffer ---
@@ -77,8 +87,10 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     }
     moeoff_tensor_info info = {};
     bool second_block = false;
-    if (!parse_name(t->name, info, second_block) || strlen(t->name) >= sizeof(info.name)) {
-        GGML_LOG_ERROR("%s: %s is not a tensor of routed experts\n", __func__, t->name);
+    const bool is_embedding = strcmp(t->name, "token_embd.weight") == 0;
+    store &    owner        = *((reservation *) buffer->context)->owner;
+    if ((is_embedding ? owner.token_embedding() != nullptr : !parse_name(t->name, info, second_block)) || strlen(t->name) >= sizeof(info.name)) {
+        GGML_LOG_ERROR("%s: %s is not a tensor of routed experts, nor the only token embedding\n", __func__, t->name);
         return GGML_STATUS_FAILED;
     }
     strcpy(info.name, t->name);
@@ -87,17 +99,22 @@ static ggml_status buffer_init_tensor(ggml_backend_buffer_t buffer, ggml_tensor 
     info.ne[1]  = t->ne[1];
     info.ne[2]  = t->ne[2];
     info.nbytes = t->nb[2];
+    if (is_embedding) {
+        info.gate = info.layer = info.matrix = -1;
+        info.nbytes = t->nb[1];
+    }
     try {
-        t->extra = ((reservation *) buffer->context)->owner->add_tensor(info, second_block);
+        t->extra = is_embedding ? (void *) owner.add_embedding(info) : (void *) owner.add_tensor(info, second_block);
     } catch (const std::bad_alloc &) { // ggml is C
         return GGML_STATUS_ALLOC_FAILED;
     }
     return GGML_STATUS_SUCCESS;
 }
 
-// Nothing may touch the bytes: they are not there. The loader skips these tensors, the graph reads them by MUL_MAT_ID only.
+// Nothing may touch the bytes: they are not there. The loader skips these tensors, the graph reads them by MUL_MAT_ID and
+// GET_ROWS only.
 static void buffer_no_access(ggml_backend_buffer_t, const ggml_tensor * t, const char * what) {
-    GGML_ABORT("moeoff: %s of %s, whose experts are on disk\n", what, t->name);
+    GGML_ABORT("moeoff: %s of %s, which is on disk\n", what, t->name);
 }
 
 static void buffer_set_tensor(ggml_backend_buffer_t b, ggml_tensor * t, const void *, size_t, size_t) { buffer_no_access(b, t, "write"); }
@@ -141,25 +158,33 @@ static ggml_backend_buffer_t buft_alloc_buffer(ggml_backend_buffer_type_t buft, 
     return ggml_backend_buffer_init(buft, buffer_iface, r, size);
 }
 
+// what is computed with a reserved tensor
+static bool is_product(const ggml_tensor * op) { return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]); }
+static bool is_lookup(const ggml_tensor * op) { return op->op == GGML_OP_GET_ROWS && reserved_embedding(op->src[0]); }
+
 class traits : public ggml::cpu::tensor_traits {
     bool work_size(int n_threads, const ggml_tensor * op, size_t & size) override {
-        size = mul_mat_id_work_size(n_threads, op);
+        size = op->op == GGML_OP_GET_ROWS ? get_rows_work_size(n_threads, op) : mul_mat_id_work_size(n_threads, op);
         return true;
     }
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        mul_mat_id(params, op);
+        if (op->op == GGML_OP_GET_ROWS) {
+            get_rows(params, op);
+        } else {
+            mul_mat_id(params, op);
+        }
         return true;
     }
 };
 
 class extra_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
-        return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]) && op->src[1]->type == GGML_TYPE_F32 &&
+        return ((is_product(op) && op->src[1]->type == GGML_TYPE_F32) || (is_lookup(op) && op->src[1]->type == GGML_TYPE_I32)) &&
                (!op->src[1]->buffer || ggml_backend_buft_is_host(op->src[1]->buffer->buft));
     }
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
         static traits instance;
-        return op->op == GGML_OP_MUL_MAT_ID && reserved_tensor(op->src[0]) ? &instance : nullptr;
+        return is_product(op) || is_lookup(op) ? &instance : nullptr;
     }
 };
 

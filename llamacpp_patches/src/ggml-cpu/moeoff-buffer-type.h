@@ -1,6 +1,7 @@
 #pragma once
 
-// The CPU "extra buffer type" whose tensors are reserved address space: the routed experts of models loaded with it.
+// The CPU "extra buffer type" whose tensors are reserved address space: the routed experts of models loaded with it,
+// and their token embedding.
 
 #include "ggml-backend.h"
 
@@ -12,11 +13,21 @@ struct ggml_compute_params;
 
 namespace moeoff {
 
-// the reserved tensor behind t, or nullptr
+// whether t is reserved: on disk, with nothing at its address
+bool is_reserved(const ggml_tensor * t);
+// of a tensor that is
+store & reserved_store(const ggml_tensor * t);
+// the experts behind t, or nullptr
 const tensor * reserved_tensor(const ggml_tensor * t);
+// the token embedding behind t, or nullptr
+embedding * reserved_embedding(const ggml_tensor * t);
 
 // MUL_MAT_ID on a reserved tensor
 size_t mul_mat_id_work_size(int n_threads, const ggml_tensor * op);
 void   mul_mat_id(const ggml_compute_params * params, ggml_tensor * op);
+
+// GET_ROWS on a reserved token embedding
+size_t get_rows_work_size(int n_threads, const ggml_tensor * op);
+void   get_rows(const ggml_compute_params * params, ggml_tensor * op);
 
 } // namespace moeoff

@@ -6,6 +6,8 @@
 
 #include <new>
 
+bool moeoff_on_disk(const ggml_tensor * tensor) { return moeoff::is_reserved(tensor); }
+
 void * moeoff_gate_of(const ggml_tensor * tensor) {
     const moeoff::tensor * t = moeoff::reserved_tensor(tensor);
     return t ? &t->owner->experts().gate_of(*t) : nullptr;

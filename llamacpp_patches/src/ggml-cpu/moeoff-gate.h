@@ -1,6 +1,6 @@
 #pragma once
 
-// What libllama needs to put gate nodes into its graphs.
+// What libllama needs to put gate nodes into its graphs and to leave reserved tensors on disk.
 
 #include "moeoff.h"
 
@@ -10,7 +10,9 @@ struct ggml_tensor;
 extern "C" {
 #endif
 
-// the gate that a reserved tensor belongs to (stable while the model lives), or NULL for any other tensor
+// whether nothing lies at the tensor's address: it is read from the file when it is used
+MOEOFF_API bool   moeoff_on_disk(const struct ggml_tensor * tensor);
+// the gate that a tensor of reserved experts belongs to (stable while the model lives), or NULL for any other tensor
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
 MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);
 MOEOFF_API bool   moeoff_gate_wants_logits(const void * gate);

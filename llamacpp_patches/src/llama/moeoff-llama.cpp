@@ -11,7 +11,7 @@
 #include <exception>
 
 bool moeoff_is_reserved(const ggml_tensor * tensor) {
-    return moeoff_gate_of(tensor) != nullptr;
+    return moeoff_on_disk(tensor);
 }
 
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,

@@ -1,0 +1,99 @@
+// GET_ROWS on a token embedding that is on disk. Rows are converted by ggml-cpu's own kernel, one at a time, so that the results
+// are equal bit for bit whatever the type.
+
+#include "moeoff-buffer-type.h"
+
+#include "ggml-cpu-impl.h"
+#include "ggml-impl.h"
+#include "ops.h"
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+namespace moeoff {
+
+constexpr size_t cache_line = 64;
+
+// a token of the batch
+struct wanted_row {
+    int32_t row;
+    int32_t token;
+};
+
+size_t get_rows_work_size(int n_threads, const ggml_tensor * op) {
+    return (size_t) n_threads * GGML_PAD(op->src[0]->nb[1], cache_line) + cache_line; // wdata itself may be unaligned
+}
+
+// the op for one token, whose row is at data
+static void convert_row(const ggml_compute_params * params, const ggml_tensor * op, uint8_t * data, int32_t token) {
+    ggml_compute_params one = *params;
+    one.ith = 0;
+    one.nth = 1;
+    int32_t     id   = 0;
+    ggml_tensor src0 = *op->src[0], src1 = *op->src[1], dst = *op;
+    src0.data  = data;
+    src0.ne[1] = src1.ne[0] = dst.ne[1] = 1;
+    src1.data  = &id;
+    dst.data   = (char *) op->data + (size_t) token * op->nb[1];
+    dst.src[0] = &src0;
+    dst.src[1] = &src1;
+    ggml_compute_forward_get_rows(&one, &dst);
+}
+
+// tokens [t0, t1): in the order of their rows, so that each is read once and neighbours are read together
+static void get_share(const ggml_compute_params * params, ggml_tensor * op, store & owner, embedding & rows, int32_t t0, int32_t t1, uint8_t * data) {
+    static thread_local std::vector<wanted_row> wanted; // keep their capacity
+    static thread_local std::vector<int32_t>    distinct;
+    wanted.clear();
+    distinct.clear();
+    for (int32_t t = t0; t < t1; t++) {
+        const int32_t row = *(const int32_t *) ((const char *) op->src[1]->data + (size_t) t * op->src[1]->nb[0]);
+        GGML_ASSERT(row >= 0 && row < op->src[0]->ne[1]);
+        wanted.push_back({ row, t });
+    }
+    std::sort(wanted.begin(), wanted.end(), [](const auto & a, const auto & b) { return a.row < b.row; });
+    for (const auto & w : wanted) {
+        if (distinct.empty() || distinct.back() != w.row) {
+            distinct.push_back(w.row);
+        }
+    }
+    if (distinct.size() > 1) {
+        rows.expect(distinct.data(), distinct.size());
+    }
+    std::string error;
+    int32_t     last = -1;
+    for (const auto & w : wanted) {
+        if (error.empty() && w.row != last && !rows.read(w.row, data, error)) {
+            owner.fail(error.c_str());
+        }
+        last = w.row;
+        if (error.empty()) {
+            convert_row(params, op, data, w.token);
+        } else {
+            memset((char *) op->data + (size_t) w.token * op->nb[1], 0, (size_t) op->ne[0] * op->nb[0]); // the graph ends
+        }
+    }
+}
+
+void get_rows(const ggml_compute_params * params, ggml_tensor * op) {
+    store & owner = reserved_store(op->src[0]);
+    GGML_ASSERT(op->src[0]->ne[2] == 1 && op->src[0]->ne[3] == 1); // so the ids are one row, too
+    const int32_t n     = (int32_t) op->src[1]->ne[0];
+    const int32_t share = (n + params->nth - 1) / params->nth;
+    const int32_t t0    = std::min(share * params->ith, n);
+    const int32_t t1    = std::min(t0 + share, n);
+    if (t0 == t1) {
+        return;
+    }
+    uint8_t * wdata = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, cache_line);
+    const size_t row = GGML_PAD(op->src[0]->nb[1], cache_line);
+    GGML_ASSERT((size_t) (wdata - (uint8_t *) params->wdata) + (size_t) params->nth * row <= params->wsize);
+    try {
+        get_share(params, op, owner, *reserved_embedding(op->src[0]), t0, t1, wdata + (size_t) params->ith * row);
+    } catch (const std::bad_alloc &) { // ggml is C
+        owner.fail("out of memory");
+    }
+}
+
+} // namespace moeoff
