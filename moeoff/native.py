@@ -7,6 +7,7 @@ raises `ForkError` if it is not moeoff's build.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_uint64, c_void_p
 
 from . import _abi
@@ -20,13 +21,21 @@ ALL_MATRICES = (1 << N_MATRIX) - 1
 
 HIGH, LOW, SKIP = VERSION_HIGH, VERSION_LOW, VERSION_SKIP  # of a slice; skip is a decision about an expert, its output is zero
 
-__all__ = [*_abi.__all__, "ALL_MATRICES", "HIGH", "LOW", "MATRICES", "SKIP", "BuftOverride", "context_memory", "lib"]
+__all__ = [*_abi.__all__, "ALL_MATRICES", "HIGH", "LOW", "MATRICES", "SKIP", "BuftOverride", "context_memory", "cpu_buffer_type", "lib", "tensor_overrides"]
 
 
 class BuftOverride(Structure):
     """struct llama_model_tensor_buft_override { const char * pattern; ggml_backend_buffer_type_t buft; };"""
 
     _fields_ = [("pattern", c_char_p), ("buft", c_void_p)]
+
+
+def tensor_overrides(pairs: Sequence[tuple[str, int]]) -> ctypes.Array[BuftOverride]:
+    """Of (regular expression, ggml_backend_buffer_type_t), ended by an empty one: the first that is found in a tensor's name says where it goes."""
+    array = (BuftOverride * (len(pairs) + 1))()
+    for i, (pattern, buffer_type) in enumerate(pairs):
+        array[i] = BuftOverride(pattern.encode(), buffer_type)
+    return array
 
 
 def _layout() -> str:
@@ -47,3 +56,5 @@ if abi_version() != ABI_VERSION or abi_layout().decode() != _layout():
 should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)
 # int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);  -- of moeoff-llama.h
 context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))
+# ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
+cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)

@@ -108,13 +108,15 @@ class ExpertBuffer:
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self) -> Iterator[ctypes.Array[native.BuftOverride]]:
-        """While open, models loaded by this thread with the yielded overrides reserve their experts here."""
+    def loading(self, others: Sequence[tuple[str, int]] = ()) -> Iterator[ctypes.Array[native.BuftOverride]]:
+        """While open, models loaded by this thread with the yielded overrides reserve their experts here.
+
+        Args:
+            others: overrides for other tensors, as of `native.tensor_overrides`.
+        """
         self._check(native.load_begin(self.handle))
-        overrides = (native.BuftOverride * 2)()
-        overrides[0] = native.BuftOverride(EXPERT_PATTERN.encode(), native.buffer_type())
         try:
-            yield overrides
+            yield native.tensor_overrides([(EXPERT_PATTERN, native.buffer_type()), *others])
         finally:
             native.load_end(self.handle)
 
