@@ -14,7 +14,7 @@ from moeoff.gguf.layout import Layout
 from moeoff.memory import MIB
 
 # the gate nodes, which only a loaded model has, let the router's choices live longer; two families of weights need two work areas
-SLACK = 256 << 10
+SLACK = 1 << 20
 
 
 def compare(path: str, **options) -> tuple[MemorySizes, MemorySizes]:
@@ -25,7 +25,10 @@ def compare(path: str, **options) -> tuple[MemorySizes, MemorySizes]:
         taken = llm.memory_sizes()
     assert planned.state == taken.state and planned.outputs == taken.outputs
     assert abs(planned.weights - taken.weights) < 64 << 10  # alignment
-    assert abs(planned.compute - taken.compute) < SLACK and abs(planned.work - taken.work) < SLACK
+    assert abs(planned.compute - taken.compute) < SLACK
+    layout, n_ubatch = Layout.read(path), min(config.n_ctx, *(options.get(name, 512) for name in ("n_batch", "n_ubatch")))
+    table = 8 * layout.n_expert * n_ubatch * layout.n_expert_used  # ggml's, of the rows of each expert; the expert buffer's is shorter
+    assert taken.work - SLACK < planned.work < taken.work + table + SLACK
     return planned, taken
 
 
@@ -83,9 +86,10 @@ def test_what_is_longer_than_llama_cpp_should_plan(demo):
 
 def test_room_is_refused_to_the_byte(demo):
     size = Footprint.of(Layout.read(demo), 4096)
-    require_room(size, size.floor)
+    least = size.floor - size.planned.work
+    require_room(size, least)
     with pytest.raises(BudgetError) as caught:
-        require_room(size, size.floor - 1)
+        require_room(size, least - 1)
     assert caught.value.facts["needed"] >= size.floor
 
 

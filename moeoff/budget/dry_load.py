@@ -37,7 +37,8 @@ class MemorySizes:
         weights: outside the routed experts.
         state: KV cache and recurrent state.
         compute: graph buffers for the largest batch.
-        work: the CPU backend's work area for it.
+        work: the CPU backend's work area for it; of a planned model as ordinary experts would need it, a little more than those in
+            an expert buffer.
         outputs: logits that llama.cpp and llama_cpp keep.
     """
 

@@ -118,7 +118,7 @@ def require_room(size: Footprint, budget: int) -> None:
     Raises:
         BudgetError: weights, caches, buffers and the experts' floor exceed the budget; says what would fit.
     """
-    if budget < size.floor:
+    if budget < size.floor - size.planned.work:  # ordinary experts would need more of it than those in an expert buffer
         # what is named as enough must be: with what the libraries will still allocate
         Plan.divide(budget, size.needs(size.process + _LIBRARIES), size.arena_floor, size.arena_full)
 

@@ -112,7 +112,7 @@ class Llama(PatchedLlama):
         """The file's headers, and whether the model can fit, before anything is loaded."""
         layout = Layout.read(self._config.model_path)
         layout.require_experts()
-        check_model(self._config.llama_cpp, layout)
+        check_model(self._config.llama_cpp, layout, self._config.context_shift)
         self._tensor_buffers = tensor_buffers(self._config.override_tensor, layout)
         n_ctx = self._config.n_ctx or layout.n_ctx_train or 512
         self._footprint = Footprint.of(layout, n_ctx, self._config.keywords, self._tensor_buffers)

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..binding import llama_cpp, supports_gpu
 from ..errors import OptionError
-from ..gguf.layout import Layout
+from ..gguf.layout import Layout, count
 from ..gguf.quantize import type_from_name, type_name
 
 __all__ = ["CACHE_TYPES", "NUMA_STRATEGIES", "ROPE_SCALINGS", "SPLIT_MODES", "check_model", "check_options", "read_options"]
@@ -26,6 +26,7 @@ NUMA_STRATEGIES = {
     "isolate": llama_cpp.GGML_NUMA_STRATEGY_ISOLATE,
     "numactl": llama_cpp.GGML_NUMA_STRATEGY_NUMACTL,
 }
+_HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it quantizes them
 _GPU_OPTIONS = ("tensor_split", "split_mode", "main_gpu")
 _YARN_OPTIONS = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
 
@@ -77,10 +78,24 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise OptionError(f"{gpu[0]} has no effect while no layer goes to the GPU: give n_gpu_layers")
 
 
-def check_model(options: Mapping[str, Any], layout: Layout) -> None:
-    """Raises OptionError for values that have no effect with this model."""
+def check_model(options: Mapping[str, Any], layout: Layout, context_shift: bool = False) -> None:
+    """Raises OptionError for values that have no effect with this model, or that llama.cpp would crash over."""
     given = [name for name in _YARN_OPTIONS if name in options]
     scaling = options.get("rope_scaling_type", -1)
     yarn = layout.hparams.get("rope.scaling.type") == "yarn" if scaling == -1 else scaling == ROPE_SCALINGS["yarn"]
     if given and not yarn and options.get("yarn_ext_factor", -1.0) <= 0:
         raise OptionError(f"{given[0]} has no effect: the model's rope scaling is not YaRN; ask for it with rope_scaling_type")
+    if context_shift and options.get("type_k") is not None and type_name(options["type_k"]).lower() not in _UNQUANTIZED:
+        widths = set(_key_widths(layout))
+        if len(widths) > 1 or any(width % _HADAMARD for width in widths):
+            # it rotates them back first, with a matrix that it has for these sizes alone, and reads a null pointer where it has none
+            raise OptionError(
+                f"context_shift: quantized keys of {', '.join(map(str, sorted(widths)))} numbers cannot be moved: take f16, bf16 or f32 for type_k"
+            )
+
+
+def _key_widths(layout: Layout) -> list[int]:
+    """Numbers in a head's keys, of ordinary layers and of those with a sliding window."""
+    n_head, n_embd = count(layout.hparams, "attention.head_count"), count(layout.hparams, "embedding_length")
+    width = count(layout.hparams, "attention.key_length") or (n_embd // n_head if n_head else 0)
+    return [width, count(layout.hparams, "attention.key_length_swa") or width]

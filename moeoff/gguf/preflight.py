@@ -6,6 +6,7 @@ deserves a sentence of its own: counts that it divides by, and types that fail w
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from ..errors import ModelError
@@ -39,6 +40,13 @@ def _counts(layout: Layout) -> Iterator[tuple[str, bool, str]]:
     yield "expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"
     yield "expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"
     yield "expert_group_used_count", n_groups < 2 or 1 <= n_groups_used < n_groups, f"1 to {n_groups - 1}, less than expert_group_count"
+    if isinstance(used := h.get("expert_used_count"), tuple):
+        layers = {parse_tensor_name(name).layer for name in layout.experts}
+        each = [n for layer, n in enumerate(used) if layer in layers]
+        yield "expert_used_count", all(type(n) is int and 1 <= n <= n_expert for n in each), f"1 to the {n_expert} of expert_count in each layer"
+    for key, value in h.items():
+        if key.endswith("epsilon"):
+            yield key, not isinstance(value, float) or 0 <= value < math.inf, "a small positive number"
     yield "rope.scaling.type", not isinstance(scaling, str) or scaling in _ROPE_SCALINGS, ", ".join(_ROPE_SCALINGS)
 
 
