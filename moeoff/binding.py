@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
 
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O workers make it one, every barrier then
@@ -153,6 +154,8 @@ class PatchedLlama(llama_cpp.Llama):
             try:
                 with guarded():
                     super().__init__(model_path, **options)
+            except jinja2.TemplateError as error:  # llama_cpp reads the chat template here
+                raise ValueError(f"its chat template cannot be read: {error}") from error
             except ValueError as error:
                 raise ValueError(_reason(errors) or str(error)) from error
         sys.stderr.writelines(errors)  # they did not matter

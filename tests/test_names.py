@@ -9,7 +9,7 @@ from moeoff import ModelError, native
 from moeoff.companion.file import companion_path, parse_slice_name, slice_name
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.gguf.split_name import SplitName, model_stem
-from moeoff.gguf.tensor_name import MATRICES, TensorRole, is_expert, parse_tensor_name
+from moeoff.gguf.tensor_name import MATRICES, TensorRole, is_expert, parse_block_name, parse_tensor_name
 
 NAMES = {
     "blk.0.ffn_up_exps.weight": TensorRole(0, False, 1),
@@ -55,6 +55,11 @@ def test_python_and_native_agree(name):
 
 def test_matrices_are_the_native_ones():
     assert MATRICES == native.MATRICES
+
+
+def test_tensors_of_layers():
+    assert parse_block_name("blk.12.attn_q.weight") == (12, "attn_q.weight")
+    assert parse_block_name("token_embd.weight") is None and parse_block_name("blk.attn_q.weight") is None
 
 
 def test_split_names():

@@ -15,6 +15,7 @@ from ..errors import ModelError, MoeoffError
 from ..gguf.layout import Layout
 from ..gguf.preflight import preflight
 from ..gguf.tensor_name import EXPERT_PATTERN
+from ..memory import trim
 from ..native import context_memory, cpu_buffer_type, tensor_overrides
 
 __all__ = ["MemorySizes", "TensorOverrides", "dry_load", "memory_sizes"]
@@ -96,5 +97,6 @@ def _dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides
     finally:
         if llm.loaded:
             llm.close()
+        trim()  # the vocabulary's memory would count against the budget
     # planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
     return MemorySizes(max(sizes.weights - layout.expert_bytes, 0), sizes.state, sizes.compute, sizes.work, sizes.outputs)

@@ -7,6 +7,7 @@ deserves a sentence of its own: counts that it divides by, and types that fail w
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 from ..errors import ModelError
@@ -18,6 +19,15 @@ __all__ = ["preflight"]
 
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp knows
+
+
+# what is added, multiplied element by element, or scanned: of two operands ggml's CPU backend wants the second in F32
+_ELEMENTWISE = re.compile(
+    r"norm|\.bias$|ssm_(a|d|conv1d)\b|ssm_conv1d_|shortconv\.conv|ple_conv1d|exp_probs_b|attn_sinks|rope_(freqs|factors_)"
+    r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|\.(input_)?scale$"
+)
+_ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
+_F32, _I32 = 0, 26
 
 
 def preflight(layout: Layout) -> None:
@@ -55,5 +65,7 @@ def _check_tensors(layout: Layout) -> None:
         path = layout.files[span.file]
         if not is_computed(span.type):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
+        if (span.type != _F32 and _ELEMENTWISE.search(name)) or (span.type == _I32 and not _ID_TABLES.search(name)):
+            raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert the model again")
         if name in layout.experts and not parse_tensor_name(name).chunk and span.shape[2] != layout.n_expert:
             raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {layout.n_expert} of expert_count")

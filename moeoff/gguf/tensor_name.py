@@ -10,12 +10,13 @@ from dataclasses import dataclass
 
 from ..errors import ModelError
 
-__all__ = ["EXPERT_PATTERN", "MATRICES", "TensorRole", "is_expert", "parse_tensor_name"]
+__all__ = ["EXPERT_PATTERN", "MATRICES", "TensorRole", "is_expert", "parse_block_name", "parse_tensor_name"]
 
 MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them, as `native.MATRICES`
 # for Python's re and for llama.cpp's std::regex: no named groups. arctic's ffn_norm_exps is no expert
 EXPERT_PATTERN = r"^blk\.([0-9]+)\.ffn_(gate_up|up|gate|down)_(ch)?exps\.weight$"
 _EXPERTS = re.compile(EXPERT_PATTERN)
+_BLOCK = re.compile(r"^blk\.([0-9]+)\.(.+)$")
 
 
 @dataclass(frozen=True, order=True)
@@ -48,3 +49,9 @@ def parse_tensor_name(name: str) -> TensorRole:
     if not match:
         raise ModelError(f"{name}: not a name that llama.cpp gives to routed experts, as blk.0.ffn_up_exps.weight")
     return TensorRole(int(match[1]), match[3] is not None, MATRICES.index(match[2]))
+
+
+def parse_block_name(name: str) -> tuple[int, str] | None:
+    """Layer and rest of a tensor that belongs to one: (3, "attn_q.weight") of "blk.3.attn_q.weight"."""
+    match = _BLOCK.match(name)
+    return (int(match[1]), match[2]) if match else None
