@@ -10,9 +10,12 @@ import ctypes
 import inspect
 import logging
 import os
+import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import jinja2
 import numpy as np
 
 from .errors import OptionError
@@ -25,7 +28,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import llama_cpp
 from llama_cpp import llama_cpp as api
 
-__all__ = ["PatchedLlama", "api", "lib", "llama_cpp", "quiet_log", "serve_model", "set_log", "supports_gpu"]
+__all__ = ["PatchedLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "serve_model", "set_log", "supports_gpu"]
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
 
@@ -37,6 +40,7 @@ KEYWORDS = frozenset(
 _LOGGER = logging.getLogger("llama-cpp-python")
 # enum ggml_log_level: NONE, DEBUG, INFO, WARN, ERROR, CONT. llama_cpp's own table is older than the order of today:
 # it takes warnings for errors and hides errors as debug messages.
+_LOG_ERROR, _LOG_CONTINUED = 4, 5
 _LOG_LEVELS = {0: logging.CRITICAL, 1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR, 5: logging.DEBUG}
 
 
@@ -65,9 +69,59 @@ def quiet_log() -> Iterator[Callable[[], None]]:
         _LOGGER.setLevel(level)
 
 
+@contextlib.contextmanager
+def _collected_errors() -> Iterator[list[str]]:
+    """Keeps what llama.cpp logs as errors instead of showing it; everything else goes where it went."""
+    from llama_cpp import _logger
+
+    errors: list[str] = []
+    last = 0
+
+    def collect(level: int, text: bytes, user: Any) -> None:
+        nonlocal last
+        last = last if level == _LOG_CONTINUED else level
+        if last == _LOG_ERROR:
+            errors.append(text.decode("utf-8", "replace"))
+        else:
+            _logger.llama_log_callback(level, text, user)
+
+    callback = api.llama_log_callback(collect)
+    api.llama_log_set(callback, ctypes.c_void_p(0))
+    try:
+        yield errors
+    finally:
+        api.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+
+
+def _reason(errors: Sequence[str]) -> str:
+    """The first of llama.cpp's errors, which is the most exact one, without the names of its functions and folders."""
+    text = " ".join(errors[0].split()) if errors else ""
+    text = re.sub(r"^\w+: (error loading model: |failed to initialize the context: )?(\w+: )?", "", text)
+    return re.sub(r"\S*/(?=[\w.-]+:\d+: )", "", text)
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """What ggml asserts inside, on this thread, fails the call into llama.cpp instead of ending the process (moeoff-llama.h)."""
+    lib.moeoff_guard_begin()
+    try:
+        yield
+    finally:
+        lib.moeoff_guard_end()
+
+
 def supports_gpu() -> bool:
     """Whether this build of llama.cpp can offload layers to a GPU."""
     return bool(api.llama_supports_gpu_offload())
+
+
+def buffer_types() -> dict[str, int]:
+    """ggml_backend_buffer_type_t of each device, by the names that llama.cpp's --override-tensor takes: "CPU", "CUDA0", ..."""
+    count, device, of_device, name = (getattr(lib, f"ggml_backend_{what}") for what in ("dev_count", "dev_get", "dev_buffer_type", "buft_name"))
+    count.restype, device.restype, of_device.restype, name.restype = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
+    device.argtypes, of_device.argtypes, name.argtypes = [ctypes.c_size_t], [ctypes.c_void_p], [ctypes.c_void_p]
+    types = [of_device(device(i)) for i in range(count())]
+    return {name(buffer_type).decode(): buffer_type for buffer_type in types if buffer_type}
 
 
 def serve_model(proxy: Any) -> Any:
@@ -91,18 +145,28 @@ class PatchedLlama(llama_cpp.Llama):
     """
 
     _overrides: Any  # array of llama_model_tensor_buft_override, ended by an empty one
+    _no_alloc = False  # plans buffers and allocates none: nothing can be computed, but `context_memory` tells the sizes
     _progress: Callable[[float], None] | None = None
     # Batches give the logits of one token, unless an option wants those of all. llama.cpp plans for all by default: a vocabulary of
     # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
     _one_output = False
     _latest_sampler: Any = None
+    _keeps_sampler = False
 
     def load(self, model_path: str, **options: Any) -> None:
-        """llama_cpp.Llama's constructor. Raises ValueError for every load that failed; llama.cpp's log has the reason."""
+        """llama_cpp.Llama's constructor. Raises ValueError for every load that failed, with llama.cpp's reason."""
         self._progress_callback = _progress_callback(self._progress)
         wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
         self._n_outputs_max = 1 if self._one_output and not wants_all else 0
-        super().__init__(model_path, **options)
+        with _collected_errors() as errors:
+            try:
+                with guarded():
+                    super().__init__(model_path, **options)
+            except jinja2.TemplateError as error:  # llama_cpp reads the chat template here
+                raise ValueError(f"its chat template cannot be read: {error}") from error
+            except ValueError as error:
+                raise ValueError(_reason(errors) or str(error)) from error
+        sys.stderr.writelines(errors)  # they did not matter
 
     # llama_cpp.Llama.__init__ assigns its parameters once, then loads: the place to put ours in
     @property
@@ -113,6 +177,7 @@ class PatchedLlama(llama_cpp.Llama):
     def model_params(self, params: Any) -> None:
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         params.progress_callback = self._progress_callback
+        params.no_alloc = self._no_alloc
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
         self._model_params = params
 
@@ -208,6 +273,66 @@ class PatchedLlama(llama_cpp.Llama):
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
         logits = self._ctx.get_logits()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
         return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
+
+    # --- the context as a whole ---
+
+    @property
+    def can_shift(self) -> bool:
+        """The context can forget a part of its text and move the rest."""
+        model = self._model.model
+        if api.llama_model_is_recurrent(model) or api.llama_model_is_hybrid(model):
+            return False  # it would say that it can, because positions mean nothing to it; but it cannot forget
+        return bool(api.llama_memory_can_shift(api.llama_get_memory(self._ctx.ctx)))
+
+    def shift_context(self, n_keep: int, n_discard: int) -> bool:
+        """Forgets n_discard tokens behind the first n_keep. False: the context cannot, and nothing has changed."""
+        memory, n, end = api.llama_get_memory(self._ctx.ctx), self.n_tokens, n_keep + n_discard
+        if not api.llama_memory_seq_rm(memory, 0, n_keep, end):
+            return False
+        api.llama_memory_seq_add(memory, 0, end, n, -n_discard)
+        self.input_ids[n_keep : n - n_discard] = self.input_ids[end:n].copy()
+        self.n_tokens = n - n_discard
+        return True
+
+    @contextlib.contextmanager
+    def same_sampler(self) -> Iterator[None]:
+        """An answer that `generate` begins inside draws on with the sampler of the one before: its seed and what it has seen."""
+        self._keeps_sampler = True
+        try:
+            yield
+        finally:
+            self._keeps_sampler = False
+
+    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return self._sampler if self._keeps_sampler else super()._init_sampler(*args, **kwargs)
+
+    def without_end(self) -> None:
+        """From now on llama_cpp does not end answers where the context is full."""
+        self._n_ctx = 1 << 30
+
+    def save_context(self, path: str) -> str:
+        """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing."""
+        tokens = np.ascontiguousarray(self.input_ids[: self.n_tokens], np.int32)
+        with _collected_errors() as errors, guarded():
+            done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
+        return "" if done else _reason(errors) or "llama.cpp gives no reason"
+
+    def load_context(self, path: str) -> str:
+        """What `save_context` wrote. Returns what went wrong, and the context is empty then, or nothing."""
+        tokens = np.zeros(self.n_ctx(), np.int32)
+        count = ctypes.c_size_t()
+        with _collected_errors() as errors, guarded():
+            done = api.llama_state_load_file(
+                self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
+            )
+        n = count.value
+        if not done or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
+            self.clear_context()
+            return _reason(errors) or "it is damaged"
+        self.input_ids[:n] = tokens[:n]
+        self.n_tokens = n
+        self._requires_eval = True
+        return ""
 
     # --- vocabulary ---
 

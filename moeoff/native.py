@@ -7,6 +7,7 @@ raises `ForkError` if it is not moeoff's build.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_uint64, c_void_p
 
 from . import _abi
@@ -20,13 +21,34 @@ ALL_MATRICES = (1 << N_MATRIX) - 1
 
 HIGH, LOW, SKIP = VERSION_HIGH, VERSION_LOW, VERSION_SKIP  # of a slice; skip is a decision about an expert, its output is zero
 
-__all__ = [*_abi.__all__, "ALL_MATRICES", "HIGH", "LOW", "MATRICES", "SKIP", "BuftOverride", "context_memory", "lib", "row_products"]
+__all__ = [
+    *_abi.__all__,
+    "ALL_MATRICES",
+    "HIGH",
+    "LOW",
+    "MATRICES",
+    "SKIP",
+    "BuftOverride",
+    "context_memory",
+    "cpu_buffer_type",
+    "lib",
+    "row_products",
+    "tensor_overrides",
+]
 
 
 class BuftOverride(Structure):
     """struct llama_model_tensor_buft_override { const char * pattern; ggml_backend_buffer_type_t buft; };"""
 
     _fields_ = [("pattern", c_char_p), ("buft", c_void_p)]
+
+
+def tensor_overrides(pairs: Sequence[tuple[str, int]]) -> ctypes.Array[BuftOverride]:
+    """Of (regular expression, ggml_backend_buffer_type_t), ended by an empty one: the first that is found in a tensor's name says where it goes."""
+    array = (BuftOverride * (len(pairs) + 1))()
+    for i, (pattern, buffer_type) in enumerate(pairs):
+        array[i] = BuftOverride(pattern.encode(), buffer_type)
+    return array
 
 
 def _layout() -> str:
@@ -50,3 +72,5 @@ context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_ui
 # int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
 # -- of moeoff-row-products.h
 row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
+# ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
+cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)

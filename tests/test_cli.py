@@ -17,7 +17,7 @@ DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_tps gen_tokens gen_tps hit_rate demand_hits
 demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
 expert_uses tier served_low skipped low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain
-direct_io strategy""".split()
+direct_io strategy memory""".split()
 
 
 def test_answers_without_a_model_or_a_prompt(moeoff_command):
@@ -46,6 +46,9 @@ def test_stats_json(moeoff_command, demo, tmp_path):
     assert set(stats) == set(FIELDS)
     assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8  # the last token is sampled and not evaluated
     assert stats["arena_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
+    names = "python token_embedding weights state compute_buffers work_area outputs reserve experts"
+    assert list(stats["memory"]) == names.split() and all(n > 0 for n in stats["memory"].values())
+    assert stats["memory"]["experts"] == stats["arena_bytes"]
     assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
     assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["lane_busy_seconds"] > 0
 

@@ -97,7 +97,7 @@ def test_it_is_not_in_memory(demo):
     layout = Layout.read(demo)
     with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(demo, expert_memory="1G", **OPTIONS) as model:
         assert_bit_equal(logits(model), logits(stock))
-        assert model.context_memory()[0] == layout.dense_bytes - layout.embedding_bytes
+        assert model.memory_sizes().weights == layout.dense_bytes - layout.embedding_bytes
         assert model.plan.needs.on_disk == model.stats().embedding_disk_bytes == layout.embedding_bytes == layout.dense[EMBEDDING].nbytes
 
 
@@ -116,7 +116,7 @@ def test_an_output_matrix_stays_in_memory(architecture, writer, folder):
     with open_stock(tied) as stock, open_moeoff(tied) as model:
         np.testing.assert_array_equal(run(model), run(stock))
         assert model.plan.needs.on_disk == model.stats().embedding_disk_bytes == 0
-        assert model.context_memory()[0] >= layout.dense_bytes
+        assert model.memory_sizes().weights >= layout.dense_bytes
 
 
 def test_a_model_whose_file_was_replaced(demo):

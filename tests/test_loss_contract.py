@@ -263,8 +263,9 @@ def test_the_same_budget_makes_the_same_choice(measured):
     """Whatever else the process holds: what it takes is left out of the choice."""
     layout = Layout.read(measured[0])
     budget = 104 << 20
-    share = usual_share(layout, 64, budget, None)
+    size = Footprint.of(layout, 64)
+    share = usual_share(size, budget, None)
     ballast = np.ones(16 << 20, np.uint8)
-    assert ballast.all() and usual_share(layout, 64, budget, None) == share
-    assert 0 < usual_share(layout, 64, budget - (2 << 20), None) < share < 1
-    assert usual_share(layout, 64, None, 5 << 20) == pytest.approx((5 << 20) / Footprint.of(layout, 64).arena_full)
+    assert ballast.all() and usual_share(Footprint.of(layout, 64), budget, None) == share
+    assert 0 < usual_share(size, budget - (2 << 20), None) < share < 1
+    assert usual_share(size, None, 5 << 20) == pytest.approx((5 << 20) / size.arena_full)

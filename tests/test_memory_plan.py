@@ -13,7 +13,7 @@ from moeoff.memory import MIB, format_size
 
 @given(*[st.integers(0, 1 << 40)] * 6, st.integers(0, 1 << 45), st.integers(1, 1 << 20))
 def test_plan_never_promises_more_than_the_budget(budget, python, weights, state, compute, floor, more, n_ctx):
-    full, needs = floor + more, Needs(python, weights, state, compute, n_ctx)
+    full, needs = floor + more, Needs(python, weights, state, compute, 0, 0, n_ctx)
     try:
         plan = Plan.divide(budget, needs, floor, full)
     except BudgetError as error:
@@ -26,7 +26,7 @@ def test_plan_never_promises_more_than_the_budget(budget, python, weights, state
         if context := re.search(r"-c (\d+)\)", sentence(error)):
             smaller = int(context[1])
             assert 0 < smaller < n_ctx
-            Plan.divide(budget, Needs(python, weights, state * smaller // n_ctx, compute, smaller), floor, full)
+            Plan.divide(budget, Needs(python, weights, state * smaller // n_ctx, compute, 0, 0, smaller), floor, full)
     else:
         assert floor <= plan.arena <= full
         assert python + weights + state + compute + RESERVE + plan.arena <= budget
@@ -42,3 +42,10 @@ def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
         assert (high, low) == (pools.full, pools.low_full)
     elif high < pools.full and low < pools.low_full:
         assert high + low == arena
+
+
+def test_items_of_a_plan_are_its_parts():
+    plan = Plan.divide(1000 * MIB, Needs(60 * MIB, 300 * MIB, 20 * MIB, 10 * MIB, 2 * MIB, MIB, 512), 8 * MIB, 10_000 * MIB)
+    items = plan.items(embedding=100 * MIB)
+    assert items["token_embedding"] == 100 * MIB and items["weights"] == 200 * MIB and items["experts"] == plan.arena
+    assert sum(items.values()) == plan.budget

@@ -68,7 +68,7 @@ def test_logits_of_one_token_are_planned(demo):
     compute = {}
     for all_tokens in (False, True):
         with moeoff.Llama(demo, n_ctx=512, expert_memory="1M", logits_all=all_tokens, flash_attn=True) as llm:
-            compute[all_tokens] = llm.context_memory()[2]
+            compute[all_tokens] = llm.memory_sizes().compute
             logits = 512 * 4 * llm.n_vocab()
     assert compute[True] >= logits and compute[True] - compute[False] > logits // 4
 

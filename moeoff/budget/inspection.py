@@ -6,13 +6,16 @@ Reads headers, and for the disk probe a sample of the file; loads nothing.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import parse_tensor_name
 from ..memory import MIB, available
 from .disk_probe import DiskRate, probe
 from .footprint import DEFAULT_CTX, Footprint, SliceKind, expected_bytes, slice_kinds
+from .memory_plan import RESERVE
 
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
@@ -37,7 +40,12 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class Report:
-    """The fields of --json. Sizes in bytes, rates per second. Of dense_bytes embedding_bytes stay on disk."""
+    """The fields of --json. Sizes in bytes, rates per second.
+
+    dense_bytes are the weights outside the experts in the file, embedding_disk_bytes those of them that stay on disk, and host_weight_bytes those
+    that come into memory and not onto a GPU, the token embedding among them if it does. From there to arena_floor_bytes: what a process
+    takes, item by item; floor_bytes is the sum.
+    """
 
     files: tuple[str, ...]
     architecture: str
@@ -48,15 +56,19 @@ class Report:
     n_expert_shared: int
     n_ctx_train: int
     dense_bytes: int
+    embedding_disk_bytes: int
     embedding_bytes: int
     expert_bytes: int
     token_bytes: int
     slices: tuple[SliceKind, ...]
     ctx_size: int
+    host_weight_bytes: int
     kv_bytes: int
-    kv_exact: bool
     compute_bytes: int
+    work_bytes: int
+    output_bytes: int
     process_bytes: int
+    reserve_bytes: int
     arena_floor_bytes: int
     arena_full_bytes: int
     floor_bytes: int
@@ -78,17 +90,20 @@ def speed(token_bytes: int, resident_share: float, bytes_per_second: float) -> t
     return OVERLAP * bytes_per_second / (token_bytes * missed), bytes_per_second / expected_bytes(token_bytes, resident_share)
 
 
-def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True) -> Report:
+def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True, keywords: Mapping[str, Any] | None = None) -> Report:
     """Everything `moeoff inspect` says.
 
+    Args:
+        keywords: of llama_cpp.Llama, with which the model would be opened; by default those of the command line.
+
     Raises:
-        ModelError: the file is missing, damaged, or has no routed experts.
+        ModelError: the file is missing, damaged, or has no routed experts, or llama.cpp cannot load it.
         OptionError: the context is impossible.
     """
     layout = Layout.read(model)
     layout.require_experts()
     kinds = slice_kinds(layout)
-    size = Footprint.of(layout, ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX))
+    size = Footprint.of(layout, ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX), keywords)
     disk = None
     if probe_disk:
         file = next(iter(layout.experts.values())).file
@@ -112,15 +127,19 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True)
         n_expert_shared=shared if type(shared) is int else int(any("_shexp" in name for name in layout.dense)),
         n_ctx_train=layout.n_ctx_train,
         dense_bytes=layout.dense_bytes,
-        embedding_bytes=layout.embedding_bytes,
+        embedding_disk_bytes=size.on_disk,
+        embedding_bytes=size.embedding,
         expert_bytes=layout.expert_bytes,
         token_bytes=size.token_bytes,
         slices=tuple(kinds),
         ctx_size=size.n_ctx,
-        kv_bytes=size.kv,
-        kv_exact=size.kv_exact,
-        compute_bytes=size.compute,
+        host_weight_bytes=size.planned.weights,
+        kv_bytes=size.planned.state,
+        compute_bytes=size.planned.compute,
+        work_bytes=size.planned.work,
+        output_bytes=size.planned.outputs,
         process_bytes=size.process,
+        reserve_bytes=RESERVE,
         arena_floor_bytes=size.arena_floor,
         arena_full_bytes=size.arena_full,
         floor_bytes=size.floor,

@@ -19,7 +19,8 @@ class Needs:
         python: the process without the rest: interpreter, libraries, the app.
         weights: outside the experts, without what stays on disk.
         state: KV cache and recurrent state.
-        compute: graph buffers, work area and outputs for the largest batch; resident only once such a batch has come.
+        compute, work, outputs: graph buffers, the CPU backend's work area and logits for the largest batch; resident only once
+            such a batch has come.
         on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and not in the total.
     """
 
@@ -27,12 +28,18 @@ class Needs:
     weights: int
     state: int
     compute: int
+    work: int
+    outputs: int
     n_ctx: int
     on_disk: int = 0
 
     @property
     def total(self) -> int:
-        return self.python + self.weights + self.state + self.compute + RESERVE
+        return self.python + self.weights + self.state + self.computing + RESERVE
+
+    @property
+    def computing(self) -> int:
+        return self.compute + self.work + self.outputs
 
 
 @dataclass(frozen=True)
@@ -67,6 +74,26 @@ class Plan:
     arena: int
     arena_floor: int
 
+    def items(self, embedding: int = 0) -> dict[str, int]:
+        """Bytes of each thing that the process holds or plans for, by name.
+
+        Args:
+            embedding: of the weights, the token embedding.
+        """
+        n = self.needs
+        embedding = min(embedding, n.weights)
+        return {
+            "python": n.python,
+            "token_embedding": embedding,
+            "weights": n.weights - embedding,
+            "state": n.state,
+            "compute_buffers": n.compute,
+            "work_area": n.work,
+            "outputs": n.outputs,
+            "reserve": RESERVE,
+            "experts": self.arena,
+        }
+
     @classmethod
     def divide(cls, budget: int, needs: Needs, arena_floor: int, arena_full: int) -> Plan:
         """Gives the experts what the rest leaves, at most what holds all of them.
@@ -88,7 +115,7 @@ def _refusal(budget: int, needs: Needs, arena_floor: int) -> BudgetError:
     return BudgetError(
         f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
         f"{format_size(needs.weights)} for weights outside the experts, {format_size(needs.state)} for the KV cache at {needs.n_ctx} tokens, "
-        f"{format_size(needs.compute)} for computing, {format_size(needs.python + RESERVE)} for Python and a reserve, "
+        f"{format_size(needs.computing)} for computing, {format_size(needs.python + RESERVE)} for Python and a reserve, "
         f"and at least {format_size(arena_floor)} for experts",
         remedy,
         needed=needed,

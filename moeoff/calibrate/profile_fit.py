@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -62,6 +63,7 @@ def calibrate(
     hidden: int | None = None,
     seed: int = 0,
     progress: Callable[[str, int, int], None] | None = None,
+    **options: Any,
 ) -> Calibrated:
     """Measures a model on texts and writes its profile; sections of other commands stay in it.
 
@@ -70,6 +72,7 @@ def calibrate(
         tokens: in all, as many from each text.
         memory: bound of the process while the model runs; what is kept for the fits adds up to a quarter of the rest, 2 GiB at most.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
+        **options: of `moeoff.Llama`: where tensors go, how positions are scaled.
 
     Raises:
         ModelError: the model, or a profile of another model that is in the way.
@@ -90,7 +93,7 @@ def calibrate(
     for file in text:
         if not os.path.isfile(file):
             raise OptionError(f"{os.fspath(file)}: no such text file")
-    recording = _run(model, layout, text, tokens, memory, threads, progress)
+    recording = _run(model, layout, text, tokens, memory, threads, progress, options)
     sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router)), progress)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text]}
     Profile.write(path, layout, sections, info)
@@ -108,13 +111,14 @@ def _run(
     memory: str | int | None,
     threads: int | None,
     progress: Callable[[str, int, int], None] | None,
+    options: Mapping[str, Any],
 ) -> Recording:
     embedding = layout.dense.get("token_embd.weight")
     n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
     batch = batch_size(n_vocab, n_embd)
     if tokens < 2 * LENGTH:
         raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
-    with Llama(os.fspath(model), memory=memory, gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, n_threads=threads) as llm:
+    with Llama(os.fspath(model), memory=memory, gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, n_threads=threads, **options) as llm:
         pieces = sequences(llm, text, tokens)
         if sum(map(len, pieces)) < LENGTH:
             raise OptionError(f"the texts hold {sum(map(len, pieces))} tokens, too few to calibrate on: give more")

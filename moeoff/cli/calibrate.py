@@ -12,6 +12,7 @@ from ..atomic_file import atomic_file
 from ..console import progress_bar
 from ..errors import OptionError
 from ..memory import format_size
+from .llama_options import GPU, ROPE, SYSTEM, llama_arguments, with_options
 from .options import CONTEXT, one_sentence
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 @click.option("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
 @click.option("--memory", metavar="SIZE", help="Bound of the process while the model runs. Default: 80% of what is available.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
+@with_options(GPU, ROPE, SYSTEM)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
 @click.option("--max-loss", metavar="PERCENT", help="Instead: measure what low precision costs, for run --max-loss, as 1%. Needs a companion.")
 @click.option("--tier", metavar="NAME", help="With --max-loss: the companion's low precision. Default: all of them are tried.")
@@ -49,6 +51,7 @@ def calibrate(
 ) -> None:  # fmt: skip
     """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
     _refuse_unused(context, max_loss, bits_plan)
+    options = llama_arguments(**options)
     if bits_plan:
         path = _write_plan(**options, tolerance=tolerance, types=types, measure=measure)
         click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
@@ -93,7 +96,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 def _search(
     model: str, *, text: tuple[str, ...], max_loss: str, tier: str | None, thresholds: bool, experts: str | None, tokens: int, output: str | None,
-    memory: str | None, threads: int | None,
+    memory: str | None, threads: int | None, **options: Any,
 ) -> SearchResult:  # fmt: skip
     """Measures, writes the profile, and prints a table of what was tried."""
     from ..budget.loss_contract import parse_loss
@@ -104,7 +107,7 @@ def _search(
     with progress_bar() as progress:
         done = search_precision(
             model, text, bound, tier=tier, thresholds=thresholds, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
-            progress=progress,
+            progress=progress, **options,
         )  # fmt: skip
     contract = done.contract
     rows = []
@@ -128,7 +131,7 @@ def _name(c: Candidate) -> str:
 
 def _write_plan(
     model: str, *, text: tuple[str, ...], output: str | None, tolerance: str, types: str | None, measure: bool, tokens: int, memory: str | None,
-    threads: int | None,
+    threads: int | None, **options: Any,
 ) -> str:  # fmt: skip
     """Finds a plan, writes it, and prints it beside one type for all. Returns its path."""
     from ..budget.loss_contract import parse_loss
@@ -145,7 +148,7 @@ def _write_plan(
     ctx = min(CTX, layout.n_ctx_train or CTX)
     with progress_bar() as progress, Planner(
         model, text, types=types.split(",") if types else None, importance="measured" if measure else "estimated", ctx=ctx,
-        chunks=max(tokens // (ctx * len(text)), 1), memory=memory, n_threads=threads, progress=progress,
+        chunks=max(tokens // (ctx * len(text)), 1), memory=memory, n_threads=threads, progress=progress, **options,
     ) as planner:  # fmt: skip
         plan = planner.plan(bound)
     with atomic_file(path) as file:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from llama_cpp import ChatCompletionRequestMessage, CreateCompletionStreamResponse
 
     from ..engine.llama import Llama
+    from ..engine.prompt_cache import PromptCache
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,7 @@ class Completion:
         stats: of this answer alone; its prompt_tokens are those that had to be computed.
         seconds: from the question to the end.
         rss_bytes: resident memory at the end.
+        discarded_tokens: that context shifts have forgotten.
     """
 
     text: str
@@ -85,10 +87,11 @@ class Completion:
     stats: Stats
     seconds: float
     rss_bytes: int
+    discarded_tokens: int = 0
 
     @property
     def context_full(self) -> bool:
-        return self.finish_reason == "length" and self.prompt_tokens + self.completion_tokens >= self.n_ctx
+        return self.finish_reason == "length" and not self.discarded_tokens and self.prompt_tokens + self.completion_tokens >= self.n_ctx
 
     def to_dict(self) -> dict[str, Any]:
         """What `moeoff run --json` prints."""
@@ -155,11 +158,21 @@ class Completer:
     Args:
         llm: stays the caller's, who closes it after this.
         sampling: how answers are drawn.
+        prompt_cache: where the context of one prompt comes from, and goes to.
+
+    Raises:
+        ModelError: the prompt cache is not of this model and context.
     """
 
-    def __init__(self, llm: Llama, sampling: Sampling):
+    def __init__(self, llm: Llama, sampling: Sampling, prompt_cache: PromptCache | None = None):
         self.llm = llm
         self.sampling = sampling
+        self._prompt_cache = prompt_cache
+        self._cached_tokens: list[int] = []
+        if prompt_cache is not None:
+            prompt_cache.load(llm)
+            self._cached_tokens = llm.input_ids[: llm.n_tokens].tolist()
+        self._prompt: list[int] = []
         self._cancelled = threading.Event()
         self._silence: Callable[[], None] = lambda: None  # while an answer is computed: no log of the graph that is ended
         # one thread for all answers: OpenMP keeps a team of threads for each thread that ever computed
@@ -213,21 +226,24 @@ class Completer:
         stats = llm.stats().since(before, spent, time.process_time() - cpu)
         if spent.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
             stats = replace(stats, gen_tps=spent.gen_tokens / (ended - started - spent.prompt_seconds))
+        n_tokens = llm.n_tokens + llm.n_discarded
         return Completion(
             text="".join(text),
             finish_reason=reason,
             prompt_tokens=len(tokens),
-            reused_tokens=max(llm.n_tokens - spent.prompt_tokens - spent.gen_tokens, 0),
-            completion_tokens=max(llm.n_tokens - len(tokens) + 1, 0),  # after each token that was computed one is drawn
+            reused_tokens=max(n_tokens - spent.prompt_tokens - spent.gen_tokens, 0),
+            completion_tokens=max(n_tokens - len(tokens) + 1, 0),  # after each token that was computed one is drawn
             n_ctx=n_ctx,
             stats=stats,
             seconds=ended - started,
             rss_bytes=rss(),
+            discarded_tokens=llm.n_discarded,
         )
 
     def _compute(self, tokens: list[int], pieces: queue.SimpleQueue[str | None]) -> str:
         """In the thread: puts pieces of text, then None."""
         reason = "length"
+        self._prompt = tokens
         try:
             if self._cancelled.is_set():
                 return "cancelled"
@@ -237,6 +253,8 @@ class Completer:
                 if choice["text"]:
                     pieces.put(choice["text"])
                 reason = choice["finish_reason"] or reason
+            if self._prompt_cache is not None and self._prompt_cache.answers:
+                self._prompt_cache.save(self.llm)
         except (MoeoffError, RuntimeError) as error:
             if self._cancelled.is_set():
                 return "cancelled"
@@ -246,6 +264,14 @@ class Completer:
         finally:
             pieces.put(None)
         return "cancelled" if self._cancelled.is_set() else reason
+
+    def _drawn(self, _tokens: object, _logits: object) -> bool:
+        """After each token that was drawn, before it is computed. Whether the answer ends there."""
+        cache, prompt = self._prompt_cache, self._prompt
+        if prompt and cache is not None and not cache.answers and prompt != self._cached_tokens[: len(prompt)]:
+            cache.save(self.llm)  # the context holds the prompt and nothing else
+        self._prompt = []
+        return self._cancelled.is_set()
 
     def _completion_keywords(self) -> dict[str, Any]:
         from llama_cpp import StoppingCriteriaList
@@ -259,7 +285,7 @@ class Completer:
             "min_p": s.min_p,
             "repeat_penalty": s.repeat_penalty,
             "stop": list(s.stop),
-            "stopping_criteria": StoppingCriteriaList([lambda _tokens, _logits: self._cancelled.is_set()]),
+            "stopping_criteria": StoppingCriteriaList([self._drawn]),
         }
         if s.ignore_eos:
             keywords["logit_bias"] = {token: float("-inf") for token in _end_tokens(self.llm)}

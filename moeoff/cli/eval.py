@@ -13,6 +13,7 @@ import click
 from ..console import progress_bar, remark
 from ..memory import peak_rss
 from ..paths import demo_model
+from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SYSTEM, llama_arguments, with_options
 from .options import CONTEXT, companion, one_sentence
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 @click.option("--deterministic", is_flag=True, help="With --max-loss: as if no expert were in memory, the most that is ever given up.")
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
-@click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers.")
+@with_options(FLASH, BATCH, CACHE, GPU, ROPE, SYSTEM)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @one_sentence
@@ -61,7 +62,7 @@ def eval_(
             experts=companion(experts, no_experts),
             n_threads=threads,
             progress=progress,
-            **options,
+            **llama_arguments(**options),
         )
     stats = done.stats
     if as_json:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..memory import MIB, format_size
+from .llama_options import BATCH, CACHE, FLASH, GPU_LAYERS, llama_arguments, with_options
 from .options import CONTEXT, one_sentence
 
 if TYPE_CHECKING:
@@ -18,14 +19,18 @@ if TYPE_CHECKING:
 @click.command(context_settings=CONTEXT)
 @click.argument("file", type=click.Path())
 @click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
+@with_options(BATCH, CACHE, FLASH, GPU_LAYERS)
 @click.option("--probe/--no-probe", default=True, show_default=True, help="Read from the file for 2 seconds to tell its speed.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @one_sentence
-def inspect(file: str, ctx_size: int | None, probe: bool, as_json: bool) -> None:
+def inspect(file: str, ctx_size: int | None, probe: bool, as_json: bool, **options: Any) -> None:
     """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
     from ..budget.inspection import examine
+    from ..engine.llama_options import check_options, read_options
 
-    report = examine(file, ctx_size=ctx_size, probe_disk=probe)
+    keywords = read_options(llama_arguments(**options))
+    check_options(keywords)
+    report = examine(file, ctx_size=ctx_size, probe_disk=probe, keywords=keywords)
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
@@ -64,12 +69,17 @@ def _print(r: Report) -> None:
     console.print()
 
     floor = table(f"needed at a context of {r.ctx_size}", "")
-    dense = r.dense_bytes - r.embedding_bytes
-    on_disk = f" (token embedding on disk: {format_size(r.embedding_bytes)})" if r.embedding_bytes else ""
-    floor.add_row("weights outside the experts" + on_disk, format_size(dense))
-    floor.add_row("KV cache" + ("" if r.kv_exact else " and state (estimate)"), format_size(r.kv_bytes))
-    floor.add_row("compute buffers (estimate)", format_size(r.compute_bytes))
-    floor.add_row("Python and libraries, reserve", format_size(r.floor_bytes - dense - r.kv_bytes - r.compute_bytes - r.arena_floor_bytes))
+    embedding = min(r.embedding_bytes, r.host_weight_bytes)
+    floor.add_row("Python and libraries", format_size(r.process_bytes))
+    if embedding:
+        floor.add_row("token embedding", format_size(embedding))
+    on_disk = f" (token embedding on disk: {format_size(r.embedding_disk_bytes)})" if r.embedding_disk_bytes else ""
+    floor.add_row("other weights outside the experts" + on_disk, format_size(r.host_weight_bytes - embedding))
+    floor.add_row("KV cache and other state", format_size(r.kv_bytes))
+    floor.add_row("compute buffers", format_size(r.compute_bytes))
+    floor.add_row("work area", format_size(r.work_bytes))
+    floor.add_row("outputs", format_size(r.output_bytes))
+    floor.add_row("reserve", format_size(r.reserve_bytes))
     floor.add_row("two slots for slices", format_size(r.arena_floor_bytes))
     floor.add_row("floor", format_size(r.floor_bytes), style="bold")
     floor.add_row("available here", format_size(r.available_bytes))

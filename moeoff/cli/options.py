@@ -12,6 +12,7 @@ import click
 
 from ..errors import MoeoffError, OptionError
 from .errors import sentence
+from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SHIFT, SYSTEM, llama_arguments, with_options
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -71,16 +72,12 @@ _OPENING = (
     ),
     click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use."),
     click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less."),
-    click.option("-fa/-no-fa", "--flash-attn/--no-flash-attn", default=True, show_default=True, help="Flash attention: smaller compute buffers."),
-    click.option("-ngl", "--n-gpu-layers", type=click.IntRange(min=-1), default=0, show_default=True, help="Layers whose dense part goes to the GPU; -1: all."),
 )
 
 
 def opening_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that say how a model is opened, the same wherever one is; `opening_arguments` takes them."""
-    for option in reversed(_OPENING):
-        command = option(command)
-    return command
+    return with_options(_OPENING, FLASH, BATCH, CACHE, SHIFT, GPU, ROPE, SYSTEM)(command)
 
 
 def opening_arguments(
@@ -89,7 +86,8 @@ def opening_arguments(
     """The values of `opening_options`, and of any others, as `moeoff.engine.open.open_model` calls them."""
     if profile and no_profile:
         raise OptionError("give --profile or --no-profile, not both")
-    return {"experts": companion(experts, no_experts), "profile": profile or not no_profile, "n_ctx": ctx_size, "n_threads": threads, **options}
+    arguments = llama_arguments(**options)
+    return {"experts": companion(experts, no_experts), "profile": profile or not no_profile, "n_ctx": ctx_size, "n_threads": threads, **arguments}
 
 
 def companion(experts: str | None, no_experts: bool) -> str | bool:

@@ -44,6 +44,9 @@ DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many 
 @click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Penalty on tokens that occurred lately; 1: none.")
 @click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
 @click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
+@click.option("--prompt-cache", type=click.Path(dir_okay=False), metavar="FILE", help="Take the computed prompt from FILE, and write it there when it is new.")
+@click.option("--prompt-cache-all", is_flag=True, help="Keep the answer in the prompt cache, too.")
+@click.option("--prompt-cache-ro", is_flag=True, help="Use the prompt cache, and do not write it.")
 @click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts the router selected, for simulate; appends to FILE.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
@@ -64,6 +67,9 @@ def _run(
     as_json: bool = False,
     stats_json: str | None = None,
     trace: str | None = None,
+    prompt_cache: str | None = None,
+    prompt_cache_all: bool = False,
+    prompt_cache_ro: bool = False,
     memory: str | None = None,
     expert_memory: str | None = None,
     seed: int = -1,
@@ -82,6 +88,8 @@ def _run(
         raise OptionError("give -m or -hf, not both")
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
         raise OptionError(f"{stats_json}: there is no such folder to write statistics into")
+    if prompt_cache is None and (prompt_cache_all or prompt_cache_ro):
+        raise OptionError("--prompt-cache-all and --prompt-cache-ro say how a --prompt-cache FILE is used: give one")
     if hf_repo:
         from ..gguf.hub import download, parse
 
@@ -92,19 +100,23 @@ def _run(
         if model or hf_repo:
             raise OptionError("give a prompt with -p, with -f or on standard input; without one, in a terminal, moeoff chats")
         prompt = DEMO_PROMPT
+    if chat and prompt_cache:
+        raise OptionError("--prompt-cache keeps one prompt, and a chat has many: give a prompt with -p or -f")
     if hf_repo:
         model = download(hf_repo)
 
     from ..engine.llama import Llama
     from ..engine.open import open_model
+    from ..engine.prompt_cache import PromptCache
     from .completion import Completer, Sampling
 
     sampling = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
     how = Sampling(**sampling | {"stop": tuple(sampling.get("stop", ()))})
+    cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
     share = f" ({DEFAULT_SHARE:.0%} of what is available)" if memory is None and expert_memory is None else ""
     options |= {"memory": memory, "expert_memory": expert_memory, "trace": trace}
     llm = open_model(Llama, model or demo_model(), seed=seed if seed >= 0 else random.getrandbits(31), **options)
-    with llm, Completer(llm, how) as completer:
+    with llm, Completer(llm, how, cache) as completer:
         if prompt is None:
             from .chat import Chat
 

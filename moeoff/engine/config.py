@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from ..binding import KEYWORDS, supports_gpu
+from ..binding import KEYWORDS
 from ..budget.loss_contract import parse_loss
 from ..budget.precision import LOSSLESS, Precision
 from ..companion.file import KEEP, Companion
 from ..errors import OptionError
 from ..memory import parse_size
+from .llama_options import check_options, read_options
 from .strategy import Strategy, get_strategy
 
 __all__ = ["Config"]
@@ -47,8 +48,13 @@ class Config:
             timing, memory or what was asked before. An expert that is resident may then be served in low precision.
         replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
             results are the same bit for bit whatever is resident.
+        context_shift: an answer does not end where the context is full: the older half of it is forgotten, but for `n_keep` tokens.
+        n_keep: tokens of the prompt, beside the one that begins a text, that a context shift keeps; -1: all of them.
+        override_tensor: where other tensors than routed experts go, as llama.cpp's --override-tensor has it: "PATTERN=BUFFER,...".
+        priority: of the process, -1 (low) to 3 (realtime); it stays when the model is closed.
         llama_cpp: options of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
-            `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
+            `use_mmap` and `use_mlock` are not available, because the experts are not mapped. `make` takes names for `type_k`
+            and `type_v` ("q8_0"), `rope_scaling_type`, `split_mode` and `numa`, and shares as "3,1" for `tensor_split`.
 
     Raises:
         OptionError: an unknown option or strategy, or a value that makes no sense.
@@ -71,6 +77,10 @@ class Config:
     max_loss: float | None = None
     deterministic: bool = False
     replay: Path | None = None
+    context_shift: bool = False
+    n_keep: int = 0
+    override_tensor: str | None = None
+    priority: int = 0
     llama_cpp: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -84,7 +94,7 @@ class Config:
             expert_memory=None if expert_memory is None else parse_size(expert_memory),
             strategy=get_strategy(strategy),
             max_loss=None if max_loss is None else parse_loss(max_loss),
-            llama_cpp={name: value for name, value in options.items() if name not in ours},
+            llama_cpp=read_options({name: value for name, value in options.items() if name not in ours}),
             **{name: value for name, value in options.items() if name in ours},
         )
 
@@ -94,8 +104,11 @@ class Config:
             raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
         if self.llama_cpp.get("use_mmap") or self.llama_cpp.get("use_mlock"):
             raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
-        if self.llama_cpp.get("n_gpu_layers") and not supports_gpu():
-            raise OptionError("n_gpu_layers: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+        check_options(self.llama_cpp)
+        if self.n_keep and not self.context_shift:
+            raise OptionError("n_keep has no effect without context_shift")
+        if self.n_keep < -1:
+            raise OptionError(f"n_keep: a number of tokens, or -1 for the whole prompt, not {self.n_keep}")
         if self.memory is not None and self.expert_memory is not None:
             raise OptionError("give memory or expert_memory, not both")
         if self.max_loss is not None and (self.precision is not LOSSLESS or self.tier not in (None, KEEP)):

@@ -116,19 +116,20 @@ class ExpertBuffer:
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self, *, embedding: bool = False) -> Iterator[ctypes.Array[native.BuftOverride]]:
+    def loading(self, others: Sequence[tuple[str, int]] = (), *, embedding: bool = False) -> Iterator[ctypes.Array[native.BuftOverride]]:
         """While open, models loaded by this thread with the yielded overrides reserve their experts here.
 
         Args:
-            embedding: and their token embedding, which must not be the output matrix (`Layout.lookup_embedding`).
+            others: overrides for other tensors, as of `native.tensor_overrides`.
+            embedding: reserve the token embedding, too, unless it is among the others; it must not be the output matrix
+                (`Layout.lookup_embedding`).
         """
         self._check(native.load_begin(self.handle))
-        patterns = [EXPERT_PATTERN, EMBEDDING_PATTERN] if embedding else [EXPERT_PATTERN]
-        overrides = (native.BuftOverride * (len(patterns) + 1))()
-        for i, pattern in enumerate(patterns):
-            overrides[i] = native.BuftOverride(pattern.encode(), native.buffer_type())
+        pairs = [(EXPERT_PATTERN, native.buffer_type()), *others]
+        if embedding:
+            pairs.append((EMBEDDING_PATTERN, native.buffer_type()))
         try:
-            yield overrides
+            yield native.tensor_overrides(pairs)
         finally:
             native.load_end(self.handle)
 

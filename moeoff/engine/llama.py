@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import sys
 import time
@@ -13,7 +12,8 @@ from typing import Any
 
 from .. import native
 from ..binding import PatchedLlama, set_log
-from ..budget.footprint import require_room, usual_share
+from ..budget.dry_load import MemorySizes, memory_sizes
+from ..budget.footprint import Footprint, require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.loss_contract import LossContract, SelectedPrecision
 from ..budget.memory_plan import Needs, Plan
@@ -30,11 +30,15 @@ from .arena_sizer import ArenaSizer
 from .batch_spans import batch_spans, is_decode
 from .cancellation import Cancellation
 from .config import Config
+from .context_shift import ContextShift
 from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input, wants_gate_logits
 from .expert_buffer import ExpertBuffer
+from .llama_options import check_model
 from .prefetcher import SAMPLE
+from .process_priority import set_priority
 from .stats import Stats, Timing
+from .tensor_placement import tensor_buffers
 from .warm_start import recall, remember
 
 
@@ -58,6 +62,7 @@ class Llama(PatchedLlama):
     _buffer: ExpertBuffer | None = None
     _driver: Driver | None = None
     _core_binding: CoreBinding | None = None
+    _context_shift: ContextShift | None = None
 
     def __init__(
         self,
@@ -74,6 +79,7 @@ class Llama(PatchedLlama):
         self._one_output = not config.gate_input
         self.timing = Timing()
 
+        set_priority(config.priority)
         self._budget = self._choose_budget()
         self._layout = self._read_layout()
         self.profile = self._find_profile()
@@ -89,6 +95,9 @@ class Llama(PatchedLlama):
             self.set_abort_callback(native.should_abort, self._buffer.handle)
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
             self.wrap_decode(self._decode)
+            if config.context_shift:
+                self._context_shift = ContextShift(self, config.n_keep)
+                self.without_end()
             self._warm_up()
         except BaseException:
             self.close()
@@ -106,11 +115,12 @@ class Llama(PatchedLlama):
         """The file's headers, and whether the model can fit, before anything is loaded."""
         layout = Layout.read(self._config.model_path)
         layout.require_experts()
-        require_room(layout, self._n_ctx_of(layout), self._budget or available())
+        check_model(self._config.llama_cpp, layout, self._config.context_shift)
+        self._tensor_buffers = tensor_buffers(self._config.override_tensor, layout)
+        n_ctx = self._config.n_ctx or layout.n_ctx_train or 512
+        self._footprint = Footprint.of(layout, n_ctx, self._config.keywords, self._tensor_buffers)
+        require_room(self._footprint, self._budget or available())
         return layout
-
-    def _n_ctx_of(self, layout: Layout) -> int:
-        return self._config.n_ctx or layout.n_ctx_train or 512
 
     def _find_profile(self) -> Profile | None:
         wanted = self._config.profile
@@ -128,7 +138,7 @@ class Llama(PatchedLlama):
         tier = KEEP if config.tier is None and (self.precision.tier or config.max_loss) else config.tier
         source = ExpertSource.make(self._layout, config.experts, tier, config.verify_reads)
         if config.max_loss:
-            share = usual_share(self._layout, self._n_ctx_of(self._layout), self._budget, config.expert_memory)
+            share = usual_share(self._footprint, self._budget, config.expert_memory)
             self.selected_precision = LossContract.find(self._layout, self.profile, source, config.max_loss, share)
             self.precision = self.selected_precision.precision
             source = replace(source, tier=self.selected_precision.tier)
@@ -149,7 +159,7 @@ class Llama(PatchedLlama):
 
     def _load_model(self) -> None:
         """llama.cpp loads everything but what stays on disk, for which it reserves address space in the buffer."""
-        with self.expert_buffer.loading(embedding=self._layout.lookup_embedding is not None) as self._overrides:
+        with self.expert_buffer.loading(self._tensor_buffers, embedding=self._layout.lookup_embedding is not None) as self._overrides:
             try:
                 self.load(self._config.model_path, **self._config.keywords)
             except ValueError as error:
@@ -165,9 +175,9 @@ class Llama(PatchedLlama):
             buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=self._config.deterministic)
 
     def _needs(self) -> Needs:
-        weights, state, compute, work = self.context_memory()
-        python = max(rss() - weights - state, 0)  # both are resident: the weights have been read, the state cleared
-        return Needs(python, weights, state, compute + work + self.output_bytes, self.n_ctx(), self.expert_buffer.embedding_bytes)
+        size = self.memory_sizes()
+        python = max(rss() - size.weights - size.state, 0)  # both are resident: the weights have been read, the state cleared
+        return Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, self.n_ctx(), self.expert_buffer.embedding_bytes)
 
     def _make_driver(self) -> Driver | None:
         config = self._config
@@ -216,15 +226,21 @@ class Llama(PatchedLlama):
         self.cancellation.request()
 
     def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
-        """As llama_cpp's; `on_stats` is told when it ends."""
+        """As llama_cpp's, with a context shift if that was asked for; `on_stats` is told when it ends."""
         before, timing = self.stats(), replace(self.timing)
+        answer = super().generate
         self.cancellation.withdraw()
         with self.cancellation.in_progress():
             try:
-                yield from super().generate(*args, **kwargs)
+                yield from self._context_shift.generate(answer, *args, **kwargs) if self._context_shift else answer(*args, **kwargs)
             finally:
                 if self._on_stats:
                     self._on_stats(self.stats().since(before, self.timing.since(timing)))
+
+    @property
+    def n_discarded(self) -> int:
+        """Tokens that a context shift has forgotten of the last prompt and its answer."""
+        return self._context_shift.n_discarded if self._context_shift else 0
 
     # --- memory ---
 
@@ -245,13 +261,9 @@ class Llama(PatchedLlama):
         """How the budget is divided."""
         return self._sizer.plan
 
-    def context_memory(self) -> tuple[int, int, int, int]:
-        """Bytes in host memory of: weights without those that stay on disk, KV and other state, compute buffers, work area."""
-        out = (ctypes.c_uint64 * 4)()
-        if native.context_memory(self.context_handle, out) != 0:
-            raise MoeoffError("no memory for the graph of the largest batch")
-        weights, state, compute, work = out
-        return weights, state, compute, work
+    def memory_sizes(self) -> MemorySizes:
+        """What lies in host memory beside Python and the experts."""
+        return memory_sizes(self)
 
     # --- watching ---
 
@@ -275,6 +287,7 @@ class Llama(PatchedLlama):
         stats = Stats.collect(
             self.expert_buffer, strategy=self.strategy.name, model=self.model_path, tier=self._source.tier, budget=self.plan.budget, peak=peak_rss()
         )
+        stats = replace(stats, memory=self.plan.items(self._footprint.embedding))
         prefetcher = self._driver.prefetcher if self._driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)

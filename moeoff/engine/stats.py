@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 
 from ..companion.file import KEEP
 from .expert_buffer import ExpertBuffer
@@ -84,6 +84,7 @@ class Stats:
     embedding_disk_bytes: int = 0
     max_loss: float | None = None
     estimated_loss: float | None = None
+    memory: dict[str, int] = field(default_factory=dict)
 
     @property
     def precision_summary(self) -> str:

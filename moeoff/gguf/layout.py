@@ -14,14 +14,11 @@ import numpy as np
 
 from ..errors import ModelError
 from .file import FileState, ModelFile, unpack
-from .quantize import is_computed, type_name
 from .split_name import SplitName
-from .tensor_name import EMBEDDING, OUTPUT, is_expert, parse_tensor_name
+from .tensor_name import EMBEDDING, OUTPUT, is_expert
 
 _T = TypeVar("_T", str, int)
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
-_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
-_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp knows
 
 
 @dataclass(frozen=True)
@@ -97,10 +94,10 @@ class Layout:
         return cls(
             files=tuple(files),
             architecture=first.architecture,
-            n_layer=_count(first.hparams, "block_count"),
-            n_expert=_count(first.hparams, "expert_count"),
-            n_expert_used=_count(first.hparams, "expert_used_count"),
-            n_ctx_train=_count(first.hparams, "context_length"),
+            n_layer=count(first.hparams, "block_count"),
+            n_expert=count(first.hparams, "expert_count"),
+            n_expert_used=count(first.hparams, "expert_used_count"),
+            n_ctx_train=count(first.hparams, "context_length"),
             experts={span.name: span for span in spans if is_expert(span.name)},
             dense={span.name: span for span in spans if not is_expert(span.name)},
             hparams=first.hparams,
@@ -108,40 +105,11 @@ class Layout:
         )
 
     def require_experts(self) -> None:
-        """Raises `ModelError` if there is nothing to offload, or if llama.cpp would end the process over what the file says."""
+        """Raises `ModelError` if there is nothing to offload."""
         if self.architecture == "moeoff-experts":
             raise ModelError(f"{self.files[0]}: a companion, not a model: give the model that it was made of")
         if not self.experts:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
-        self._check_counts()
-        self._check_tensors()
-
-    def _check_counts(self) -> None:
-        """What llama.cpp asserts of the hyperparameters before it reads tensors. A missing or mistyped key it refuses in words."""
-        n_layer, n_expert, n_used = self.n_layer, self.n_expert, self.n_expert_used
-        n_groups, n_groups_used = _count(self.hparams, "expert_group_count"), _count(self.hparams, "expert_group_used_count")
-        scaling = self.hparams.get("rope.scaling.type", "linear")
-        checks = [
-            ("block_count", "block_count" not in self.hparams or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"),
-            ("nextn_predict_layers", _count(self.hparams, "nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"),
-            ("expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"),
-            ("expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"),
-            ("expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"),
-            ("expert_group_used_count", n_groups < 2 or 1 <= n_groups_used < n_groups, f"1 to {n_groups - 1}, less than expert_group_count"),
-            ("rope.scaling.type", not isinstance(scaling, str) or scaling in _ROPE_SCALINGS, ", ".join(_ROPE_SCALINGS)),
-        ]
-        for key, good, expected in checks:
-            if not good:
-                found = repr(self.hparams[key]) if key in self.hparams else "missing"
-                raise ModelError(f"{self.files[0]}: {key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
-
-    def _check_tensors(self) -> None:
-        for name, span in {**self.dense, **self.experts}.items():
-            path = self.files[span.file]
-            if not is_computed(span.type):
-                raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
-            if name in self.experts and not parse_tensor_name(name).chunk and span.shape[2] != self.n_expert:
-                raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {self.n_expert} of expert_count")
 
     def check_unchanged(self) -> None:
         """Raises `ModelError` if a file was written to since it was read.
@@ -168,7 +136,7 @@ class _Part:
     state: FileState
 
 
-def _count(hparams: Mapping[str, object], key: str) -> int:
+def count(hparams: Mapping[str, object], key: str) -> int:
     """As llama.cpp takes it: unsigned, and of one for each layer the largest; 0 where the file does not say."""
     value = hparams.get(key, 0)
     return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)

@@ -96,7 +96,7 @@ def measure(model: str, n_ctx: int, memory: str | None, ubatch: int | None, prom
         options |= {"n_ubatch": ubatch}
     with moeoff.Llama(model, n_ctx=n_ctx, **options) as llm:
         snapshots.append(Snapshot.take("opened"))
-        weights, state, compute, work = llm.context_memory()
+        size = llm.memory_sizes()
         snapshots.append(Snapshot.take("measured"))
         tokens = llm.tokenize(prompt.encode())[: n_ctx - n_predict - 1]
         llm.eval(tokens)
@@ -106,7 +106,7 @@ def measure(model: str, n_ctx: int, memory: str | None, ubatch: int | None, prom
         snapshots.append(Snapshot.take("answered"))
         arena, plan = llm.expert_buffer.stats().arena_committed, llm.plan
     packages = sorted({name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names))
-    needed = {"weights": weights, "state": state, "compute": compute, "work area": work, "arena": arena}
+    needed = {"weights": size.weights, "state": size.state, "compute": size.compute, "work area": size.work, "arena": arena}
     beside = snapshots[-1].rss - sum(needed.values())
     return {
         "n_prompt": len(tokens),

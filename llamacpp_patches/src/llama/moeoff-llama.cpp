@@ -1,6 +1,8 @@
 #include "moeoff-llama.h"
 
+#include "llama-context.h"
 #include "llama-ext.h"
+#include "llama-memory.h"
 
 #include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
 
@@ -8,7 +10,10 @@
 #include "ggml-cpu.h"
 
 #include <algorithm>
+#include <cstdio>
 #include <exception>
+#include <mutex>
+#include <stdexcept>
 
 bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_on_disk(tensor);
@@ -53,7 +58,9 @@ static void context_memory(llama_context * ctx, uint64_t * bytes) {
     // allocated by the first graph that needs it, so no buffer tells its size yet
     const uint32_t n_tokens  = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
     const int      n_threads = std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx));
-    const auto *   graph     = llama_graph_reserve(ctx, n_tokens, llama_n_seq_max(ctx), 1);
+    const auto     memory    = ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr;
+    // split and not allocated: a context that is only planned (no_alloc) stays so
+    const auto *   graph     = ctx->graph_reserve(n_tokens, llama_n_seq_max(ctx), 1, memory.get(), true);
     if (graph) {
         bytes[3] = ggml_graph_plan(graph, n_threads, nullptr).work_size;
     }
@@ -65,5 +72,37 @@ int moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {
         return 0;
     } catch (const std::exception &) {
         return -1;
+    }
+}
+
+static thread_local int       guard_depth = 0; // of this thread
+static std::mutex             guard_mutex;
+static int                    n_guarded      = 0; // pairs open on all threads
+static ggml_abort_callback_t  unguarded      = nullptr;
+
+static void throw_assertion(const char * message) {
+    if (guard_depth > 0) {
+        throw std::runtime_error(message);
+    }
+    if (unguarded) {
+        unguarded(message);
+    } else {
+        fprintf(stderr, "%s\n", message);
+    }
+}
+
+void moeoff_guard_begin(void) {
+    std::lock_guard<std::mutex> lock(guard_mutex);
+    if (n_guarded++ == 0) {
+        unguarded = ggml_set_abort_callback(throw_assertion);
+    }
+    guard_depth++;
+}
+
+void moeoff_guard_end(void) {
+    std::lock_guard<std::mutex> lock(guard_mutex);
+    guard_depth--;
+    if (--n_guarded == 0) {
+        ggml_set_abort_callback(unguarded);
     }
 }

@@ -19,3 +19,9 @@ bool moeoff_is_reserved(const ggml_tensor * tensor);
 // Bytes in host memory: [0] weights, reserved tensors not counted, [1] KV and recurrent state, [2] compute buffers,
 // [3] the CPU backend's work area for the largest batch. Needs the experts' sources; not while ctx decodes. -1: out of memory.
 extern "C" LLAMA_API int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);
+
+// Between the two, what ggml asserts on the calling thread is an exception, which llama.cpp's functions that load a model or
+// create a context catch, log, and answer with NULL: a bad file then does not end the process. On other threads, and on this
+// one outside, an assertion still ends it. Not while a graph is computed: nothing catches there. Pairs may be nested.
+extern "C" LLAMA_API void moeoff_guard_begin(void);
+extern "C" LLAMA_API void moeoff_guard_end(void);

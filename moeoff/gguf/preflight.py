@@ -1,0 +1,71 @@
+"""What a model's headers must say before llama.cpp sees the file: it ends the process over what it does not expect.
+
+Most of what llama.cpp asserts while it loads comes back as an error (`moeoff.binding.guarded`). Here is the rest, and what
+deserves a sentence of its own: counts that it divides by, and types that fail while it computes.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+
+from ..errors import ModelError
+from .layout import Layout, count
+from .quantize import is_computed, type_name
+from .tensor_name import parse_tensor_name
+
+__all__ = ["preflight"]
+
+_MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
+_ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp knows
+
+
+# what is added, multiplied element by element, or scanned: of two operands ggml's CPU backend wants the second in F32
+_ELEMENTWISE = re.compile(
+    r"norm|\.bias$|ssm_(a|d|conv1d)\b|ssm_conv1d_|shortconv\.conv|ple_conv1d|exp_probs_b|attn_sinks|rope_(freqs|factors_)"
+    r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|\.(input_)?scale$"
+)
+_ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
+_F32, _I32 = 0, 26
+
+
+def preflight(layout: Layout) -> None:
+    """Raises `ModelError` if llama.cpp would end the process over what the file says."""
+    for key, good, expected in _counts(layout):
+        if not good:
+            found = repr(layout.hparams[key]) if key in layout.hparams else "missing"
+            raise ModelError(f"{layout.files[0]}: {key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
+    _check_tensors(layout)
+
+
+def _counts(layout: Layout) -> Iterator[tuple[str, bool, str]]:
+    """(key, whether its value will do, what would). A missing or mistyped key llama.cpp refuses in words."""
+    h, n_layer, n_expert, n_used = layout.hparams, layout.n_layer, layout.n_expert, layout.n_expert_used
+    n_groups, n_groups_used = count(h, "expert_group_count"), count(h, "expert_group_used_count")
+    scaling = h.get("rope.scaling.type", "linear")
+    yield "block_count", "block_count" not in h or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"
+    yield "nextn_predict_layers", count(h, "nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"
+    yield "expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"
+    yield "expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"
+    yield "expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"
+    yield "expert_group_used_count", n_groups < 2 or 1 <= n_groups_used < n_groups, f"1 to {n_groups - 1}, less than expert_group_count"
+    if isinstance(used := h.get("expert_used_count"), tuple):
+        layers = {parse_tensor_name(name).layer for name in layout.experts}
+        each = [n for layer, n in enumerate(used) if layer in layers]
+        yield "expert_used_count", all(type(n) is int and 1 <= n <= n_expert for n in each), f"1 to the {n_expert} of expert_count in each layer"
+    for key, value in h.items():
+        if key.endswith("epsilon"):
+            yield key, not isinstance(value, float) or 0 <= value < math.inf, "a small positive number"
+    yield "rope.scaling.type", not isinstance(scaling, str) or scaling in _ROPE_SCALINGS, ", ".join(_ROPE_SCALINGS)
+
+
+def _check_tensors(layout: Layout) -> None:
+    for name, span in {**layout.dense, **layout.experts}.items():
+        path = layout.files[span.file]
+        if not is_computed(span.type):
+            raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
+        if (span.type != _F32 and _ELEMENTWISE.search(name)) or (span.type == _I32 and not _ID_TABLES.search(name)):
+            raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert the model again")
+        if name in layout.experts and not parse_tensor_name(name).chunk and span.shape[2] != layout.n_expert:
+            raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {layout.n_expert} of expert_count")

@@ -1,0 +1,236 @@
+"""llama.cpp's options: each is taken and does what it does there, or is refused with the reason; none is without effect."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.arch_models import write_model
+from helpers.files import ROOT
+from moeoff.binding import api
+from moeoff.engine.config import Config
+from moeoff.engine.process_priority import PRIORITIES
+
+SMALL = {"expert_memory": "1G", "profile": False, "n_threads": 2, "n_ctx": 256}
+
+REFUSED = [
+    ({"type_k": "q3_k"}, "type_k: one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, not 'q3_k'"),
+    ({"type_k": 12}, "type_k: one of .*, not Q4_K"),
+    ({"type_v": "q8_0"}, "type_v q8_0: quantized values need flash attention"),
+    ({"n_batch": 0}, "n_batch: at least 1 token, not 0"),
+    ({"n_gpu_layers": 3}, "n_gpu_layers: this build of llama.cpp has no GPU backend"),
+    ({"tensor_split": "3,1"}, "tensor_split: this build of llama.cpp has no GPU backend"),
+    ({"tensor_split": "a,1"}, "tensor_split: shares of the GPUs as 3,1, not 'a,1'"),
+    ({"main_gpu": 1}, "main_gpu: this build of llama.cpp has no GPU backend"),
+    ({"split_mode": "row"}, "split_mode 'row': experts are computed from the expert buffer"),
+    ({"split_mode": "odd"}, "split_mode: one of none, layer, not 'odd'"),
+    ({"rope_scaling_type": "odd"}, "rope_scaling_type: one of none, linear, yarn, not 'odd'"),
+    ({"yarn_beta_fast": 16.0}, "yarn_beta_fast has no effect: the model's rope scaling is not YaRN"),
+    ({"yarn_orig_ctx": 64, "rope_scaling_type": "linear"}, "yarn_orig_ctx has no effect"),
+    ({"numa": "odd"}, "numa: one of distribute, isolate, numactl, not 'odd'"),
+    ({"priority": 4}, "priority: -1 to 3, not 4"),
+    ({"context_shift": True, "type_k": "q8_0"}, "context_shift: quantized keys of 32 numbers cannot be moved"),
+    ({"n_keep": 4}, "n_keep has no effect without context_shift"),
+    ({"n_keep": -2, "context_shift": True}, "n_keep: a number of tokens"),
+    ({"override_tensor": "attn_q"}, "override_tensor: PATTERN=BUFFER with a buffer out of CPU, not 'attn_q'"),
+    ({"override_tensor": "attn_q=GPU9"}, "a buffer out of CPU, not 'attn_q=GPU9'"),
+    ({"override_tensor": "(=CPU"}, "is no regular expression"),
+    ({"override_tensor": "attn_odd=CPU"}, "is found in the name of no tensor outside the experts"),
+    ({"override_tensor": "exps=CPU"}, "'exps' is found in 'blk.0.ffn_.*_exps.weight': routed experts lie in moeoff's expert buffer"),
+]
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_refused(demo, options, words):
+    with pytest.raises(moeoff.OptionError, match=words):
+        moeoff.Llama(demo, **SMALL, **options)
+
+
+def test_a_cache_type_that_rows_do_not_fit_is_refused_with_llama_cpps_reason(writer, folder):
+    path = write_model(writer, folder, "qwen3moe", "4-bit")
+    try:
+        moeoff.Llama(str(path), **SMALL, flash_attn=True, type_k="q8_0")
+    except moeoff.ModelError as error:
+        assert "does not divide" in str(error) and "\n" not in str(error)
+
+
+def logits(demo, **options) -> np.ndarray:
+    with moeoff.Llama(demo, **{**SMALL, **options}) as llm:
+        llm.decode_batch([1, 5, 9, 3, 7, 200, 11], 0, first_output=6)
+        return llm.batch_logits(1).copy()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"type_k": "q4_0"},
+        {"type_k": "q8_0", "type_v": "q5_1"},
+        {"type_v": "iq4_nl"},
+        {"rope_freq_scale": 0.5},
+        {"rope_freq_base": 5000.0},
+        {"rope_scaling_type": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 32},
+        {"yarn_ext_factor": 0.5, "rope_freq_scale": 0.25, "yarn_beta_slow": 2.0},
+    ],
+    ids=str,
+)
+def test_has_an_effect(demo, options):
+    plain, other = logits(demo, flash_attn=True), logits(demo, flash_attn=True, **options)
+    assert not np.array_equal(plain, other) and np.isfinite(other).all()
+
+
+def test_batches(demo):
+    with moeoff.Llama(demo, **SMALL, n_batch=64, n_ubatch=16) as llm:
+        assert (api.llama_n_batch(llm.ctx), api.llama_n_ubatch(llm.ctx)) == (64, 16)
+
+
+def test_a_tensor_is_placed(demo):
+    assert np.array_equal(logits(demo), logits(demo, override_tensor=r"blk\.[0-3]\.attn_q=CPU,output=CPU"))
+
+
+def test_commands_take_them(moeoff_command, demo):
+    common = ["-ctk", "q8_0", "-ctv", "q8_0", "--rope-freq-base", "20000", "--numa", "distribute", "--prio", "-1", "-ot", "attn_q=CPU"]
+    run = moeoff_command("run", "-m", demo, "-p", "x", "-n", "4", "-c", "256", "-b", "64", "-ub", "32", "--swa-full", *common)
+    assert run.returncode == 0, run.stderr
+    text = str(ROOT / "tests" / "data" / "prose.txt")
+    done = moeoff_command("eval", "-m", demo, "--text", text, "--ctx", "64", "--chunks", "1", "--json", "-b", "32", *common)
+    assert done.returncode == 0 and json.loads(done.stdout)["perplexity"] > 1, done.stderr
+    both = moeoff_command("run", "-m", demo, "-p", "x", "--rope-scale", "2", "--rope-freq-scale", "0.5")
+    assert both.returncode == 1 and "not both" in both.stderr
+
+
+def test_inspect_knows_types(moeoff_command, demo):
+    plain, small = (json.loads(moeoff_command("inspect", demo, "--json", "--no-probe", *types).stdout) for types in ([], ["-ctk", "q8_0", "-ctv", "q8_0"]))
+    assert small["kv_bytes"] * 64 == plain["kv_bytes"] * 34
+
+
+def test_priority(demo):
+    code = "import os, sys, moeoff\nwith moeoff.Llama(sys.argv[1], expert_memory='1G', priority=-1): print(os.getpriority(os.PRIO_PROCESS, 0))"
+    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == max(PRIORITIES[-1], os.getpriority(os.PRIO_PROCESS, 0))
+
+
+# --- a context that is full ---
+
+
+def greedy(llm: moeoff.Llama, prompt: list[int], n: int) -> list[int]:
+    answer = llm.generate(prompt, temp=0.0)
+    return [next(answer) for _ in range(n)]
+
+
+def shifted_by_hand(llm: moeoff.Llama, prompt: list[int], n: int, n_keep: int) -> list[int]:
+    """What llama.cpp's programs do, with its functions alone."""
+    llm.clear_context()
+    memory, n_past, out = api.llama_get_memory(llm.ctx), 0, []
+    batch = prompt
+    while len(out) < n:
+        if n_past + len(batch) > llm.n_ctx() - 1 and n_past:
+            discard = (n_past - n_keep) // 2
+            assert api.llama_memory_seq_rm(memory, 0, n_keep, n_keep + discard)
+            api.llama_memory_seq_add(memory, 0, n_keep + discard, n_past, -discard)
+            n_past -= discard
+        llm.decode_batch(batch, n_past, n_past + len(batch) - 1)
+        n_past += len(batch)
+        batch = [int(llm.batch_logits(1).argmax())]
+        out += batch
+    return out
+
+
+@pytest.mark.parametrize("n_keep, type_k", [(0, "f16"), (7, "f32"), (-1, "f16")])
+def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
+    prompt = [1, *range(300, 330)]
+    options = {**SMALL, "flash_attn": True, "type_k": type_k}
+    with moeoff.Llama(demo, **options, context_shift=True, n_keep=n_keep) as llm:
+        found = greedy(llm, prompt, 600)
+        assert llm.n_discarded > 300 and llm.n_tokens < llm.n_ctx()
+        kept = len(prompt) if n_keep < 0 else n_keep + llm.adds_bos()
+        assert llm.input_ids[:kept].tolist() == prompt[:kept]
+        again = greedy(llm, prompt, 10)
+        assert again == found[:10] and llm.n_discarded == 0
+    with moeoff.Llama(demo, **options) as llm:
+        assert shifted_by_hand(llm, prompt, 600, kept) == found
+
+
+def test_without_a_shift_the_answer_ends(moeoff_command, demo):
+    command = ["run", "-m", demo, "--raw", "-p", "Once upon a time", "-c", "256", "-n", "600", "--ignore-eos", "--json", "--temp", "0"]
+    ended, shifted = (json.loads(moeoff_command(*command, *more).stdout) for more in ([], ["--context-shift", "--keep", "4"]))
+    assert ended["usage"]["total_tokens"] == 256 and ended["finish_reason"] == "length"
+    assert shifted["usage"]["completion_tokens"] == 600 and shifted["text"].startswith(ended["text"][:100])
+
+
+def test_seeded_answers_go_on_behind_a_shift(demo):
+    """The sampler goes on with the shift, it does not begin again with its seed."""
+    with moeoff.Llama(demo, **SMALL, context_shift=True, seed=3) as llm:
+        llm.set_seed(3)
+        answer = llm.generate([1, 300, 301], temp=2.0, top_k=0, top_p=1.0)
+        tokens = [next(answer) for _ in range(520)]
+    assert tokens[252:262] != tokens[:10] and len(set(tokens)) > 100
+
+
+@pytest.mark.parametrize("architecture, options", [("qwen3next", {}), ("gpt-oss", {"swa_full": False, "n_ctx": 1024, "n_ubatch": 32})])
+def test_memory_that_cannot_shift_is_refused(architecture, options, writer, folder):
+    path = str(write_model(writer, folder, architecture, "4-bit"))
+    with pytest.raises(moeoff.OptionError, match="context_shift: this model's memory cannot forget a part"):
+        moeoff.Llama(path, **{**SMALL, **options}, context_shift=True)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(demo):
+    with moeoff.Llama(demo, **SMALL, context_shift=True) as llm, pytest.raises(ValueError, match="exceed context window of 256"):
+        llm.create_completion(list(range(1, 300)), max_tokens=1)
+
+
+# --- prompt caches ---
+
+ASK = ["--raw", "-p", "Once upon a time there was a little girl who", "-n", "12", "--temp", "0", "-c", "256", "--json"]
+
+
+def test_prompt_cache(moeoff_command, demo, tmp_path):
+    cache = tmp_path / "prompt.cache"
+    first, second = (json.loads(moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).stdout) for _ in range(2))
+    assert first["text"] == second["text"] and first["stats"]["prompt_tokens"] > 5
+    assert second["stats"]["prompt_tokens"] == 0 and second["usage"] == first["usage"]  # its last token counts as generated
+    before = cache.read_bytes()
+    longer = moeoff_command("run", "-m", demo, *ASK, "-f", "/dev/null", "--prompt-cache", str(cache))
+    assert longer.returncode == 1  # -p and -f
+    ask = [word.replace("girl who", "girl who had a dog") for word in ASK]
+    read = json.loads(moeoff_command("run", "-m", demo, *ask, "--prompt-cache", str(cache), "--prompt-cache-ro").stdout)
+    assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"] and cache.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [cache]
+
+
+def test_prompt_cache_with_answers(moeoff_command, demo, tmp_path):
+    cache = str(tmp_path / "prompt.cache")
+    first = json.loads(moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", cache, "--prompt-cache-all").stdout)
+    longer = [*ASK[:2], ASK[2] + first["text"], *ASK[3:]]
+    second = json.loads(moeoff_command("run", "-m", demo, *longer, "--prompt-cache", cache).stdout)
+    assert second["stats"]["prompt_tokens"] < 4
+
+
+def test_prompt_caches_that_cannot_be_used(moeoff_command, demo, grown, tmp_path):
+    cache = tmp_path / "prompt.cache"
+
+    def refused(*args: str, model: str = demo) -> str:
+        done = moeoff_command("run", "-m", model, *ASK, *args)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+        return done.stderr
+
+    assert "there is no such prompt cache" in refused("--prompt-cache", str(cache), "--prompt-cache-ro")
+    assert "give one" in refused("--prompt-cache-all")
+    assert "keeps no answers" in refused("--prompt-cache", str(cache), "--prompt-cache-all", "--prompt-cache-ro")
+    assert "no_such_folder" in refused("--prompt-cache", str(tmp_path / "no_such_folder" / "x"))
+    assert moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).returncode == 0
+    good = cache.read_bytes()
+    assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache), model=grown)
+    for damaged in (good[: len(good) // 2], b"", b"x" * 100, good[:8] + b"\xff" * 8 + good[16:], good[:12] + b"\xff\xff\xff\x7f" + good[16:]):
+        cache.write_bytes(damaged)
+        assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache))
+
+
+def test_what_make_reads_may_be_numbers_too(demo):
+    config = Config.make(demo, type_k=8, rope_scaling_type=2, numa=False, tensor_split=None)
+    assert config.llama_cpp["type_k"] == 8 and config.llama_cpp["rope_scaling_type"] == 2
