@@ -241,6 +241,8 @@ class PatchedLlama(llama_cpp.Llama):
     # llama_cpp makes a sampler for each answer and leaves the one before to the garbage collector, which does not see that a
     # vocabulary of 150,000 makes it 1.8 MB large and comes by after dozens of answers
     def _init_sampler(self, *args: Any, **options: Any) -> Any:
+        if self._keeps_sampler:
+            return self._latest_sampler
         if self._latest_sampler is not None:
             self._latest_sampler.close()
         self._latest_sampler = super()._init_sampler(*args, **options)
@@ -302,9 +304,6 @@ class PatchedLlama(llama_cpp.Llama):
             yield
         finally:
             self._keeps_sampler = False
-
-    def _init_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        return self._sampler if self._keeps_sampler else super()._init_sampler(*args, **kwargs)
 
     def without_end(self) -> None:
         """From now on llama_cpp does not end answers where the context is full."""

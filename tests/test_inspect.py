@@ -23,7 +23,7 @@ def test_json(moeoff_command, demo):
     assert report["disk"] is None and report["ctx_size"] == 256
     items = ("process", "host_weight", "kv", "compute", "work", "output", "reserve", "arena_floor")
     assert sum(report[f"{item}_bytes"] for item in items) == report["floor_bytes"] and all(report[f"{item}_bytes"] > 0 for item in items)
-    assert 0 < report["embedding_bytes"] < report["host_weight_bytes"]
+    assert report["embedding_bytes"] == 0 < report["embedding_disk_bytes"] < report["dense_bytes"]
     assert all(row["tps_low"] is None for row in report["budgets"])
 
 

@@ -17,6 +17,7 @@ from ..budget.footprint import Footprint, require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.loss_contract import LossContract, SelectedPrecision
 from ..budget.memory_plan import Needs, Plan
+from ..budget.micro_batch import USUAL, MicroBatch, choose
 from ..budget.precision import Precision
 from ..companion.file import KEEP
 from ..companion.profile import Profile
@@ -37,6 +38,7 @@ from .expert_buffer import ExpertBuffer
 from .llama_options import check_model
 from .prefetcher import SAMPLE
 from .process_priority import set_priority
+from .prompt_rates import PromptMeter, keep_rates, recall_rates
 from .stats import Stats, Timing
 from .tensor_placement import tensor_buffers
 from .warm_start import recall, remember
@@ -82,6 +84,7 @@ class Llama(PatchedLlama):
         set_priority(config.priority)
         self._budget = self._choose_budget()
         self._layout = self._read_layout()
+        self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
         self._source, self._low_source = self._select_experts()
         set_log(config.keywords["verbose"])
@@ -118,9 +121,29 @@ class Llama(PatchedLlama):
         check_model(self._config.llama_cpp, layout, self._config.context_shift)
         self._tensor_buffers = tensor_buffers(self._config.override_tensor, layout)
         n_ctx = self._config.n_ctx or layout.n_ctx_train or 512
-        self._footprint = Footprint.of(layout, n_ctx, self._config.keywords, self._tensor_buffers)
+        self._keywords = self._config.keywords
+        self._footprint = Footprint.of(layout, n_ctx, self._keywords, self._tensor_buffers)
         require_room(self._footprint, self._budget or available())
         return layout
+
+    def _choose_micro_batch(self) -> MicroBatch:
+        """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
+        given, footprint = self._config.llama_cpp, self._footprint
+        if given.get("n_batch") or given.get("n_ubatch") or self._budget is None:
+            return MicroBatch(min(self._keywords.get("n_ubatch", USUAL), self._keywords.get("n_batch", USUAL), footprint.n_ctx), "as given")
+        needs = footprint.needs()
+        usual = min(USUAL, footprint.n_ctx)
+        found = choose(
+            footprint.n_ctx,
+            self._budget - (needs.total - needs.computing),
+            footprint.arena_full,
+            lambda n: needs.computing * n // usual,
+            recall_rates(self._layout, self._keywords["n_threads"]),
+        )
+        if found.n_tokens != usual:
+            self._keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
+            self._footprint = Footprint.of(self._layout, footprint.n_ctx, self._keywords, self._tensor_buffers)
+        return found
 
     def _find_profile(self) -> Profile | None:
         wanted = self._config.profile
@@ -161,7 +184,7 @@ class Llama(PatchedLlama):
         """llama.cpp loads everything but what stays on disk, for which it reserves address space in the buffer."""
         with self.expert_buffer.loading(self._tensor_buffers, embedding=self._layout.lookup_embedding is not None) as self._overrides:
             try:
-                self.load(self._config.model_path, **self._config.keywords)
+                self.load(self._config.model_path, **self._keywords)
             except ValueError as error:
                 raise ModelError(f"{self._config.model_path}: llama.cpp cannot load it: {error} (more with verbose=True)") from error
         self.on_close(self.expert_buffer.close)
@@ -171,6 +194,7 @@ class Llama(PatchedLlama):
         buffer, precision = self.expert_buffer, self.precision
         self._sizer = ArenaSizer(buffer, self._budget, self._config.expert_memory, self._needs(), precision.low_share)
         buffer.start(*self._sizer.arenas)
+        self._prompt_meter = PromptMeter(buffer, self._config.n_lanes)
         if not precision.lossless:
             buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=self._config.deterministic)
 
@@ -205,9 +229,12 @@ class Llama(PatchedLlama):
         buffer = self.expert_buffer
         self._layout.check_unchanged()
         spans = batch_spans(batch)
-        buffer.set_batch_kind(is_decode(spans))
+        is_next = is_decode(spans)
+        buffer.set_batch_kind(is_next)
         if self._driver is not None:
             self._driver.begin(batch, spans)
+        if not is_next:
+            self._prompt_meter.begin()
         started = time.perf_counter()
         with self.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:
@@ -218,7 +245,10 @@ class Llama(PatchedLlama):
                     raise Cancelled("the answer was cancelled") from None
                 raise
         buffer.check()
-        self.timing.add(batch.n_tokens, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self.timing.add(batch.n_tokens, seconds, is_next)
+        if not is_next:
+            self._prompt_meter.end(batch.n_tokens, seconds)
         self._sizer.look()
 
     def cancel(self) -> None:
@@ -287,7 +317,9 @@ class Llama(PatchedLlama):
         stats = Stats.collect(
             self.expert_buffer, strategy=self.strategy.name, model=self.model_path, tier=self._source.tier, budget=self.plan.budget, peak=peak_rss()
         )
-        stats = replace(stats, memory=self.plan.items(self._footprint.embedding))
+        stats = replace(
+            stats, micro_batch=self.micro_batch.n_tokens, micro_batch_reason=self.micro_batch.reason, memory=self.plan.items(self._footprint.embedding)
+        )
         prefetcher = self._driver.prefetcher if self._driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
@@ -316,6 +348,8 @@ class Llama(PatchedLlama):
                 self._driver.close({name: stats[name] for name in ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")})
             if self._config.warm:
                 remember(buffer, self._layout)
+            if rates := self._prompt_meter.rates:
+                keep_rates(self._layout, self._keywords["n_threads"], rates)
         if self.loaded:
             super().close()
         if self._core_binding is not None:

@@ -16,15 +16,15 @@ _COUNTERS = (
 
 @dataclass
 class Timing:
-    """Time inside llama_decode: batches of several tokens are prompt, single tokens generation."""
+    """Time inside llama_decode: of prompts, and of tokens that continue texts, one for each sequence."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     gen_tokens: int = 0
     gen_seconds: float = 0.0
 
-    def add(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens > 1:
+    def add(self, n_tokens: int, seconds: float, decode: bool) -> None:
+        if not decode:
             self.prompt_tokens += n_tokens
             self.prompt_seconds += seconds
         else:
@@ -49,6 +49,7 @@ class Stats:
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
+    micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
     """
 
@@ -84,6 +85,8 @@ class Stats:
     embedding_disk_bytes: int = 0
     max_loss: float | None = None
     estimated_loss: float | None = None
+    micro_batch: int = 0
+    micro_batch_reason: str = ""
     memory: dict[str, int] = field(default_factory=dict)
 
     @property

@@ -7,8 +7,6 @@ changed model never finds it. It holds high and low versions, not tiers: a start
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import zipfile
 from pathlib import Path
 
@@ -23,11 +21,7 @@ VERSION = 1  # "low" came later, and is not in every file
 
 
 def _file(layout: Layout) -> Path:
-    identity = hashlib.sha256()
-    for path in layout.files:
-        status = os.stat(path)
-        identity.update(f"{os.path.realpath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
-    return cache_folder() / "warm" / f"{identity.hexdigest()[:32]}.npz"
+    return cache_folder() / "warm" / f"{layout.identity}.npz"
 
 
 def remember(buffer: ExpertBuffer, layout: Layout) -> None:

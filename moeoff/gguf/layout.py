@@ -5,6 +5,7 @@ Reads headers only. Knows nothing of memory or of running models.
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,6 +77,15 @@ class Layout:
     @property
     def expert_bytes(self) -> int:
         return sum(span.nbytes for span in self.experts.values())
+
+    @property
+    def identity(self) -> str:
+        """Of these very files, for what is remembered about them: their paths, sizes and times of change. Raises `OSError` if one is gone."""
+        identity = hashlib.sha256()
+        for path in self.files:
+            status = os.stat(path)
+            identity.update(f"{os.path.realpath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        return identity.hexdigest()[:32]
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Layout:
