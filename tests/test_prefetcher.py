@@ -12,6 +12,7 @@ from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError, cache, native
 from moeoff.budget.precision import Precision
 from moeoff.engine.ab_test import BLOCK, ORDER
+from moeoff.engine.batch_spans import batch_spans, is_decode
 from moeoff.engine.driver import Driver
 from moeoff.engine.prefetcher import Prefetcher
 from moeoff.engine.strategy import PRESETS, Strategy, get_strategy, strategy_names
@@ -147,7 +148,7 @@ def test_one_of_several_sequences_begins_no_text():
 
     def begins(*tokens):
         batch = SimpleNamespace(n_tokens=len(tokens), pos=[pos for _, pos in tokens], seq_id=[[sequence] for sequence, _ in tokens])
-        return driver._begins(batch)
+        return driver._begins(batch_spans(batch))
 
     assert begins((0, 0), (0, 1), (0, 2))
     assert not begins((0, 3))
@@ -156,6 +157,26 @@ def test_one_of_several_sequences_begins_no_text():
     assert begins((2, 0))
     assert not begins((1, 3), (0, 6))
     assert begins((1, 1), (1, 2)) and not begins((1, 3))
+
+
+def test_several_sequences_are_decoded_and_a_text_is_read():
+    def decodes(*sequences):
+        batch = SimpleNamespace(n_tokens=len(sequences), pos=list(range(len(sequences))), seq_id=[[sequence] for sequence in sequences])
+        return is_decode(batch_spans(batch))
+
+    assert decodes(0) and decodes(0, 1, 2) and not decodes(0, 0) and not decodes(0, 1, 1)
+
+
+def test_a_decode_batch_is_predicted_row_by_row():
+    """The experts of all sequences, those that a sequence wants most before those that one wants second, up to what the disk can read."""
+    buffer = Recorder()
+    predictor = Fixed([[9, 8, 1, 0, 0, 0, 0, 0], [0, 0, 0, 7, 9, 0, 0, 0], [0, 8, 0, 0, 9, 0, 0, 0]])
+    prefetcher = Prefetcher(buffer, predictor, n_used=2, n_lanes=1, ab_tested=False)
+    prefetcher._earned = 3.0
+    event = event_of(0, 3)
+    event.decode = True
+    prefetcher.observe(event)
+    assert buffer.prefetched == [(1, [0, 4, 1, 3], False, 3)]
 
 
 def test_learned_needs_a_profile(demo):
@@ -260,6 +281,7 @@ def test_reads_ahead_only_what_is_mostly_used():
     prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
     for token in range(40):
         buffer.prefetched.clear()
+        buffer.counters.io_worker_busy_ns += 5_000_000
         for gate in (0, 1):
             prefetcher.observe(event_of(gate, 1, t_ns=10_000_000 * (2 * token + gate + 1), ids=(0, 7)))
     assert (1, [0], False) in [call[:3] for call in buffer.prefetched] and (1, [1], False, 0) in buffer.prefetched

@@ -55,7 +55,7 @@ class Hobbit(GroupedPolicy):
             ids, weights = (np.concatenate(arrays) for arrays in ([e.ids for e in events], [e.weights for e in events]))
             self._count(gates[:, None], ids, o["lfu"] + o["lhu"] * (unimportance(weights) <= o["t1"]))
         else:
-            for gate, event in zip(gates, events):
+            for gate, event in enumerate(events, first):
                 experts, count = used(event)
                 high = np.bincount(event.ids[unimportance(event.weights) <= o["t1"]], minlength=self.shape.n_experts)
                 self._count(gate, experts, o["lfu"] * count + o["lhu"] * high[experts])

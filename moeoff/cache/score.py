@@ -97,10 +97,10 @@ class Score(GroupedPolicy):
         for (probs, uses), event in zip(now, events):
             experts, count = used(event)
             uses[experts] = count / n_tokens
+            probs[:] = 0  # of experts that a gate does not have
             if event.probs is not None:
-                probs[:] = event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
+                probs[: event.probs.shape[1]] = event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
             else:  # without them, the selected experts' weights
-                probs[:] = 0
                 np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
         keep, mix = (self._keep, self._mix) if n_tokens == 1 else mixing(n_tokens)
         self._take(slice(first, first + len(events)), now, keep, mix)

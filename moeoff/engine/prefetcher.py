@@ -126,10 +126,11 @@ class Prefetcher:
                 self._read_union(p)
                 continue
             best = self._likeliest(p.scores)
-            n_paying = self._n_candidates
+            n_paying = len(best)
             if self._usefulness is not None:
-                self._usefulness.predicted(p.gate, best[: self._n_candidates])
-                n_paying = len(best) * self._usefulness.n_paying(p.gate) // self._n_candidates
+                if len(p.scores) == 1:
+                    self._usefulness.predicted(p.gate, best)
+                n_paying = n_paying * self._usefulness.n_paying(p.gate) // self._n_candidates
             limit = int(self._credit)
             queued = self._read(p, best[:n_paying], limit) if n_paying else 0
             if n_paying < len(best):
@@ -141,11 +142,14 @@ class Prefetcher:
     def _likeliest(self, scores: np.ndarray) -> np.ndarray:
         """The candidates, best first. Several rows: of each, those in the first places before those in the second, at most all experts."""
         n = self._n_candidates
+        places: np.ndarray
         if len(scores) == 1:
-            return scores[0].argsort()[: -n - 1 : -1]
+            places = scores[0].argsort()[: -n - 1 : -1]
+            return places
         places = np.argsort(-scores, axis=1)[:, :n].T.ravel()
         _, first = np.unique(places, return_index=True)
-        return places[np.sort(first)]
+        places = places[np.sort(first)]
+        return places
 
     def _read(self, p: Prediction, best: np.ndarray, limit: int) -> int:
         """Protects the candidates and queues up to `limit` slices of them; returns how many."""

@@ -84,7 +84,8 @@ class ActivationPath(Predictor):
             np.add.at(out, (np.arange(len(last))[:, None], experts), change)
             out /= n_pairs
             out += self._log_popularity[gate] + self._one[gate][last].mean(axis=1)
-            return np.exp(out, out=out)
+            np.exp(out, out=out)
+            return out
         log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
         if self._skip is not None and before is not None:
             log += self._skip[gate][before].sum(axis=1)

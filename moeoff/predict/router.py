@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from typing import overload
 
 import numpy as np
 
@@ -55,7 +56,8 @@ class Router:
         gating: the function, one of the constants above.
         n_gates, n_experts: the priority table's shape; a gate with fewer experts uses the first columns.
         n_used: [n_gates] experts for each token.
-        weights: [n_gates] arrays [n_experts, n_embd] float32, or None where the gate has no such tensor.
+        weights: [n_gates] arrays [n_experts, n_embd] float32, or None where the gate has no such tensor; of a lazy router read anew
+            each time.
         tables: [n_gates] arrays [n_vocab, n_used] int32 where the token alone decides (deepseek4's first layers), else None.
     """
 

@@ -27,6 +27,7 @@ from results_file import HELP, ResultsFile
 SHAPES = "48x128x8x2048,24x32x4x2880,60x256x8x7168,12x32x4x512"
 POLICIES = ("lfu", "decay", "arc", "edgemoe", "hobbit", "score")
 PREDICTORS = ("gate", "stacked", "activation-path", "previous-token")
+ON = SimpleNamespace(on=True, gain=None, token=lambda ns: None)
 ABSENT = 0.1  # share of the experts that are not resident
 
 
@@ -76,11 +77,12 @@ def make_events(router: Router, n_tokens: int) -> list[GateEvent]:
         for gate in range(router.n_gates):
             x = 0.9 * x + 0.44 * rng.standard_normal(d, np.float32)
             inputs = (x / np.linalg.norm(x))[None]
-            probs = router.probs(gate, inputs)
+            logits = router.logits(gate, inputs)
+            probs = router.gated(logits)
             ids = router.select(gate, probs).astype(np.int32)
             weights = np.take_along_axis(probs, ids, axis=1)
             t_ns = 1 + 2_000_000 * (t * router.n_gates + gate)
-            events.append(GateEvent(gate, ids, weights, probs, inputs, None, gate, 3 * ids.size, 0, 1 + len(events), t_ns))
+            events.append(GateEvent(gate, ids, weights, probs, inputs, None, gate, 3 * ids.size, 0, 1 + len(events), t_ns, logits))
     return events
 
 
@@ -96,16 +98,16 @@ def median(n_gates: int, events: list[GateEvent], step: Callable[[GateEvent], ob
     return float(np.median(times[len(times) // 4 :])) / n_gates / 1e3
 
 
-def as_native(event: GateEvent) -> tuple[native.GateEvent, bytearray]:
+def as_native(event: GateEvent) -> tuple[native.GateEvent, ctypes.Array]:
     """The struct that the native driver thread hands over, and the memory behind it."""
-    parts = [event.ids.tobytes(), event.weights.astype(np.float32).tobytes(), event.gate_input.astype(np.float32).tobytes()]
-    data = ctypes.create_string_buffer(b"".join(parts))
+    arrays = {"ids": event.ids, "weights": event.weights, "gate_input": event.gate_input, "logits": event.logits}
+    data = ctypes.create_string_buffer(b"".join(array.tobytes() for array in arrays.values()))
+    made = native.GateEvent(seq=event.seq, t_ns=event.t_ns, gate=event.gate, layer=event.layer, n_tokens=1, n_rows=1, row_step=1, decode=1)
+    made.n_used, made.n_embd, made.n_expert = event.ids.shape[1], event.gate_input.shape[1], event.logits.shape[1]
     at = ctypes.addressof(data)
-    made = native.GateEvent(seq=event.seq, t_ns=event.t_ns, gate=event.gate, layer=event.layer, n_tokens=1, n_used=event.ids.shape[1])
-    made.n_embd = event.gate_input.shape[1]
-    made.ids = ctypes.cast(at, ctypes.POINTER(ctypes.c_int32))
-    made.weights = ctypes.cast(at + len(parts[0]), ctypes.POINTER(ctypes.c_float))
-    made.gate_input = ctypes.cast(at + len(parts[0]) + len(parts[1]), ctypes.POINTER(ctypes.c_float))
+    for name, array in arrays.items():
+        setattr(made, name, ctypes.cast(at, dict(native.GateEvent._fields_)[name]))
+        at += array.nbytes
     return made, data
 
 
@@ -113,22 +115,23 @@ def parts(router: Router, events: list[GateEvent]) -> Iterator[tuple[str, Callab
     n, e, k = router.n_gates, router.n_experts, router.n_used[0]
     copies = [as_native(event) for event in events]
     yield "event copy", lambda event: _copy_event(ctypes.addressof(copies[event.seq - 1][0]))
-    yield "probabilities of the gate input", lambda event: router.probs(event.gate, event.gate_input)
+    yield "probabilities", lambda event: router.gated(event.logits)
     shape = cache.Shape(n, e, k, n * e * (1 - ABSENT))
     for name in POLICIES:
         yield f"policy {name}", cache.create(name, shape).update
     for name in PREDICTORS:
         yield f"predictor {name}", predict.create(name, router).observe
     buffer = MadeBuffer(n, e)
-    prefetcher = Prefetcher(buffer, SimpleNamespace(observe=lambda event, made=predictions(router): made[event.gate]), k, 4)
-    prefetcher.ab_test = None  # always on
+    made = predictions(router)
+    prefetcher = Prefetcher(buffer, SimpleNamespace(observe=lambda event: made[event.gate]), k, 4)
+    prefetcher.ab_test = ON
     yield "prefetcher", prefetcher.observe
     for policy, predictor in (("score", None), ("score", "gate")):
         buffer = MadeBuffer(n, e)
-        made = None if predictor is None else Prefetcher(buffer, predict.create(predictor, router), k, 4)
-        if made is not None:
-            made.ab_test = None
-        driver = Driver(buffer, cache.create(policy, shape, buffer.priorities), prefetcher=made)
+        ahead = None if predictor is None else Prefetcher(buffer, predict.create(predictor, router), k, 4)
+        if ahead is not None:
+            ahead.ab_test = ON
+        driver = Driver(buffer, cache.create(policy, shape, buffer.priorities), router=router, prefetcher=ahead)
         yield f"driver: {policy}" + (f" and {predictor}" if predictor else ""), driver.deliver
 
 
