@@ -180,8 +180,8 @@ def kv_bytes(layout: Layout, n_ctx: int) -> tuple[int, bool]:
 
 
 def compute_bytes(layout: Layout, n_ctx: int) -> int:
-    """An estimate of llama.cpp's compute buffer with flash attention: the larger of the logits of a whole batch and of one
-    expert layer's activations, with the attention mask; a quarter more for what lies beside them."""
+    """An estimate of llama.cpp's compute buffer with flash attention: one expert layer's activations and one token's
+    logits, with the attention mask; a quarter more for what lies beside them."""
     h = layout.hparams
     n_tokens = min(_UBATCH, n_ctx)
     n_embd = _per_layer(h.get("embedding_length"), 0, 0)
@@ -190,4 +190,4 @@ def compute_bytes(layout: Layout, n_ctx: int) -> int:
     n_ff = max((span.shape[1] for span in layout.experts.values() if parse_tensor_name(span.name).matrix_name != "down"), default=0)
     mask = n_tokens * n_ctx * _F16
     layer = n_tokens * layout.n_expert_used * (n_embd + 2 * n_ff) * _F32
-    return int(1.25 * (mask + n_tokens * 2 * n_embd * _F32 + max(n_tokens * n_vocab * _F32, layer)))
+    return int(1.25 * (mask + n_tokens * 2 * n_embd * _F32 + max(n_vocab * _F32, layer)))
