@@ -25,7 +25,7 @@ _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp 
 # what is added, multiplied element by element, or scanned: of two operands ggml's CPU backend wants the second in F32
 _ELEMENTWISE = re.compile(
     r"norm|\.bias$|ssm_(a|d|conv1d)\b|ssm_conv1d_|shortconv\.conv|ple_conv1d|exp_probs_b|attn_sinks|rope_(freqs|factors_)"
-    r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|\.(input_)?scale$"
+    r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|(?<!_exps)\.scale$"
 )
 _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
 _F32, _I32 = 0, 26
