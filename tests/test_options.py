@@ -234,3 +234,11 @@ def test_prompt_caches_that_cannot_be_used(moeoff_command, demo, grown, tmp_path
 def test_what_make_reads_may_be_numbers_too(demo):
     config = Config.make(demo, type_k=8, rope_scaling_type=2, numa=False, tensor_split=None)
     assert config.llama_cpp["type_k"] == 8 and config.llama_cpp["rope_scaling_type"] == 2
+
+
+def test_the_models_own_yarn_factors_stay(demo):
+    with moeoff.Llama(demo, **SMALL) as llm:
+        params = llm.context_params
+        assert (params.yarn_attn_factor, params.yarn_beta_fast, params.yarn_beta_slow) == (-1, -1, -1)
+    with moeoff.Llama(demo, **SMALL, rope_scaling_type="yarn", yarn_beta_fast=16.0) as llm:
+        assert (llm.context_params.yarn_beta_fast, llm.context_params.yarn_beta_slow) == (16, -1)

@@ -39,9 +39,9 @@ ROPE = (
     click.option("--rope-freq-scale", type=click.FloatRange(0, min_open=True), metavar="N", help="Frequency scale: expands the context 1/N times."),
     click.option("--yarn-orig-ctx", type=click.IntRange(min=1), metavar="N", help="YaRN: context that the model was trained with first. Default: the model's."),
     click.option("--yarn-ext-factor", type=float, metavar="N", help="YaRN: share of extrapolation; 0: interpolation alone. Default: the model's."),
-    click.option("--yarn-attn-factor", type=float, metavar="N", help="YaRN: scale of attention. Default: 1."),
-    click.option("--yarn-beta-slow", type=float, metavar="N", help="YaRN: high correction dimension. Default: 1."),
-    click.option("--yarn-beta-fast", type=float, metavar="N", help="YaRN: low correction dimension. Default: 32."),
+    click.option("--yarn-attn-factor", type=float, metavar="N", help="YaRN: scale of attention. Default: the model's."),
+    click.option("--yarn-beta-slow", type=float, metavar="N", help="YaRN: high correction dimension. Default: the model's."),
+    click.option("--yarn-beta-fast", type=float, metavar="N", help="YaRN: low correction dimension. Default: the model's."),
 )
 SYSTEM = (
     click.option("--numa", metavar="STRATEGY", help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp."),

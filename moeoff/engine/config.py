@@ -18,6 +18,9 @@ from .strategy import Strategy, get_strategy
 
 __all__ = ["Config"]
 
+# llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
+_MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
+
 Path = str | os.PathLike[str]
 
 
@@ -125,7 +128,7 @@ class Config:
         """The arguments of llama_cpp.Llama."""
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         n_threads = self.llama_cpp.get("n_threads") or n_cores
-        options = {"verbose": False, **self.llama_cpp, "use_mmap": False, "n_threads": n_threads}
+        options = {"verbose": False, **_MODELS_OWN, **self.llama_cpp, "use_mmap": False, "n_threads": n_threads}
         return options | {"n_threads_batch": self.llama_cpp.get("n_threads_batch") or n_threads}
 
     @property

@@ -18,13 +18,14 @@ from .tensor_name import parse_tensor_name
 __all__ = ["preflight"]
 
 _MAX_LAYERS, _MAX_EXPERTS = 512, 1024  # llama.cpp's LLAMA_MAX_LAYERS and LLAMA_MAX_EXPERTS
+_MAX_INT = (1 << 31) - 1  # llama_cpp takes it as a signed number
 _ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")  # those that llama.cpp knows
 
 
 # what is added, multiplied element by element, or scanned: of two operands ggml's CPU backend wants the second in F32
 _ELEMENTWISE = re.compile(
     r"norm|\.bias$|ssm_(a|d|conv1d)\b|ssm_conv1d_|shortconv\.conv|ple_conv1d|exp_probs_b|attn_sinks|rope_(freqs|factors_)"
-    r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|\.(input_)?scale$"
+    r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|(?<!_exps)\.scale$"
 )
 _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
 _F32, _I32 = 0, 26
@@ -45,6 +46,7 @@ def _counts(layout: Layout) -> Iterator[tuple[str, bool, str]]:
     n_groups, n_groups_used = count(h, "expert_group_count"), count(h, "expert_group_used_count")
     scaling = h.get("rope.scaling.type", "linear")
     yield "block_count", "block_count" not in h or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"
+    yield "context_length", count(h, "context_length") <= _MAX_INT, f"at most {_MAX_INT}"
     yield "nextn_predict_layers", count(h, "nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"
     yield "expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"
     yield "expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"
