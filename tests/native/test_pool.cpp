@@ -4,6 +4,7 @@
 
 #include "moeoff-pool.h"
 
+#include <algorithm>
 #include <limits>
 #include <random>
 
@@ -15,7 +16,8 @@ struct two_pools {
     const int      n_expert;
     const uint32_t n_high = (uint32_t) (n_gates * n_matrix * n_expert);
     catalog    all;
-    pool       pools[n_pools] { pool(all), pool(all) };
+    pool       pools[n_pools] { pool(all, HIGH), pool(all, LOW) };
+    std::vector<float> priorities; // as published
     monitor    sync;
     store_lock lock { sync };
 
@@ -23,7 +25,12 @@ struct two_pools {
         all.slices    = std::vector<slice>(2 * n_high);
         all.n_high    = n_high;
         all.n_experts = n_expert;
-        all.priorities.assign((size_t) (n_gates * n_expert), 0.0f);
+        priorities.assign((size_t) (n_gates * n_expert), 0.0f);
+        all.keys.assign(priorities.size(), eviction_rank::key_of(0.0f));
+        for (int g = 0; g < n_gates; g++) {
+            const int64_t first = g * n_matrix * n_expert;
+            all.firsts.push_back({ first, first + n_expert, first + 2 * n_expert, -1 });
+        }
         for (uint32_t i = 0; i < all.slices.size(); i++) {
             slice & s = all.slices[i];
             s.version = i < n_high ? HIGH : LOW;
@@ -48,7 +55,7 @@ struct two_pools {
                     best = !best || s.matrix > best->matrix ? &s : best;
                     continue;
                 }
-                float priority = all.priorities[(size_t) (s.gate * n_expert + s.expert)];
+                float priority = priorities[(size_t) (s.gate * n_expert + s.expert)];
                 if (v == LOW && all.low_spare && all.slices[i - n_high].resident_i >= 0) {
                     priority = -std::numeric_limits<float>::infinity();
                 }
@@ -67,6 +74,20 @@ struct two_pools {
         return best;
     }
 
+    void publish(int gate) {
+        for (int e = 0; e < n_expert; e++) {
+            all.keys[(size_t) (gate * n_expert + e)] = eviction_rank::key_of(priorities[(size_t) (gate * n_expert + e)]);
+        }
+        pools[HIGH].reorder((size_t) gate);
+        pools[LOW].reorder((size_t) gate);
+    }
+
+    void reconsider_all() {
+        for (const slice & s : all.slices) {
+            pools[s.version].reconsider(s);
+        }
+    }
+
     void leave(slice & s) {
         pools[s.version].leave(s);
         if (s.version == HIGH) {
@@ -75,7 +96,6 @@ struct two_pools {
     }
     void enter(slice & s) {
         pools[s.version].enter(s);
-        pools[s.version].reconsider(s);
         if (s.version == HIGH) {
             pools[LOW].reconsider(all.slices[all.index_of(s) + n_high]);
         }
@@ -119,15 +139,16 @@ static outcome compare_with_the_rule(int n_expert) {
                 break;
             case 6:
                 if (rng() % 20 == 0) {
-                    p.all.priorities[rng() % p.all.priorities.size()] = (float) (rng() % 5);
-                    p.all.low_spare = rng() % 2;
-                    p.pools[HIGH].reset_order();
-                    p.pools[LOW].reset_order();
+                    const float values[] = { -1.5f, -0.0f, 0.0f, 0.25f, 3.0f, 1e30f };
+                    for (int n = 1 + (int) (rng() % 3); n-- > 0;) {
+                        p.priorities[rng() % p.priorities.size()] = values[rng() % 6];
+                    }
+                    p.publish(0);
+                    p.publish(1);
                 } else if (rng() % 20 == 0) {
-                    // what stops being wanted becomes evictable without notice; a batch of events resets the order here
-                    p.all.n_events += catalog::want_window;
-                    p.pools[HIGH].reset_order();
-                    p.pools[LOW].reset_order();
+                    p.all.low_spare = rng() % 2;
+                    p.all.n_events += catalog::want_window; // slice_table::next_event() tells of those whose time has come
+                    p.reconsider_all();
                 }
                 break;
             default: {
@@ -157,11 +178,51 @@ static outcome compare_with_the_rule(int n_expert) {
 }
 
 TEST(a_pool_evicts_in_the_order_of_its_rule) {
-    const outcome out = compare_with_the_rule(30); // more residents than one scan finds victims
+    const outcome out = compare_with_the_rule(30);
     REQUIRE(out.n_victims[PREFETCH] > 100 && out.n_victims[GATE] > 100 && out.n_victims[DEMAND] > 100);
 }
 
 TEST(only_demand_evicts_what_is_wanted_and_nothing_what_is_pinned) {
     const outcome out = compare_with_the_rule(1);
     REQUIRE(out.n_victims[DEMAND] > 100 && out.n_wanted > 100 && out.n_none > 100);
+}
+
+TEST(keys_are_in_the_order_of_the_priorities) {
+    const float inf = std::numeric_limits<float>::infinity();
+    const float ascending[] = { -inf, -1e30f, -2.0f, -1.5f, -1e-40f, 0.0f, 1e-40f, 0.5f, 1.0f, 1e30f, inf };
+    REQUIRE(eviction_rank::key_of(-0.0f) == eviction_rank::key_of(0.0f));
+    for (size_t i = 1; i < sizeof(ascending) / sizeof(*ascending); i++) {
+        REQUIRE(eviction_rank::key_of(ascending[i - 1]) < eviction_rank::key_of(ascending[i]));
+    }
+    const uint32_t lowest = eviction_rank::key_of(std::numeric_limits<float>::quiet_NaN());
+    REQUIRE(eviction_rank::spare < lowest && lowest < eviction_rank::key_of(-inf) && eviction_rank::key_of(inf) < eviction_rank::expected);
+}
+
+// any number of leaves, also those that make no whole tree
+TEST(the_root_of_the_order_is_its_lowest_leaf) {
+    std::mt19937 rng(5);
+    for (const size_t n_gates : { 1, 2, 3, 7, 48 }) {
+        for (const size_t n_experts : { 1, 2, 5, 60 }) {
+            eviction_order order;
+            order.resize(n_gates, n_experts);
+            std::vector<eviction_rank> leaves(n_gates * n_experts);
+            for (int step = 0; step < 300; step++) {
+                if (rng() % 4) {
+                    const size_t leaf = rng() % leaves.size();
+                    leaves[leaf] = rng() % 3 ? eviction_rank { (uint32_t) (1 + rng() % 5), (uint32_t) leaf, rng() % 4 } : eviction_rank {};
+                    order.set(leaf, leaves[leaf]);
+                } else {
+                    const size_t gate = rng() % n_gates;
+                    std::vector<uint32_t> keys(n_experts);
+                    for (size_t e = 0; e < n_experts; e++) {
+                        keys[e] = (uint32_t) (1 + rng() % 5);
+                        eviction_rank & leaf = leaves[gate * n_experts + e];
+                        leaf.key = leaf.has_priority() ? keys[e] : leaf.key;
+                    }
+                    order.set_keys(gate, keys.data());
+                }
+                REQUIRE(order.first() == *std::min_element(leaves.begin(), leaves.end()) && order.is_consistent());
+            }
+        }
+    }
 }

@@ -18,6 +18,7 @@ struct batch {
     batch(int n_tokens, std::vector<int32_t> i, std::vector<float> w) : ids(std::move(i)), weights(std::move(w)) {
         event.n_tokens = n_tokens;
         event.n_used   = (int32_t) ids.size() / n_tokens;
+        event.decode   = n_tokens == 1;
         event.ids      = ids.data();
         event.weights  = weights.data();
     }
@@ -97,6 +98,23 @@ TEST(of_a_batch_the_share_that_the_fewest_tokens_chose_is_served_low) {
     REQUIRE(c.select(s) == (versions { HIGH, HIGH, LOW, HIGH, 9, 9, 9, 9 }));
     s = selector_of(1, 1, 1.0f);
     REQUIRE(c.select(s, { 3 }) == (versions { LOW, LOW, LOW, HIGH, 9, 9, 9, 9 }));
+}
+
+TEST(of_several_tokens_that_are_decoded_each_says_what_it_wants) {
+    // token 0: 4 (0), 1 (0.5), 6 (0.8); token 1: 6 (0), 2 (0.7), 1 (0.9)
+    batch b(2, { 1, 4, 6, 6, 2, 1 }, { 0.3f, 0.5f, 0.2f, 0.7f, 0.2f, 0.1f });
+    b.event.decode = 1;
+    version_selector s = selector_of(0.4f, 0.6f, 0.5f);
+    REQUIRE(b.select(s) == (versions { 9, LOW, SKIP, 9, HIGH, 9, HIGH, 9 }));
+    b.event.decode = 0; // chosen twice 1 and 6, once 2 and 4: of four, two are low
+    REQUIRE(b.select(s) == (versions { 9, HIGH, LOW, 9, LOW, 9, HIGH, 9 }));
+}
+
+TEST(a_single_token_of_a_prompt_is_a_prompt) {
+    batch b(1, { 1, 4 }, { 0.9f, 0.1f });
+    b.event.decode = 0;
+    version_selector s = selector_of(0.0f, 0.0f, 0.5f);
+    REQUIRE(b.select(s) == (versions { 9, HIGH, 9, 9, LOW, 9, 9, 9 })); // among equals the higher index, and nothing is skipped
 }
 
 TEST(forced_versions_are_taken_in_order_and_dropped_when_too_few_are_left) {

@@ -2,6 +2,7 @@
 
 #include <cstring>
 #include <ctime>
+#include <new>
 
 namespace moeoff {
 
@@ -68,7 +69,12 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
         }
     }
     // copied without the mutex: several contexts may post at once
-    record r { event, nbytes, std::unique_ptr<uint8_t[]>(new uint8_t[nbytes]) };
+    record r { event, nbytes, std::unique_ptr<uint8_t[]>(new (std::nothrow) uint8_t[nbytes]) };
+    if (!r.data) {
+        checked_lock lock(mutex);
+        dropped++;
+        return;
+    }
     int32_t * ids     = (int32_t *) r.data.get();
     float   * weights = (float *) (ids + n_pairs);
     float   * input   = weights + n_pairs;

@@ -5,19 +5,17 @@
 
 namespace moeoff {
 
-void gate_events::start() {
-    is_chosen.assign(map.n_experts(), 0);
-    version_of.assign(map.n_experts(), HIGH);
-    chosen.reserve(map.n_experts());
-}
-
-// fills chosen, is_chosen and version_of as if all were served high
-void gate_events::collect(const choice & c) {
+void selection::collect(const choice & c, int32_t n_experts) {
     for (const int32_t e : chosen) {
         is_chosen[e]  = 0;
         version_of[e] = HIGH;
     }
     chosen.clear();
+    if (is_chosen.size() < (size_t) n_experts) {
+        is_chosen.resize(n_experts, 0);
+        version_of.resize(n_experts, HIGH);
+        chosen.reserve(n_experts);
+    }
     for (int32_t t = 0; t < c.event.n_tokens; t++) {
         for (int32_t k = 0; k < c.event.n_used; k++) {
             const int32_t e = c.id(t, k);
@@ -48,51 +46,50 @@ decision & gate_events::decision_of(gate & g, const void * graph) {
 }
 
 // fills version_of for the chosen experts and keeps it for the ops of this graph
-void gate_events::decide(gate & g, const choice & c) {
+void gate_events::decide(gate & g, const choice & c, selection & all) {
     const auto is_resident = [&](int32_t e, version v) REQUIRES(store_mutex) { return (v == HIGH || table.has_low()) && table.is_resident(g, e, v); };
-    select.select(c, chosen, is_resident, version_of.data());
+    select.select(c, all.chosen, is_resident, all.version_of.data());
     decision & d = decision_of(g, c.event.ids);
     d.graph = c.event.ids;
     d.seq   = table.n_events();
     d.version_of.assign(g.n_expert, HIGH);
-    for (const int32_t e : chosen) {
-        d.version_of[e] = version_of[e];
-        is_chosen[e]    = (uint8_t) (1u << version_of[e]);
+    for (const int32_t e : all.chosen) {
+        d.version_of[e]  = all.version_of[e];
+        all.is_chosen[e] = (uint8_t) (1u << all.version_of[e]);
     }
     decided.store(true, std::memory_order_release);
 }
 
-void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, bool eager, std::vector<uint8_t> & versions) {
+void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager) {
     moeoff_stats & stats = table.counters();
     table.next_event();
-    collect(c);
     if (eager && select.active()) {
-        decide(g, c);
-        versions.clear();
+        decide(g, c, all);
+        all.versions.clear();
         for (int32_t t = 0; t < event.n_tokens; t++) {
             for (int32_t k = 0; k < event.n_used; k++) {
-                const uint8_t v = version_of[c.id(t, k)];
+                const uint8_t v = all.version_of[c.id(t, k)];
                 stats.served_low += v == LOW;
                 stats.skipped    += v == SKIP;
-                versions.push_back(v);
+                all.versions.push_back(v);
             }
         }
-        event.versions = versions.data();
+        event.versions = all.versions.data();
     } else if (!g.decisions.empty()) {
         const auto is_old = [&](const decision & d) { return d.graph == event.ids; };
         g.decisions.erase(std::remove_if(g.decisions.begin(), g.decisions.end(), is_old), g.decisions.end());
     }
     if (g.n_expected > 0) {
-        table.cancel_unchosen(g, is_chosen.data());
+        table.cancel_unchosen(g, all.is_chosen.data());
     }
     table.drop_preloads();
     if (eager) {
         // all are marked before the first is requested: none of them may be evicted for another
         const auto each_slice = [&](const auto & f) REQUIRES(store_mutex) {
             for (const int32_t ti : g.tensors) {
-                for (const int32_t e : chosen) {
-                    if (ti >= 0 && version_of[e] != SKIP) {
-                        f(table.slice_at(map.tensor_at(ti), e, version_of[e]));
+                for (const int32_t e : all.chosen) {
+                    if (ti >= 0 && all.version_of[e] != SKIP) {
+                        f(table.slice_at(map.tensor_at(ti), e, all.version_of[e]));
                     }
                 }
             }

@@ -11,14 +11,22 @@
 
 namespace moeoff {
 
+// What the tokens of one event chose together. Of one thread, and used again: a large batch is gone through without the store's mutex
+struct selection {
+    std::vector<int32_t> chosen;     // each expert once
+    std::vector<uint8_t> is_chosen;  // by expert: bit 1 << version, 0: not chosen
+    std::vector<uint8_t> version_of; // by expert, high unless it is decided otherwise
+    std::vector<uint8_t> versions;   // [n_tokens, n_used], what the event then points to
+
+    void collect(const choice & c, int32_t n_experts); // as if all were served high
+};
+
 class gate_events {
   public:
     gate_events(const expert_map & map, slice_table & table) : map(map), table(table) {}
 
-    void start() REQUIRES(store_mutex); // after the map is complete
-
-    // Fills what event says of hits and misses, and versions, which then points into *versions. eager: the slices are requested
-    void handle(gate & g, moeoff_gate_event & event, const choice & c, bool eager, std::vector<uint8_t> & versions) REQUIRES(store_mutex);
+    // Fills what event says of hits and misses, and its versions. eager: the slices are requested
+    void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager) REQUIRES(store_mutex);
     // false: every expert is served high, in every graph
     bool has_decisions() const { return decided.load(std::memory_order_acquire); }
     // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts
@@ -27,8 +35,7 @@ class gate_events {
     version_selector & selector() REQUIRES(store_mutex) { return select; }
 
   private:
-    void collect(const choice & c) REQUIRES(store_mutex);
-    void decide(gate & g, const choice & c) REQUIRES(store_mutex);
+    void decide(gate & g, const choice & c, selection & all) REQUIRES(store_mutex);
     decision & decision_of(gate & g, const void * graph) REQUIRES(store_mutex);
 
     static constexpr size_t max_decisions = 64; // of one gate: contexts that may be inside the same block at once
@@ -37,11 +44,6 @@ class gate_events {
     slice_table &        table;
     version_selector     select GUARDED_BY(store_mutex);
     std::atomic<bool>    decided {false}; // some gate may have decisions
-
-    // of the last event
-    std::vector<int32_t> chosen     GUARDED_BY(store_mutex); // each expert once
-    std::vector<uint8_t> is_chosen  GUARDED_BY(store_mutex); // by expert: bit 1 << version, 0: not chosen
-    std::vector<uint8_t> version_of GUARDED_BY(store_mutex); // by expert, high unless it was decided otherwise
 };
 
 } // namespace moeoff

@@ -1,20 +1,25 @@
 #include "moeoff-pool.h"
 
-#include <algorithm>
 #include <cassert>
-#include <limits>
 
 namespace moeoff {
 
 bool pool::reserve(size_t n_slices, uint64_t limit_bytes) {
     resident.reserve(n_slices);
-    candidates.reserve(n_candidates);
+    if (n_slices > 0) {
+        order.resize(all.firsts.size(), (size_t) all.n_experts);
+        is_changed.assign(all.firsts.size() * (size_t) all.n_experts, 0);
+        resident_matrices.assign(is_changed.size(), 0);
+        changed.reserve(n_changed_max);
+    }
     return slots.reserve(limit_bytes);
 }
 
 void pool::enter(slice & s) {
     s.resident_i = (int32_t) resident.size();
     resident.push_back(all.index_of(s));
+    resident_matrices[leaf_of(s)] |= (uint8_t) (1u << s.matrix);
+    reconsider(s);
 }
 
 void pool::leave(slice & s) {
@@ -23,6 +28,8 @@ void pool::leave(slice & s) {
     all.slices[last].resident_i     = s.resident_i;
     resident.pop_back();
     s.resident_i = -1;
+    resident_matrices[leaf_of(s)] &= (uint8_t) ~(1u << s.matrix);
+    reconsider(s);
 }
 
 void pool::give_slot(slice & s) {
@@ -33,90 +40,88 @@ void pool::give_slot(slice & s) {
     }
 }
 
-pool::rank pool::rank_of(uint32_t index) const {
-    const slice & s = all.slices[index];
-    float priority; // the policy writes the table in place, at any time
-    __atomic_load(&all.priorities[(size_t) s.gate * all.n_experts + s.expert], &priority, __ATOMIC_RELAXED);
-    if (s.version == LOW && all.low_spare && all.slices[index - all.n_high].resident_i >= 0) {
-        priority = -std::numeric_limits<float>::infinity();
+eviction_rank pool::rank_of(size_t leaf) const {
+    const size_t  gate = leaf / (size_t) all.n_experts, expert = leaf % (size_t) all.n_experts;
+    eviction_rank best;
+    for (int matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
+        if (!(resident_matrices[leaf] & (1u << matrix))) {
+            continue;
+        }
+        const size_t  index = (size_t) all.firsts[gate][(size_t) matrix] + expert + (v == LOW ? all.n_high : 0);
+        const slice & s     = all.slices[index];
+        if (s.pins > 0 || all.wanted(s)) {
+            continue;
+        }
+        const bool is_spare = v == LOW && all.low_spare && all.slices[index - all.n_high].resident_i >= 0;
+        const eviction_rank rank = { s.expected ? eviction_rank::expected : is_spare ? eviction_rank::spare : all.keys[leaf], (uint32_t) index, s.last_use };
+        if (rank < best) {
+            best = rank;
+        }
     }
-    if (s.expected) {
-        priority = std::numeric_limits<float>::infinity();
-    }
-    return { priority, s.last_use, index };
-}
-
-bool pool::evictable(const slice & s, request_level level) const {
-    if (s.pins > 0) {
-        return false;
-    }
-    return level == DEMAND || (!all.wanted(s) && !(level == PREFETCH && s.expected));
+    return best;
 }
 
 void pool::reconsider(const slice & s) {
-    // the candidates no longer hold the lowest ranks if it goes before one of them
-    if (!candidates.empty() && s.resident_i >= 0 && rank_of(all.index_of(s)) < candidates.front()) {
-        candidates.clear();
+    const size_t leaf = leaf_of(s);
+    if (!is_changed[leaf]) {
+        if (changed.size() == n_changed_max) {
+            update_order();
+        }
+        is_changed[leaf] = 1;
+        changed.push_back((uint32_t) leaf);
+    }
+}
+
+void pool::update_order() {
+    for (const uint32_t leaf : changed) {
+        order.set(leaf, rank_of(leaf));
+        is_changed[leaf] = 0;
+    }
+    changed.clear();
+}
+
+void pool::reorder(size_t gate) {
+    if (!order.empty()) {
+        order.set_keys(gate, &all.keys[gate * (size_t) all.n_experts]);
     }
 }
 
 void pool::check_invariants() const {
 #ifndef NDEBUG
+    size_t n_bits = 0;
     for (size_t i = 0; i < resident.size(); i++) {
-        assert(all.slices[resident[i]].resident_i == (int32_t) i);
+        const slice & s = all.slices[resident[i]];
+        assert(s.resident_i == (int32_t) i && resident_matrices[leaf_of(s)] & (1u << s.matrix));
+        n_bits++;
     }
-    assert(candidates.size() <= n_candidates);
-    assert(std::is_sorted(candidates.begin(), candidates.end(), [](const rank & a, const rank & b) { return b < a; }));
+    for (size_t leaf = 0; leaf < is_changed.size(); leaf++) {
+        for (int matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
+            n_bits -= resident_matrices[leaf] >> matrix & 1u;
+        }
+        assert(is_changed[leaf] || order.at(leaf) == rank_of(leaf));
+    }
+    assert(n_bits == 0 && order.is_consistent());
     assert(slots.free_bytes() <= slots.committed_bytes() && slots.committed_bytes() <= slots.peak_bytes());
 #endif
 }
 
 slice * pool::victim(request_level level) {
-    for (int scan = 0; scan < 2; scan++) {
-        while (!candidates.empty()) {
-            const rank c = candidates.back();
-            slice &    s = all.slices[c.index];
-            const rank r = rank_of(c.index);
-            if (s.resident_i >= 0 && r.priority == c.priority && r.last_use == c.last_use && evictable(s, GATE)) {
-                if (level == PREFETCH && s.expected) {
-                    break; // stays a candidate for the others
-                }
-                candidates.pop_back();
-                return &s;
-            }
-            candidates.pop_back();
-        }
-        if (scan == 1) {
-            break;
-        }
-        // one scan serves many evictions
-        candidates.clear();
-        for (const uint32_t i : resident) {
-            if (!evictable(all.slices[i], level == PREFETCH ? PREFETCH : GATE)) {
-                continue;
-            }
-            const rank r = rank_of(i);
-            if (candidates.size() == n_candidates) {
-                if (!(r < candidates.front())) {
-                    continue;
-                }
-                std::pop_heap(candidates.begin(), candidates.end());
-                candidates.back() = r;
-            } else {
-                candidates.push_back(r);
-            }
-            std::push_heap(candidates.begin(), candidates.end());
-        }
-        std::sort(candidates.begin(), candidates.end(), [](const rank & a, const rank & b) { return b < a; });
+    if (order.empty()) {
+        return nullptr;
+    }
+    update_order();
+    const eviction_rank & first = order.first();
+    if (first.key != eviction_rank::none && !(level == PREFETCH && first.key == eviction_rank::expected)) {
+        return &all.slices[first.index];
     }
     if (level != DEMAND) {
         return nullptr;
     }
-    // everything left is wanted: what the graph will use last is evicted first
+    // everything left is wanted: what the graph will use last is evicted first. That is one layer for each context, not more
     slice * best = nullptr;
     for (const uint32_t i : resident) {
         slice & s = all.slices[i];
-        if (evictable(s, DEMAND) && (!best || s.matrix > best->matrix)) {
+        if (s.pins == 0 && (!best || s.matrix > best->matrix)) {
             best = &s;
         }
     }

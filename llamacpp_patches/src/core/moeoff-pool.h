@@ -7,8 +7,10 @@
 // reserve() nothing allocates.
 
 #include "moeoff-arena.h"
+#include "moeoff-eviction-order.h"
 #include "moeoff-slice.h"
 
+#include <array>
 #include <vector>
 
 namespace moeoff {
@@ -17,8 +19,11 @@ namespace moeoff {
 struct catalog {
     std::vector<slice> slices;      // the high versions, then, if there are any, the low ones in the same order
     uint32_t           n_high = 0;
-    std::vector<float> priorities;  // [n_gates, n_experts], for both versions of an expert; the policy writes the values at any time
-    int32_t            n_experts = 0;
+    // [n_gates] index of expert 0's high slice in each matrix; -1: the gate has no such matrix
+    std::vector<std::array<int64_t, MOEOFF_N_MATRIX>> firsts;
+    int32_t            n_experts = 0; // of the widest gate
+    // [n_gates, n_experts] eviction_rank::key_of the priorities that were published, for both versions of an expert
+    std::vector<uint32_t> keys      GUARDED_BY(store_mutex);
     uint64_t           n_events  GUARDED_BY(store_mutex) = 0; // gate events so far
     bool               low_spare GUARDED_BY(store_mutex) = true; // a low version is of no use while the high one is resident
 
@@ -31,43 +36,43 @@ struct catalog {
 
 class pool {
   public:
-    explicit pool(catalog & all) : all(all) {}
+    pool(catalog & all, version v) : all(all), v(v) {}
 
     // room for all slices of this version, whose size classes have been added to slots; false: no address space
     bool reserve(size_t n_slices, uint64_t limit_bytes) REQUIRES(store_mutex);
     arena slots GUARDED_BY(store_mutex);
 
     const std::vector<uint32_t> & residents() const REQUIRES(store_mutex) { return resident; }
+    // [n_gates, n_experts], bit 1 << matrix set where that slice is resident; empty if there are no slices of this version
+    const std::vector<uint8_t> & matrices() const REQUIRES(store_mutex) { return resident_matrices; }
     void enter(slice & s) REQUIRES(store_mutex); // its bytes have come
     void leave(slice & s) REQUIRES(store_mutex);
     void give_slot(slice & s) REQUIRES(store_mutex);
     // the slice of lowest priority that the request may evict, among equals the least recently used; nullptr: none
     slice * victim(request_level level) REQUIRES(store_mutex);
-    // a slice has become evictable or resident, or its rank has fallen
+    // pins, last use, or whether it is wanted, expected or spare have changed
     void reconsider(const slice & s) REQUIRES(store_mutex);
-    // the priorities have changed
-    void reset_order() REQUIRES(store_mutex) { candidates.clear(); }
+    // catalog::keys of a gate have changed
+    void reorder(size_t gate) REQUIRES(store_mutex);
     void check_invariants() const REQUIRES(store_mutex); // in debug builds
 
   private:
-    // order of eviction; a snapshot of it stays valid while the priorities do, because last_use only grows
-    struct rank {
-        float    priority;
-        uint64_t last_use;
-        uint32_t index;
-        bool operator<(const rank & o) const {
-            return priority != o.priority ? priority < o.priority : last_use != o.last_use ? last_use < o.last_use : index < o.index;
-        }
-    };
+    // of what goes first of an expert's slices; none are evicted here that are pinned, or that a recent gate wants
+    eviction_rank rank_of(size_t leaf) const REQUIRES(store_mutex);
+    size_t        leaf_of(const slice & s) const { return (size_t) s.gate * (size_t) all.n_experts + (size_t) s.expert; }
+    void          update_order() REQUIRES(store_mutex);
 
-    rank rank_of(uint32_t index) const REQUIRES(store_mutex);
-    bool evictable(const slice & s, request_level level) const REQUIRES(store_mutex);
-
-    static constexpr size_t n_candidates = 64; // victims found by one scan
+    // A slice that is chosen, pinned, used and let go is reconsidered four times, and its expert's other slices with it. So changes
+    // are collected, and the order is brought up to date when somebody asks for a victim, or they become many.
+    static constexpr size_t n_changed_max = 64;
 
     catalog &             all;
+    const version         v;
     std::vector<uint32_t> resident   GUARDED_BY(store_mutex);
-    std::vector<rank>     candidates GUARDED_BY(store_mutex); // descending, the next victim last
+    std::vector<uint8_t>  resident_matrices GUARDED_BY(store_mutex); // by leaf
+    eviction_order        order      GUARDED_BY(store_mutex); // a leaf for each [gate, expert]
+    std::vector<uint32_t> changed    GUARDED_BY(store_mutex); // leaves to be brought up to date, each once
+    std::vector<uint8_t>  is_changed GUARDED_BY(store_mutex); // by leaf
 };
 
 } // namespace moeoff

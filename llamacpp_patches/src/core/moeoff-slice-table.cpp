@@ -12,16 +12,27 @@ namespace moeoff {
 // --- life ---
 
 bool slice_table::start(uint64_t high_limit, uint64_t low_limit) {
-    store_lock lock(sync);
+    checked_lock   publisher(publishing);
+    store_lock     lock(sync);
     const uint32_t n      = map.n_slices();
     const int      n_used = map.has_low() ? 2 : 1; // pools
     all.n_high    = n;
     all.n_experts = map.n_experts();
     all.slices    = std::vector<slice>((size_t) n_used * n);
-    all.priorities.assign((size_t) map.n_gates() * map.n_experts(), 0.0f);
+    all.firsts.assign((size_t) map.n_gates(), { -1, -1, -1, -1 });
+    written.assign((size_t) map.n_gates() * map.n_experts(), 0.0f);
+    all.keys.assign(written.size(), eviction_rank::key_of(0.0f));
+    published.assign(written.size(), 0.0f);
+    keys_of_row.resize((size_t) all.n_experts);
     queue.resize(all.slices.size());
+    for (auto & list : wants) {
+        list.reserve(all.slices.size());
+    }
     for (int32_t i = 0; i < map.n_tensors(); i++) {
         const tensor & t = map.tensor_at(i);
+        gate &         g = map.gate_of(t);
+        all.firsts[(size_t) t.info.gate][(size_t) t.info.matrix] = t.first;
+        g.noted.reserve(g.noted.capacity() + (size_t) n_used * (size_t) t.info.ne[2]);
         for (int v = 0; v < n_used; v++) {
             const auto & sources = map.sources_of(i, (version) v);
             for (int32_t e = 0; e < (int32_t) sources.size(); e++) {
@@ -90,10 +101,26 @@ std::string slice_table::take_failure() {
 
 // --- requests ---
 
+void slice_table::next_event() {
+    all.n_events++;
+    clock++;
+    auto & ended = wants[all.n_events % catalog::want_window];
+    for (const uint32_t i : ended) {
+        reconsider(all.slices[i]);
+    }
+    ended.clear();
+}
+
 void slice_table::mark_expected(slice & s) {
     if (!s.expected) {
+        gate & g = map.gate_at(s.gate);
         s.expected = true;
-        map.gate_at(s.gate).n_expected++;
+        g.n_expected++;
+        if (!s.noted) {
+            s.noted = true;
+            g.noted.push_back(all.index_of(s));
+        }
+        reconsider(s);
     }
 }
 
@@ -101,6 +128,7 @@ void slice_table::clear_expected(slice & s) {
     if (s.expected) {
         s.expected = false;
         map.gate_at(s.gate).n_expected--;
+        reconsider(s);
     }
     s.prefetched = false;
 }
@@ -120,6 +148,11 @@ void slice_table::mark_chosen(slice & s, moeoff_gate_event & event) {
     clear_expected(s);
     s.last_use = clock;
     s.want_seq = all.n_events;
+    if (s.want_noted != all.n_events) {
+        s.want_noted = all.n_events;
+        wants[all.n_events % catalog::want_window].push_back(all.index_of(s));
+    }
+    reconsider(s);
 }
 
 void slice_table::request(slice & s, request_level level, bool * may_evict) {
@@ -166,6 +199,7 @@ void slice_table::drop_queued(slice & s) {
 }
 
 void slice_table::pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
+    moeoff_gate_event unused = {};
     bool is_event = false; // an op whose gate event did not choose its slices counts as an event of its own
     for (int32_t i = 0; i < n; i++) {
         if (version_of[i] == SKIP) {
@@ -173,12 +207,12 @@ void slice_table::pin(const tensor & t, const int32_t * experts, const uint8_t *
         }
         slice & s = slice_at(t, experts[i], version_of[i]);
         s.pins++;
+        reconsider(s);
         if (s.want_seq == 0 && s.size_class >= 0) {
             if (!is_event) {
                 clock++;
                 is_event = true;
             }
-            moeoff_gate_event unused = {};
             mark_chosen(s, unused);
         }
     }
@@ -204,7 +238,7 @@ void slice_table::unpin(slice & s, bool keep) {
     } else if (!keep) {
         evict(s);
     } else {
-        pool_of(s).reconsider(s);
+        reconsider(s);
     }
     fit_limits();
     wake_workers();
@@ -232,32 +266,29 @@ bool slice_table::prefetch(slice & s, bool is_expected, bool may_queue, bool * m
 }
 
 int32_t slice_table::cancel_unchosen(gate & g, const uint8_t * is_chosen) {
-    int32_t n = 0;
-    for (const int32_t ti : g.tensors) {
-        for (const version v : { HIGH, LOW }) {
-            if (ti < 0 || g.n_expected == 0 || (v == LOW && !all.has_low())) {
-                continue;
-            }
-            for (int32_t e = 0; e < g.n_expert; e++) {
-                slice & s = slice_at(map.tensor_at(ti), e, v);
-                if (!s.expected || (is_chosen && is_chosen[e] & (1 << v))) {
-                    continue;
-                }
-                const uint8_t state = s.state.load(std::memory_order_relaxed);
-                if (state == LOADING) {
-                    s.cancel.store(true, std::memory_order_relaxed); // still expected: end_read() sees whether it was wanted again
-                    n++;
-                } else if (state == QUEUED) {
-                    drop_queued(s);
-                    stats.prefetch_dropped++;
-                    n++;
-                } else {
-                    clear_expected(s);
-                    pool_of(s).reconsider(s);
-                }
+    int32_t n    = 0;
+    size_t  kept = 0; // still expected
+    for (const uint32_t i : g.noted) {
+        slice & s = all.slices[i];
+        if (s.expected && !(is_chosen && is_chosen[s.expert] & (1 << s.version))) {
+            const uint8_t state = s.state.load(std::memory_order_relaxed);
+            if (state == LOADING) {
+                s.cancel.store(true, std::memory_order_relaxed); // still expected: end_read() sees whether it was wanted again
+                n++;
+            } else if (state == QUEUED) {
+                drop_queued(s);
+                stats.prefetch_dropped++;
+                n++;
+            } else {
+                clear_expected(s);
             }
         }
+        s.noted = s.expected;
+        if (s.noted) {
+            g.noted[kept++] = i;
+        }
     }
+    g.noted.resize(kept);
     return n;
 }
 
@@ -335,11 +366,8 @@ void slice_table::end_read(slice & s, int err, const std::string & message) {
         p.enter(s);
         settle(s, READY);
         reconsider_low(s);
-        if (s.pins == 0) {
-            if (s.level == PREFETCH && s.cancel.load(std::memory_order_relaxed)) {
-                clear_expected(s); // cancelled too late to stop it: an ordinary resident now
-            }
-            p.reconsider(s);
+        if (s.pins == 0 && s.level == PREFETCH && s.cancel.load(std::memory_order_relaxed)) {
+            clear_expected(s); // cancelled too late to stop it: an ordinary resident now
         }
     } else if (err != ECANCELED) {
         stats.read_errors++;
@@ -397,7 +425,7 @@ void slice_table::evict(slice & s) {
 // the high version of a slice has come or gone
 void slice_table::reconsider_low(const slice & s) {
     if (s.version == HIGH && all.has_low()) {
-        pools[LOW].reconsider(all.slices[all.index_of(s) + all.n_high]);
+        reconsider(all.slices[all.index_of(s) + all.n_high]);
     }
 }
 
@@ -423,7 +451,6 @@ void slice_table::fit_limits() {
 }
 
 void slice_table::evict_unwanted() {
-    reset_order();
     for (auto & p : pools) {
         for (size_t i = p.residents().size(); i-- > 0;) {
             slice & s = all.slices[p.residents()[i]];
@@ -434,25 +461,39 @@ void slice_table::evict_unwanted() {
     }
 }
 
-void slice_table::reset_order() {
-    for (auto & p : pools) {
-        p.reset_order();
+void slice_table::publish() {
+    checked_lock lock(publishing);
+    const size_t n = (size_t) all.n_experts;
+    for (size_t gate = 0; gate * n < written.size(); gate++) {
+        const float * now  = &written[gate * n];
+        float *       then = &published[gate * n];
+        if (memcmp(now, then, n * sizeof(float)) == 0) {
+            continue;
+        }
+        memcpy(then, now, n * sizeof(float));
+        for (size_t e = 0; e < n; e++) {
+            keys_of_row[e] = eviction_rank::key_of(then[e]);
+        }
+        store_lock store(sync);
+        std::copy(keys_of_row.begin(), keys_of_row.end(), all.keys.begin() + (ptrdiff_t) (gate * n));
+        for (auto & p : pools) {
+            p.reorder(gate);
+        }
     }
 }
 
 void slice_table::set_low_spare(bool spare) {
     all.low_spare = spare;
-    reset_order();
+    for (const uint32_t i : pools[LOW].residents()) {
+        reconsider(all.slices[i]);
+    }
 }
 
 // --- watching ---
 
 void slice_table::residency(version v, uint8_t * out) const {
-    memset(out, 0, (size_t) map.n_gates() * all.n_experts);
-    for (const uint32_t i : pools[v].residents()) {
-        const slice & s = all.slices[i];
-        out[(size_t) s.gate * all.n_experts + s.expert] |= (uint8_t) (1u << s.matrix);
-    }
+    memset(out, 0, written.size());
+    std::copy(pools[v].matrices().begin(), pools[v].matrices().end(), out);
 }
 
 void slice_table::get_stats(moeoff_stats & out) const {
@@ -475,12 +516,15 @@ void slice_table::check_invariants() const {
         assert(queue.last(level) == before);
     }
     std::vector<int32_t> n_expected((size_t) map.n_gates(), 0);
+    size_t   n_noted = 0;
     uint64_t taken[n_pools] = { 0, 0 };
     size_t   n_resident[n_pools] = { 0, 0 };
     for (uint32_t i = 0; i < all.slices.size(); i++) {
         const slice & s     = all.slices[i];
         const uint8_t state = s.state.load();
         n_expected[s.gate] += s.expected;
+        assert(s.noted || !s.expected);
+        n_noted += s.noted;
         assert(!s.prefetched || s.expected);
         if (s.size_class < 0) {
             assert(state == READY && s.slot < 0 && !s.data && s.resident_i < 0);
@@ -497,7 +541,9 @@ void slice_table::check_invariants() const {
     }
     for (int32_t i = 0; i < map.n_gates(); i++) {
         assert(map.gate_at(i).n_expected == n_expected[i]);
+        n_noted -= map.gate_at(i).noted.size();
     }
+    assert(n_noted == 0);
     for (const version v : { HIGH, LOW }) {
         pools[v].check_invariants();
         assert(pools[v].residents().size() == n_resident[v]);

@@ -28,7 +28,7 @@ class slice_table {
     slice_table(const expert_map & map, monitor & sync) : map(map), sync(sync) { skipped.state = READY; }
 
     // false: no address space
-    bool start(uint64_t high_limit, uint64_t low_limit) EXCLUDES(store_mutex);
+    bool start(uint64_t high_limit, uint64_t low_limit) EXCLUDES(store_mutex, publishing);
     // from now on nothing is read: what is queued is given up, what is requested while pinned becomes FAILED
     void stop() REQUIRES(store_mutex);
 
@@ -37,13 +37,13 @@ class slice_table {
     const slice & at(const tensor & t, int32_t expert, uint8_t v) const { return v == SKIP ? skipped : all.slices[index_at(t, expert, v)]; }
     int32_t       tensor_of(const slice & s) const { return map.gate_at(s.gate).tensors[s.matrix]; }
     bool          has_low() const { return all.has_low(); }
-    float *       priorities() { return all.priorities.data(); }
+    float *       priorities() { return written.data(); }
     uint64_t      generation() const { return n_settled.load(std::memory_order_acquire); } // counts the slices that have settled
     bool          failed() const { return has_failed.load(std::memory_order_acquire); }
 
     // --- requests ---
     slice & slice_at(const tensor & t, int32_t expert, uint8_t v) { return all.slices[index_at(t, expert, v)]; }
-    void    next_event() REQUIRES(store_mutex) { all.n_events++; clock++; }
+    void    next_event() REQUIRES(store_mutex);
     uint64_t n_events() const REQUIRES(store_mutex) { return all.n_events; }
     // counts the use of a slice that a router has selected, once for each event, and keeps it wanted until its op has used it
     void    mark_chosen(slice & s, moeoff_gate_event & event) REQUIRES(store_mutex);
@@ -74,7 +74,8 @@ class slice_table {
     void set_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex);
     void fit_limits() REQUIRES(store_mutex); // evicts what exceeds them
     void evict_unwanted() REQUIRES(store_mutex);
-    void reset_order() REQUIRES(store_mutex); // the priorities have changed
+    // takes over the priorities: gate by gate, so that nobody waits long for the mutex
+    void publish() EXCLUDES(store_mutex, publishing);
     void set_low_spare(bool spare) REQUIRES(store_mutex);
 
     // --- watching ---
@@ -93,6 +94,7 @@ class slice_table {
     void   give_up(slice & s) REQUIRES(store_mutex);
     void   mark_expected(slice & s) REQUIRES(store_mutex);
     void   clear_expected(slice & s) REQUIRES(store_mutex);
+    void   reconsider(const slice & s) REQUIRES(store_mutex) { if (s.resident_i >= 0) { pools[s.version].reconsider(s); } }
     void   settle(slice & s, slice_state state) REQUIRES(store_mutex);
     void   evict(slice & s) REQUIRES(store_mutex);
     void   reconsider_low(const slice & high) REQUIRES(store_mutex);
@@ -105,7 +107,14 @@ class slice_table {
     slice                 skipped; // serves every expert that is skipped
     std::atomic<uint64_t> n_settled {0};
     std::atomic<bool>     has_failed {false};
-    pool                  pools[n_pools] { pool(all), pool(all) };
+    pool                  pools[n_pools] { pool(all, HIGH), pool(all, LOW) };
+    // [n_gates, n_experts]: what the policy has written, at any time, and what of it was published last
+    std::vector<float>    written;
+    checked_mutex         publishing ACQUIRED_BEFORE(store_mutex);
+    std::vector<float>    published   GUARDED_BY(publishing);
+    std::vector<uint32_t> keys_of_row GUARDED_BY(publishing); // scratch
+    // what became wanted under each of the last gate events, by its number modulo the window: it is evictable again when the window ends
+    std::vector<uint32_t> wants[catalog::want_window] GUARDED_BY(store_mutex);
     request_queue         queue      GUARDED_BY(store_mutex);
     bool                  stopped    GUARDED_BY(store_mutex) = false;
     bool                  preloading GUARDED_BY(store_mutex) = false; // some of the prefetches are preloads

@@ -48,11 +48,13 @@ struct slice {
     // with the mutex
     uint8_t                level      GUARDED_BY(store_mutex) = PREFETCH; // of the pending request
     bool                   expected   GUARDED_BY(store_mutex) = false; // by a prefetch; evicted last until its router selects
+    bool                   noted      GUARDED_BY(store_mutex) = false; // in its gate's list of what may be expected
     bool                   prefetched GUARDED_BY(store_mutex) = false; // read because it was expected, not chosen yet
     uint16_t               pins       GUARDED_BY(store_mutex) = 0;     // ops that have begun and use it; it is not evicted
     int32_t                slot       GUARDED_BY(store_mutex) = -1;    // taken when it is queued, else by the worker
     int32_t                resident_i GUARDED_BY(store_mutex) = -1;    // place in its pool's list of residents
     uint64_t               want_seq   GUARDED_BY(store_mutex) = 0;     // gate event that chose it and whose op has not used it yet
+    uint64_t               want_noted GUARDED_BY(store_mutex) = 0;     // gate event under which slice_table::wants has it last
     uint64_t               last_use   GUARDED_BY(store_mutex) = 0;
     int64_t                t_queued   GUARDED_BY(store_mutex) = 0;
 

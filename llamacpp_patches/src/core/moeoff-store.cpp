@@ -58,10 +58,6 @@ bool store::start(std::string & error) {
         error = std::string("cannot reserve address space for all experts: ") + strerror(errno);
         return false;
     }
-    {
-        store_lock lock(sync);
-        events.start();
-    }
     stall_ns = std::vector<std::atomic<uint64_t>>(map.n_gates());
     phase    = RUNNING;
     try {
@@ -86,12 +82,14 @@ void store::stop() {
 // --- hot path ---
 
 void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides) {
-    static thread_local std::vector<uint8_t> versions; // the event's, until it is posted
+    static thread_local selection all; // it has the event's versions until the event is posted
+    const choice c = { event, strides.ids, strides.weights, strides.weights_step };
+    all.collect(c, map.n_experts());
     const int32_t kind = batch_kind.load(std::memory_order_relaxed);
     event.decode = kind == MOEOFF_BATCH_BY_SIZE ? event.n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
     {
         store_lock lock(sync);
-        events.handle(g, event, { event, strides.ids, strides.weights, strides.weights_step }, get_flags() & MOEOFF_FLAG_EAGER, versions);
+        events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER);
     }
     if (driver.running()) {
         const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
@@ -146,11 +144,6 @@ void store::fail(const char * message) {
 }
 
 // --- policy ---
-
-void store::publish() {
-    store_lock lock(sync);
-    table.reset_order();
-}
 
 int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit) {
     store_lock lock(sync);

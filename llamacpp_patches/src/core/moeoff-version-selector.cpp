@@ -6,23 +6,29 @@
 namespace moeoff {
 
 // HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled to 1.
-// Among equal weights the one that the router lists first counts as the larger.
-void version_selector::by_weight(const choice & c, uint8_t * version_of) {
-    const int32_t n = c.event.n_used;
-    order.resize(n);
-    std::iota(order.begin(), order.end(), 0);
-    std::stable_sort(order.begin(), order.end(), [&c](int32_t a, int32_t b) { return c.weight(0, a) > c.weight(0, b); });
-    float total = 0.0f;
-    for (const int32_t k : order) {
-        total += c.weight(0, k);
+// Among equal weights the one that the router lists first counts as the larger. Of several tokens each has a say of its own,
+// and the best version that any of them wants serves them all.
+void version_selector::by_weight(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of) {
+    for (const int32_t e : chosen) {
+        version_of[e] = SKIP;
     }
-    float before = 0.0f;
-    for (const int32_t k : order) {
-        const float s = total > 0.0f ? before / total : 0.0f; // no sensible weights: everything is important
-        version_of[c.id(0, k)] = s <= thresholds.t1 ? HIGH : s <= thresholds.t2 ? LOW : SKIP;
-        before += c.weight(0, k);
+    order.resize(c.event.n_used);
+    for (int32_t t = 0; t < c.event.n_tokens; t++) {
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(), [&c, t](int32_t a, int32_t b) { return c.weight(t, a) > c.weight(t, b); });
+        float total = 0.0f;
+        for (const int32_t k : order) {
+            total += c.weight(t, k);
+        }
+        float before = 0.0f;
+        for (const int32_t k : order) {
+            const float s = total > 0.0f ? before / total : 0.0f; // no sensible weights: everything is important
+            uint8_t & v = version_of[c.id(t, k)];
+            v = std::min<uint8_t>(v, s <= thresholds.t1 ? HIGH : s <= thresholds.t2 ? LOW : SKIP);
+            before += c.weight(t, k);
+        }
+        version_of[c.id(t, order[0])] = HIGH; // the first is always important
     }
-    version_of[c.id(0, order[0])] = HIGH; // the first is always important
 }
 
 // Fate §4.5: of the experts that a batch chose, the share chosen by the fewest tokens; among equals the higher index
@@ -53,8 +59,8 @@ void version_selector::select(const choice & c, const std::vector<int32_t> & cho
         forced.erase(forced.begin(), forced.begin() + (ptrdiff_t) n);
         return;
     }
-    if (c.event.n_tokens == 1) {
-        by_weight(c, version_of);
+    if (c.event.decode) {
+        by_weight(c, chosen, version_of);
     } else {
         by_popularity(c, chosen, version_of);
     }

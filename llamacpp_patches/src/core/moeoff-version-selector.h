@@ -1,7 +1,7 @@
 #pragma once
 
-// Which version serves each expert that a gate has chosen: the thresholds of HOBBIT §3.2 for a single token, the share of
-// Fate §4.5 for a batch, or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
+// Which version serves each expert that a gate has chosen: the thresholds of HOBBIT §3.2 where tokens are decoded, the share of
+// Fate §4.5 in a prompt, or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
 
 #include "moeoff-slice.h"
 
@@ -38,7 +38,7 @@ class version_selector {
     void select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of);
 
   private:
-    void by_weight(const choice & c, uint8_t * version_of);
+    void by_weight(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of);
     void by_popularity(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of);
 
     std::deque<uint8_t>  forced;

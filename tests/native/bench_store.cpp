@@ -1,0 +1,206 @@
+// What the store costs a compute thread, for one shape of model: gate events that evict, with new priorities before each, and what
+// else takes the store's mutex on the way of a token. Reads end at once and bring nothing, so no disk is measured, and each event
+// begins when the reads of the one before are over: the time of gate_event() is an upper bound of how long it holds the mutex.
+// Built and run by scripts/bench/bench_store.py.
+//
+// usage: bench_store GATES EXPERTS USED TOKENS EVENTS; prints one JSON object, times in ns
+
+#include "check.h"
+#include "slice_file.h"
+
+#include "moeoff-store.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+
+using namespace moeoff;
+
+static constexpr int      n_matrix = 3;
+static constexpr uint64_t nbytes   = 4096;
+static constexpr double   share    = 0.4; // of the slices that fit into the arena
+
+static double ns_of(const std::function<void()> & f) {
+    const auto t0 = std::chrono::steady_clock::now();
+    f();
+    return std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - t0).count();
+}
+
+struct series {
+    std::vector<double> ns;
+    void print(const char * name) {
+        std::sort(ns.begin(), ns.end());
+        printf("\"%s\": {\"median\": %.0f, \"p99\": %.0f}, ", name, ns[ns.size() / 2], ns[ns.size() * 99 / 100]);
+    }
+};
+
+struct bench {
+    const int n_gates, n_experts, n_used, n_tokens, n_events;
+    slice_file   file { 1 << 16 };
+    store        s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
+    std::mt19937 rng { 1 };
+    std::vector<int32_t> ids;
+    std::vector<float>   weights;
+
+    bench(int gates, int experts, int used, int tokens, int events) : n_gates(gates), n_experts(experts), n_used(used), n_tokens(tokens), n_events(events) {
+        std::string error;
+        REQUIRE(s.add_file(file.path, error) == 0);
+        for (int g = 0; g < n_gates; g++) {
+            for (int m = 0; m < n_matrix; m++) {
+                s.add_tensor(tensor_info(g, MOEOFF_MATRIX_UP + m, n_experts), false);
+                const std::vector<moeoff_source> sources((size_t) n_experts, { 0, 1, 0, nbytes, 0 });
+                REQUIRE(s.set_sources(g * n_matrix + m, HIGH, sources.data(), n_experts, error));
+            }
+        }
+        s.set_reader([](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) { return 0; });
+        const uint64_t slot = s.experts().arena_full(HIGH) / (uint64_t) (n_gates * n_matrix * n_experts);
+        REQUIRE(s.set_limits(std::max((uint64_t) (share * (double) s.experts().arena_full(HIGH)), slot * (uint64_t) (n_matrix * n_used * 2)), 0, error));
+        REQUIRE(s.start(error));
+        ids.resize((size_t) n_tokens * n_used);
+        weights.assign(ids.size(), 1.0f / (float) n_used);
+    }
+
+    // distinct experts for each token, low ones more often
+    void route() {
+        for (int t = 0; t < n_tokens; t++) {
+            std::vector<char> taken((size_t) n_experts, 0);
+            for (int k = 0; k < n_used; k++) {
+                int32_t e;
+                do {
+                    const double x = std::uniform_real_distribution<>()(rng);
+                    e = (int32_t) (x * x * n_experts);
+                } while (taken[e]);
+                taken[e] = 1;
+                ids[(size_t) (t * n_used + k)] = e;
+            }
+        }
+    }
+
+    // rewrites n rows of the priorities, from a gate on
+    void prioritize(int gate, int n) {
+        std::uniform_real_distribution<float> any;
+        for (int i = 0; i < n; i++) {
+            float * row = s.priorities() + (size_t) ((gate + i) % n_gates) * n_experts;
+            for (int e = 0; e < n_experts; e++) {
+                row[e] = any(rng);
+            }
+        }
+    }
+
+    void run(const char * name, int n_rows, bool expects) {
+        series publish, event, pin, unpin, prefetch, gap;
+        moeoff_stats before, after;
+        s.get_stats(before);
+        for (int i = 0; i < n_events; i++) {
+            const int gi = i % n_gates;
+            gate &    g  = s.experts().gate_at(gi);
+            route();
+            std::vector<int32_t> chosen(ids);
+            std::sort(chosen.begin(), chosen.end());
+            chosen.erase(std::unique(chosen.begin(), chosen.end()), chosen.end());
+            const std::vector<uint8_t> versions(chosen.size(), HIGH);
+            prioritize(gi, n_rows);
+            if (expects) { // most of it right
+                std::vector<int32_t> guess(chosen);
+                guess[0] = (int32_t) (rng() % (unsigned) n_experts);
+                prefetch.ns.push_back(ns_of([&] { s.prefetch(gi, guess.data(), (int32_t) guess.size(), ~0u, HIGH, true, 0); }));
+            }
+            publish.ns.push_back(ns_of([&] { s.publish(); }));
+            moeoff_gate_event e = {};
+            e.gate = gi; e.n_tokens = n_tokens; e.n_used = n_used;
+            e.ids = ids.data(); e.weights = weights.data();
+            event.ns.push_back(ns_of([&] { s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float) }); }));
+            for (const int32_t ti : g.tensors) {
+                if (ti < 0) {
+                    continue;
+                }
+                const tensor & t = s.experts().tensor_at(ti);
+                pin.ns.push_back(ns_of([&] { s.pin(t, chosen.data(), versions.data(), (int32_t) chosen.size()); }));
+                for (const int32_t expert : chosen) {
+                    for (uint64_t seen = s.generation(); !s.at(t, expert, HIGH).settled(); seen = s.generation()) {
+                        s.wait(seen, t, 1);
+                    }
+                    unpin.ns.push_back(ns_of([&] { s.unpin(t, expert, HIGH); }));
+                }
+            }
+        }
+        s.get_stats(after);
+        printf("\"%s\": {", name);
+        publish.print("publish");
+        event.print("gate_event");
+        pin.print("pin");
+        unpin.print("unpin");
+        if (expects) {
+            prefetch.print("prefetch");
+        }
+        printf("\"evictions\": %.2f}, ", (double) (after.evictions - before.evictions) / n_events);
+    }
+
+    // one eviction and one arrival, without anything else
+    void evictions() {
+        const uint32_t n = (uint32_t) (n_gates * n_matrix * n_experts);
+        catalog    all;
+        monitor    sync;
+        store_lock lock(sync);
+        all.slices    = std::vector<slice>(n);
+        all.n_high    = n;
+        all.n_experts = n_experts;
+        all.keys.resize((size_t) n_gates * n_experts);
+        for (auto & key : all.keys) {
+            key = eviction_rank::key_of(std::uniform_real_distribution<float>()(rng));
+        }
+        for (uint32_t i = 0; i < n; i++) {
+            slice & x = all.slices[i];
+            x.gate   = (int32_t) i / (n_matrix * n_experts);
+            x.matrix = (int32_t) i / n_experts % n_matrix;
+            x.expert = (int32_t) i % n_experts;
+        }
+        for (int64_t g = 0; g < n_gates; g++) {
+            const int64_t first = g * n_matrix * n_experts;
+            all.firsts.push_back({ first, first + n_experts, first + 2 * n_experts, -1 });
+        }
+        pool p(all, HIGH);
+        REQUIRE(p.reserve(n, 0));
+        std::vector<uint32_t> absent;
+        for (uint32_t i = 0; i < n; i++) {
+            if (std::uniform_real_distribution<>()(rng) < share) {
+                all.slices[i].last_use = rng() % 1000;
+                p.enter(all.slices[i]);
+            } else {
+                absent.push_back(i);
+            }
+        }
+        REQUIRE(p.victim(GATE));
+        const int n_done = 200000;
+        const double ns = ns_of([&]() NO_THREAD_SAFETY_ANALYSIS {
+            for (int i = 0; i < n_done; i++) {
+                slice *    out = p.victim(GATE);
+                uint32_t & in  = absent[rng() % absent.size()];
+                p.leave(*out);
+                all.slices[in].last_use = (uint64_t) (1000 + i);
+                p.enter(all.slices[in]);
+                in = all.index_of(*out);
+            }
+        });
+        printf("\"eviction\": %.0f, ", ns / n_done);
+    }
+};
+
+int main(int argc, char ** argv) {
+    REQUIRE(argc == 6);
+    bench b(atoi(argv[1]), atoi(argv[2]), atoi(argv[3]), atoi(argv[4]), atoi(argv[5]));
+    printf("{");
+    b.evictions();
+    b.run("warm-up", 0, false); // the arena fills
+    b.run("none", 0, false);
+    b.run("six", 6, false);
+    b.run("all", b.n_gates, false);
+    b.run("expected", 6, true);
+    printf("\"slices\": %d}\n", b.n_gates * b.n_experts * n_matrix);
+    return 0;
+}
