@@ -101,6 +101,7 @@ class TestContract:
         shape = Shape(24, 8, 2, 90)
         policy = create(name, shape)
         events = random_events(24 * 6, shape, n_tokens=n_tokens)
+        events = [event for i, event in enumerate(events) if i % 31 != 30]  # llama.cpp may leave out a layer
         policy.prepare(events)
         changes = 0
         for event in events:

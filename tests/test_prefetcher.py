@@ -293,6 +293,7 @@ def test_reads_ahead_only_what_is_mostly_used():
     buffer = Recorder()
     prefetcher = Prefetcher(buffer, Fixed([[9, 8, 1, 0, 0, 0, 0, 0]]), n_used=2, n_lanes=1)
     prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
+    prefetcher._earned = 4.0
     for token in range(40):
         buffer.prefetched.clear()
         buffer.counters.io_worker_busy_ns += 5_000_000

@@ -8,6 +8,7 @@ import pytest
 from helpers.arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, tokens, write_model
 from moeoff import Llama
 from moeoff.gguf.layout import Layout
+from moeoff.predict.matmul import Rows
 from moeoff.predict.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, gating_of
 
 
@@ -31,6 +32,29 @@ def test_fresh_gate_control(demo):
         np.testing.assert_array_equal(np.sort(router.choose(event.gate, event.gate_input)), np.sort(event.ids))
         probs = router.probs(event.gate, event.gate_input)
         np.testing.assert_allclose(np.take_along_axis(probs, event.ids, axis=1), event.weights, rtol=1e-4)
+
+
+def test_a_lazy_router_keeps_no_weights(demo):
+    layout = Layout.read(demo)
+    eager, lazy = (Router.read(layout, [3, 4, 5], 32, lazy=lazy) for lazy in (False, True))
+    assert lazy.n_gates == 3 and lazy.n_experts == 32 and lazy.knows(2) and lazy.weights[1] is not lazy.weights[1]
+    for gate in range(3):
+        np.testing.assert_array_equal(lazy.weights[gate], eager.weights[gate])
+    for source, target in ((0, 1), (0, 2)):
+        for found, expected in zip(lazy.ahead(source, target, True), eager.ahead(source, target, True)):
+            assert (found is None and expected is None) or np.array_equal(found, expected)
+
+
+@pytest.mark.parametrize("n_cols", [64, 2048, 33])
+def test_products_of_rows(n_cols):
+    """Within what Q8_0 rounds; rows that are no whole blocks exactly. Any number of vectors, strided ones too."""
+    rng = np.random.default_rng(n_cols)
+    weight, x = rng.standard_normal((24, n_cols), np.float32), rng.standard_normal((10, n_cols), np.float32)[::2]
+    rows = Rows(weight)
+    assert (rows.nbytes < 0.3 * weight.nbytes) == (n_cols != 33)
+    exact = x @ weight.T
+    np.testing.assert_allclose(rows.product(x), exact, atol=1e-4 if n_cols == 33 else 0.03 * exact.std())
+    assert rows.product(x[:0]).shape == (0, 24)
 
 
 @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in WITHOUT_BLOCK | ROUTED_OUTSIDE])

@@ -24,11 +24,12 @@ class GroupedPolicy(Policy):
     def update(self, event: GateEvent) -> bool:
         """Whether `priorities` has changed."""
         waiting = self._waiting
-        if waiting and (event.gate != waiting[-1].gate + 1 or len(event.ids) != len(waiting[0].ids)):
+        changed = bool(waiting) and (event.gate != waiting[-1].gate + 1 or len(event.ids) != len(waiting[0].ids))
+        if changed:
             self._apply()
         waiting.append(event)
         if len(waiting) < self.group and event.gate < self.shape.n_gates - 1 and event.decode:
-            return False
+            return changed
         self._apply()
         return True
 

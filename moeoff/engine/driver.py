@@ -43,7 +43,8 @@ class Driver:
         self._buffer, self.policy, self.trace, self._router, self.prefetcher = buffer, policy, trace, router, prefetcher
         self._replay, self._hold = replay, hold
         self._held: list[GateEvent] = []
-        self._model, self._arena = model, 0  # bytes for high versions, as the policy knows them
+        self._model = model
+        self._arena = self._arena_bytes() if model is not None else 0  # as the policy knows it
         self._ends: dict[int, int] = {}  # of each sequence, the position after its last token
         self._lock = threading.Lock()
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
@@ -124,14 +125,17 @@ class Driver:
         """Tells the policy when the arena has been resized."""
         if self.policy is None or self._model is None:
             return
-        stats = self._buffer.stats()
-        arena = stats.arena_bytes - stats.low_arena_bytes
-        if self._arena and abs(arena - self._arena) > _RESIZED * self._arena:
+        arena = self._arena_bytes()
+        if abs(arena - self._arena) > _RESIZED * self._arena:
             self._buffer.drain()
             with self._lock:
                 self.policy.resize(self._model.shape(arena).capacity)
             self._arena = arena
-        self._arena = self._arena or arena
+
+    def _arena_bytes(self) -> int:
+        """For high versions."""
+        stats = self._buffer.stats()
+        return int(stats.arena_bytes - stats.low_arena_bytes)
 
     def new_sequence(self) -> None:
         """Between decodes: the next event is the first of a text. Waits for the events before it."""

@@ -136,10 +136,7 @@ class Prefetcher:
                 if len(p.scores) == 1:
                     self._usefulness.predicted(p.gate, best)
                 n_paying = n_paying * self._usefulness.n_paying(p.gate) // self._n_candidates
-            limit = int(self._credit)
-            queued = self._read(p, best[:n_paying], limit) if n_paying else 0
-            if n_paying < len(best):
-                self._read(p, best[n_paying:], 0)  # those of them that are resident are kept
+            queued = self._read(p, best, n_paying, int(self._credit))
             self._credit -= queued
             if queued:
                 return  # something was absent: look no further ahead (HOBBIT §3.3)
@@ -156,17 +153,23 @@ class Prefetcher:
         places = places[np.sort(first)]
         return places
 
-    def _read(self, p: Prediction, best: np.ndarray, limit: int) -> int:
-        """Protects the candidates and queues up to `limit` slices of them; returns how many."""
-        gate = p.gate
+    def _read(self, p: Prediction, best: np.ndarray, n_paying: int, limit: int) -> int:
+        """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many."""
+        gate, prefetch = p.gate, self._buffer.prefetch
         if self._precision.lossless:
-            return self._buffer.prefetch(gate, best.tolist(), limit=limit)
+            n = n_paying if limit else 0
+            queued = prefetch(gate, best[:n].tolist(), limit=limit) if n else 0
+            if n < len(best):
+                prefetch(gate, best[n:].tolist(), limit=0)
+            return queued
         scores = (self.predictor.router.gated(p.scores) if p.logits else p.scores).max(axis=0)
         versions = self._versions(scores[best])
-        queued = self._buffer.prefetch(gate, best[versions == native.HIGH].tolist(), limit=limit)
-        self._buffer.prefetch(gate, best[versions != native.HIGH].tolist(), limit=0)  # those that are resident will serve
-        if low := best[versions == native.LOW].tolist():
-            queued += self._buffer.prefetch(gate, low, low=True, limit=limit - queued)
+        pays = np.arange(len(best)) < n_paying
+        high = (versions == native.HIGH) & pays
+        queued = prefetch(gate, best[high].tolist(), limit=limit)
+        prefetch(gate, best[~high].tolist(), limit=0)  # those that are resident will serve
+        if low := best[(versions == native.LOW) & pays].tolist():
+            queued += prefetch(gate, low, low=True, limit=limit - queued)
         return queued
 
     def _versions(self, scores: np.ndarray) -> np.ndarray:
