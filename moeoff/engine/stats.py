@@ -10,13 +10,13 @@ from .expert_buffer import ExpertBuffer
 
 _COUNTERS = (
     "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
-    "expert_uses served_low skipped low_bytes_read"
+    "expert_uses served_low skipped low_bytes_read events_dropped"
 ).split()
 
 
 @dataclass
 class Timing:
-    """Time inside llama_decode: of prompts, and of tokens that continue texts, one for each sequence."""
+    """Time inside llama_decode: text that is read is prompt, tokens that are decoded, of any number of sequences, are generation."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
@@ -24,12 +24,12 @@ class Timing:
     gen_seconds: float = 0.0
 
     def add(self, n_tokens: int, seconds: float, decode: bool) -> None:
-        if not decode:
-            self.prompt_tokens += n_tokens
-            self.prompt_seconds += seconds
-        else:
+        if decode:
             self.gen_tokens += n_tokens
             self.gen_seconds += seconds
+        else:
+            self.prompt_tokens += n_tokens
+            self.prompt_seconds += seconds
 
     def since(self, earlier: Timing) -> Timing:
         return Timing(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
@@ -50,6 +50,7 @@ class Stats:
     when it was last compared; None: the strategy does not prefetch or does not compare.
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
+    events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
     """
 
@@ -83,6 +84,7 @@ class Stats:
     low_bytes_read: int = 0
     low_arena_bytes: int = 0
     embedding_disk_bytes: int = 0
+    events_dropped: int = 0
     max_loss: float | None = None
     estimated_loss: float | None = None
     micro_batch: int = 0
@@ -129,6 +131,7 @@ class Stats:
             low_bytes_read=s.low_bytes_read,
             low_arena_bytes=s.low_arena_bytes,
             embedding_disk_bytes=buffer.embedding_bytes,
+            events_dropped=s.events_dropped,
         )
 
     def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:
