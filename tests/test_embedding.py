@@ -12,6 +12,7 @@ import moeoff
 from helpers.arch_models import open_moeoff, open_stock, run, write_model
 from helpers.ggml_api import ABORTED, F32, I32, SUCCESS, Backend, Context, cpu_buffer_type, quantizable_types, quantized, read, write
 from helpers.logits import assert_bit_equal, greedy_logits
+from helpers.split_model import split_model
 from moeoff import ModelError, ReadError, native
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.gguf.file import ModelFile, ModelWriter
@@ -99,6 +100,19 @@ def test_it_is_not_in_memory(demo):
         assert_bit_equal(logits(model), logits(stock))
         assert model.memory_sizes().weights == layout.dense_bytes - layout.embedding_bytes
         assert model.plan.needs.on_disk == model.stats().embedding_disk_bytes == layout.embedding_bytes == layout.dense[EMBEDDING].nbytes
+
+
+def test_it_lies_in_a_later_part(demo, tmp_path):
+    backwards = tmp_path / "backwards.gguf"
+    with ModelFile(demo) as model:
+        tensors = list(reversed(model.tensors.values()))
+        with ModelWriter(backwards, model.metadata, tensors) as file:
+            for tensor in tensors:
+                file.write(model.data(tensor.name))
+    first = str(split_model(str(backwards), tmp_path, 3)[0])
+    assert Layout.read(first).lookup_embedding.file == 2
+    with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(first, expert_memory="1G", **OPTIONS) as model:
+        assert_bit_equal(logits(model), logits(stock))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3moe", "cohere2moe", "granitemoe"])
