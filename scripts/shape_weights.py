@@ -43,9 +43,9 @@ _SHARED = 0.4  # of the variance that a feed-forward network with shared experts
 class Scales:
     """What routing depends on; the module's text says how. mean_size: of attention's mean against a single value, an estimate."""
 
-    attention: float = 0.25
-    feed_forward: float = 0.25
-    first: float = 2.5
+    attention: float = 0.28
+    feed_forward: float = 0.18
+    first: float = 2.0
     recency: float = 1.0
     logits: float = 1.5
     skew: float = 0.3
