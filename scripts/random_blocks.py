@@ -2,7 +2,7 @@
 
 Normal floats are quantized once for each type; every slice is another stretch of that pool, and another standard deviation is
 another scale in the same blocks. So neither floats nor quantizer stand between a model of 60 GB and its disk, and yet no two
-slices of a type are the same (as long as there are not more of them than the pool has blocks, 131,072 for Q4_K).
+slices of a type are the same, as long as there are not more of them than the pool has blocks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from moeoff.errors import OptionError
-from moeoff.gguf.quantize import dequantize, needs_imatrix, quantize_chunks, row_bytes, type_name
+from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize_chunks, row_bytes, type_name
 
 __all__ = ["Pools"]
 
@@ -41,7 +41,7 @@ class Pools:
     """Pools of random blocks by type. n_values: of a pool, a power of two. The same seed gives the same bytes."""
 
     seed: int
-    n_values: int = 1 << 25
+    n_values: int
     _made: dict[tuple[int, int], _Pool] = field(default_factory=dict)
 
     def slices(self, type: int, n_bytes: int, n_slices: int, std: float) -> Iterator[np.ndarray]:
@@ -79,15 +79,9 @@ class Pools:
             rows = np.concatenate(list(quantize_chunks([lambda f=f: f for f in floats], type, imatrix)))
             sample = rows[:4096]
             std = float(dequantize(sample, type, (len(sample), _ROW)).std())
-            block = next(row_bytes(type, n) for n in (1, 32, 64, 256) if _ROW % n == 0 and _divides(type, n))
+            block = next(row_bytes(type, n) for n in (1, 32, 64, _ROW) if fits(type, n))
             self._made[type, quarter] = _Pool(rows.reshape(-1, block), std)
         return self._made[type, quarter]
-
-
-def _divides(type: int, n: int) -> bool:
-    from moeoff.gguf.quantize import fits
-
-    return fits(type, n)
 
 
 def _scaled(pool: _Pool, type: int, std: float) -> np.ndarray:

@@ -96,9 +96,7 @@ def main() -> None:
         shape = find_shape(args.shape).cut(layers=args.layers, shrink=args.shrink, expert_type=args.experts_type)
         with Progress(*columns, console=Console(stderr=True)) as bar:
             task = bar.add_task("writing")
-            shape_model(
-                shape, args.out, seed=args.seed, overwrite=args.overwrite, progress=lambda done, total: bar.update(task, completed=done, total=total)
-            )
+            shape_model(shape, args.out, seed=args.seed, overwrite=args.overwrite, progress=lambda done, total: bar.update(task, completed=done, total=total))
     except (MoeoffError, OSError) as error:
         sys.exit(f"shape_model: {error}")
     except KeyboardInterrupt:

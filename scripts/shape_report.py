@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent / "bench"))
-from results_file import HELP, ResultsFile
-
 from moeoff import Llama
 from moeoff.calibrate.record import LENGTH, record, sequences
 from moeoff.errors import MoeoffError
@@ -24,6 +22,7 @@ from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
 from moeoff.simulate import simulate
 from moeoff.simulate.trace import Model, TensorInfo
+from results_file import HELP, ResultsFile
 
 __all__ = ["SHARES", "Routing", "measure"]
 
@@ -109,7 +108,7 @@ def routing(recording: Recording, logits: np.ndarray) -> Routing:
 
 def _n_known(logits: np.ndarray) -> int:
     """Unused tokens of a shape's vocabulary come last, and have all the same logit."""
-    same = np.ptp(logits[:, ::-1][:, : logits.shape[1]], axis=0) == 0
+    same = np.ptp(logits[:, ::-1], axis=0) == 0
     return logits.shape[1] - int(np.argmin(same)) if same[0] else logits.shape[1]
 
 
@@ -134,8 +133,23 @@ def main() -> None:
     except (MoeoffError, OSError) as error:
         sys.exit(f"shape_report: {error}")
     with ResultsFile(args.json) as results:
-        head = ["model", "experts a token %", "LRU hits %", "most popular %", "as the token before %", "next gate's recall %", "cosine", "largest weight", "gate input", "logits"]
-        table = results.table("routing", f"Routing, {args.tokens:,} tokens in sequences of {LENGTH}; hit rates with {percent(s / 100 for s in SHARES)} % of the experts in memory", head)
+        head = [
+            "model",
+            "experts a token %",
+            "LRU hits %",
+            "most popular %",
+            "as the token before %",
+            "next gate's recall %",
+            "cosine",
+            "largest weight",
+            "gate input",
+            "logits",
+        ]
+        table = results.table(
+            "routing",
+            f"Routing, {args.tokens:,} tokens in sequences of {LENGTH}; hit rates with {percent(s / 100 for s in SHARES)} % of the experts in memory",
+            head,
+        )
         for name, r in done.items():
             table.row(
                 name, f"{100 * r.chosen:.1f}", percent(r.lru), percent(r.popular), f"{100 * r.overlap.mean():.0f}", f"{100 * r.recall.mean():.0f}",

@@ -36,6 +36,7 @@ _SEEN = 0.25  # the constant, as the router and the experts see it
 _CONTENT = 0.3  # of queries and keys, against the fixed vector
 _LOGITS = 4.0  # deviation of the model's output
 _HEADSTART = 16.0  # logit of the tokenizer's tokens against unused ones
+_N_CONTROL = 3  # of the demo model's tokens, the first
 _SHARED = 0.4  # of the variance that a feed-forward network with shared experts adds, what they add
 
 
@@ -59,8 +60,9 @@ class Weights:
         self._shape, self._scales, self._seed, self._n_tokens = shape, scales, seed, n_tokens
         self._n_constant = max(round(shape.n_embd / 1024), 1) * 32
         self._n_content = shape.n_embd - self._n_constant
-        largest = shape.n_expert * shape.ff * shape.n_embd
-        self._pools = Pools(seed, 1 << min(max(largest.bit_length(), 20), 25))
+        # a block for every slice to begin at, and as much of a slice without repetition as is quick to make
+        n_values = max(256 * 3 * shape.n_layer * shape.n_expert, min(shape.ff * shape.n_embd, 1 << 24), 1 << 20)
+        self._pools = Pools(seed, 1 << (n_values - 1).bit_length())
         self._nearness = scales.recency * math.log(shape.rope_base)  # logit of a token for itself
         self._sizes = self._stream_sizes()
         self._hidden, self._weight_norm = self._expert_sizes()
@@ -232,5 +234,7 @@ class Weights:
     def _output(self, rng: np.random.Generator) -> np.ndarray:
         rows = self._reading(self._n_tokens, rng, _LOGITS)
         # Byte pairs are numbered in the order of their frequency: tokens sampled from this are about as frequent as in text.
-        rows[:, : self._n_constant] = ((_HEADSTART - np.log(np.arange(self._n_tokens) + 20)) / self._n_constant)[:, None]
+        offset = _HEADSTART - np.log(np.arange(self._n_tokens) + 20)
+        offset[:_N_CONTROL] = -_HEADSTART  # an answer never ends by itself
+        rows[:, : self._n_constant] = (offset / self._n_constant)[:, None]
         return rows
