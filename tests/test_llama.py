@@ -266,3 +266,21 @@ def test_any_order_at_interpreter_exit(demo, order):
     code = f"import moeoff\na = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\nb = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\na.eval([1, 2]); b.eval([3])\n{order}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr == "", done.stderr
+
+
+def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
+    """Its tables come after the arena was sized: 13 MiB of router rows with 48 gates of 128 experts."""
+    from moeoff.engine import llama
+
+    taken = []
+
+    def attach(*args, **kwargs):
+        taken.append(bytes(range(256)) * (32 << 12))  # 32 MiB
+
+    with moeoff.Llama(demo, memory="180M", **OPTIONS) as llm:
+        before = llm.plan
+    monkeypatch.setattr(llama, "attach_driver", attach)
+    with moeoff.Llama(demo, memory="180M", **OPTIONS) as llm:
+        assert llm.plan.needs.python > before.needs.python + (24 << 20)
+        assert llm.stats().arena_bytes == llm.plan.arena
+        assert llm.plan.needs.total + llm.plan.arena <= 180 << 20

@@ -51,6 +51,16 @@ class ArenaSizer:
         """Bytes for high and for low versions."""
         return self._pools.split(self.plan.arena)
 
+    def make_room(self, nbytes: int) -> None:
+        """Before anything is computed: the process has allocated so many bytes since its needs were counted.
+
+        Raises:
+            BudgetError: too little is left for experts.
+        """
+        if self.plan.budget and nbytes > 0:
+            self.plan = self._divide(self.plan.budget, replace(self.plan.needs, python=self.plan.needs.python + nbytes))
+            self._buffer.set_arena_bytes(*self.arenas)
+
     def move(self, budget: int) -> None:
         """Another budget, between answers: the arenas are resized at once.
 

@@ -95,7 +95,7 @@ class Llama(PatchedLlama):
             self._load_model()
             self._buffer.attach(self._layout, self._source, self._low_source)
             self._start_buffer()
-            self._driver = self._make_driver()
+            self._attach_driver()
             self.set_abort_callback(native.should_abort, self._buffer.handle)
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
             self.wrap_decode(self._decode)
@@ -204,11 +204,12 @@ class Llama(PatchedLlama):
         python = max(rss() - size.weights - size.state, 0)  # both are resident: the weights have been read, the state cleared
         return Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, self.n_ctx(), self.expert_buffer.embedding_bytes)
 
-    def _make_driver(self) -> Driver | None:
-        config = self._config
+    def _attach_driver(self) -> None:
+        """The strategy's policy and predictor; what their tables take, the experts lose."""
+        config, before = self._config, rss()
         if config.trace is None and not config.gate_input:
             self.expert_buffer.set_gate_rows(SAMPLE)
-        return attach_driver(
+        self._driver = attach_driver(
             self.expert_buffer,
             self.strategy,
             self._layout,
@@ -218,6 +219,7 @@ class Llama(PatchedLlama):
             precision=self.precision,
             replay=config.replay,
         )
+        self._sizer.make_room(rss() - before)
 
     def _warm_up(self) -> None:
         if self._config.warm and self.strategy.keep:
@@ -297,7 +299,7 @@ class Llama(PatchedLlama):
         """
         self._sizer.move(parse_size(memory))
         if self._driver is None:  # as long as all experts fit, no driver is attached
-            self._driver = self._make_driver()
+            self._attach_driver()
             self.set_gate_callback(self._listener)
 
     @property
