@@ -29,7 +29,8 @@ def compare(writer, folder, architecture: str, kind: str) -> None:
     assert np.isfinite(expected.view(np.float32)).all()
     assert len(np.unique(expected, axis=0)) > N_STEPS  # the model does react to its input
     for floor in (False, True):
-        with open_moeoff(path, floor=floor) as model:
+        told = {"gate_input": True, "trace": str(path.with_suffix(".trace"))} if floor else {}  # the gate node with all its sources, and without
+        with open_moeoff(path, floor=floor, **told) as model:
             np.testing.assert_array_equal(run(model), expected)
             buffer = model.expert_buffer
             stats, n_gates = buffer.stats(), buffer.priorities.shape[0]

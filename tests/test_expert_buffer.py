@@ -160,6 +160,56 @@ def test_gate_events(demo):
     assert stats.events_dropped == 0 and stats.driver_ns > 0
 
 
+def test_a_batch_larger_than_the_queue_is_not_dropped(demo):
+    """One event of a large batch may be larger than all that may wait: 512 tokens of a model 4096 wide are 8 MiB."""
+    events = []
+    with moeoff.Llama(demo, expert_memory="3M", strategy="lru", gate_input=True, **OPTIONS) as llm:
+        llm.expert_buffer.set_gate_callback(events.append, queue_bytes=4096)
+        llm.eval(PROMPT)
+        llm.expert_buffer.drain()
+        assert llm.stats().events_dropped == 0
+    assert len(events) == 12 and all(e.gate_input.nbytes > 4096 for e in events)
+
+
+def test_gate_rows(demo):
+    """Of a larger batch, rows of evenly spread tokens: the same that all of them have."""
+    events, few = [], []
+    with moeoff.Llama(demo, expert_memory="3M", strategy="lru", gate_input=True, **OPTIONS) as llm:
+        for into, rows in ((events, 0), (few, 5)):
+            llm.reset()
+            llm.expert_buffer.set_gate_rows(rows)
+            llm.set_gate_callback(into.append)
+            llm.eval(PROMPT)
+            llm.eval([5])
+            llm.expert_buffer.drain()
+    for event, sample in zip(events, few, strict=True):
+        assert event.row_step == 1 and len(event.gate_input) == len(event.ids) == len(sample.ids)
+        assert sample.row_step == (7 if len(event.ids) == 32 else 1)
+        np.testing.assert_array_equal(sample.ids, event.ids)
+        np.testing.assert_array_equal(sample.gate_input, event.gate_input[:: sample.row_step])
+        picked, again = event.sample(5), sample.sample(5)
+        np.testing.assert_array_equal(picked.gate_input, again.gate_input)
+        np.testing.assert_array_equal(picked.ids, again.ids)
+        assert len(again.ids) == len(again.gate_input) and again.row_step == 1
+
+
+def test_batches_are_what_they_are_said_to_be(demo):
+    """Several tokens of one sequence are a prompt, unless their caller verifies a draft."""
+    events = []
+    with moeoff.Llama(demo, expert_memory="3M", strategy="lru", **OPTIONS) as llm:
+        llm.set_gate_callback(events.append)
+        llm.eval([1, 2, 3])
+        llm.eval([4])
+        with llm.batches_as(decode=True):
+            llm.eval([5, 6])
+        with llm.batches_as(decode=False):
+            llm.eval([7])
+        llm.eval([8, 9])
+        llm.expert_buffer.drain()
+        assert (llm.timing.prompt_tokens, llm.timing.gen_tokens) == (3 + 1 + 2, 1 + 2)
+    assert [e.decode for e in events[::12]] == [False, True, True, False, False]
+
+
 def test_gate_events_name_the_experts_that_compute(demo):
     """The router, computed again from the gate input, chooses what the event says."""
     from gguf import GGUFReader

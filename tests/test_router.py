@@ -82,6 +82,30 @@ def test_fresh_gate_control_of_every_architecture(architecture, writer, folder):
         np.testing.assert_allclose(mine / mine.sum(axis=1, keepdims=True), event.weights / event.weights.sum(axis=1, keepdims=True), rtol=2e-3)
 
 
+@pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in WITHOUT_BLOCK])
+def test_logits_of_events(architecture, writer, folder, tmp_path):
+    """The gate chooses by them, whether or not the block has computed them itself."""
+    path = write_model(writer, folder, architecture, "F32")
+    events = []
+    with open_moeoff(path, trace=str(tmp_path / "run.trace")) as model:
+        router = Router.read(Layout.read(path), layers_of(model))
+        n_experts = {t.gate: t.ne[2] for t in model.expert_buffer.tensors}
+        model.set_gate_callback(events.append)
+        decode(model, tokens(24), 0)
+        model.expert_buffer.drain()
+    assert {event.gate for event in events} == set(range(router.n_gates))
+    for event in events:
+        gate = event.gate
+        if event.logits is None:
+            assert architecture == "grovemoe" and n_experts[gate] < N_EXPERT  # its chunks are chosen by their experts' logits
+            continue
+        assert event.logits.shape == (len(event.ids), n_experts[gate]) and event.row_step == 1
+        np.testing.assert_allclose(event.probs, router.gated(event.logits))
+        if router.tables[gate] is None:
+            chosen = router.select(gate, event.logits if architecture == "llama4" else event.probs)
+            np.testing.assert_array_equal(np.sort(chosen[:, : event.ids.shape[1]]), np.sort(event.ids))
+
+
 def test_gating_functions_differ(writer, folder):
     found = {}
     for architecture in ("qwen3moe", "glm4moe", "gpt-oss", "deepseek4", "llama4"):

@@ -16,7 +16,7 @@ from ..cache import Policy
 from ..gate_event import GateEvent
 from ..predict.router import Router
 from ..simulate.trace import Model, TraceWriter
-from .batch_spans import Span, is_decode
+from .batch_spans import Span
 from .expert_buffer import ExpertBuffer
 from .prefetcher import Prefetcher
 from .replay import Replay
@@ -95,12 +95,13 @@ class Driver:
         if held:
             self._buffer.publish()
 
-    def begin(self, batch: Any, spans: Mapping[int, Span]) -> None:
+    def begin(self, batch: Any, spans: Mapping[int, Span], decode: bool) -> None:
         """Before a decode.
 
         Args:
             batch: llama_batch.
             spans: of the batch (`moeoff.engine.batch_spans`).
+            decode: its tokens are decoded, not read.
         """
         if not self.needed:
             return
@@ -109,7 +110,7 @@ class Driver:
             self.new_sequence()
         if self.prefetcher is not None and self.prefetcher.predictor.wants_tokens:
             self._buffer.drain()
-            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), is_decode(spans))
+            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), decode)
 
     def _begins(self, spans: Mapping[int, Span]) -> bool:
         """Whether a text begins: a sequence is new or goes back behind what it had computed, and no other one goes on in this batch.

@@ -7,7 +7,7 @@ import ctypes
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -58,6 +58,7 @@ class Llama(PatchedLlama):
     _buffer: ExpertBuffer | None = None
     _driver: Driver | None = None
     _core_binding: CoreBinding | None = None
+    _decodes: bool | None = None  # what batches are, if a caller says so
 
     def __init__(
         self,
@@ -194,9 +195,10 @@ class Llama(PatchedLlama):
         buffer = self.expert_buffer
         self._layout.check_unchanged()
         spans = batch_spans(batch)
-        buffer.set_batch_kind(is_decode(spans))
+        decodes = is_decode(spans) if self._decodes is None else self._decodes
+        buffer.set_batch_kind(decodes)
         if self._driver is not None:
-            self._driver.begin(batch, spans)
+            self._driver.begin(batch, spans, decodes)
         started = time.perf_counter()
         with self.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:
@@ -207,8 +209,21 @@ class Llama(PatchedLlama):
                     raise Cancelled("the answer was cancelled") from None
                 raise
         buffer.check()
-        self.timing.add(batch.n_tokens, time.perf_counter() - started)
+        self.timing.add(batch.n_tokens, time.perf_counter() - started, decodes)
         self._sizer.look()
+
+    @contextlib.contextmanager
+    def batches_as(self, *, decode: bool) -> Iterator[None]:
+        """While open, batches are taken for what the caller says they are.
+
+        By itself a batch that has one token of each of its sequences is taken for decoding, and any other for a prompt: say
+        decode=True where several tokens of a sequence are a draft that is verified.
+        """
+        before, self._decodes = self._decodes, decode
+        try:
+            yield
+        finally:
+            self._decodes = before
 
     def cancel(self) -> None:
         """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""

@@ -171,7 +171,7 @@ class Prefetcher:
         """Versions that would serve these candidates, the likeliest first, if their scores were gate weights (HOBBIT §3.3). [n] of native.HIGH, LOW, SKIP."""
         if scores[-1] < 0:
             return np.full(len(scores), native.HIGH)
-        s = np.minimum(unimportance(scores[None], self._n_used)[0], 1)
+        s = np.minimum(unimportance(scores[None], min(self._n_used, len(scores)))[0], 1)
         return np.where(s <= self._precision.t1, native.HIGH, np.where(s <= self._precision.t2, native.LOW, native.SKIP))
 
     def _read_union(self, p: Prediction) -> None:

@@ -10,26 +10,26 @@ from .expert_buffer import ExpertBuffer
 
 _COUNTERS = (
     "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
-    "expert_uses served_low skipped low_bytes_read"
+    "expert_uses served_low skipped low_bytes_read events_dropped"
 ).split()
 
 
 @dataclass
 class Timing:
-    """Time inside llama_decode: batches of several tokens are prompt, single tokens generation."""
+    """Time inside llama_decode: text that is read is prompt, tokens that are decoded, of any number of sequences, are generation."""
 
     prompt_tokens: int = 0
     prompt_seconds: float = 0.0
     gen_tokens: int = 0
     gen_seconds: float = 0.0
 
-    def add(self, n_tokens: int, seconds: float) -> None:
-        if n_tokens > 1:
-            self.prompt_tokens += n_tokens
-            self.prompt_seconds += seconds
-        else:
+    def add(self, n_tokens: int, seconds: float, decode: bool) -> None:
+        if decode:
             self.gen_tokens += n_tokens
             self.gen_seconds += seconds
+        else:
+            self.prompt_tokens += n_tokens
+            self.prompt_seconds += seconds
 
     def since(self, earlier: Timing) -> Timing:
         return Timing(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
@@ -48,6 +48,7 @@ class Stats:
     expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them) and skipped not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
+    events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
     """
 
@@ -80,6 +81,7 @@ class Stats:
     skipped: int = 0
     low_bytes_read: int = 0
     low_arena_bytes: int = 0
+    events_dropped: int = 0
     max_loss: float | None = None
     estimated_loss: float | None = None
 
@@ -122,6 +124,7 @@ class Stats:
             skipped=s.skipped,
             low_bytes_read=s.low_bytes_read,
             low_arena_bytes=s.low_arena_bytes,
+            events_dropped=s.events_dropped,
         )
 
     def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:

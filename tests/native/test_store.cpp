@@ -167,3 +167,78 @@ TEST(taking_an_error_does_not_wait_for_reads_that_begin_later) {
     x.reads[2].released = true;
     REQUIRE(x.settles(2));
 }
+
+TEST(evictions_go_by_the_priorities_that_were_published) {
+    scripted_store x(1);
+    for (auto & read : x.reads) {
+        read.released = true;
+    }
+    std::string error;
+    const auto load = [&](int32_t e) {
+        REQUIRE(x.s.prefetch(0, &e, 1, ~0u, HIGH, false, -1) == 1);
+        wait_until([&] { return x.state(e) == READY; });
+    };
+    REQUIRE(x.s.set_limits(x.s.experts().arena_full(HIGH) / n_expert * 2, 0, error));
+    load(0);
+    load(1);
+    x.s.priorities()[0] = 5.0f;
+    load(2); // all are equal: the lowest index goes
+    REQUIRE(x.state(0) == ABSENT && x.state(1) == READY);
+    x.s.priorities()[0] = 0.0f;
+    x.s.priorities()[1] = 5.0f;
+    x.s.publish();
+    load(0);
+    REQUIRE(x.state(1) == READY && x.state(2) == ABSENT);
+    x.s.priorities()[0] = 7.0f;
+    x.s.publish();
+    load(3);
+    REQUIRE(x.state(0) == READY && x.state(1) == ABSENT);
+}
+
+TEST(events_tell_the_kind_of_their_batch_and_every_nth_row) {
+    scripted_store x(1);
+    for (auto & read : x.reads) {
+        read.released = true;
+    }
+    struct seen {
+        std::vector<moeoff_gate_event> events;
+        std::vector<float>             first; // of each event's last row
+    } got;
+    x.s.set_gate_callback([](const moeoff_gate_event * e, void * user) {
+        if (e) {
+            ((seen *) user)->events.push_back(*e);
+            ((seen *) user)->first.push_back(e->logits[(e->n_rows - 1) * e->n_expert]);
+        }
+    }, &got, 1 << 16);
+    std::vector<int32_t> ids(10, 1);
+    std::vector<float>   weights(10, 1.0f), logits;
+    for (int t = 0; t < 10; t++) {
+        logits.insert(logits.end(), n_expert, (float) t);
+    }
+    const auto post = [&](int32_t n_tokens) {
+        moeoff_gate_event e = {};
+        e.n_tokens = n_tokens;
+        e.n_used   = 1;
+        e.n_expert = n_expert;
+        e.ids      = ids.data();
+        e.weights  = weights.data();
+        e.logits   = logits.data();
+        x.s.gate_event(x.s.experts().gate_at(0), e, { sizeof(int32_t), sizeof(float), sizeof(float), 0, n_expert * sizeof(float) });
+    };
+    std::string error;
+    post(1);
+    post(10);
+    x.s.set_gate_rows(4);
+    REQUIRE(x.s.set_batch_kind(MOEOFF_BATCH_DECODE, error));
+    post(10);
+    REQUIRE(x.s.set_batch_kind(MOEOFF_BATCH_PROMPT, error) && !x.s.set_batch_kind(3, error));
+    post(1);
+    x.s.drain();
+    x.s.set_gate_callback(nullptr, nullptr, 0);
+    const std::vector<std::array<int32_t, 3>> expected { { 1, 1, 1 }, { 0, 1, 10 }, { 1, 3, 4 }, { 0, 1, 1 } }; // decode, row_step, n_rows
+    for (size_t i = 0; i < expected.size(); i++) {
+        const moeoff_gate_event & e = got.events[i];
+        REQUIRE((std::array<int32_t, 3> { e.decode, e.row_step, e.n_rows }) == expected[i]);
+        REQUIRE(got.first[i] == (float) ((e.n_rows - 1) * e.row_step));
+    }
+}
