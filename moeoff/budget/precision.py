@@ -20,10 +20,10 @@ class Precision:
     A resident expert is always served in its own precision. What else happens to one that is chosen and not resident:
 
     Attributes:
-        t1, t2: for a single token (HOBBIT §3.2). An expert's unimportance s is the sum of the larger gate weights of the same
+        t1, t2: for tokens that are decoded, each by itself (HOBBIT §3.2). An expert's unimportance s is the sum of the larger gate weights of the same
             token, all scaled to 1 (equation 2): s <= t1 is read in high precision, t1 < s <= t2 in low, s > t2 is skipped. The
             first expert is always read in high precision.
-        prefill_low_share: for a batch of tokens (Fate §4.5). Of the experts chosen, this share is read in low precision: those
+        prefill_low_share: for a prompt's batch (Fate §4.5). Of the experts chosen, this share is read in low precision: those
             that the fewest tokens chose, rounded down. Nothing is skipped.
         tier: of the companion, the low precision; needed if anything is read in it.
         low_share: of the experts' memory, kept for low versions.

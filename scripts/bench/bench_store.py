@@ -45,7 +45,7 @@ def cell(ns: dict) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default=SHAPES)
-    parser.add_argument("--events", type=int, default=3000)
+    parser.add_argument("--events", type=int, default=1000)
     parser.add_argument("--json", help=HELP)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, ResultsFile(options.json) as results:

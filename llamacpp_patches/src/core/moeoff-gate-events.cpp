@@ -98,7 +98,6 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
         each_slice([&](slice & s) REQUIRES(store_mutex) { table.mark_chosen(s, event); });
         each_slice([&](slice & s) REQUIRES(store_mutex) { table.request(s, GATE, may_evict); });
     }
-    table.wake_workers();
     stats.gate_events++;
     stats.expert_uses += (uint64_t) event.n_tokens * (uint64_t) event.n_used;
     event.seq = table.n_events();

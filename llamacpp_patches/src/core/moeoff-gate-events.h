@@ -25,7 +25,7 @@ class gate_events {
   public:
     gate_events(const expert_map & map, slice_table & table) : map(map), table(table) {}
 
-    // Fills what event says of hits and misses, and its versions. eager: the slices are requested
+    // Fills what event says of hits and misses, and its versions. eager: the slices are requested; the caller wakes the workers
     void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager) REQUIRES(store_mutex);
     // false: every expert is served high, in every graph
     bool has_decisions() const { return decided.load(std::memory_order_acquire); }

@@ -323,7 +323,7 @@ void slice_table::drop_unpinned_requests() {
 }
 
 void slice_table::wake_workers() {
-    if (!queue.empty()) {
+    if (has_requests()) {
         sync.work.notify_all();
     }
 }

@@ -61,6 +61,7 @@ class slice_table {
     void    drop_preloads() REQUIRES(store_mutex);
     void    drop_unpinned_requests() REQUIRES(store_mutex);
     void    wake_workers() REQUIRES(store_mutex);
+    bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(); }
     bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices
 
     // --- reading ---

@@ -104,9 +104,14 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     all.collect(c, map.n_experts());
     const int32_t kind = batch_kind.load(std::memory_order_relaxed);
     event.decode = kind == MOEOFF_BATCH_BY_SIZE ? event.n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
+    bool has_requests;
     {
         store_lock lock(sync);
         events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER);
+        has_requests = table.has_requests();
+    }
+    if (has_requests) {
+        sync.work.notify_all(); // a system call, and whom it wakes wants the mutex
     }
     if (driver.running()) {
         const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
