@@ -14,7 +14,7 @@ CLANGXX ?= clang++
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test nightly lint lint-native types results archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test test-archs nightly lint lint-native types results archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -45,7 +45,10 @@ run: env ## moeoff run on the demo model; PROMPT="...", ARGS="..."
 run: export PROMPT := $(PROMPT)
 
 test: env ## the quick tests
-	$(PY) -m pytest -m "not slow and not perf and not cgroup" $(TESTS)
+	$(PY) -m pytest -m "not slow and not perf and not cgroup and not archs" $(TESTS)
+
+test-archs: env ## every architecture of llama.cpp gives stock's bits; builds the program that writes their models
+	$(PY) -m pytest -m "archs and not slow"
 
 nightly: env patches-check lint ## every test, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
 	$(PY) -m pytest -m "not perf" --cov

@@ -15,6 +15,12 @@ from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE, ROOT
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "writer" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.archs)
+
+
 @pytest.fixture(scope="session")
 def demo() -> str:
     from moeoff.paths import demo_model
@@ -82,7 +88,7 @@ def calibrated(demo, tmp_path_factory):
     model = shutil.copy(demo, tmp_path_factory.mktemp("calibrate") / "model.gguf")
     Profile.write(profile_path(model), Layout.read(model), {"precision": {"bits": np.arange(3)}})
     said: list[tuple[str, int, int]] = []
-    done = calibrate(model, text=CALIBRATION_TEXTS, tokens=2048, hidden=16, progress=lambda *args: said.append(args))
+    done = calibrate(model, text=CALIBRATION_TEXTS, tokens=1024, hidden=16, progress=lambda *args: said.append(args))
     return str(model), done, said
 
 

@@ -85,6 +85,7 @@ def test_one_type_is_enough_or_none_is(planner):
     assert strict.quality.loss.value <= 1e-9 and strict.upper in (KEEP, "Q4_0")
 
 
+@pytest.mark.slow
 def test_estimate_against_measurement(planner, plan):
     """Of one expert in eight: the estimate ranks them much as quantizing one at a time does. Unused experts matter nothing in both."""
     keys = planner.trial.experts[::8]

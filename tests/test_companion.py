@@ -95,6 +95,7 @@ def test_a_tier_is_the_requantized_stock_file(model, tmp_path, tier):
     assert_bit_equal(companion_logits(model), stock_logits(model))  # without keep the model itself is the high tier
 
 
+@pytest.mark.slow
 def test_grown_model(grown, tmp_path):
     """Slices of many pages, in the K-quants' blocks."""
     made = convert(grown, output=tmp_path / "grown.experts.gguf", tiers="keep,Q2_K")

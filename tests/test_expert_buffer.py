@@ -60,7 +60,7 @@ def grown_f16(tmp_path_factory):
 
 
 @pytest.mark.parametrize("flash_attn", [False, True])
-@pytest.mark.parametrize("type", ["Q4_K", "Q2_K", "Q6_K", "Q8_0", "Q4_0", "F16", "BF16", "IQ4_XS", "MXFP4"])
+@pytest.mark.parametrize("type", ["Q4_K", "Q2_K", "Q6_K", "Q8_0", "Q4_0", "F16", "BF16", pytest.param("IQ4_XS", marks=pytest.mark.slow), "MXFP4"])
 def test_lossless_types(grown_f16, tmp_path, type, flash_attn):
     path = tmp_path / f"{type}.gguf"
     requantize_experts(grown_f16, path, type_from_name(type))

@@ -165,6 +165,7 @@ def test_all_experts_in_a_tier(measured, text):
         assert llm.selected_precision.tier == "keep" and llm.precision.lossless and llm.stats().precision_summary == ""
 
 
+@pytest.mark.slow
 def test_thresholds_are_searched_where_no_tier_will_do(measured, text):
     """They are slow to measure. A tier that keeps the bound makes them superfluous; one that does not, does not."""
     model, done = measured

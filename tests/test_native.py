@@ -1,10 +1,12 @@
 """The native parts one by one: each TEST of tests/native/test_*.cpp under the address sanitizer, the thread safety analysis, and
 what is made from moeoff.h."""
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -27,7 +29,15 @@ with_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clan
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("native") / "unit_tests"
-    subprocess.run(["g++", *FLAGS, f"-I{CORE}", *CORE.glob("*.cpp"), *FILES, "-o", out], check=True)
+    sources = [*CORE.glob("*.cpp"), *FILES]
+
+    def compile(source: Path) -> Path:
+        compiled = out.with_name(f"{source.stem}.o")
+        subprocess.run(["g++", *FLAGS, f"-I{CORE}", "-c", source, "-o", compiled], check=True)
+        return compiled
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        subprocess.run(["g++", *FLAGS, *pool.map(compile, sources), "-o", out], check=True)
     return out
 
 

@@ -11,6 +11,7 @@ SCRIPT = ROOT / "scripts" / "build" / "native_stress.sh"
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+@pytest.mark.slow
 @pytest.mark.parametrize("sanitizer", ["thread", "address"])
 def test_store_is_clean(sanitizer):
     done = subprocess.run(["bash", str(SCRIPT), sanitizer, "6"], capture_output=True, text=True, timeout=300)

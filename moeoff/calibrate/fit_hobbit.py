@@ -15,7 +15,7 @@ from ..simulate.simulator import simulate
 from ..simulate.trace import Trace
 
 NAMES = ("lru", "lfu", "lhu", "fld")
-MAX_EVENTS = 12_288
+MAX_EVENTS = 6_144
 SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
 FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
 
