@@ -19,7 +19,7 @@ import moeoff
 from helpers.split_model import split_model
 from moeoff.gguf.file import ModelFile, ModelWriter, pack, pack_array
 from moeoff.gguf.layout import Layout
-from moeoff.gguf.quantize import type_from_name
+from moeoff.gguf.quantize import quantize, type_from_name
 from moeoff.predict.router import Router
 
 F64 = type_from_name("F64")
@@ -141,6 +141,7 @@ VALUES = [
     ({"expert_used_count": [4] * 11 + [33]}, "33), expected 1 to the 32 of expert_count"),
     ({"expert_used_count": [4] * 11 + [0]}, "0), expected 1 to the 32 of expert_count in each layer"),
     ({"attention.layer_norm_rms_epsilon": float("nan")}, "attention.layer_norm_rms_epsilon is nan, expected a small positive number"),
+    ({"rope.dimension_count": 64}, "rope.dimension_count is 64, expected at most the 32 numbers of a key"),
     ({"attention.layer_norm_rms_epsilon": -1.0}, "attention.layer_norm_rms_epsilon is -1.0, expected a small positive number"),
     ({"attention.key_length": 6}, "llama.cpp cannot load it: qwen2moe.cpp:"),
     ({"block_count": 11}, "llama.cpp cannot load it: wrong number of tensors"),
@@ -150,6 +151,33 @@ VALUES = [
     ({"expert_group_count": 4, "expert_group_used_count": 4}, "expert_group_used_count is 4, expected 1 to 3"),
     ({"rope.scaling.type": "odd"}, "rope.scaling.type is 'odd', expected none, linear, yarn, longrope"),
 ]
+
+
+def stored_as(demo, out, name: str, kind: str) -> str:
+    """The demo model with a tensor in another type."""
+    with ModelFile(demo) as model:
+        number = type_from_name(kind)
+        tensors = [replace(t, type=number if t.name == name else t.type) for t in model.tensors.values()]
+        with ModelWriter(out, model.metadata, tensors) as writer:
+            for tensor in tensors:
+                writer.write(quantize(model.rows(name), number).view(np.uint8) if tensor.name == name else model.data(tensor.name))
+    return str(out)
+
+
+@pytest.mark.parametrize("name", ["blk.3.attn_norm.weight", "blk.3.attn_q.bias", "output_norm.weight"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_types_that_llama_cpp_ends_over_while_it_computes(moeoff_command, demo, tmp_path, name, kind):
+    path = stored_as(demo, tmp_path / "patched.gguf", name, kind)
+    check(moeoff_command(*COMMANDS["run"](path)), f"{path}: {name!r} is stored as {kind}, with which llama.cpp cannot compute it")
+
+
+def test_a_chat_template_that_cannot_be_read(moeoff_command, demo, tmp_path):
+    with ModelFile(demo) as model:
+        metadata = model.metadata | {"tokenizer.chat_template": pack("{% if")}
+        with ModelWriter(tmp_path / "patched.gguf", metadata, list(model.tensors.values())) as writer:
+            for name in model.tensors:
+                writer.write(model.data(name))
+    check(moeoff_command(*COMMANDS["run"](str(tmp_path / "patched.gguf"))), "its chat template cannot be read")
 
 
 def patched(demo, out, values=(), f64=()) -> str:

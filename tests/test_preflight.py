@@ -5,13 +5,18 @@ from __future__ import annotations
 import random
 import shutil
 import struct
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from helpers.arch_models import write_model
 from helpers.damaged_runs import damaged_runs
 from helpers.files import DEMO
+from moeoff.errors import ModelError
 from moeoff.gguf.file import ModelFile
+from moeoff.gguf.layout import Layout
+from moeoff.gguf.preflight import preflight
 
 U32, F32 = 4, 6
 SIZES = {U32: "I", F32: "f"}
@@ -54,6 +59,15 @@ def test_no_value_ends_the_process(model, key):
     codes = check(model, [(at, struct.pack("<" + SIZES[kind], value)) for value in (INTS if kind == U32 else FLOATS)])
     if key.startswith("qwen2moe.") and key.endswith(("_count", "embedding_length")):
         assert 1 in codes
+
+
+def test_what_one_architecture_asserts_while_it_computes(writer, folder):
+    path = write_model(writer, folder, "deepseek2", "F32")
+    layout = Layout.read(path)
+    preflight(layout)
+    for values in ({"attention.temperature_scale": 0.1, "attention.temperature_length": 0}, {"rope.dimension_count": 4096}):
+        with pytest.raises(ModelError, match=f"{[*values][-1]} is {[*values.values()][-1]}, expected"):
+            preflight(replace(layout, hparams=layout.hparams | values))
 
 
 @pytest.mark.slow

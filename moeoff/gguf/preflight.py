@@ -56,6 +56,12 @@ def _counts(layout: Layout) -> Iterator[tuple[str, bool, str]]:
         layers = {parse_tensor_name(name).layer for name in layout.experts}
         each = [n for layer, n in enumerate(used) if layer in layers]
         yield "expert_used_count", all(type(n) is int and 1 <= n <= n_expert for n in each), f"1 to the {n_expert} of expert_count in each layer"
+    n_head = count(h, "attention.head_count")
+    for kind in ("", "_swa"):
+        width = count(h, f"attention.key_length{kind}") or count(h, "attention.key_length") or (count(h, "embedding_length") // n_head if n_head else 0)
+        yield f"rope.dimension_count{kind}", not width or count(h, f"rope.dimension_count{kind}") <= width, f"at most the {width} numbers of a key"
+    if layout.architecture == "deepseek2" and h.get("attention.temperature_scale"):
+        yield "attention.temperature_length", count(h, "attention.temperature_length") > 0, "1 or more, because attention.temperature_scale is set"
     for key, value in h.items():
         if key.endswith("epsilon"):
             yield key, not isinstance(value, float) or 0 <= value < math.inf, "a small positive number"
