@@ -2,7 +2,7 @@
 
 Hyperparameters, tensor names, types and sizes are the published model's; so are memory, reads and the work of a token. What it
 writes is noise. Its routing is made to look like a trained model's (scripts/shape_weights.py says how), and
-scripts/shape_report.py measures how well. The tokenizer is the demo model's, with unused tokens up to the shape's vocabulary.
+scripts/bench/bench_routing.py measures how well. The tokenizer is the demo model's, with unused tokens up to the shape's vocabulary.
 """
 
 from __future__ import annotations

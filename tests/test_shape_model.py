@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench_routing import measure
 from helpers.files import PROSE
 from moeoff import Llama
 from moeoff.errors import ModelError, OptionError, WriteError
@@ -15,7 +16,6 @@ from moeoff.gguf.file import ModelFile
 from moeoff.gguf.quantize import dequantize, row_bytes, type_from_name
 from random_blocks import Pools
 from shape_model import find_shape, shape_model
-from shape_report import measure
 from shape_table import SHAPES, tensors
 
 # of the published files (MXFP4 for gpt-oss, Q4_0 for glm-4.5-air, else Q4_K_M): 10 ** 9 bytes, 10 ** 9 parameters

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent / "bench"))
 from moeoff import Llama
 from moeoff.calibrate.record import LENGTH, record, sequences
 from moeoff.errors import MoeoffError
@@ -131,7 +130,7 @@ def main() -> None:
         for name, _, path in (model.partition("=") for model in args.model):
             done[name] = measure(path, args.text, args.tokens, args.batch, **options)
     except (MoeoffError, OSError) as error:
-        sys.exit(f"shape_report: {error}")
+        sys.exit(f"bench_routing: {error}")
     with ResultsFile(args.json) as results:
         head = [
             "model",
