@@ -130,6 +130,7 @@ class Driver:
             self._buffer.drain()
             with self._lock:
                 self.policy.resize(self._model.shape(arena).capacity)
+            self._buffer.publish()
             self._arena = arena
 
     def _arena_bytes(self) -> int:
