@@ -262,7 +262,7 @@ def test_command(rules_only, text, moeoff_command):
 def test_the_same_budget_makes_the_same_choice(measured):
     """Whatever else the process holds: what it takes is left out of the choice."""
     layout = Layout.read(measured[0])
-    budget = 104 << 20
+    budget = 94 << 20
     size = Footprint.of(layout, 64)
     share = usual_share(size, budget, None)
     ballast = np.ones(16 << 20, np.uint8)
