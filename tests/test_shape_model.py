@@ -149,3 +149,21 @@ def test_routing_is_lifelike(tmp_path):
     assert routing.recall[0] < 0.45
     assert 0.1 < routing.top < 0.6
     assert routing.largest < 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SHAPES)
+def test_numbers_stay_sane_over_a_long_text(tmp_path, name):
+    path, largest = tmp_path / "model.gguf", []
+    shape_model(SHAPES[name].cut(layers=SHAPES[name].n_dense + 6, shrink=8), path)
+    with Llama(str(path), expert_memory="1T", n_ctx=4096, n_batch=512, gate_input=True) as model:
+        model.set_gate_callback(lambda event: largest.append(float(np.abs(event.gate_input).max())))
+        tokens = (model.tokenize(PROSE.read_bytes()) * 8)[:4096]
+        assert len(tokens) == 4096
+        for at in range(0, 4096, 512):
+            model.decode_batch(tokens[at : at + 512], at, first_output=at + 504)
+            logits = model.batch_logits(8)
+            assert np.isfinite(logits).all()
+            assert np.abs(logits).max() < 100
+        model.expert_buffer.drain()
+    assert np.max(largest) < 100  # nan would fail, too
