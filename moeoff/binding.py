@@ -12,6 +12,7 @@ import logging
 import os
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from .errors import OptionError
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import llama_cpp
+from llama_cpp import _logger
 from llama_cpp import llama_cpp as api
 
 __all__ = ["PatchedLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "serve_model", "set_log", "supports_gpu"]
@@ -46,8 +48,6 @@ _LOG_LEVELS = {0: logging.CRITICAL, 1: logging.DEBUG, 2: logging.INFO, 3: loggin
 
 def set_log(verbose: bool) -> None:
     """Shows everything that llama.cpp logs, or errors alone: its warnings ("n_ctx_seq > n_ctx_train") are for its developers."""
-    from llama_cpp import _logger
-
     _logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL.update(_LOG_LEVELS)
     _logger.set_verbose(verbose)
 
@@ -69,28 +69,38 @@ def quiet_log() -> Iterator[Callable[[], None]]:
         _LOGGER.setLevel(level)
 
 
+class _Collected(threading.local):
+    """What the calling thread's llama.cpp logs as errors, while someone collects it."""
+
+    errors: list[str] | None = None
+    last = 0  # level, for what continues a line
+
+
+_collected = _Collected()
+
+
+# void (*ggml_log_callback)(enum ggml_log_level level, const char * text, void * user_data);  -- one for ever: another thread may be logging
+@api.llama_log_callback  # type: ignore[untyped-decorator]  # not annotated in llama_cpp
+def _log(level: int, text: bytes, user: Any) -> None:
+    _collected.last = _collected.last if level == _LOG_CONTINUED else level
+    if _collected.errors is not None and _collected.last == _LOG_ERROR:
+        _collected.errors.append(text.decode("utf-8", "replace"))
+    else:
+        _logger.llama_log_callback(level, text, user)
+
+
+api.llama_log_set(_log, ctypes.c_void_p(0))
+
+
 @contextlib.contextmanager
 def _collected_errors() -> Iterator[list[str]]:
-    """Keeps what llama.cpp logs as errors instead of showing it; everything else goes where it went."""
-    from llama_cpp import _logger
-
+    """Keeps what llama.cpp logs on this thread as errors instead of showing it; everything else goes where it went."""
     errors: list[str] = []
-    last = 0
-
-    def collect(level: int, text: bytes, user: Any) -> None:
-        nonlocal last
-        last = last if level == _LOG_CONTINUED else level
-        if last == _LOG_ERROR:
-            errors.append(text.decode("utf-8", "replace"))
-        else:
-            _logger.llama_log_callback(level, text, user)
-
-    callback = api.llama_log_callback(collect)
-    api.llama_log_set(callback, ctypes.c_void_p(0))
+    _collected.errors = errors
     try:
         yield errors
     finally:
-        api.llama_log_set(_logger.llama_log_callback, ctypes.c_void_p(0))
+        _collected.errors = None
 
 
 def _reason(errors: Sequence[str]) -> str:
