@@ -29,7 +29,7 @@ class GateEvent:
         logits: [n_rows, n_experts] float32, what the router computed before its gating function; None if not asked for, or where
             the architecture chooses by something else.
         row_step: gate_input, logits and probs are those of every row_step-th token, from the first: of a large batch not all are
-            told unless somebody needs them.
+            told unless a part needs them.
         decode: the tokens are decoded: one of a sequence, one each of several, or a draft that is verified. False: they are text
             that is read. Always told; None, when one is made, takes a single token for decoded and several for text.
     """

@@ -87,6 +87,8 @@ def test_has_an_effect(demo, options):
 def test_batches(demo):
     with moeoff.Llama(demo, **SMALL, n_batch=64, n_ubatch=16) as llm:
         assert (api.llama_n_batch(llm.ctx), api.llama_n_ubatch(llm.ctx)) == (64, 16)
+    with moeoff.Llama(demo, **{**SMALL, "n_ctx": 1024}, n_ubatch=768) as llm:  # beyond llama_cpp's own n_batch
+        assert (api.llama_n_batch(llm.ctx), api.llama_n_ubatch(llm.ctx)) == (768, 768)
 
 
 def test_a_tensor_is_placed(demo):

@@ -13,8 +13,14 @@ from ..errors import OptionError
 _CACHE_TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
 
 BATCH = (
-    click.option("-b", "--batch-size", "n_batch", type=click.IntRange(1, 2**31 - 1), help="Tokens of a prompt given to llama.cpp at once. Default: 512."),
-    click.option("-ub", "--ubatch-size", "n_ubatch", type=click.IntRange(1, 2**31 - 1), help="Tokens computed at once, at most -b. Default: 512."),
+    click.option("-b", "--batch-size", "n_batch", type=click.IntRange(1, 2**31 - 1), help="Tokens of a prompt given to llama.cpp at once. Default: as -ub."),
+    click.option(
+        "-ub",
+        "--ubatch-size",
+        "n_ubatch",
+        type=click.IntRange(1, 2**31 - 1),
+        help="Tokens computed at once, at most -b. Default: 512, or what memory and the disk make faster.",
+    ),
 )
 CACHE = (
     click.option("-ctk", "--cache-type-k", "type_k", metavar="TYPE", help=f"Type of the KV cache's keys: {_CACHE_TYPES}. Default: f16."),

@@ -41,7 +41,7 @@ class Config:
         tier: of the companion, as "Q2_K". The default, "keep", is the model's own precision.
         verify_reads: compares everything read of the experts with its hash in the companion; `ReadError` if it differs.
         gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
-            tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits nobody wants.
+            tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
         warm: remembers on closing which experts were resident, in which version, and loads them in the background on the next start.
         precision: which experts may be served in lower precision, or not at all; the default is lossless.
@@ -129,6 +129,8 @@ class Config:
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         n_threads = self.llama_cpp.get("n_threads") or n_cores
         options = {"verbose": False, **_MODELS_OWN, **self.llama_cpp, "use_mmap": False, "n_threads": n_threads}
+        if "n_batch" not in options and options.get("n_ubatch"):  # llama_cpp's 512 would cap it
+            options["n_batch"] = options["n_ubatch"]
         return options | {"n_threads_batch": self.llama_cpp.get("n_threads_batch") or n_threads}
 
     @property

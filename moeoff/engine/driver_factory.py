@@ -79,7 +79,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
             options = kind.precision_options(precision.t1, buffer.low_arena_full / buffer.arena_full) | options
         measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
         policy = create(policy_name, model.shape(arena), buffer.priorities, profile=measured, **options)
-        buffer.publish()  # what it has written at its start; nobody does later if it is static
+        buffer.publish()  # what it has written at its start: a static policy is never published again
     if trace is not None:
         session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:

@@ -63,7 +63,7 @@ class pool {
     void          update_order() REQUIRES(store_mutex);
 
     // A slice that is chosen, pinned, used and let go is reconsidered four times, and its expert's other slices with it. So changes
-    // are collected, and the order is brought up to date when somebody asks for a victim, or they become many.
+    // are collected, and the order is brought up to date when a victim is asked for, or they become many.
     static constexpr size_t n_changed_max = 64;
 
     catalog &             all;

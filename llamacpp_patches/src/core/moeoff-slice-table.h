@@ -75,7 +75,7 @@ class slice_table {
     void set_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex);
     void fit_limits() REQUIRES(store_mutex); // evicts what exceeds them
     void evict_unwanted() REQUIRES(store_mutex);
-    // takes over the priorities: gate by gate, so that nobody waits long for the mutex
+    // takes over the priorities: gate by gate, so that no thread waits long for the mutex
     void publish() EXCLUDES(store_mutex, publishing);
     void set_low_spare(bool spare) REQUIRES(store_mutex);
 
