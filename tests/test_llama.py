@@ -273,14 +273,15 @@ def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
     from moeoff.engine import llama
 
     taken = []
+    budget = rss() + (100 << 20)
 
     def attach(*args, **kwargs):
         taken.append(bytes(range(256)) * (32 << 12))  # 32 MiB
 
-    with moeoff.Llama(demo, memory="180M", **OPTIONS) as llm:
+    with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         before = llm.plan
     monkeypatch.setattr(llama, "attach_driver", attach)
-    with moeoff.Llama(demo, memory="180M", **OPTIONS) as llm:
+    with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         assert llm.plan.needs.python > before.needs.python + (24 << 20)
         assert llm.stats().arena_bytes == llm.plan.arena
-        assert llm.plan.needs.total + llm.plan.arena <= 180 << 20
+        assert llm.plan.needs.total + llm.plan.arena <= budget
