@@ -8,6 +8,7 @@ from moeoff.binding import api
 from moeoff.budget.micro_batch import PromptRates
 from moeoff.engine.prompt_rates import keep_rates, recall_rates
 from moeoff.gguf.layout import Layout
+from moeoff.memory import rss
 
 RATES = PromptRates(0.01, 1e9)
 
@@ -34,12 +35,12 @@ def test_kept_for_the_same_files_and_threads(demo, cache):
 
 def test_measured_while_it_runs(grown):
     tokens = np.random.default_rng(0).integers(10, 4000, 300).tolist()
-    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory="250M", strategy="lru") as llm:
+    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
         assert llm.stats().micro_batch == api.llama_n_ubatch(llm.ctx)
         llm.eval(tokens[:200])
         layout, bytes_read = llm._layout, llm.stats().bytes_read
     assert recall_rates(layout, 2) is None, "too short to tell"
-    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory="250M", strategy="lru") as llm:
+    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
         llm.eval(tokens)
         assert llm.stats().bytes_read >= bytes_read > 64 << 20
     found = recall_rates(layout, 2)

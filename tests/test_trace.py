@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from helpers.files import SMALL_TRACE
-from helpers.waiting import wait_until_still
+from helpers.waiting import wait_until, wait_until_still
 from moeoff import Llama, OptionError
 from moeoff.engine.expert_buffer import READ_DTYPE
 from moeoff.gate_event import GateEvent
@@ -138,7 +138,9 @@ def test_every_read_of_a_run(demo, tmp_path):
     with Llama(demo, expert_memory="4M", n_ctx=64, n_threads=2, strategy="lru", trace=tmp_path / "t") as llm:
         for token in range(300, 324):
             llm.eval([token])
+        n_reads = llm.expert_buffer.stats().reads
         llm.expert_buffer.preload(0, range(32))
+        wait_until(lambda: llm.expert_buffer.stats().reads > n_reads)  # the next gate event gives up the rest
         llm.eval([400])
         wait_until_still(lambda: llm.expert_buffer.stats().reads)
         stats = llm.expert_buffer.stats()
