@@ -124,6 +124,11 @@ class Config:
             raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
 
     @property
+    def repeatable(self) -> bool:
+        """Whether nothing that is computed may depend on memory or time: so that the text repeats, or the run can be compared with a recorded one."""
+        return self.deterministic or self.trace is not None or self.replay is not None
+
+    @property
     def keywords(self) -> dict[str, Any]:
         """The arguments of llama_cpp.Llama."""
         n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

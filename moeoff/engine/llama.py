@@ -88,7 +88,7 @@ class Llama(PatchedLlama):
         self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
         self._source, self._low_source = self._select_experts()
-        set_log(config.keywords["verbose"])
+        set_log(self._keywords["verbose"])
         self._buffer = self._make_buffer()
         self.cancellation = Cancellation(self._buffer)
         try:
@@ -130,10 +130,14 @@ class Llama(PatchedLlama):
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
         given, footprint = self._config.llama_cpp, self._footprint
-        if given.get("n_batch") or given.get("n_ubatch") or self._budget is None:
-            return MicroBatch(min(self._keywords.get("n_ubatch", USUAL), self._keywords.get("n_batch", USUAL), footprint.n_ctx), "as given")
-        needs = footprint.needs()
         usual = min(USUAL, footprint.n_ctx)
+        if given.get("n_batch") or given.get("n_ubatch"):
+            return MicroBatch(min(self._keywords.get("n_ubatch", USUAL), self._keywords.get("n_batch", USUAL), footprint.n_ctx), "as given")
+        if self._budget is None:
+            return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
+        if self._config.repeatable:
+            return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
+        needs = footprint.needs()
         found = choose(
             footprint.n_ctx,
             self._budget - (needs.total - needs.computing),
