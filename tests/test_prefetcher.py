@@ -231,6 +231,7 @@ class Recorder:
         self.tensors = [SimpleNamespace(gate=g, matrix=m, ne=(1, 1, 8)) for g in (0, 1) for m in (1, 3)]
         self.prefetched = []
         self.counters = native.Stats()
+        self.arena_full = 1 << 20
 
     def prefetch(self, gate, experts, low=False, limit=-1):
         queued = len(experts) if limit < 0 else min(len(experts), limit)

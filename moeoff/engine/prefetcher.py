@@ -184,11 +184,7 @@ class Prefetcher:
         chosen = np.argpartition(p.scores, -self._n_used, axis=1)[:, -self._n_used :] if self._n_used < p.scores.shape[1] else np.arange(p.scores.shape[1])
         count = np.bincount(chosen.ravel(), minlength=p.scores.shape[1])
         order = np.argsort(-count, kind="stable")
-        order = order[count[order] > 0].tolist()
-        n_high = len(order) - int(self._precision.prefill_low_share * len(order))
-        self._buffer.prefetch(p.gate, order[:n_high])
-        if n_high < len(order):
-            self._buffer.prefetch(p.gate, order[n_high:], low=True)
+        self._read_ahead.read(p.gate, order[count[order] > 0].tolist())
 
     def reset_sequence(self) -> None:
         """A new text begins."""

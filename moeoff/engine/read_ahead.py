@@ -30,6 +30,7 @@ class ReadAhead:
             self._n_experts[tensor.gate] = max(self._n_experts[tensor.gate], tensor.ne[2])
             self._n_slices[tensor.gate] += tensor.ne[2]
         self._uses = [np.zeros(n, np.float32) for n in self._n_experts]
+        self._slices_per_byte = sum(self._n_slices) / buffer.arena_full
 
     def observe(self, event: GateEvent) -> bool:
         """After a batch's router has selected; False if it selected too few experts to tell what the next gate needs."""
@@ -52,10 +53,12 @@ class ReadAhead:
 
     def _read(self, gate: int, n_computing: int) -> None:
         """As many as fit beside the slices of the gate that is computed: more would be evicted again before their turn."""
-        order = np.argsort(-self._uses[gate], kind="stable").tolist()
-        stats = self._buffer.stats()
-        room = int(stats.arena_bytes / self._buffer.arena_full * sum(self._n_slices)) - n_computing
+        room = int(self._buffer.stats().arena_bytes * self._slices_per_byte) - n_computing
+        self.read(gate, np.argsort(-self._uses[gate], kind="stable").tolist(), max(room, 0))
+
+    def read(self, gate: int, order: list[int], limit: int = -1) -> None:
+        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all."""
         n_high = len(order) - int(self._precision.prefill_low_share * len(order))
-        queued = self._buffer.prefetch(gate, order[:n_high], limit=max(room, 0))
+        queued = self._buffer.prefetch(gate, order[:n_high], limit=limit)
         if n_high < len(order):
-            self._buffer.prefetch(gate, order[n_high:], low=True, limit=max(room - queued, 0))
+            self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
