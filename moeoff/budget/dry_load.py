@@ -6,6 +6,7 @@ So one answer holds for all architectures, cache types, sliding windows, recurre
 from __future__ import annotations
 
 import ctypes
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,11 @@ from ..binding import PatchedLlama, set_log
 from ..errors import ModelError, MoeoffError
 from ..gguf.layout import Layout
 from ..gguf.preflight import preflight
-from ..gguf.tensor_name import EXPERT_PATTERN
+from ..gguf.tensor_name import EMBEDDING, EXPERT_PATTERN
 from ..memory import trim
 from ..native import context_memory, cpu_buffer_type, tensor_overrides
 
-__all__ = ["MemorySizes", "TensorOverrides", "dry_load", "memory_sizes"]
+__all__ = ["MemorySizes", "TensorOverrides", "dry_load", "embedding_on_disk", "memory_sizes"]
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
 # takes is told from two of these lengths, because everything grows with the length or not at all
@@ -69,6 +70,11 @@ def memory_sizes(llm: PatchedLlama) -> MemorySizes:
     return MemorySizes(weights, state, compute, work, llm.output_bytes)
 
 
+def embedding_on_disk(layout: Layout, overrides: TensorOverrides) -> int:
+    """Bytes of the token embedding whose rows are read from disk: none where the overrides say where it goes."""
+    return 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else layout.embedding_bytes
+
+
 def dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = ()) -> MemorySizes:
     """What a model takes with these options, at a context of n_ctx tokens.
 
@@ -100,4 +106,5 @@ def _dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides
             llm.close()
         trim()  # the vocabulary's memory would count against the budget
     # experts and embedding were planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
-    return MemorySizes(max(sizes.weights - layout.expert_bytes - layout.embedding_bytes, 0), sizes.state, sizes.compute, sizes.work, sizes.outputs)
+    weights = max(sizes.weights - layout.expert_bytes - embedding_on_disk(layout, overrides), 0)
+    return MemorySizes(weights, sizes.state, sizes.compute, sizes.work, sizes.outputs)

@@ -13,9 +13,9 @@ from typing import Any
 from ..errors import OptionError
 from ..gguf.layout import Layout
 from ..gguf.quantize import type_name
-from ..gguf.tensor_name import parse_tensor_name
+from ..gguf.tensor_name import EMBEDDING, parse_tensor_name
 from ..memory import rss, slot_bytes
-from .dry_load import MemorySizes, TensorOverrides, dry_load
+from .dry_load import MemorySizes, TensorOverrides, dry_load, embedding_on_disk
 from .memory_plan import Needs, Plan
 
 DEFAULT_CTX = 4096  # tokens, where the user names none and the model was trained for as many
@@ -67,12 +67,12 @@ class Footprint:
         if not 0 < n_ctx <= MAX_CTX:
             raise OptionError(f"a context of {n_ctx} tokens is impossible: it lies between 1 and {MAX_CTX}")
         kinds = slice_kinds(layout)
-        embedding = layout.dense.get("token_embd.weight")
+        embedding, on_disk = layout.dense.get(EMBEDDING), embedding_on_disk(layout, overrides)
         return cls(
             n_ctx=n_ctx,
             planned=dry_load(layout, n_ctx, {"flash_attn": True} if keywords is None else keywords, overrides),
-            embedding=embedding.nbytes if embedding and not layout.embedding_bytes else 0,
-            on_disk=layout.embedding_bytes,
+            embedding=embedding.nbytes - on_disk if embedding else 0,
+            on_disk=on_disk,
             process=rss(),
             arena_floor=2 * max((slot_bytes(kind.nbytes) for kind in kinds), default=0),
             arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),

@@ -15,6 +15,7 @@ from ..companion.profile import Profile, profile_path
 from ..engine.llama import Llama
 from ..errors import ModelError, OptionError, Remedy
 from ..gguf.layout import Layout
+from ..gguf.tensor_name import EMBEDDING
 from ..predict import PREDICTORS, FitOptions, Predictor
 from ..predict.base import Progress
 from ..predict.recording import Recording
@@ -113,7 +114,7 @@ def _run(
     progress: Callable[[str, int, int], None] | None,
     options: Mapping[str, Any],
 ) -> Recording:
-    embedding = layout.dense.get("token_embd.weight")
+    embedding = layout.dense.get(EMBEDDING)
     n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
     batch = batch_size(n_vocab, n_embd)
     if tokens < 2 * LENGTH:

@@ -14,6 +14,7 @@ import numpy as np
 from ..errors import ModelError
 from ..gguf.layout import Layout, TensorSpan
 from ..gguf.quantize import dequantize
+from ..gguf.tensor_name import EMBEDDING
 from .matmul import matmul
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "gating_of"]
@@ -43,7 +44,7 @@ def gating_of(layout: Layout) -> int:
     if found in (SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS):
         return found
     if arch == "deepseek2" and layout.n_layer in _GLM_LITE_LAYERS:
-        head = layout.dense.get("token_embd.weight")
+        head = layout.dense.get(EMBEDDING)
         if head is not None and head.shape[1] == _GLM_LITE_VOCAB:
             return SIGMOID
     return _FROM_FILE[arch]
