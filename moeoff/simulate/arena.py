@@ -35,6 +35,7 @@ class SimulatedArena:
         self.last_use = np.zeros(n, np.int64)
         self.clock = 0
         self.free: dict[int, int] = dict.fromkeys((t.slot_bytes for t in model.tensors), 0)  # committed slots without a slice
+        self.spare = arena_bytes // 128  # arena::spare_bytes
         self.committed = 0
         self.evictions = 0
 
@@ -74,17 +75,22 @@ class SimulatedArena:
                 if queue is None:
                     queue = iter(self._victims(want, table, int(self.resident.sum())))
                 victim = next(queue, None)
-                if victim is None:
+                if victim is not None:
+                    self._evict(victim)
+                elif self._take(stride, borrows=True):
+                    break
+                else:
                     self._squeeze(missing[at:], want)
                     return
-                self._evict(victim)
             self.resident[index] = True
 
-    def _take(self, stride: int) -> bool:
+    def _take(self, stride: int, borrows: bool = False) -> bool:
         """arena::take: a free slot of the class, or bytes of free slots of any class."""
         if self.free[stride]:
             self.free[stride] -= 1
             return True
+        if self.committed + stride > self.limit and not borrows and sum(size * n for size, n in self.free.items()) <= self.spare:
+            return False
         for size in self.free:
             while self.committed + stride > self.limit and self.free[size]:
                 self.free[size] -= 1
@@ -134,8 +140,12 @@ class SimulatedArena:
                 continue
             while not self._take(stride):
                 victim = next(queue, None)
-                if victim is None:
+                if victim is not None:
+                    self._evict(victim)
+                elif not self._take(stride, borrows=True):
                     break
-                self._evict(victim)
+                else:
+                    self.resident[index] = True
+                    break
             else:
                 self.resident[index] = True

@@ -64,6 +64,29 @@ TEST(size_classes_lend_bytes_to_each_other) {
     REQUIRE(a.take(l) >= 0 && a.committed_bytes() == large && a.free_bytes() == 0);
 }
 
+TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
+    arena a;
+    const uint32_t n = 256;
+    const int s = a.add_class(page_size, n), l = a.add_class(3 * page_size, n);
+    REQUIRE(a.reserve(n * small) && a.spare_bytes() == 2 * small);
+    std::vector<int32_t> slots;
+    for (uint32_t i = 0; i < n; i++) {
+        slots.push_back(a.take(s));
+    }
+    a.give(s, slots[0]);
+    a.give(s, slots[1]);
+    REQUIRE(a.take(l) == -1 && a.free_bytes() == 2 * small); // enough bytes, and they are kept
+    REQUIRE(a.take(s) == slots[1] && a.take(s) == slots[0]);
+    a.give(s, slots[0]);
+    a.give(s, slots[1]);
+    REQUIRE(a.take(l, true) >= 0 && a.free_bytes() == 0); // nothing can be evicted
+    a.give(s, slots[2]);
+    a.give(s, slots[3]);
+    a.give(s, slots[4]);
+    REQUIRE(a.take(l) >= 0 && a.free_bytes() == small);
+    REQUIRE(a.committed_bytes() == n * small);
+}
+
 TEST(slots_do_not_overlap_and_keep_their_bytes) {
     arena a;
     const int classes[] = { a.add_class(1, 6), a.add_class(3 * page_size, 6), a.add_class(9 * page_size, 3) };

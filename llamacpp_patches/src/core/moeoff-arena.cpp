@@ -85,14 +85,17 @@ bool arena::reserve(uint64_t limit_bytes) {
     return true;
 }
 
-int32_t arena::take(int cls) {
+int32_t arena::take(int cls, bool borrows) {
     size_class & c = classes[cls];
     if (!c.committed_free.empty() && committed <= limit) {
         const int32_t slot = c.committed_free.back();
         c.committed_free.pop_back();
         return slot;
     }
-    if (c.uncommitted.empty() || !trim(c.stride)) {
+    if (c.uncommitted.empty()) {
+        return -1;
+    }
+    if (committed + c.stride > limit && ((!borrows && free_bytes() <= spare_bytes()) || !trim(c.stride))) {
         return -1;
     }
     const int32_t slot = c.uncommitted.back();

@@ -2,7 +2,8 @@
 
 // Slots for slices: page aligned, one size class for each slice size, a bound in bytes over all classes together.
 // Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
-// bound can move at any time and classes can lend bytes to each other. After reserve() nothing allocates. Not thread safe.
+// bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each page that comes
+// back: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
 
 #include <cstddef>
 #include <cstdint>
@@ -27,10 +28,12 @@ class arena {
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
     uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken
+    uint64_t spare_bytes()     const { return limit / 128; }
     uint64_t slot_bytes_of(int cls) const { return classes[cls].stride; }
 
-    // a slot of the class within the limit, taking free slots of other classes if need be; -1: something must be evicted
-    int32_t take(int cls);
+    // A slot of the class within the limit; -1: something must be evicted. Free slots of other classes are taken for it if they
+    // are more than the spare ones, or if it borrows
+    int32_t take(int cls, bool borrows = false);
     // the slot's bytes stay committed for the next take() of its class
     void    give(int cls, int32_t slot);
     // gives free slots back to the system until committed + extra fits the limit; true if it does

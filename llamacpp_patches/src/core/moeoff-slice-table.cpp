@@ -345,7 +345,7 @@ slice * slice_table::next_read() {
         for (uint32_t i = queue.first(level); i != request_queue::none; i = queue.next(i)) {
             slice & s = all.slices[i];
             if (s.slot < 0) {
-                if (may_evict[s.version] ? !take_slot(s, level) : (s.slot = pool_of(s).slots.take(s.size_class)) < 0) {
+                if (may_evict[s.version] ? !take_slot(s, level) : (s.slot = pool_of(s).slots.take(s.size_class, true)) < 0) {
                     may_evict[s.version] = false; // nor for the others of this level; a free slot of another class may still serve
                     continue;
                 }
@@ -392,6 +392,8 @@ bool slice_table::take_slot(slice & s, request_level level) {
         if (slice * v = p.victim(level)) {
             evict(*v);
             stats.evictions++;
+        } else if ((s.slot = p.slots.take(s.size_class, true)) >= 0) {
+            break;
         } else if (!steal_queued_slot(s.version, level)) {
             return false;
         }
