@@ -6,7 +6,9 @@ policy, so that the simulator and a live driver see the same table at the same t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from ..gate_event import GateEvent
 from .base import Policy
@@ -15,7 +17,13 @@ UPDATES = 8  # of the table for each token at least, or one for each gate if the
 
 
 class GroupedPolicy(Policy):
-    """Override `update_gates`; call `super().start()` in `start`, and `super().reset_sequence()` first in `reset_sequence`."""
+    """Override `update_gates`; call `super().start()` in `start`, and `super().reset_sequence()` first in `reset_sequence`.
+
+    Attributes:
+        gated: probabilities of router logits, if a policy that `wants_probs` shall make them of events that have logits alone.
+    """
+
+    gated: Callable[[np.ndarray], np.ndarray] | None = None
 
     def start(self) -> None:
         self.group = max(self.shape.n_gates // UPDATES, 1)
@@ -34,9 +42,15 @@ class GroupedPolicy(Policy):
         return True
 
     def _apply(self) -> None:
-        if self._waiting:
-            self.update_gates(self._waiting[0].gate, self._waiting)
-            self._waiting.clear()
+        waiting = self._waiting
+        if not waiting:
+            return
+        if self.gated is not None:
+            for event in waiting:
+                if event.probs is None and event.logits is not None:
+                    event.probs = self.gated(event.logits)
+        self.update_gates(waiting[0].gate, waiting)
+        waiting.clear()
 
     def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
         """Changes `priorities` after the gates `first`, `first` + 1, ... have selected, at most `group` of them and all for as many tokens.

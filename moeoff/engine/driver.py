@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..cache import Policy
+from ..cache.grouped import GroupedPolicy
 from ..gate_event import GateEvent
 from ..predict.router import Router
 from ..simulate.trace import Model, TraceWriter
@@ -50,7 +51,12 @@ class Driver:
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
         self._updated = None if policy is None or policy.static else policy  # the policy, if events change its table
-        self._wants_probs = trace is not None or (self._updated is not None and self._updated.wants_probs)
+        self._wants_probs = trace is not None
+        if self._updated is not None and self._updated.wants_probs:
+            if isinstance(self._updated, GroupedPolicy) and router is not None:
+                self._updated.gated = router.gated
+            else:
+                self._wants_probs = True
         self.needed = any(part is not None for part in (self._updated, trace, prefetcher, replay))
         if trace is not None:
             buffer.log_reads()
@@ -67,7 +73,7 @@ class Driver:
             self.listener(event)
         if self.trace is None and self._updated is None:
             return
-        if self._wants_probs and event.logits is not None and self._router is not None:
+        if (self._wants_probs or self.as_traced) and event.logits is not None and self._router is not None:
             event.probs = self._router.gated(event.logits)
         if self.trace is not None:
             self.trace.write(event)

@@ -252,24 +252,29 @@ class ExpertBuffer:
     def publish(self) -> None:
         native.publish(self.handle)
 
-    def prefetch(self, gate: int, experts: Sequence[int], matrices: int = native.ALL_MATRICES, *, low: bool = False, limit: int = -1) -> int:
-        """These experts are expected: what is resident of them stays, what is absent is queued behind all demand.
+    def prefetch(self, gate: int, experts: Sequence[int], n_read: int | None = None, matrices: int = native.ALL_MATRICES, *,
+                 low: bool = False, limit: int = -1) -> int:  # fmt: skip
+        """These experts are expected: what is resident of them stays, what is absent of the first `n_read` is queued behind all demand.
 
         The gate gives up what it does not choose, or chooses in the other version. Returns the number of slices queued.
 
         Args:
             low: the low versions.
+            n_read: None: all.
             limit: of the slices queued, -1 for none.
         """
-        return self._queue(native.prefetch, gate, experts, matrices, low, limit)
+        n = len(experts)
+        array = (ctypes.c_int32 * n)(*experts)
+        version = native.LOW if low else native.HIGH
+        return self._queued(gate, native.prefetch(self.handle, gate, array, n, n if n_read is None else n_read, matrices, version, limit))
 
     def preload(self, gate: int, experts: Sequence[int], matrices: int = native.ALL_MATRICES, *, low: bool = False) -> int:
         """Like `prefetch`, but whatever the gates choose, until the next gate event: a warm start, in the time in which nothing computes. Not counted as prefetched."""
-        return self._queue(native.preload, gate, experts, matrices, low)
-
-    def _queue(self, function: Callable[..., int], gate: int, experts: Sequence[int], matrices: int, low: bool, *limit: int) -> int:
         array = (ctypes.c_int32 * len(experts))(*experts)
-        queued = function(self.handle, gate, array, len(experts), matrices, native.LOW if low else native.HIGH, *limit)
+        return self._queued(gate, native.preload(self.handle, gate, array, len(experts), matrices, native.LOW if low else native.HIGH))
+
+    @staticmethod
+    def _queued(gate: int, queued: int) -> int:
         if queued < 0:
             raise OptionError(f"gate {gate} has no such experts, or no such versions of them, or the buffer has not been started")
         return queued

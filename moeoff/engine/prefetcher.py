@@ -157,17 +157,12 @@ class Prefetcher:
         """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many."""
         gate, prefetch = p.gate, self._buffer.prefetch
         if self._precision.lossless:
-            n = n_paying if limit else 0
-            queued = prefetch(gate, best[:n].tolist(), limit=limit) if n else 0
-            if n < len(best):
-                prefetch(gate, best[n:].tolist(), limit=0)
-            return queued
+            return prefetch(gate, best.tolist(), n_paying, limit=limit)
         scores = (self.predictor.router.gated(p.scores) if p.logits else p.scores).max(axis=0)
         versions = self._versions(scores[best])
         pays = np.arange(len(best)) < n_paying
         high = (versions == native.HIGH) & pays
-        queued = prefetch(gate, best[high].tolist(), limit=limit)
-        prefetch(gate, best[~high].tolist(), limit=0)  # those that are resident will serve
+        queued = prefetch(gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit)  # others that are resident will serve
         if low := best[(versions == native.LOW) & pays].tolist():
             queued += prefetch(gate, low, low=True, limit=limit - queued)
         return queued

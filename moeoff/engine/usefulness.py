@@ -11,6 +11,7 @@ import numpy as np
 PAYS = 0.5  # least share that must be useful: no more is read for nothing than for use, even at the last place that is read
 _RATE = 0.03  # of a token, in the running sums
 _PRIOR = 4.0  # observations that the assumption "half is useful", and for a gate "as in all gates", weigh as much as
+_NOTHING = np.zeros(0, np.int32)
 
 
 class Usefulness:
@@ -22,6 +23,7 @@ class Usefulness:
     def __init__(self, n_gates: int, n_experts: int, n_places: int):
         self._resident = np.ones((n_gates, n_experts), bool)
         self._selected = np.zeros((n_gates, n_experts), bool)
+        self._ids: list[np.ndarray] = [_NOTHING] * n_gates  # this token's
         self._best = np.zeros((n_gates, n_places), np.int64)
         self._predicted = np.zeros(n_gates, bool)
         self._gates = np.arange(n_gates)[:, None]
@@ -40,7 +42,7 @@ class Usefulness:
 
     def selected(self, gate: int, ids: np.ndarray) -> None:
         """What a gate has selected for a token [n_used]."""
-        self._selected[gate, ids] = True
+        self._ids[gate] = ids  # that is all: this runs for each gate
 
     def next_token(self, resident: np.ndarray) -> None:
         """The first gate has selected: counts what was predicted for it and, in the token before, for the others.
@@ -48,6 +50,8 @@ class Usefulness:
         Args:
             resident: [n_gates, n_experts] bool, what is in memory now; the next predictions are judged by it.
         """
+        sizes = [len(ids) for ids in self._ids]
+        self._selected[np.repeat(self._gates[:, 0], sizes), np.concatenate(self._ids)] = True
         absent = ~self._resident[self._gates, self._best] & self._predicted[:, None]
         useful = absent & self._selected[self._gates, self._best]
         for sums, new in ((self._absent, absent.sum(axis=0)), (self._useful, useful.sum(axis=0)), (self._useful_of, useful.sum(axis=1))):
@@ -60,4 +64,5 @@ class Usefulness:
         pays = in_gate[:, None] * share >= PAYS
         self._n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
         self._selected[:], self._predicted[:] = False, False
+        self._ids = [_NOTHING] * len(self._ids)
         self._resident[:] = resident

@@ -73,7 +73,7 @@ struct bench {
         }
         moeoff_stats stats;
         for (int32_t g = 0; g < n_gates; g++) {
-            REQUIRE(s.prefetch(g, experts.data(), (int32_t) experts.size(), ~0u, HIGH, false, -1) > 0);
+            REQUIRE(s.prefetch(g, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), ~0u, HIGH, false, -1) > 0);
             s.get_stats(stats);
         }
         const uint64_t all = (uint64_t) n_gates * n_matrix * experts.size();
@@ -126,7 +126,7 @@ struct bench {
             if (expects) { // most of it right
                 std::vector<int32_t> guess(chosen);
                 guess[0] = (int32_t) (rng() % (unsigned) n_experts);
-                prefetch.ns.push_back(ns_of([&] { s.prefetch(gi, guess.data(), (int32_t) guess.size(), ~0u, HIGH, true, 0); }));
+                prefetch.ns.push_back(ns_of([&] { s.prefetch(gi, guess.data(), (int32_t) guess.size(), 0, ~0u, HIGH, true, -1); }));
             }
             publish.ns.push_back(ns_of([&] { s.publish(); }));
             moeoff_gate_event e = {};

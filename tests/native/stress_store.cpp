@@ -299,7 +299,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                     REQUIRE(s.set_batch_kind((int32_t) (r() % 3), e));
                     break;
                 }
-                default: s.prefetch(gate, experts, 2, r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0, (int32_t) (r() % 8) - 1); break;
+                default: s.prefetch(gate, experts, 2, (int32_t) (r() % 3), r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0, (int32_t) (r() % 8) - 1); break;
             }
             s.check_invariants();
             std::this_thread::sleep_for(std::chrono::microseconds(r() % 200));

@@ -108,7 +108,7 @@ TEST(start_without_memory_fails_for_good) {
         REQUIRE(started || strcmp(moeoff_last_error(), "out of memory") == 0);
         REQUIRE(moeoff_start(b.eb) == -1);
         const int32_t expert = 0;
-        REQUIRE((moeoff_prefetch(b.eb, 0, &expert, 1, ~0u, 0, -1) == 1) == started);
+        REQUIRE((moeoff_prefetch(b.eb, 0, &expert, 1, 1, ~0u, 0, -1) == 1) == started);
     }
     REQUIRE(n_failed > 5);
 }
@@ -134,7 +134,7 @@ TEST(what_runs_while_the_model_computes_takes_no_memory) {
 
     allocations_left = 0;
     REQUIRE(moeoff_set_thresholds(b.eb, { 0.3f, 0.6f, 0.5f, 0 }) == 0);
-    REQUIRE(moeoff_prefetch(b.eb, 0, experts, n_expert, ~0u, 1, -1) == n_expert);
+    REQUIRE(moeoff_prefetch(b.eb, 0, experts, n_expert, n_expert, ~0u, 1, -1) == n_expert);
     s.pin(t, experts, versions, n_expert);
     for (int i = 0; i < n_expert; i++) {
         for (uint64_t seen = s.generation(); !s.at(t, experts[i], versions[i]).settled(); seen = s.generation()) {

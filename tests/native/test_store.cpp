@@ -107,8 +107,8 @@ TEST(a_stop_fails_what_is_queued_and_pinned) {
 TEST(a_read_that_was_given_up_and_wanted_again_fails_at_the_stop) {
     scripted_store x(1);
     const int32_t expert = 0, other = 1;
-    REQUIRE(x.s.prefetch(0, &expert, 1, ~0u, HIGH, true, -1) == 1);
-    REQUIRE(x.s.prefetch(0, &other, 1, ~0u, HIGH, false, -1) == 1);
+    REQUIRE(x.s.prefetch(0, &expert, 1, 1, ~0u, HIGH, true, -1) == 1);
+    REQUIRE(x.s.prefetch(0, &other, 1, 1, ~0u, HIGH, false, -1) == 1);
     wait_until([&] { return x.reads[0].started.load(); });
     REQUIRE(x.s.prefetch_cancel(-1) == 1);
     x.pin({ 0 }); // wanted again, after the read has seen that it was not
@@ -153,7 +153,7 @@ TEST(taking_an_error_does_not_wait_for_reads_that_begin_later) {
     x.pin({ 1, 3 });
     wait_until([&] { return x.reads[1].started && x.reads[3].started; });
     const int32_t expert = 2;
-    REQUIRE(x.s.prefetch(0, &expert, 1, ~0u, HIGH, false, -1) == 1);
+    REQUIRE(x.s.prefetch(0, &expert, 1, 1, ~0u, HIGH, false, -1) == 1);
     std::thread taker([&] {
         std::string message;
         REQUIRE(x.s.take_error(message));
@@ -175,7 +175,7 @@ TEST(evictions_go_by_the_priorities_that_were_published) {
     }
     std::string error;
     const auto load = [&](int32_t e) {
-        REQUIRE(x.s.prefetch(0, &e, 1, ~0u, HIGH, false, -1) == 1);
+        REQUIRE(x.s.prefetch(0, &e, 1, 1, ~0u, HIGH, false, -1) == 1);
         wait_until([&] { return x.state(e) == READY; });
     };
     REQUIRE(x.s.set_limits(x.s.experts().arena_full(HIGH) / n_expert * 2, 0, error));

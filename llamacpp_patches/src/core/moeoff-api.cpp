@@ -154,12 +154,12 @@ static int32_t queued(int32_t n) {
     return n >= 0 ? n : guarded(-1, [] { return fail("no such gate, experts, or versions of them, or the buffer is not running"); });
 }
 
-int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit) {
-    return queued(eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, true, limit));
+int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit) {
+    return queued(eb->store->prefetch(gate, experts, n, n_read, matrices, (moeoff::version) version, true, limit));
 }
 
 int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version) {
-    return queued(eb->store->prefetch(gate, experts, n, matrices, (moeoff::version) version, false, -1));
+    return queued(eb->store->prefetch(gate, experts, n, n, matrices, (moeoff::version) version, false, -1));
 }
 
 int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }

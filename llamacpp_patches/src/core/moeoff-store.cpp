@@ -167,7 +167,7 @@ void store::fail(const char * message) {
 
 // --- policy ---
 
-int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t matrices, version v, bool expected, int32_t limit) {
+int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit) {
     store_lock lock(sync);
     if (!started() || gi < 0 || gi >= map.n_gates() || (v != HIGH && (v != LOW || !table.has_low() || limits[LOW] == 0))) {
         return -1;
@@ -178,9 +178,11 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, uint32_t
     }
     int32_t n_queued = 0;
     bool    may_evict[n_pools] = { true, true };
-    for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
-        for (int32_t i = 0; i < n && g.tensors[m] >= 0 && matrices & (1u << m); i++) {
-            n_queued += table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, n_queued != limit, may_evict);
+    for (const bool may_queue : { false, true }) { // what is resident is protected first: no read may evict it
+        for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
+            for (int32_t i = 0; i < (may_queue ? std::min(n, n_read) : n) && g.tensors[m] >= 0 && matrices & (1u << m); i++) {
+                n_queued += table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
+            }
         }
     }
     table.counters().prefetch_issued += expected ? (uint64_t) n_queued : 0;

@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 8
+#define MOEOFF_ABI_VERSION 9
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -230,10 +230,10 @@ MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gate
 // After a change of priorities: from now on evictions go by them; what was not published is not seen. Only rows that differ cost
 // anything. Writing and publishing are up to one thread at a time
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
-// these experts are expected: what is resident of them stays, what is absent is queued, up to limit slices (-1: all), until
-// the router has selected; matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
+// these experts are expected: what is resident of them stays, until the router has selected; what is absent of the first n_read
+// is queued, up to limit slices (-1: all); matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
 // Low versions of what is resident in high precision are left out, unless the thresholds are blind
-MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version, int32_t limit);
+MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit);
 // queues what is absent, to be loaded until the next gate event, whatever it selects, and does not count it as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
