@@ -74,7 +74,9 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     with open(text, encoding="utf-8") as file:
         words = file.read(40 * (n_prompt + n_decode))
     warm = options.pop("warm", False)
+    started = time.perf_counter()
     llm = open_engine(engine, model, options)
+    opened = time.perf_counter() - started
     if warm:
         load_everything(llm.expert_buffer)
     tokens = llm.tokenize(words.encode())[: n_prompt + n_decode]
@@ -92,6 +94,7 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     ended = time.perf_counter()
     cpu = time.process_time() - cpu
     result = {
+        "open_s": opened,
         "prompt_tps": n_prompt / (prompted - started),
         "gen_tps": n_decode / (ended - prompted),
         "cpu_ms_per_token": 1e3 * cpu / n_decode,
