@@ -16,6 +16,11 @@ from results_file import HELP, ResultsFile
 from timing import machine, median, run
 
 IN_MEMORY = 64 << 30  # a limit that limits nothing
+IN_MEMORY_RUNS: dict[str, tuple[str, tuple[int, str, dict]]] = {
+    "stock": ("stock in memory, same kernels", (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": False})),
+    "repacked": ("stock in memory, repacked kernels", (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": True})),
+    "moeoff": ("moeoff, everything resident", (IN_MEMORY, "moeoff", {"expert_memory": 1 << 40, "warm": True})),
+}
 
 
 @click.command()
@@ -26,19 +31,15 @@ IN_MEMORY = 64 << 30  # a limit that limits nothing
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--n-prompt", default=64, show_default=True)
 @click.option("--n-decode", default=256, show_default=True)
-@click.option("--in-memory/--no-in-memory", default=True, show_default=True, help="With everything in memory too, stock and moeoff.")
+@click.option("--in-memory", default=",".join(IN_MEMORY_RUNS), show_default=True, help="What also runs with everything in memory; '' for nothing.")
+@click.option("--in-memory-rounds", type=int, help="Rounds of these.  [default: all]")
 @click.option("--stock/--no-stock", default=True, show_default=True, help="Stock in the cgroups too (slow: it thrashes).")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model, text, limits, strategies, rounds, n_prompt, n_decode, in_memory, stock, json_file) -> None:
+def main(model, text, limits, strategies, rounds, n_prompt, n_decode, in_memory, in_memory_rounds, stock, json_file) -> None:
     limits, strategies = [int(limit) for limit in limits.split(",")], strategies.split(",")
     args, common = (model, text, n_prompt, n_decode), {"n_ctx": max(1024, n_prompt + n_decode)}
-    plans: dict[str, tuple] = {
-        "stock in memory, same kernels": (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": False}),
-        "stock in memory, repacked kernels": (IN_MEMORY, "stock", {"use_mmap": False, "use_extra_bufts": True}),
-        "moeoff, everything resident": (IN_MEMORY, "moeoff", {"expert_memory": 1 << 40, "warm": True}),
-    }
-    if not in_memory:
-        plans.clear()
+    plans = dict(IN_MEMORY_RUNS[name] for name in in_memory.split(",") if name)
+    n_rounds = dict.fromkeys(plans, rounds if in_memory_rounds is None else in_memory_rounds)
     for limit in limits:
         for strategy in strategies:
             plans[f"moeoff {strategy}, {limit} MiB"] = (limit << 20, "moeoff", {"memory": int(limit * 0.95) << 20, "strategy": strategy})
@@ -46,6 +47,8 @@ def main(model, text, limits, strategies, rounds, n_prompt, n_decode, in_memory,
     rows: dict[str, list[dict]] = {name: [] for name in plans}
     for index in range(rounds):
         for name, (limit, engine, options) in plans.items():
+            if index >= n_rounds.get(name, rounds):
+                continue
             console.print(f"round {index + 1}: {name}", style="dim")
             row = run(limit, engine, *args, 900, **common | options)
             if engine == "moeoff" and "failed" not in row:

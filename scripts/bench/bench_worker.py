@@ -79,6 +79,7 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     opened = time.perf_counter() - started
     if warm:
         load_everything(llm.expert_buffer)
+        llm.reset_stats()
     tokens = llm.tokenize(words.encode())[: n_prompt + n_decode]
     assert len(tokens) == n_prompt + n_decode, f"{text} is too short"
 
@@ -101,6 +102,7 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     }
     if engine == "moeoff":
         stats = llm.stats()
+        assert prompt_stats.events_dropped == stats.events_dropped == 0
         result |= {
             "hit_rate": stats.hit_rate,
             "mb_per_token": stats.bytes_read / 1e6 / n_decode,
