@@ -121,6 +121,24 @@ TEST(a_read_that_was_given_up_and_wanted_again_fails_at_the_stop) {
     REQUIRE(x.state(0) == FAILED && x.s.should_abort());
 }
 
+TEST(a_prefetch_evicts_no_other_candidate) {
+    scripted_store x(1);
+    std::string error;
+    for (auto & read : x.reads) {
+        read.released = true;
+    }
+    REQUIRE(x.s.set_limits(x.s.experts().arena_full(HIGH) / n_expert * 2, 0, error));
+    for (const int32_t expert : { 0, 1 }) { // the arena is full then
+        x.pin({ expert });
+        REQUIRE(x.settles(expert));
+        x.s.unpin(*x.t, expert, HIGH);
+    }
+    const int32_t candidates[] = { 2, 0 }; // 2 is read; 0, used longest ago, is expected as well
+    REQUIRE(x.s.prefetch(0, candidates, 2, 1, ~0u, HIGH, true, -1) == 1);
+    wait_until([&] { return x.state(2) == READY; });
+    REQUIRE(x.state(0) == READY && x.state(1) == ABSENT && x.state(3) == ABSENT);
+}
+
 TEST(the_error_of_a_graph_does_not_fail_the_next_one) {
     scripted_store x(2);
     x.reads[0].result = EIO;
