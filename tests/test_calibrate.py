@@ -172,6 +172,22 @@ def test_refuses(demo, tmp_path, monkeypatch, change, message):
     assert not os.path.exists(profile_path(model))
 
 
+def test_tells_what_it_takes_and_keeps_to_it(demo, tmp_path, monkeypatch):
+    """Before it starts: how many tokens, for how long, and what is kept of them. Fewer tokens where the time would not do."""
+    model, told, kept = shutil.copy(demo, tmp_path / "model.gguf"), [], []
+
+    def fit(recording, options, progress):
+        kept.append(sum(getattr(recording, name).nbytes for name in ("ids", "weights", "inputs", "probs")))
+        return {"popularity": {"counts": recording.popularity()}}
+
+    monkeypatch.setattr("moeoff.calibrate.profile_fit.fit", fit)
+    for minutes, n_tokens in ((60, 4096), (1e-6, 2048)):
+        done = calibrate(model, text=CALIBRATION_TEXTS, tokens=4096, minutes=minutes, announce=told.append)
+        assert done.n_tokens == told[-1].n_tokens <= n_tokens
+    assert [effort.nbytes for effort in told] == kept and kept[1] < kept[0]
+    assert 0 < told[1].seconds < told[0].seconds < 60
+
+
 def test_another_models_profile_is_in_the_way(demo, tmp_path):
     """Said before the work, and left alone."""
     model = shutil.copy(demo, tmp_path / "model.gguf")

@@ -70,6 +70,28 @@ def drive(predictor: Predictor, events: list[GateEvent], tokens: np.ndarray) -> 
     return out
 
 
+def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
+    """Of all the text, and not its beginning alone: what the fits learn from is spread as wide as the room for it allows."""
+    from moeoff.calibrate import record as module
+
+    monkeypatch.setattr(module, "LIMIT", recording.inputs.nbytes // 7)
+    with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
+        some = record(model, sequences(model, TEXTS, 3072), recording.router, "demo")
+    assert (some.ids == recording.ids).all() and some.kept[-1] > 0.99 * some.n_tokens
+    assert (np.diff(some.kept) == some.kept[1]).all() and 7 <= some.kept[1] <= 8
+    assert some.inputs.nbytes <= recording.inputs.nbytes // 7 and (some.inputs == recording.inputs[some.kept]).all()
+    tokens = some.starts.cumsum() % 2 == 0
+    part, x = some.take(tokens), recording.inputs[tokens]
+    assert len(part.kept) and (part.inputs == x[part.kept]).all()
+    first, n_gates = int(part.kept[0]), some.model.n_gates
+    there = [event.gate_input is not None for event in part.events(0, first + 1)]
+    assert there == [False] * first * n_gates + [True] * n_gates
+    fitted = {p.name: p.fit(some, FitOptions(0, 16)) for p in PREDICTORS.values() if p.name in ("gate", "blend")}
+    whole = PREDICTORS["gate"].fit(recording)
+    assert abs(fitted["gate"]["recall_norm"] - whole["recall_norm"]).max() < 0.1
+    assert (fitted["blend"]["weights"][1:] > 0).any(axis=1).all()
+
+
 @pytest.mark.parametrize("name", names())
 class TestContract:
     """Inherited by every predictor, by its name."""

@@ -21,15 +21,32 @@ from ..predict.base import Progress
 from ..predict.recording import Recording
 from ..predict.router import Router
 from . import fit_hobbit, fit_score
-from .record import LENGTH, batch_size, record, sequences
+from .record import LENGTH, batch_size, record, recording_bytes, seconds_of, sequences
 
-__all__ = ["Calibrated", "calibrate", "cap_hidden", "fit", "fits"]
+__all__ = ["Calibrated", "Effort", "calibrate", "cap_hidden", "fit", "fits"]
 
 DEFAULT_TOKENS = 16384
+DEFAULT_MINUTES = 60
+_LEAST = 8  # sequences: fewer teach nothing, however long they take
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
 HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
 Section = dict[str, np.ndarray]
 Fit = Callable[[Recording, FitOptions, Progress | None], Section | None]
+
+
+@dataclass(frozen=True)
+class Effort:
+    """What a calibration takes, told before it starts.
+
+    Attributes:
+        n_tokens: that will be read.
+        seconds: that this takes, as the first sequence took; the fits come after it.
+        nbytes: of memory, beside the model's, that is kept of them for the fits.
+    """
+
+    n_tokens: int
+    seconds: float
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -63,7 +80,9 @@ def calibrate(
     threads: int | None = None,
     hidden: int | None = None,
     seed: int = 0,
+    minutes: float = DEFAULT_MINUTES,
     progress: Callable[[str, int, int], None] | None = None,
+    announce: Callable[[Effort], None] | None = None,
     **options: Any,
 ) -> Calibrated:
     """Measures a model on texts and writes its profile; sections of other commands stay in it.
@@ -72,6 +91,8 @@ def calibrate(
         output: the profile; MODEL.profile.npz by default, where it is picked up.
         tokens: in all, as many from each text.
         memory: bound of the process while the model runs; what is kept for the fits adds up to a quarter of the rest, 2 GiB at most.
+        minutes: that reading the text may take, about; of a large model on a slow disk fewer tokens are read then.
+        announce: is told before it starts what the calibration will take.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
         **options: of `moeoff.Llama`: where tensors go, how positions are scaled.
 
@@ -94,7 +115,7 @@ def calibrate(
     for file in text:
         if not os.path.isfile(file):
             raise OptionError(f"{os.fspath(file)}: no such text file")
-    recording = _run(model, layout, text, tokens, memory, threads, progress, options)
+    recording = _run(model, layout, text, tokens, memory, threads, 60 * minutes, progress, announce, options)
     sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router)), progress)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text]}
     Profile.write(path, layout, sections, info)
@@ -111,7 +132,9 @@ def _run(
     tokens: int,
     memory: str | int | None,
     threads: int | None,
+    seconds: float,
     progress: Callable[[str, int, int], None] | None,
+    announce: Callable[[Effort], None] | None,
     options: Mapping[str, Any],
 ) -> Recording:
     embedding = layout.dense.get(EMBEDDING)
@@ -125,6 +148,11 @@ def _run(
             raise OptionError(f"the texts hold {sum(map(len, pieces))} tokens, too few to calibrate on: give more")
         layers = {t.gate: t.layer for t in llm.expert_buffer.tensors}
         router = Router.read(layout, [layers[g] for g in sorted(layers)], llm.expert_buffer.priorities.shape[1])
+        each = seconds_of(llm, pieces[0])
+        pieces = pieces[: max(int(seconds / each), _LEAST)]
+        n_tokens = sum(map(len, pieces))
+        if announce:
+            announce(Effort(n_tokens, len(pieces) * each, recording_bytes(llm, router, n_tokens, n_embd)))
         stage = progress and functools.partial(progress, "reading text")
         return record(llm, pieces, router, os.path.basename(layout.files[0]), progress=stage)
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..atomic_file import atomic_file
-from ..console import progress_bar
+from ..console import progress_bar, remark
 from ..errors import OptionError
 from ..memory import format_size
 from .llama_options import GPU, ROPE, SYSTEM, llama_arguments, with_options
@@ -17,6 +17,7 @@ from .options import CONTEXT, one_sentence
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
+    from ..calibrate import Effort
     from ..calibrate.precision_search import SearchResult
 
 _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
@@ -31,6 +32,13 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
     "-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it."
 )
 @click.option("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(min=0, min_open=True),
+    default=60,
+    show_default=True,
+    help="Reading the text takes no longer than about this: fewer tokens if it would.",
+)
 @click.option("--memory", metavar="SIZE", help="Bound of the process while the model runs. Default: 80% of what is available.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @with_options(GPU, ROPE, SYSTEM)
@@ -47,7 +55,7 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 @one_sentence
 def calibrate(
     context: click.Context, max_loss: str | None, tier: str | None, thresholds: bool, experts: str | None, bits_plan: bool, tolerance: str,
-    types: str | None, measure: bool, seed: int, **options: Any,
+    types: str | None, measure: bool, seed: int, minutes: float, **options: Any,
 ) -> None:  # fmt: skip
     """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
     _refuse_unused(context, max_loss, bits_plan)
@@ -63,7 +71,7 @@ def calibrate(
         from ..calibrate import calibrate as command
 
         with progress_bar() as progress:
-            done = command(**options, seed=seed, progress=progress)
+            done = command(**options, seed=seed, minutes=minutes, progress=progress, announce=_announce)
         click.echo(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
         if done.recall is not None:
             click.echo(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict", err=True)
@@ -73,13 +81,19 @@ def _refuse_unused(context: click.Context, max_loss: str | None, bits_plan: bool
     """Refuses options that the chosen kind of calibration would leave unused."""
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
-    kinds = {"--max-loss": ("tier", "thresholds", "experts"), "--bits-plan": ("tolerance", "types", "measure"), "": ("seed",)}
+    kinds = {"--max-loss": ("tier", "thresholds", "experts"), "--bits-plan": ("tolerance", "types", "measure"), "": ("seed", "minutes")}
     chosen = "--max-loss" if max_loss else "--bits-plan" if bits_plan else ""
     for kind, names in kinds.items():
         for name in names:
             given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
             if given and kind != chosen:
                 raise OptionError(f"--{name} has no effect {f'without {kind}' if kind else f'with {chosen}'}")
+
+
+def _announce(effort: Effort) -> None:
+    minutes = effort.seconds / 60
+    time = f"{effort.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
+    remark(f"{effort.n_tokens:,} tokens: about {time}, and {format_size(effort.nbytes)} of memory for the fits that follow")
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:

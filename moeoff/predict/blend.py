@@ -91,13 +91,14 @@ class Blend(Predictor):
 
         if recording.inputs is None:
             return None
-        kept = recording.take(np.arange(recording.n_tokens) < len(recording.inputs))
-        train, held = kept.split(HELD)
-        weights = np.zeros((kept.router.n_gates, len(SOURCES)), np.float32)
-        learned = [_learn(source, kept.take(train), options) for source in SOURCES]
-        some, used = kept.take(held), kept.used()[held]
-        predicted = [_replay(source(kept.router, arrays or None), some) for source, arrays in zip(SOURCES, learned)]
-        for gate in range(kept.router.n_gates):
+        train, held = recording.split(HELD)
+        n_gates = recording.router.n_gates
+        weights = np.zeros((n_gates, len(SOURCES)), np.float32)
+        learned = [_learn(source, recording.take(train), options) for source in SOURCES]
+        some = recording.take(held)
+        used = some.used()[some.kept]  # where every source had its say
+        predicted = [_replay(source(recording.router, arrays or None), some)[some.kept] for source, arrays in zip(SOURCES, learned)]
+        for gate in range(n_gates):
             columns, there = [], []
             for i, scores in enumerate(predicted):
                 if scores[:, gate].any():
@@ -108,7 +109,7 @@ class Blend(Predictor):
             if there and y.any() and not y.all():
                 weights[gate, there] = LogisticRegression(C=1.0).fit(np.stack(columns, axis=1), y).coef_[0]
             if progress:
-                progress(gate + 1, kept.router.n_gates)
+                progress(gate + 1, n_gates)
         arrays = {"weights": np.maximum(weights, 0)}
         for source in SOURCES:
             arrays |= {f"{source.profile_section}_{name}": array for name, array in (_learn(source, recording, options) or {}).items()}

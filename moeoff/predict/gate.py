@@ -68,7 +68,7 @@ class _Ahead(Predictor):
         if recording.inputs is None:
             return None
         router, inputs = recording.router, recording.inputs
-        n, used = router.n_gates, recording.used()[: len(inputs)]
+        n, used = router.n_gates, recording.used()[recording.kept]
         arrays = {name: np.zeros(n, np.float32) for name in ("recall_raw", "recall_norm", "recall_widened", "cosine")}
         arrays["next_norm"] = np.ones(n, bool)
         for target in range(1, n):

@@ -75,10 +75,10 @@ class Learned(Predictor):
 
         if recording.inputs is None:
             return None
-        router, n_rows, hidden, strides = recording.router, len(recording.inputs), options.hidden, cls.strides
+        router, hidden, strides = recording.router, options.hidden, cls.strides
         n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
-        used = recording.used()[:n_rows]
-        train, held = (mask[:n_rows] for mask in recording.split())
+        used = recording.used()[recording.kept]
+        train, held = (mask[recording.kept] for mask in recording.split())
         arrays: dict[str, np.ndarray] = {}
         for s in strides:
             arrays |= {

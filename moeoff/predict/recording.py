@@ -24,8 +24,9 @@ class Recording:
         starts: [n_tokens] bool, the first token of a sequence.
         ids: [n_tokens, n_gates, n_used] int32; -1 where a gate uses fewer.
         weights: likewise, float32.
-        inputs: [n_kept, n_gates, n_embd] float16, or None where a gate gave none. The first n_kept tokens.
+        inputs: [n_kept, n_gates, n_embd] float16, or None where a gate gave none.
         probs: [n_probs, n_gates, n_experts] float16, or None. The first n_probs tokens.
+        kept: [n_kept] the tokens whose inputs are there, ascending; by default the first n_kept.
     """
 
     model: Model
@@ -36,6 +37,11 @@ class Recording:
     weights: np.ndarray
     inputs: np.ndarray | None = field(repr=False)
     probs: np.ndarray | None = field(repr=False)
+    kept: np.ndarray = field(default=None, repr=False)  # type: ignore[arg-type]
+
+    def __post_init__(self) -> None:
+        if self.kept is None:
+            self.kept = np.arange(0 if self.inputs is None else len(self.inputs))
 
     @property
     def n_tokens(self) -> int:
@@ -56,11 +62,13 @@ class Recording:
     def events(self, start: int = 0, stop: int | None = None, inputs: bool = True) -> list[GateEvent]:
         """As decode gives them: of each token in turn, one of each gate."""
         out = []
+        row_of = dict(zip(self.kept.tolist(), range(len(self.kept)))) if inputs and self.inputs is not None else {}
         for t in range(start, min(self.n_tokens, stop if stop is not None else self.n_tokens)):
+            row = row_of.get(t)
             for g in range(self.model.n_gates):
                 k = int((self.ids[t, g] >= 0).sum())
                 probs = self.probs[t : t + 1, g].astype(np.float32) if self.probs is not None and t < len(self.probs) else None
-                x = self.inputs[t : t + 1, g].astype(np.float32) if inputs and self.inputs is not None and t < len(self.inputs) else None
+                x = self.inputs[row : row + 1, g].astype(np.float32) if row is not None and self.inputs is not None else None
                 out.append(GateEvent(g, self.ids[t : t + 1, g, :k], self.weights[t : t + 1, g, :k], probs, x))
         return out
 
@@ -75,10 +83,10 @@ class Recording:
     def take(self, tokens: np.ndarray) -> Recording:
         """Of these tokens [n_tokens] bool alone; whole sequences."""
         parts = {name: getattr(self, name)[tokens] for name in ("tokens", "starts", "ids", "weights")}
-        for name in ("inputs", "probs"):
-            array = getattr(self, name)
-            parts[name] = None if array is None else array[tokens[: len(array)]]
-        return Recording(self.model, self.router, **parts)
+        parts["probs"] = None if self.probs is None else self.probs[tokens[: len(self.probs)]]
+        taken = tokens[self.kept]
+        parts["inputs"] = None if self.inputs is None else self.inputs[taken]
+        return Recording(self.model, self.router, **parts, kept=(np.cumsum(tokens) - 1)[self.kept[taken]])
 
     def split(self, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
         """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to validate on (ProMoE §4.3: 9:1)."""
