@@ -6,6 +6,8 @@ the lowest (priority, last use, index) that it has not selected itself. Knows no
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import numpy as np
 
 from ..errors import BudgetError
@@ -68,21 +70,25 @@ class SimulatedArena:
             self.resident[missing[:fits]] = True
             self._squeeze(missing[fits:], want)
             return
-        queue = None
+        queue = self._in_order(want, table)
         for at, index in enumerate(missing):
-            stride = int(self.slot[index])
-            while not self._take(stride):
-                if queue is None:
-                    queue = iter(self._victims(want, table, int(self.resident.sum())))
-                victim = next(queue, None)
-                if victim is not None:
-                    self._evict(victim)
-                elif self._take(stride, borrows=True):
-                    break
-                else:
-                    self._squeeze(missing[at:], want)
-                    return
+            if not self._take_slot(int(self.slot[index]), queue):
+                self._squeeze(missing[at:], want)
+                return
             self.resident[index] = True
+
+    def _in_order(self, want: np.ndarray, table: np.ndarray) -> Iterator[int]:
+        """All victims, told when the first is asked for."""
+        yield from self._victims(want, table, int(self.resident.sum()))
+
+    def _take_slot(self, stride: int, queue: Iterator[int]) -> bool:
+        """slice_table::take_slot: a slot, after evictions if need be; with nothing left to evict, of spare ones too."""
+        while not self._take(stride):
+            victim = next(queue, None)
+            if victim is None:
+                return self._take(stride, borrows=True)
+            self._evict(victim)
+        return True
 
     def _take(self, stride: int, borrows: bool = False) -> bool:
         """arena::take: a free slot of the class, or bytes of free slots of any class."""
@@ -129,7 +135,6 @@ class SimulatedArena:
             place = want.tolist().index(index)
             done = [i for i in want[:place] if self.resident[i]]
             ahead = [i for i in want[place + 1 :] if self.resident[i]]
-            stride = int(self.slot[index])
             queue = iter([*done, *reversed(ahead)])
             if self.one_class:
                 victim = next(queue, None)
@@ -138,14 +143,5 @@ class SimulatedArena:
                     self.evictions += 1
                     self.resident[index] = True
                 continue
-            while not self._take(stride):
-                victim = next(queue, None)
-                if victim is not None:
-                    self._evict(victim)
-                elif not self._take(stride, borrows=True):
-                    break
-                else:
-                    self.resident[index] = True
-                    break
-            else:
+            if self._take_slot(int(self.slot[index]), queue):
                 self.resident[index] = True
