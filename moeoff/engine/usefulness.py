@@ -22,7 +22,6 @@ class Usefulness:
 
     def __init__(self, n_gates: int, n_experts: int, n_places: int):
         self._resident = np.ones((n_gates, n_experts), bool)
-        self._selected = np.zeros((n_gates, n_experts), bool)
         self._ids: list[np.ndarray] = [_NOTHING] * n_gates  # this token's
         self._best = np.zeros((n_gates, n_places), np.int64)
         self._predicted = np.zeros(n_gates, bool)
@@ -51,9 +50,10 @@ class Usefulness:
             resident: [n_gates, n_experts] bool, what is in memory now; the next predictions are judged by it.
         """
         sizes = [len(ids) for ids in self._ids]
-        self._selected[np.repeat(self._gates[:, 0], sizes), np.concatenate(self._ids)] = True
+        selected = np.zeros_like(self._resident)
+        selected[np.repeat(self._gates[:, 0], sizes), np.concatenate(self._ids)] = True
         absent = ~self._resident[self._gates, self._best] & self._predicted[:, None]
-        useful = absent & self._selected[self._gates, self._best]
+        useful = absent & selected[self._gates, self._best]
         for sums, new in ((self._absent, absent.sum(axis=0)), (self._useful, useful.sum(axis=0)), (self._useful_of, useful.sum(axis=1))):
             sums *= 1 - _RATE
             sums += new
@@ -63,6 +63,6 @@ class Usefulness:
         in_gate = (self._useful_of + _PRIOR) / (self._expected_of + _PRIOR)
         pays = in_gate[:, None] * share >= PAYS
         self._n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
-        self._selected[:], self._predicted[:] = False, False
+        self._predicted[:] = False
         self._ids = [_NOTHING] * len(self._ids)
         self._resident[:] = resident
