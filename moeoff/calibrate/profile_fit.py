@@ -91,7 +91,7 @@ def calibrate(
         output: the profile; MODEL.profile.npz by default, where it is picked up.
         tokens: in all, as many from each text.
         memory: bound of the process while the model runs; what is kept for the fits adds up to a quarter of the rest, 2 GiB at most.
-        minutes: that reading the text may take, about; of a large model on a slow disk fewer tokens are read then.
+        minutes: that reading the text may take, about; of a large model on a slow disk fewer tokens are read then, but 8 sequences.
         announce: is told before it starts what the calibration will take.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
         **options: of `moeoff.Llama`: where tensors go, how positions are scaled.
@@ -148,6 +148,8 @@ def _run(
             raise OptionError(f"the texts hold {sum(map(len, pieces))} tokens, too few to calibrate on: give more")
         layers = {t.gate: t.layer for t in llm.expert_buffer.tensors}
         router = Router.read(layout, [layers[g] for g in sorted(layers)], llm.expert_buffer.priorities.shape[1])
+        if progress:
+            progress("reading text", 0, sum(map(len, pieces)))  # one sequence of a large model may take minutes
         each = seconds_of(llm, pieces[0])
         pieces = pieces[: max(int(seconds / each), _LEAST)]
         n_tokens = sum(map(len, pieces))

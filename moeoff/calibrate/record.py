@@ -70,6 +70,10 @@ def _evaluate(model: Llama, tokens: list[int]) -> Iterator[int]:
         yield len(batch)
 
 
+def _limit() -> int:
+    return min(LIMIT, available() // 8)
+
+
 def seconds_of(model: Llama, tokens: list[int]) -> float:
     """What one sequence takes: evaluates it."""
     started = time.monotonic()
@@ -80,8 +84,8 @@ def seconds_of(model: Llama, tokens: list[int]) -> float:
 
 def recording_bytes(model: Llama, router: Router, n_tokens: int, n_embd: int) -> int:
     """What `record` keeps of so many tokens, at most."""
-    gates, limit = len(model.expert_buffer.priorities), min(LIMIT, available() // 8)
-    return n_tokens * gates * max(router.n_used) * 8 + sum(min(2 * n_tokens * gates * width, limit) for width in (n_embd, router.n_experts))
+    gates = len(model.expert_buffer.priorities)
+    return n_tokens * gates * max(router.n_used) * 8 + sum(min(2 * n_tokens * gates * width, _limit()) for width in (n_embd, router.n_experts))
 
 
 def record(
@@ -99,7 +103,7 @@ def record(
     n, g, k, e = sum(map(len, texts)), header.n_gates, max(router.n_used), router.n_experts
     ids, weights = np.full((n, g, k), -1, np.int32), np.zeros((n, g, k), np.float32)
     kept: dict[str, np.ndarray] = {}
-    at, limit, step = 0, min(LIMIT, available() // 8), 1
+    at, limit, step = 0, _limit(), 1
 
     def room(width: int) -> int:
         return max(limit // (2 * g * width), 1)
