@@ -5,6 +5,7 @@ usage: bench_offload.py -m MODEL --text FILE [--limits 1400,1100,800] [--rounds 
 Each round runs every configuration once, in turn, each in a fresh process and cgroup after the model has been dropped
 from the page cache; the disk's rate is measured beside every moeoff run. Rows are medians over rounds. The ceiling is
 min(stock's in-memory speed, disk rate / bytes read per token), for a prompt and for decode; without runs in memory it is the disk's.
+Stock in a cgroup gets a prompt of 4 tokens and decodes 8: it thrashes, and each may take ten seconds.
 """
 
 from __future__ import annotations
@@ -59,7 +60,6 @@ def main(model, text, limits, strategies, rounds, n_prompt, n_decode, in_memory,
             for kind, options in {"mmap": {}, "mmap, no repack": {"use_extra_bufts": False}}.items():
                 name = f"stock {kind}, {limit} MiB"
                 console.print(name, style="dim")
-                # a thrashing stock takes seconds for each token: a few tokens tell its speed
                 rows[name] = [run(limit << 20, "stock", model, text, 4, 8, 300, **options)]
     result = {name: median(list_) for name, list_ in rows.items()}
     print(machine())

@@ -15,6 +15,7 @@ import json
 import mmap
 import os
 import random
+import resource
 import sys
 import time
 from dataclasses import replace
@@ -89,16 +90,17 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     if engine == "moeoff":
         prompt_stats = llm.stats()
         llm.reset_stats()
-    cpu = time.process_time()
+    cpu, faults = time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     for token in tokens[n_prompt:]:
         llm.eval([token])
     ended = time.perf_counter()
-    cpu = time.process_time() - cpu
+    cpu, faults = time.process_time() - cpu, resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
     result = {
         "open_s": opened,
         "prompt_tps": n_prompt / (prompted - started),
         "gen_tps": n_decode / (ended - prompted),
         "cpu_ms_per_token": 1e3 * cpu / n_decode,
+        "page_faults_per_token": faults / n_decode,
     }
     if engine == "moeoff":
         stats = llm.stats()
