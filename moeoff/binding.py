@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -30,7 +31,7 @@ import llama_cpp
 from llama_cpp import _logger
 from llama_cpp import llama_cpp as api
 
-__all__ = ["PatchedLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "serve_model", "set_log", "supports_gpu"]
+__all__ = ["PatchedLlama", "StockLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "serve_model", "set_log", "supports_gpu"]
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
 
@@ -160,6 +161,7 @@ class PatchedLlama(llama_cpp.Llama):
     # Batches give the logits of one token, unless an option wants those of all. llama.cpp plans for all by default: a vocabulary of
     # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
     _one_output = False
+    _n_sequences = 1  # that the context holds side by side
     _latest_sampler: Any = None
     _keeps_sampler = False
 
@@ -167,7 +169,7 @@ class PatchedLlama(llama_cpp.Llama):
         """llama_cpp.Llama's constructor. Raises ValueError for every load that failed, with llama.cpp's reason."""
         self._progress_callback = _progress_callback(self._progress)
         wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
-        self._n_outputs_max = 1 if self._one_output and not wants_all else 0
+        self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
         with _collected_errors() as errors:
             try:
                 with guarded():
@@ -198,7 +200,7 @@ class PatchedLlama(llama_cpp.Llama):
 
     @context_params.setter
     def context_params(self, params: Any) -> None:
-        params.n_outputs_max = self._n_outputs_max
+        params.n_outputs_max, params.n_seq_max = self._n_outputs_max, self._n_sequences
         self._context_params = params
 
     @property
@@ -240,7 +242,7 @@ class PatchedLlama(llama_cpp.Llama):
     @property
     def output_bytes(self) -> int:
         """Bytes of the logits that llama.cpp and llama_cpp keep."""
-        rows = self.n_batch + self.scores.shape[0] if self._logits_all else 1
+        rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
         return 4 * self._n_vocab * rows
 
     @property
@@ -285,6 +287,24 @@ class PatchedLlama(llama_cpp.Llama):
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
         logits = self._ctx.get_logits()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
         return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
+
+    def decode_sequences(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[bool]) -> None:
+        """Computes tokens of several sequences at once, at most `n_batch` of them; those whose outputs are wanted give logits.
+
+        Raises:
+            MoeoffError: as while answering.
+            RuntimeError: llama.cpp cannot compute it.
+        """
+        raw = self._batch.batch
+        raw.n_tokens = len(tokens)
+        for i, (token, position, sequence, output) in enumerate(zip(tokens, positions, sequences, outputs, strict=True)):
+            raw.token[i], raw.pos[i], raw.n_seq_id[i], raw.logits[i] = token, position, 1, output
+            raw.seq_id[i][0] = sequence
+        self._ctx.decode(self._batch)
+
+    def forget_sequence(self, sequence: int) -> None:
+        """What the context holds of it; another one may take its number."""
+        api.llama_memory_seq_rm(api.llama_get_memory(self._ctx.ctx), sequence, -1, -1)
 
     # --- the context as a whole ---
 
@@ -356,6 +376,42 @@ class PatchedLlama(llama_cpp.Llama):
     def token_text(self, token: int) -> str:
         """A token as its vocabulary writes it; empty for -1, no token."""
         return self._model.token_get_text(token) if token != -1 else ""
+
+
+class StockLlama(llama_cpp.Llama):
+    """llama_cpp.Llama from the same library, without an expert buffer: what everything is compared with.
+
+    Args:
+        use_extra_bufts: repacked kernels, llama.cpp's default, which llama_cpp offers no option for.
+
+    Attributes:
+        decode_seconds: inside llama_decode so far.
+    """
+
+    def __init__(self, model_path: str, *, use_extra_bufts: bool = True, **options: Any):
+        self._extra, self.decode_seconds = use_extra_bufts, 0.0
+        super().__init__(model_path, **options)
+        decode = self._ctx.decode
+
+        def timed(batch: Any) -> None:
+            started = time.perf_counter()
+            decode(batch)
+            self.decode_seconds += time.perf_counter() - started
+
+        self._ctx.decode = timed  # type: ignore[method-assign]  # of this one object
+
+    @property
+    def model_params(self) -> Any:
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        params.use_extra_bufts = self._extra
+        self._model_params = params
+
+    def adds_bos(self) -> bool:
+        """The model wants a beginning-of-text token."""
+        return self._model.add_bos_token()
 
 
 def _progress_callback(progress: Callable[[float], None] | None) -> Any:

@@ -53,7 +53,7 @@ def test_answers_and_leaves(chat):
 
 def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
     from moeoff import Llama
-    from moeoff.cli.completion import Template
+    from moeoff.engine.chat_template import Template
 
     terminal = chat("-n", "24", "--system", "Be brief.")
     first = terminal.ask("How many apples are there?")

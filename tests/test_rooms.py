@@ -14,14 +14,15 @@ from helpers.files import ROOT
 # the highest first; a room imports from lower lines only, and rooms on one line do not know each other
 FLOORS = [
     {"cli"},
-    {"server", "calibrate"},
+    {"tune", "report"},
+    {"server", "calibrate", "bench"},
     {"engine"},
     {"budget"},
     {"companion", "predict"},
     {"simulate"},
     {"cache"},
     {"gguf"},
-    {"native", "threads"},
+    {"native", "threads", "machine"},
     {"_abi"},
     {"binding", "memory", "console", "paths"},
     {"registry", "gate_event", "atomic_file"},

@@ -68,7 +68,7 @@ def open_model(model: str, ctx: int, **options: Any) -> Llama:
     """The model with room for windows of ctx tokens and the logits of all of them."""
     trim()  # what a model closed before this one has left would count against the budget
     n_batch = min(ctx, options.pop("n_batch", N_BATCH))
-    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=min(n_batch, options.pop("n_ubatch", n_batch)), logits_all=True, **options)
+    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=min(n_batch, options.pop("n_ubatch", n_batch)), logits_all=True, settings=False, **options)
 
 
 @dataclass(frozen=True)

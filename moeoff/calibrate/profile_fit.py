@@ -142,7 +142,9 @@ def _run(
     batch = batch_size(n_vocab, n_embd)
     if tokens < 2 * LENGTH:
         raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
-    with Llama(os.fspath(model), memory=memory, gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, n_threads=threads, **options) as llm:
+    with Llama(
+        os.fspath(model), memory=memory, gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, n_threads=threads, settings=False, **options
+    ) as llm:
         pieces = sequences(llm, text, tokens)
         if sum(map(len, pieces)) < LENGTH:
             raise OptionError(f"the texts hold {sum(map(len, pieces))} tokens, too few to calibrate on: give more")

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 from ..atomic_file import atomic_file
 from ..console import remark
+from ..engine.chat_template import Template
 from ..errors import ContextError, MoeoffError, OptionError
 from ..memory import format_size, rss
-from .completion import Completer, Completion, Template
+from .completion import Completer, Completion
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History

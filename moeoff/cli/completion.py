@@ -10,7 +10,7 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from ..binding import quiet_log
 from ..engine.stats import Stats
-from ..errors import ContextError, ModelError, MoeoffError, OptionError
+from ..errors import ContextError, MoeoffError, OptionError
 from ..memory import format_size, rss
 
 if TYPE_CHECKING:
-    from llama_cpp import ChatCompletionRequestMessage, CreateCompletionStreamResponse
+    from llama_cpp import CreateCompletionStreamResponse
 
     from ..engine.llama import Llama
     from ..engine.prompt_cache import PromptCache
@@ -114,37 +114,6 @@ class Completion:
             f"{f'{s.precision_summary} | ' if s.precision_summary else ''}"
             f"memory {format_size(self.rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
         )
-
-
-class Template:
-    """The chat template that the model's file holds.
-
-    Raises:
-        ModelError: it holds none, or one that cannot be read.
-    """
-
-    def __init__(self, llm: Llama):
-        import jinja2
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-        template = llm.metadata.get("tokenizer.chat_template")
-        if not template:
-            raise ModelError(f"{llm.model_path}: the model has no chat template: give a text to continue with --raw -p")
-        self._refusals = (jinja2.TemplateError, ValueError, TypeError)
-        self._llm = llm
-
-        try:
-            self._format = Jinja2ChatFormatter(template, eos_token=llm.token_text(llm.token_eos()), bos_token=llm.token_text(llm.token_bos()))
-        except jinja2.TemplateError as error:
-            raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}; --raw does without") from None
-
-    def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it."""
-        try:
-            text = self._format(messages=cast("list[ChatCompletionRequestMessage]", list(messages))).prompt
-        except self._refusals as error:  # templates raise on purpose: "system role not supported"
-            raise ModelError(f"the model's chat template refuses this conversation: {error}") from None
-        return self._llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
 
 
 def text_tokens(llm: Llama, text: str) -> list[int]:

@@ -19,6 +19,7 @@ import click
 from .. import __version__
 from ..budget.disk_probe import direct_io, file_system, probe
 from ..errors import MoeoffError
+from ..machine import n_cores
 from ..memory import available, cgroup_limit, format_size
 from .options import CONTEXT, one_sentence
 
@@ -72,12 +73,11 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
     else:
         yield Finding("cpu features", OK, found)
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _cpu_quota()
-    if quota is not None and quota < n_cores:
-        yield Finding("cores", WARNING, f"{n_cores}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
+    if quota is not None and quota < n_cores():
+        yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
     else:
-        yield Finding("cores", OK, str(n_cores))
+        yield Finding("cores", OK, str(n_cores()))
     gpu = supports_gpu()
     yield Finding("gpu", OK, "this build can offload layers to one (-ngl)" if gpu else "none in this build; experts are computed on the CPU anyway")
 

@@ -5,15 +5,18 @@ from __future__ import annotations
 import click
 
 from .. import __version__
+from .bench import bench
 from .calibrate import calibrate
 from .convert import convert
 from .doctor import doctor
 from .eval import eval_
 from .inspect import inspect
 from .options import CONTEXT
+from .report import report
 from .run import run
 from .serve import serve
 from .simulate import simulate
+from .tune import tune
 from .verify import verify
 
 
@@ -23,5 +26,5 @@ def main() -> None:
     """Mixture-of-Experts models (GGUF) in less memory than they need."""
 
 
-for _command in (run, serve, inspect, doctor, convert, verify, eval_, calibrate, simulate):
+for _command in (run, serve, tune, bench, report, inspect, doctor, convert, verify, eval_, calibrate, simulate):
     main.add_command(_command)

@@ -50,10 +50,8 @@ _OPENING = (
     click.option("--verify-reads", is_flag=True, help="Compare every expert that is read with its hash in the companion."),
     click.option(
         "--strategy",
-        default="auto",
-        show_default=True,
         metavar="NAME",
-        help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md.",
+        help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md. Default: what tune found, or auto.",
     ),
     click.option(
         "--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Profile written by moeoff calibrate. Default: MODEL.profile.npz, if it is there."
@@ -70,6 +68,11 @@ _OPENING = (
     click.option(
         "--warm/--no-warm", default=True, show_default=True, help="Load in the background the experts that were in memory when the model was last closed."
     ),
+    click.option("--io-workers", "n_lanes", type=click.IntRange(1, 64), help="Threads that read experts. Default: what tune found, or 4."),
+    click.option(
+        "--settings", type=click.Path(dir_okay=False), metavar="FILE", help="Settings written by moeoff tune. Default: MODEL.moeoff.json, if it is there."
+    ),
+    click.option("--no-settings", is_flag=True, help="Do not use the settings beside the model."),
     click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use."),
     click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less."),
 )
@@ -81,12 +84,15 @@ def opening_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def opening_arguments(
-    *, experts: str | None, no_experts: bool, profile: str | None, no_profile: bool, ctx_size: int | None, threads: int | None, **options: Any
-) -> dict[str, Any]:
+    *, experts: str | None, no_experts: bool, profile: str | None, no_profile: bool, settings: str | None, no_settings: bool, ctx_size: int | None,
+    threads: int | None, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
     """The values of `opening_options`, and of any others, as `moeoff.engine.open.open_model` calls them."""
     if profile and no_profile:
         raise OptionError("give --profile or --no-profile, not both")
-    arguments = llama_arguments(**options)
+    if settings and no_settings:
+        raise OptionError("give --settings or --no-settings, not both")
+    arguments = llama_arguments(**options) | {"settings": settings or not no_settings}
     return {"experts": companion(experts, no_experts), "profile": profile or not no_profile, "n_ctx": ctx_size, "n_threads": threads, **arguments}
 
 

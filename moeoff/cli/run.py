@@ -159,7 +159,8 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
 
 def _complete(completer: Completer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str) -> Completion:
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
-    from .completion import Template, text_tokens
+    from ..engine.chat_template import Template
+    from .completion import text_tokens
 
     llm = completer.llm
     if raw or "tokenizer.chat_template" not in llm.metadata:

@@ -19,6 +19,7 @@ from ..atomic_file import atomic_file
 from ..errors import ModelError
 from ..gguf.layout import Layout
 from ..gguf.split_name import model_stem
+from .beside import cached_path
 from .file import source_sample
 
 __all__ = ["VERSION", "Profile", "profile_path"]
@@ -59,13 +60,15 @@ class Profile:
 
     @classmethod
     def find(cls, layout: Layout) -> Profile | None:
-        """The profile beside a model, or None if there is none.
+        """The profile beside a model, or in the cache folder where nothing can be written beside it; None if there is none.
 
         Raises:
             ModelError: as `read`.
         """
-        path = profile_path(layout.files[0])
-        return cls.read(path, layout) if os.path.exists(path) else None
+        for path in (profile_path(layout.files[0]), cached_path(layout, "profiles", "npz")):
+            if path is not None and os.path.exists(path):
+                return cls.read(path, layout)
+        return None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], layout: Layout) -> Profile:

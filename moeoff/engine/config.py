@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..binding import KEYWORDS
 from ..budget.loss_contract import parse_loss
 from ..budget.precision import LOSSLESS, Precision
 from ..companion.file import KEEP, Companion
+from ..companion.settings import OPTIONS, Tuning
 from ..errors import OptionError
+from ..machine import n_cores
 from ..memory import parse_size
 from .llama_options import check_options, read_options
 from .strategy import Strategy, get_strategy
@@ -55,6 +57,8 @@ class Config:
         n_keep: tokens of the prompt, beside the one that begins a text, that a context shift keeps; -1: all of them.
         override_tensor: where other tensors than routed experts go, as llama.cpp's --override-tensor has it: "PATTERN=BUFFER,...".
         priority: of the process, -1 (low) to 3 (realtime); it stays when the model is closed.
+        settings: of `moeoff tune`; "auto" takes those beside the model if there are any, False none. They fill in what is in `open_options`.
+        open_options: options that the user has said nothing about, of those that settings may choose; `make` knows them.
         llama_cpp: options of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
             `use_mmap` and `use_mlock` are not available, because the experts are not mapped. `make` takes names for `type_k`
             and `type_v` ("q8_0"), `rope_scaling_type`, `split_mode` and `numa`, and shares as "3,1" for `tensor_split`.
@@ -84,18 +88,29 @@ class Config:
     n_keep: int = 0
     override_tensor: str | None = None
     priority: int = 0
+    settings: Path | bool = "auto"
+    open_options: frozenset[str] = frozenset()
     llama_cpp: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def make(cls, model_path: Path, *, memory: str | int | None = None, expert_memory: str | int | None = None,
-             strategy: str | Strategy = "auto", max_loss: str | float | None = None, **options: Any) -> Config:  # fmt: skip
+             strategy: str | Strategy | None = None, max_loss: str | float | None = None, **options: Any) -> Config:  # fmt: skip
         """Of the keyword arguments of `moeoff.Llama`: sizes, strategies and losses may be text; what is not ours is llama_cpp's."""
-        ours = {f.name for f in fields(cls)} - {"llama_cpp"}
+        ours = {f.name for f in fields(cls)} - {"llama_cpp", "open_options"}
+        given = {name for name, value in options.items() if value is not None}
+        given |= {name for name, value in (("strategy", strategy), ("max_loss", max_loss)) if value is not None}
+        if options.get("profile") in (True, "auto"):  # what is there, if there is one
+            given.discard("profile")
+        if "n_batch" in given:
+            given.add("n_ubatch")
+        if given & {"precision", "tier"}:  # lossy or not, that has been said
+            given.add("max_loss")
         return cls(
             model_path=os.fspath(model_path),
             memory=None if memory is None else parse_size(memory),
             expert_memory=None if expert_memory is None else parse_size(expert_memory),
-            strategy=get_strategy(strategy),
+            strategy=get_strategy("auto" if strategy is None else strategy),
+            open_options=frozenset(OPTIONS) - given,
             max_loss=None if max_loss is None else parse_loss(max_loss),
             llama_cpp=read_options({name: value for name, value in options.items() if name not in ours}),
             **{name: value for name, value in options.items() if name in ours},
@@ -118,6 +133,18 @@ class Config:
             raise OptionError("max_loss finds the precision by itself, measured against the model's own: give no other")
         self.check_precision(self.precision)
 
+    def tuned(self, tuning: Tuning) -> Config:
+        """With the tuning's choice for every option that the user has said nothing about."""
+        chosen = {name: choice.value for name, choice in tuning.choices.items() if name in self.open_options}
+        if self.repeatable:
+            chosen.pop("n_ubatch", None)
+        if not self.llama_cpp.get("flash_attn"):  # quantized values need it
+            chosen = {name: value for name, value in chosen.items() if name not in ("type_k", "type_v")}
+        ours: dict[str, Any] = {name: chosen.pop(name) for name in ("profile", "n_lanes", "max_loss") if name in chosen}
+        if "strategy" in chosen:
+            ours["strategy"] = get_strategy(chosen.pop("strategy"))
+        return replace(self, **ours, llama_cpp={**self.llama_cpp, **read_options(chosen)}, open_options=frozenset())
+
     def check_precision(self, precision: Precision) -> None:
         """Raises OptionError if the strategy cannot serve experts in this precision, or cannot repeat a run's decisions."""
         if not self.strategy.eager and not (precision.lossless and self.replay is None):
@@ -131,8 +158,7 @@ class Config:
     @property
     def keywords(self) -> dict[str, Any]:
         """The arguments of llama_cpp.Llama."""
-        n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        n_threads = self.llama_cpp.get("n_threads") or n_cores
+        n_threads = self.llama_cpp.get("n_threads") or n_cores()
         options = {"verbose": False, **_MODELS_OWN, **self.llama_cpp, "use_mmap": False, "n_threads": n_threads}
         if "n_batch" not in options and options.get("n_ubatch"):  # llama_cpp's 512 would cap it
             options["n_batch"] = options["n_ubatch"]

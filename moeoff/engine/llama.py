@@ -21,10 +21,12 @@ from ..budget.micro_batch import USUAL, MicroBatch, choose
 from ..budget.precision import Precision
 from ..companion.file import KEEP
 from ..companion.profile import Profile
+from ..companion.settings import Settings
 from ..companion.source import ExpertSource
 from ..errors import Cancelled, ModelError, MoeoffError
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout
+from ..machine import machine_name
 from ..memory import DEFAULT_SHARE, available, parse_size, peak_rss, rss
 from ..threads import CoreBinding
 from .arena_sizer import ArenaSizer
@@ -77,7 +79,7 @@ class Llama(PatchedLlama):
     ):
         config = model_path if isinstance(model_path, Config) else Config.make(model_path, **options)
         self._listener: Callable[[GateEvent], None] | None = None
-        self._config, self.strategy = config, config.strategy
+        self._config = config
         self._progress, self._on_stats = progress, on_stats
         self._one_output = not config.gate_input
         self.timing = Timing()
@@ -85,6 +87,9 @@ class Llama(PatchedLlama):
         set_priority(config.priority)
         self._budget = self._choose_budget()
         self._layout = self._read_layout()
+        self._config, self.settings_summary = self._apply_settings()
+        self.strategy = self._config.strategy
+        self._plan_memory()
         self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
         self._source, self._low_source = self._select_experts()
@@ -116,16 +121,32 @@ class Llama(PatchedLlama):
         return self._config.memory
 
     def _read_layout(self) -> Layout:
-        """The file's headers, and whether the model can fit, before anything is loaded."""
+        """The file's headers."""
         layout = Layout.read(self._config.model_path)
         layout.require_experts()
+        return layout
+
+    def _apply_settings(self) -> tuple[Config, str]:
+        """The options with what `moeoff tune` found for them, and a line about that; empty: there was nothing."""
+        config = self._config
+        if not config.settings or not config.open_options or self._budget is None:
+            return config, ""
+        wanted = config.settings
+        found = Settings.find(self._layout) if wanted is True or wanted == "auto" else Settings.read(wanted, self._layout)
+        if found is None:
+            return config, ""
+        tuning, why_not = found.best(self._budget, machine_name())
+        return (config, why_not) if tuning is None else (config.tuned(tuning), tuning.summary)
+
+    def _plan_memory(self) -> None:
+        """Whether the model can fit, before anything of it is loaded."""
+        layout = self._layout
         check_model(self._config.llama_cpp, layout, self._config.context_shift)
         self._tensor_buffers = tensor_buffers(self._config.override_tensor, layout)
         n_ctx = self._config.n_ctx or layout.n_ctx_train or 512
         self._keywords = self._config.keywords
         self._footprint = Footprint.of(layout, n_ctx, self._keywords, self._tensor_buffers)
         require_room(self._footprint, self._budget or available())
-        return layout
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -286,6 +307,11 @@ class Llama(PatchedLlama):
             finally:
                 if self._on_stats:
                     self._on_stats(self.stats().since(before, self.timing.since(timing)))
+
+    @property
+    def n_lanes(self) -> int:
+        """I/O workers."""
+        return self._config.n_lanes
 
     @property
     def n_discarded(self) -> int:

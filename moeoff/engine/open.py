@@ -1,4 +1,4 @@
-"""Opening a model for a person: with a context of a usual size, and a bar while it loads."""
+"""Opening a model for a person: with a context of a usual size, a bar while it loads, and a line about settings that were found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 from typing import Any, TypeVar
 
 from ..budget.footprint import DEFAULT_CTX
-from ..console import loading_bar
+from ..console import loading_bar, remark
 from ..gguf.layout import Layout
 from .config import Config
 from .llama import Llama
@@ -27,4 +27,7 @@ def open_model(kind: type[L], model: str, *, n_ctx: int | None = None, **options
     layout = Layout.read(model)
     config = Config.make(model, n_ctx=n_ctx or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX), **options)
     with loading_bar(os.path.basename(model), layout.dense_bytes) as progress:
-        return kind(config, progress=progress)
+        llm = kind(config, progress=progress)
+    if llm.settings_summary:
+        remark(llm.settings_summary)
+    return llm

@@ -1,0 +1,163 @@
+"""What a tuning will do and how long it takes, from a first look at model, disk and machine. Starts nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..budget.footprint import expected_bytes
+
+TOKENS = 16384  # that are calibrated on, if there is time
+LEAST_TOKENS = 2048
+_ROUND = 256
+_TEXT_SHARE = 0.35  # of the time that may be taken, for writing and reading text
+ROUNDS = 2
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What the first look has measured.
+
+    Attributes:
+        open_seconds: of a process, until the model can be asked.
+        prompt_tps, gen_tps: with the defaults.
+        mb_per_token: read for single tokens.
+        stall_share: of their time.
+        disk: bytes per second, by number of I/O workers.
+        write_tps: of the text that the model writes by itself, several sequences at once; 0: not needed.
+        resident_share: of the experts that fit the budget.
+    """
+
+    open_seconds: float
+    prompt_tps: float
+    gen_tps: float
+    mb_per_token: float
+    stall_share: float
+    disk: dict[str, float]
+    write_tps: float
+    resident_share: float
+
+
+@dataclass(frozen=True)
+class Step:
+    """Something that will be done: its name, what it is good for, and how many seconds it takes."""
+
+    name: str
+    text: str
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Work:
+    """Sizes of the steps.
+
+    Attributes:
+        n_tokens: of text; 0: no calibration.
+        writes: the model writes them.
+        convert_seconds: of the companion; 0: none is made.
+        n_low_tiers: of the companion, whose loss is measured; 0: nothing is.
+        n_prompt, n_gen: tokens of a trial.
+        rounds: of trials.
+        strategies, lanes: candidates beside the defaults.
+        long_prompt: tokens of the prompts that micro-batches are compared on; 0: they are not.
+        micro_batches: candidates beside the default.
+    """
+
+    n_tokens: int
+    writes: bool
+    convert_seconds: float
+    n_low_tiers: int
+    n_prompt: int
+    n_gen: int
+    rounds: int
+    strategies: tuple[str, ...]
+    lanes: tuple[int, ...]
+    long_prompt: int
+    micro_batches: tuple[int, ...]
+
+    @classmethod
+    def from_dict(cls, fields: dict[str, Any]) -> Work:
+        """As JSON has kept it."""
+        known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+        return cls(**known)
+
+
+def work(rates: Rates, minutes: float, *, calibrates: bool, writes: bool, convert_seconds: float, n_low_tiers: int, n_gates: int, n_experts: int) -> Work:
+    """As much as the time allows.
+
+    Args:
+        calibrates: there is no profile yet.
+        convert_seconds: of a companion, if one is wanted and there is room; 0 if not.
+        n_low_tiers: precisions whose loss will be measured.
+    """
+    limit = 60 * minutes
+    n_prompt = _between(10 * rates.prompt_tps, 64, 512)
+    n_gen = _between(15 * rates.gen_tps, 64, 256)
+    per_token = 0.0
+    if calibrates or n_low_tiers:
+        per_token += 1 / rates.write_tps if writes else 0.0
+        per_token += (1 / rates.prompt_tps + fit_seconds(1, n_gates, n_experts)) if calibrates else 0.0
+        per_token += (1 + n_low_tiers) / rates.prompt_tps if n_low_tiers else 0.0
+    n_tokens = _between(_TEXT_SHARE * limit / per_token, LEAST_TOKENS, TOKENS) // _ROUND * _ROUND if per_token else 0
+    everything = rates.resident_share >= 1
+    strategies: tuple[str, ...] = () if everything else ("score", "lru", "score+blend")
+    lanes: tuple[int, ...] = () if everything else (8, 2)
+    long_prompt = 2048 if not everything and 2048 / rates.prompt_tps < 30 else 0
+    full = Work(n_tokens if calibrates or n_low_tiers else 0, writes, convert_seconds, n_low_tiers, n_prompt, n_gen, ROUNDS, strategies, lanes, long_prompt,
+                (1024, 2048) if long_prompt else ())  # fmt: skip
+    smaller = full
+    for change in (
+        {"long_prompt": 0, "micro_batches": ()},
+        {"lanes": lanes[:1]},
+        {"strategies": strategies[:2]},
+        {"rounds": 1},
+        {"convert_seconds": 0.0, "n_low_tiers": 0},
+    ):
+        if sum(step.seconds for step in steps(smaller, rates, n_gates, n_experts)) <= limit:
+            break
+        smaller = Work(**{**smaller.__dict__, **change})
+    return smaller
+
+
+def steps(work: Work, rates: Rates, n_gates: int, n_experts: int) -> list[Step]:
+    """What will be done, in order."""
+    out = []
+    trial = rates.open_seconds + work.n_prompt / rates.prompt_tps + work.n_gen / rates.gen_tps
+    if work.n_tokens and work.writes:
+        out.append(Step("text", f"the model writes {work.n_tokens:,} tokens to calibrate on", rates.open_seconds + work.n_tokens / rates.write_tps))
+    if work.n_tokens:
+        seconds = rates.open_seconds + work.n_tokens / rates.prompt_tps + fit_seconds(work.n_tokens, n_gates, n_experts)
+        out.append(Step("profile", f"reads {work.n_tokens:,} tokens and fits cache and predictors to the model", seconds))
+    if work.convert_seconds:
+        out.append(Step("companion", "writes the experts in a lower precision beside the model", work.convert_seconds))
+    if work.n_low_tiers:
+        seconds = work.n_low_tiers * rates.open_seconds + (1 + work.n_low_tiers) * work.n_tokens / rates.prompt_tps
+        out.append(Step("loss", "measures what the lower precision costs", seconds))
+    n_trials = sum(1 + len(others) for others in (work.strategies, work.lanes) if others)
+    if n_trials:
+        out.append(Step("strategy", f"tries {_count(work)} in turn, {work.rounds} x", work.rounds * n_trials * trial))
+    if work.long_prompt:
+        each = rates.open_seconds + work.long_prompt / rates.prompt_tps
+        out.append(Step("prompts", f"tries micro-batches on prompts of {work.long_prompt} tokens", work.rounds * (1 + len(work.micro_batches)) * each))
+    if n_trials:
+        out.append(Step("check", "compares the choice with the defaults", 2 * work.rounds * trial))
+    return out
+
+
+def _count(work: Work) -> str:
+    parts = [f"{1 + len(work.strategies)} strategies"] if work.strategies else []
+    return " and ".join([*parts, *([f"{1 + len(work.lanes)} numbers of I/O workers"] if work.lanes else [])])
+
+
+def _between(value: float, least: int, most: int) -> int:
+    return max(least, min(int(value), most))
+
+
+def fit_seconds(n_tokens: int, n_gates: int, n_experts: int) -> float:
+    """Of everything that a calibration fits, on one core of a machine of today."""
+    return n_tokens * n_gates * (1e-5 + 6e-7 * n_experts)
+
+
+def worth_a_companion(rates: Rates, token_bytes: int) -> bool:
+    """Whether the disk is what limits: a token waits for bytes a good part of its time, and reads more than a few of them."""
+    return rates.stall_share > 0.15 and expected_bytes(token_bytes, rates.resident_share) > 1e6
