@@ -121,9 +121,7 @@ def test_a_process_that_fails_says_why(demo):
 
 
 def test_time_limit_cuts_a_test_short(demo):
-    done = measure(
-        Job(demo, options={"n_ctx": 4096}, tests=(BenchTest(0, 4000),), repetitions=3, warm_up=False, seconds=0.2, probe_seconds=0)
-    )
+    done = measure(Job(demo, options={"n_ctx": 4096}, tests=(BenchTest(0, 4000),), repetitions=3, warm_up=False, seconds=0.2, probe_seconds=0))
     assert len(done.samples) == 1 and 0 < done.samples[0].n_tokens < 4000
     assert rows(done, 0)[0].error.startswith("cut off after")
 

@@ -135,7 +135,7 @@ def test_everything_fits(model):
         return done
 
     found = tune(Request(model, memory=MEMORY, text=(str(PROSE),), minutes=0.5, companion=False), run=resident)
-    assert len(runs) == 1 and found.tuning.choices == {}
+    assert len(runs) == 2 and found.tuning.choices == {}
 
 
 def test_lower_precision_within_a_bound(model):
@@ -174,7 +174,8 @@ def test_a_dense_model_is_refused(moeoff_command, tmp_path):
 
 
 def test_less_time_is_less_work():
-    sizes = {"calibrates": True, "writes": True, "convert_seconds": 60.0, "n_low_tiers": 1, "n_gates": 12, "n_experts": 32}
+    sizes = {"calibrates": True, "writes": True, "convert_seconds": 60.0, "n_low_tiers": 1, "n_gates": 12, "n_experts": 32, "n_ctx": 4096,
+             "strategies": ("score", "lru")}  # fmt: skip
     totals = []
     for minutes in (2, 8, 40):
         planned = work(RATES, minutes, **sizes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +81,7 @@ def calibrate(
     hidden: int | None = None,
     seed: int = 0,
     minutes: float = DEFAULT_MINUTES,
+    only: Collection[str] | None = None,
     progress: Callable[[str, int, int], None] | None = None,
     announce: Callable[[Effort], None] | None = None,
     **options: Any,
@@ -92,6 +93,7 @@ def calibrate(
         tokens: in all, as many from each text.
         memory: bound of the process while the model runs; what is kept for the fits adds up to a quarter of the rest, 2 GiB at most.
         minutes: that reading the text may take, about; of a large model on a slow disk fewer tokens are read then, but 8 sequences.
+        only: sections that are fitted; by default all of them.
         announce: is told before it starts what the calibration will take.
         hidden: units of the learned predictor; by default as many as its share of a token's arithmetic allows.
         **options: of `moeoff.Llama`: where tensors go, how positions are scaled.
@@ -116,7 +118,7 @@ def calibrate(
         if not os.path.isfile(file):
             raise OptionError(f"{os.fspath(file)}: no such text file")
     recording = _run(model, layout, text, tokens, memory, threads, 60 * minutes, progress, announce, options)
-    sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router)), progress)
+    sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router)), progress, only)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text]}
     Profile.write(path, layout, sections, info)
     gate = sections.get("gate")
@@ -161,10 +163,14 @@ def _run(
         return record(llm, pieces, router, os.path.basename(layout.files[0]), progress=stage)
 
 
-def fit(recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None) -> dict[str, Section]:
-    """Sections of a profile: what each of `fits` learns from the recording."""
+def fit(
+    recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None, only: Collection[str] | None = None
+) -> dict[str, Section]:
+    """Sections of a profile: what each of `fits`, or of those `only`, learns from the recording."""
     sections: dict[str, Section] = {}
     for name, learn in fits().items():
+        if only is not None and name not in only:
+            continue
         stage = progress and functools.partial(progress, f"fitting {name}")
         if (arrays := learn(recording, options, stage)) is not None:
             sections[name] = arrays

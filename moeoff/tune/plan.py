@@ -12,6 +12,7 @@ LEAST_TOKENS = 2048
 _ROUND = 256
 _TEXT_SHARE = 0.35  # of the time that may be taken, for writing and reading text
 ROUNDS = 2
+_LONG, _LONG_SECONDS = 2048, 30.0  # tokens of a long prompt, and what it may take
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,21 @@ class Work:
         return cls(**known)
 
 
-def work(rates: Rates, minutes: float, *, calibrates: bool, writes: bool, convert_seconds: float, n_low_tiers: int, n_gates: int, n_experts: int) -> Work:
+def work(
+    rates: Rates, minutes: float, *, strategies: tuple[str, ...], calibrates: bool, writes: bool, convert_seconds: float, n_low_tiers: int, n_gates: int,
+    n_experts: int, n_ctx: int,
+) -> Work:  # fmt: skip
     """As much as the time allows.
 
     Args:
+        strategies: that can be tried beside the default.
         calibrates: there is no profile yet.
         convert_seconds: of a companion, if one is wanted and there is room; 0 if not.
         n_low_tiers: precisions whose loss will be measured.
     """
     limit = 60 * minutes
-    n_prompt = _between(10 * rates.prompt_tps, 64, 512)
-    n_gen = _between(15 * rates.gen_tps, 64, 256)
+    n_prompt = min(_between(10 * rates.prompt_tps, 64, 512), n_ctx // 2)
+    n_gen = min(_between(15 * rates.gen_tps, 64, 256), n_ctx // 2)
     per_token = 0.0
     if calibrates or n_low_tiers:
         per_token += 1 / rates.write_tps if writes else 0.0
@@ -100,9 +105,9 @@ def work(rates: Rates, minutes: float, *, calibrates: bool, writes: bool, conver
         per_token += (1 + n_low_tiers) / rates.prompt_tps if n_low_tiers else 0.0
     n_tokens = _between(_TEXT_SHARE * limit / per_token, LEAST_TOKENS, TOKENS) // _ROUND * _ROUND if per_token else 0
     everything = rates.resident_share >= 1
-    strategies: tuple[str, ...] = () if everything else ("score", "lru", "score+blend")
+    strategies = () if everything else strategies
     lanes: tuple[int, ...] = () if everything else (8, 2)
-    long_prompt = 2048 if not everything and 2048 / rates.prompt_tps < 30 else 0
+    long_prompt = _LONG if not everything and n_ctx >= _LONG and _LONG / rates.prompt_tps < _LONG_SECONDS else 0
     full = Work(n_tokens if calibrates or n_low_tiers else 0, writes, convert_seconds, n_low_tiers, n_prompt, n_gen, ROUNDS, strategies, lanes, long_prompt,
                 (1024, 2048) if long_prompt else ())  # fmt: skip
     smaller = full
@@ -154,8 +159,8 @@ def _between(value: float, least: int, most: int) -> int:
 
 
 def fit_seconds(n_tokens: int, n_gates: int, n_experts: int) -> float:
-    """Of everything that a calibration fits, on one core of a machine of today."""
-    return n_tokens * n_gates * (1e-5 + 6e-7 * n_experts)
+    """Of what is fitted for the strategies that are tried, on one core of a machine of today."""
+    return n_tokens * n_gates * (5e-6 + 1.1e-6 * n_experts)
 
 
 def worth_a_companion(rates: Rates, token_bytes: int) -> bool:

@@ -8,7 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ from ..companion.convert import convert
 from ..companion.file import KEEP, Companion, companion_path, source_sample
 from ..companion.profile import Profile, profile_path
 from ..companion.settings import Choice, Settings, Tuning, settings_path
+from ..engine.driver_factory import sections
+from ..engine.strategy import get_strategy
 from ..errors import MoeoffError, OptionError
 from ..gguf.layout import Layout
 from ..machine import machine_name
@@ -38,10 +40,13 @@ from .writer import Writer
 
 MINUTES = 8.0
 USUAL_LOSS = 0.01  # that precisions are searched for where the user names no bound
+_LEAST_PASS = 512 * MIB
 _SPARE_DISK = 1 << 30  # left free beside a companion
 _FIRST_TOKENS = 96  # written to see how fast that goes
 _LOOK_SECONDS = 15.0
 _KV_TYPE = "q8_0"
+_STRATEGIES = ("score", "lru")  # that are tried beside auto
+_IF_FITTED = ("score+blend", "promoe")  # and where a calibration has fitted all of what they learn
 Progress = Callable[[str, int, int], None]
 
 
@@ -185,7 +190,10 @@ class _Tuner:
         there = os.path.exists(companion)
         if there:
             Companion(companion).check_belongs(layout)
-        return {"calibrates": profile is None, "companion": there, "contract": profile is not None and profile.section(SECTION) is not None}
+        # fitting what other strategies need takes minutes: moeoff calibrate does it
+        more = [name for name in _IF_FITTED if profile is not None and sections(get_strategy(name)) <= set(profile.sections)]
+        contract = profile is not None and profile.section(SECTION) is not None
+        return {"calibrates": profile is None, "companion": there, "contract": contract, "strategies": [*_STRATEGIES, *more]}
 
     def _look(self) -> dict[str, Any]:
         """The defaults for a few tokens, the disk alone, and the model as a writer."""
@@ -195,20 +203,22 @@ class _Tuner:
         block = max(kind.nbytes for kind in slice_kinds(self.layout))
         disk = {str(n): probe(self.layout.files[file], block, 1.0, n).bytes_per_second for n in (2, 4, 8)}
         self._tell("looking at disk and model", 1, 3)
-        job = Job(request.model, options=self._common() | {"profile": False}, tests=(BenchTest(128, 0), BenchTest(0, 32)), repetitions=1, warm_up=False,
+        options = self._common() | {"profile": False}
+        job = Job(request.model, options=options, tests=(BenchTest(min(128, options["n_ctx"] // 2), 0), BenchTest(0, 32)), repetitions=1, warm_up=False,
                   seconds=_LOOK_SECONDS, probe_seconds=0)  # fmt: skip
-        started = time.monotonic()
         done = self._run(job)
         if done.error or len(done.samples) < 2:
             raise MoeoffError(f"{request.model}: {done.error or 'a first run did not end'}")
         prompt, single = done.samples
-        opening = time.monotonic() - started - prompt.seconds - single.seconds
+        started = time.monotonic()
+        self._run(replace(job, tests=()))  # the first one had to read the program, too
+        opening = time.monotonic() - started
         self._tell("looking at disk and model", 2, 3)
         write_tps = 0.0
         if self._there["calibrates"] and not request.text:
             with self._writer() as writer:
                 writer.write(_FIRST_TOKENS)
-                write_tps = writer.n_written / writer.seconds
+                write_tps = writer.rate
         rates = Rates(opening, prompt.tps, single.tps, single.bytes_read / 1e6 / single.n_tokens, single.stall_seconds / single.seconds, disk, write_tps,
                       done.opened["resident_share"])  # fmt: skip
         return asdict(rates)
@@ -218,8 +228,14 @@ class _Tuner:
         out = {"memory": self.memory, "n_ctx": min(self.request.n_ctx, self.layout.n_ctx_train or self.request.n_ctx), "flash_attn": True, "settings": False}
         return out | ({"n_threads": self.request.threads} if self.request.threads else {})
 
+    @property
+    def _pass_memory(self) -> int:
+        """Of passes in this process, which holds more than one that only answers: a very small budget would refuse them."""
+        return max(self.memory, min(_LEAST_PASS, int(available() * DEFAULT_SHARE)))
+
     def _writer(self) -> Writer:
-        return Writer(self.request.model, **self._common() | {"profile": False, "n_ctx": None})
+        options = {name: value for name, value in self._common().items() if name != "n_ctx"}
+        return Writer(self.request.model, **options | {"profile": False, "memory": self._pass_memory})
 
     def _plan(self) -> dict[str, Any]:
         request, there, rates = self.request, self._there, self.rates
@@ -228,8 +244,10 @@ class _Tuner:
             seconds, n_low = self._companion(there["companion"])
             if there["contract"]:
                 n_low = 0
-        planned = work(rates, request.minutes, calibrates=there["calibrates"], writes=not request.text, convert_seconds=seconds, n_low_tiers=n_low,
-                       n_gates=self._n_gates, n_experts=self.layout.n_expert)  # fmt: skip
+        planned = work(
+            rates, request.minutes, strategies=tuple(there["strategies"]), calibrates=there["calibrates"], writes=not request.text, convert_seconds=seconds,
+            n_low_tiers=n_low, n_gates=self._n_gates, n_experts=self.layout.n_expert, n_ctx=self._common()["n_ctx"],
+        )  # fmt: skip
         if n_low and not planned.n_low_tiers:
             self._note(f"no lower precision was looked at: that would take more than {request.minutes:g} minutes (--minutes)")
         return asdict(planned)
@@ -273,8 +291,8 @@ class _Tuner:
         return path
 
     def _calibrate(self, plan: Work, texts: Sequence[str]) -> list[str]:
-        done = calibrate(self.request.model, text=texts, output=self.profile, tokens=plan.n_tokens, memory=self.memory, threads=self.request.threads,
-                         minutes=4 * self.request.minutes, progress=self._tell)  # fmt: skip
+        done = calibrate(self.request.model, text=texts, output=self.profile, tokens=plan.n_tokens, memory=self._pass_memory, threads=self.request.threads,
+                         minutes=4 * self.request.minutes, only=_sections(), progress=self._tell)  # fmt: skip
         return list(done.sections)
 
     def _convert(self) -> str:
@@ -285,7 +303,7 @@ class _Tuner:
     def _measure_loss(self, plan: Work, texts: Sequence[str]) -> dict[str, Any]:
         try:
             found = search_precision(self.request.model, texts, self.request.max_loss or USUAL_LOSS, tokens=plan.n_tokens, output=self.profile,
-                                     memory=self.memory, progress=self._tell, n_threads=self.request.threads)  # fmt: skip
+                                     memory=self._pass_memory, progress=self._tell, n_threads=self.request.threads)  # fmt: skip
         except OptionError as error:  # too little text, say: the rest is worth having all the same
             self._note(f"what lower precision costs was not measured: {error}")
             return {}
@@ -312,10 +330,9 @@ class _Tuner:
             return max(better, key=lambda o: o.ratio) if better else found[0]
 
         if plan.strategies:
-            with_profile = os.path.exists(self.profile)
             first = Candidate("auto", {"strategy": "auto"})
-            others = [Candidate(name, {"strategy": name}) for name in plan.strategies if with_profile or "+" not in name]
-            if with_profile:
+            others = [Candidate(name, {"strategy": name}) for name in plan.strategies]
+            if os.path.exists(self.profile):
                 others.append(Candidate("auto without the profile", {"strategy": "auto", "profile": False}))
             best = compare("strategy", [first, *others])
             options = dict(best.candidate.options)
@@ -342,7 +359,7 @@ class _Tuner:
         left = bound
         kv = {"type_k": _KV_TYPE, "type_v": _KV_TYPE}
         if texts:
-            upper = self._timed("KV loss", lambda: kv_loss(self.request.model, texts, _KV_TYPE, plan.n_tokens, memory=self.memory, progress=self._tell))
+            upper = self._timed("KV loss", lambda: kv_loss(self.request.model, texts, _KV_TYPE, plan.n_tokens, memory=self._pass_memory, progress=self._tell))
             if upper <= bound / 2:
                 best = compare("KV cache", [Candidate("f16", {}), Candidate(_KV_TYPE, kv)])
                 if "type_k" in best.candidate.options:
@@ -383,6 +400,11 @@ class _Tuner:
             self._note(f"{slower}: the defaults are kept")
             choices = {"profile": Choice(False, slower)} if os.path.exists(self.profile) else {}
         return choices, measured
+
+
+def _sections() -> set[str]:
+    """Of a profile, what the strategies that are tried may take."""
+    return {"popularity"}.union(*(sections(get_strategy(name)) for name in ("auto", *_STRATEGIES)))
 
 
 def _mean(values: list[float]) -> float:

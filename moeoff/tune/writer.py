@@ -89,7 +89,8 @@ class Writer:
         self._openings = 0
         self._sequences = [self._begin() for _ in range(N_SEQUENCES)]
         self._done: list[list[int]] = []
-        self.n_written, self.seconds = 0, 0.0
+        self.n_written = self.n_steps = 0
+        self.seconds = 0.0
 
     def _begin(self) -> _Sequence:
         """The next opening: by turns as a question in the model's template, and as a text to go on with."""
@@ -107,8 +108,15 @@ class Writer:
             started = time.perf_counter()
             self._step()
             self.seconds += time.perf_counter() - started
+            self.n_steps += 1
             if progress:
                 progress(min(self.n_written, n_tokens), n_tokens)
+
+    @property
+    def rate(self) -> float:
+        """Tokens written per second in the long run, when openings take their usual part of it."""
+        opening = sum(len(self._llm.tokenize(text.encode())) for text in OPENINGS) / len(OPENINGS)
+        return N_SEQUENCES * self.n_steps / self.seconds * max(1 - opening / LENGTH, 0.5)
 
     def _step(self) -> None:
         llm, sequences = self._llm, self._sequences
