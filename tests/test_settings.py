@@ -22,7 +22,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def model(tmp_path) -> str:
-    return shutil.copy(DEMO, tmp_path / "model.gguf")
+    return str(shutil.copy(DEMO, tmp_path / "model.gguf"))
 
 
 def tuning(memory: int = 2048 * MIB, machine: str | None = None, **values) -> Tuning:

@@ -56,7 +56,7 @@ def search_precision(
     max_loss: float,
     *,
     tier: str | None = None,
-    thresholds: bool = False,
+    thresholds: bool | None = False,
     experts: str | os.PathLike[str] | bool = "auto",
     tokens: int = 16384,
     output: str | os.PathLike[str] | None = None,
@@ -70,7 +70,7 @@ def search_precision(
         max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
             what was measured.
         tier: low precision, of the companion. Default: all of them are tried in the place of all experts, the first with thresholds.
-        thresholds: measures them even if a tier keeps the bound.
+        thresholds: measures them even if a tier keeps the bound; None: not even if none does.
         tokens: in all, as many from each text. Each candidate computes all of them, in decode half of them one by one.
         output: the profile; beside the model by default, where it is found.
         **options: of `moeoff.Llama`: memory, n_threads, ...
@@ -110,7 +110,7 @@ def search_precision(
                 call(search.measure, evaluator, reference, 1.0, 1.0, 1.0, decode=False)
         assert reference is not None  # there is a tier
         windows = evaluator.windows
-        if thresholds or not any(search.holds(c, len(windows)) for c in search.candidates):
+        if thresholds or (thresholds is not None and not any(search.holds(c, len(windows)) for c in search.candidates)):
             with evaluator_of(tiers[0]) as (evaluator, call):
                 call(search.thresholds, evaluator, reference)
     text_hash = hash64(np.array([window.tokens for window in windows], np.int32))

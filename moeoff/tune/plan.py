@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
-
-from ..budget.footprint import expected_bytes
 
 TOKENS = 16384  # that are calibrated on, if there is time
 LEAST_TOKENS = 2048
 _ROUND = 256
 _TEXT_SHARE = 0.35  # of the time that may be taken, for writing and reading text
 ROUNDS = 2
+_MUCH = 0.15  # of a token's time, that it waits
 _LONG, _LONG_SECONDS = 2048, 30.0  # tokens of a long prompt, and what it may take
 
 
@@ -53,8 +52,9 @@ class Work:
     """Sizes of the steps.
 
     Attributes:
-        n_tokens: of text; 0: no calibration.
+        n_tokens: of text that is calibrated on, or that loss is measured on.
         writes: the model writes them.
+        calibrates: a profile is fitted.
         convert_seconds: of the companion; 0: none is made.
         n_low_tiers: of the companion, whose loss is measured; 0: nothing is.
         n_prompt, n_gen: tokens of a trial.
@@ -66,6 +66,7 @@ class Work:
 
     n_tokens: int
     writes: bool
+    calibrates: bool
     convert_seconds: float
     n_low_tiers: int
     n_prompt: int
@@ -96,6 +97,9 @@ def work(
         n_low_tiers: precisions whose loss will be measured.
     """
     limit = 60 * minutes
+    everything = rates.resident_share >= 1
+    if everything:  # nothing is read, and nothing to be learned
+        calibrates, convert_seconds, n_low_tiers = False, 0.0, 0
     n_prompt = min(_between(10 * rates.prompt_tps, 64, 512), n_ctx // 2)
     n_gen = min(_between(15 * rates.gen_tps, 64, 256), n_ctx // 2)
     per_token = 0.0
@@ -104,23 +108,22 @@ def work(
         per_token += (1 / rates.prompt_tps + fit_seconds(1, n_gates, n_experts)) if calibrates else 0.0
         per_token += (1 + n_low_tiers) / rates.prompt_tps if n_low_tiers else 0.0
     n_tokens = _between(_TEXT_SHARE * limit / per_token, LEAST_TOKENS, TOKENS) // _ROUND * _ROUND if per_token else 0
-    everything = rates.resident_share >= 1
     strategies = () if everything else strategies
     lanes: tuple[int, ...] = () if everything else (8, 2)
     long_prompt = _LONG if not everything and n_ctx >= _LONG and _LONG / rates.prompt_tps < _LONG_SECONDS else 0
-    full = Work(n_tokens if calibrates or n_low_tiers else 0, writes, convert_seconds, n_low_tiers, n_prompt, n_gen, ROUNDS, strategies, lanes, long_prompt,
+    full = Work(n_tokens, writes, calibrates, convert_seconds, n_low_tiers, n_prompt, n_gen, ROUNDS, strategies, lanes, long_prompt,
                 (1024, 2048) if long_prompt else ())  # fmt: skip
     smaller = full
     for change in (
         {"long_prompt": 0, "micro_batches": ()},
         {"lanes": lanes[:1]},
         {"strategies": strategies[:2]},
-        {"rounds": 1},
         {"convert_seconds": 0.0, "n_low_tiers": 0},
+        {"rounds": 1},
     ):
         if sum(step.seconds for step in steps(smaller, rates, n_gates, n_experts)) <= limit:
             break
-        smaller = Work(**{**smaller.__dict__, **change})
+        smaller = replace(smaller, **change)
     return smaller
 
 
@@ -130,7 +133,7 @@ def steps(work: Work, rates: Rates, n_gates: int, n_experts: int) -> list[Step]:
     trial = rates.open_seconds + work.n_prompt / rates.prompt_tps + work.n_gen / rates.gen_tps
     if work.n_tokens and work.writes:
         out.append(Step("text", f"the model writes {work.n_tokens:,} tokens to calibrate on", rates.open_seconds + work.n_tokens / rates.write_tps))
-    if work.n_tokens:
+    if work.calibrates:
         seconds = rates.open_seconds + work.n_tokens / rates.prompt_tps + fit_seconds(work.n_tokens, n_gates, n_experts)
         out.append(Step("profile", f"reads {work.n_tokens:,} tokens and fits cache and predictors to the model", seconds))
     if work.convert_seconds:
@@ -163,6 +166,6 @@ def fit_seconds(n_tokens: int, n_gates: int, n_experts: int) -> float:
     return n_tokens * n_gates * (5e-6 + 1.1e-6 * n_experts)
 
 
-def worth_a_companion(rates: Rates, token_bytes: int) -> bool:
-    """Whether the disk is what limits: a token waits for bytes a good part of its time, and reads more than a few of them."""
-    return rates.stall_share > 0.15 and expected_bytes(token_bytes, rates.resident_share) > 1e6
+def worth_a_companion(rates: Rates) -> bool:
+    """Whether the disk is what limits: a token waits for bytes a good part of its time."""
+    return rates.stall_share > _MUCH

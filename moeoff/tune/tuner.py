@@ -42,7 +42,7 @@ MINUTES = 8.0
 USUAL_LOSS = 0.01  # that precisions are searched for where the user names no bound
 _LEAST_PASS = 512 * MIB
 _SPARE_DISK = 1 << 30  # left free beside a companion
-_FIRST_TOKENS = 96  # written to see how fast that goes
+_FIRST_STEPS = 6  # of writing, to see how fast that goes
 _LOOK_SECONDS = 15.0
 _KV_TYPE = "q8_0"
 _STRATEGIES = ("score", "lru")  # that are tried beside auto
@@ -156,7 +156,7 @@ class _Tuner:
             return Tuned("", None, todo, time.monotonic() - started, rates, notes=self.notes)
         text = self._timed("text", lambda: self._write_text(plan)) if plan.n_tokens and plan.writes else None
         texts = self.request.text or ((text,) if text else ())
-        if plan.n_tokens and self._there["calibrates"]:
+        if plan.calibrates:
             self._timed("profile", lambda: self._calibrate(plan, texts))
         if plan.convert_seconds:
             self._timed("companion", self._convert)
@@ -215,9 +215,9 @@ class _Tuner:
         opening = time.monotonic() - started
         self._tell("looking at disk and model", 2, 3)
         write_tps = 0.0
-        if self._there["calibrates"] and not request.text:
+        if not request.text and done.opened["resident_share"] < 1 and (self._there["calibrates"] or not self._there["contract"]):
             with self._writer() as writer:
-                writer.write(_FIRST_TOKENS)
+                writer.begin(_FIRST_STEPS)
                 write_tps = writer.rate
         rates = Rates(opening, prompt.tps, single.tps, single.bytes_read / 1e6 / single.n_tokens, single.stall_seconds / single.seconds, disk, write_tps,
                       done.opened["resident_share"])  # fmt: skip
@@ -240,7 +240,7 @@ class _Tuner:
     def _plan(self) -> dict[str, Any]:
         request, there, rates = self.request, self._there, self.rates
         seconds, n_low = 0.0, 0
-        if there["companion"] or (request.companion and worth_a_companion(rates, self._token_bytes())):
+        if there["companion"] or (request.companion and worth_a_companion(rates)):
             seconds, n_low = self._companion(there["companion"])
             if there["contract"]:
                 n_low = 0
@@ -248,12 +248,11 @@ class _Tuner:
             rates, request.minutes, strategies=tuple(there["strategies"]), calibrates=there["calibrates"], writes=not request.text, convert_seconds=seconds,
             n_low_tiers=n_low, n_gates=self._n_gates, n_experts=self.layout.n_expert, n_ctx=self._common()["n_ctx"],
         )  # fmt: skip
-        if n_low and not planned.n_low_tiers:
+        if rates.resident_share >= 1:
+            self._note("all experts fit: there is nothing to choose")
+        elif n_low and not planned.n_low_tiers:
             self._note(f"no lower precision was looked at: that would take more than {request.minutes:g} minutes (--minutes)")
         return asdict(planned)
-
-    def _token_bytes(self) -> int:
-        return sum(span.nbytes // max(span.shape[2], 1) * self.layout.n_expert_used for span in self.layout.experts.values())
 
     def _companion(self, there: bool) -> tuple[float, int]:
         """Seconds to write one (0: there is one, or none can be), and its precisions below the model's own."""
@@ -302,7 +301,7 @@ class _Tuner:
 
     def _measure_loss(self, plan: Work, texts: Sequence[str]) -> dict[str, Any]:
         try:
-            found = search_precision(self.request.model, texts, self.request.max_loss or USUAL_LOSS, tokens=plan.n_tokens, output=self.profile,
+            found = search_precision(self.request.model, texts, self.request.max_loss or USUAL_LOSS, tokens=plan.n_tokens, output=self.profile, thresholds=None,
                                      memory=self._pass_memory, progress=self._tell, n_threads=self.request.threads)  # fmt: skip
         except OptionError as error:  # too little text, say: the rest is worth having all the same
             self._note(f"what lower precision costs was not measured: {error}")

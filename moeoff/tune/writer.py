@@ -12,13 +12,17 @@ from typing import Any
 
 import numpy as np
 
+from ..budget.footprint import Footprint
 from ..engine.chat_template import Template
 from ..engine.llama import Llama
 from ..errors import ModelError
+from ..gguf.layout import Layout
 
-N_SEQUENCES = 16
+SEQUENCES = (64, 32, 16, 8)  # side by side: the more, the fewer bytes are read for each
 LENGTH = 256  # tokens of a sequence, its beginning among them
+_STATE_SHARE = 0.1  # of the budget, for the KV cache of all of them
 TOP_K, TEMPERATURE = 40, 0.9
+_BATCH = max(SEQUENCES)
 OPENINGS = (
     "Write a short story about a lighthouse keeper who finds a letter.",
     "Explain how a refrigerator works to a curious child.",
@@ -58,7 +62,18 @@ OPENINGS = (
 class ParallelLlama(Llama):
     """Its context holds several sequences side by side."""
 
-    _n_sequences = N_SEQUENCES
+    def __init__(self, model: str, n_sequences: int, **options: Any):
+        self._n_sequences = n_sequences
+        super().__init__(model, **options)
+
+
+def n_sequences(model: str, memory: int) -> int:
+    """As many as leave the experts most of the memory."""
+    layout = Layout.read(model)
+    for n in SEQUENCES[:-1]:
+        if Footprint.of(layout, n * LENGTH, {"flash_attn": True, "n_batch": _BATCH, "n_ubatch": _BATCH}).planned.state <= _STATE_SHARE * memory:
+            return n
+    return SEQUENCES[-1]
 
 
 @dataclass
@@ -72,6 +87,7 @@ class Writer:
     """A model that writes. Use with `with`.
 
     Args:
+        memory: budget in bytes.
         seed: of what is drawn.
         **options: of `moeoff.Llama`.
 
@@ -79,15 +95,16 @@ class Writer:
         MoeoffError: the model, the budget or an option is no good.
     """
 
-    def __init__(self, model: str, *, seed: int = 0, **options: Any):
-        self._llm = ParallelLlama(model, n_ctx=N_SEQUENCES * LENGTH, n_batch=max(N_SEQUENCES, 64), n_ubatch=max(N_SEQUENCES, 64), **options)
+    def __init__(self, model: str, *, memory: int, seed: int = 0, **options: Any):
+        n = n_sequences(model, memory)
+        self._llm = ParallelLlama(model, n, memory=memory, n_ctx=n * LENGTH, n_batch=_BATCH, n_ubatch=_BATCH, **options)
         self._random = np.random.default_rng(seed)
         try:
             self._template: Template | None = Template(self._llm)
         except ModelError:
             self._template = None
         self._openings = 0
-        self._sequences = [self._begin() for _ in range(N_SEQUENCES)]
+        self._sequences = [self._begin() for _ in range(n)]
         self._done: list[list[int]] = []
         self.n_written = self.n_steps = 0
         self.seconds = 0.0
@@ -105,20 +122,25 @@ class Writer:
     def write(self, n_tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Until so many tokens are written in all, openings not counted."""
         while self.n_written < n_tokens:
-            started = time.perf_counter()
             self._step()
-            self.seconds += time.perf_counter() - started
-            self.n_steps += 1
             if progress:
                 progress(min(self.n_written, n_tokens), n_tokens)
+
+    def begin(self, n_steps: int) -> None:
+        """So many tokens of each sequence, most of them of its opening. The first, cold ones are not counted."""
+        for i in range(n_steps):
+            if i == n_steps // 3:
+                self.n_steps, self.seconds = 0, 0.0
+            self._step()
 
     @property
     def rate(self) -> float:
         """Tokens written per second in the long run, when openings take their usual part of it."""
         opening = sum(len(self._llm.tokenize(text.encode())) for text in OPENINGS) / len(OPENINGS)
-        return N_SEQUENCES * self.n_steps / self.seconds * max(1 - opening / LENGTH, 0.5)
+        return len(self._sequences) * self.n_steps / self.seconds * max(1 - opening / LENGTH, 0.5)
 
     def _step(self) -> None:
+        started = time.perf_counter()
         llm, sequences = self._llm, self._sequences
         tokens = [s.forced[0] if s.forced else s.written[-1] for s in sequences]
         llm.decode_sequences(tokens, [s.position for s in sequences], range(len(sequences)), [True] * len(sequences))
@@ -138,6 +160,8 @@ class Writer:
                 self._done.append(s.written)
                 llm.forget_sequence(i)
                 sequences[i] = self._begin()
+        self.n_steps += 1
+        self.seconds += time.perf_counter() - started
 
     def _draw(self, logits: np.ndarray) -> np.ndarray:
         """[n] tokens of [n, n_vocab]."""

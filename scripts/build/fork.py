@@ -237,6 +237,11 @@ def perplexity(fork: Fork, cache: Path) -> Path:
     return cached(fork, cache, "perplexity", program_maker("llama-perplexity")) / "llama-perplexity"
 
 
+def llama_bench(fork: Fork, cache: Path) -> Path:
+    """llama-bench, which `moeoff bench` must agree with where everything is in memory."""
+    return cached(fork, cache, "llama-bench", program_maker("llama-bench")) / "llama-bench"
+
+
 def pinned_sdist(fork: Fork, cache: Path) -> Path:
     with locked(cache / "lock") as lock:
         return get_sdist(fork, cache, lock)
@@ -248,6 +253,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("build", help="make the wheel, or find it in the cache; prints its path")
     commands.add_parser("archs", help="make test-llama-archs (expert count: LLAMA_TEST_N_EXPERT); prints its path")
     commands.add_parser("perplexity", help="make llama-perplexity; prints its path")
+    commands.add_parser("llama-bench", help="make llama-bench; prints its path")
     commands.add_parser("check", help="do all patches apply cleanly to the pinned release?")
     for name, text in (
         ("tree", "unpack the release into DIR as a git repository, one commit for each patch"),
@@ -267,6 +273,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(archs(fork, cache))
         elif options.command == "perplexity":
             print(perplexity(fork, cache))
+        elif options.command == "llama-bench":
+            print(llama_bench(fork, cache))
         elif options.command == "tree":
             forktree.make_tree(fork, pinned_sdist(fork, cache), options.dir)
             print(options.dir)
