@@ -19,7 +19,7 @@ from moeoff.tune import Request, tune, tuner
 from moeoff.tune.journal import Journal
 from moeoff.tune.plan import Rates, steps, work
 from moeoff.tune.trials import Candidate, Trials
-from moeoff.tune.writer import SEQUENCES, ParallelLlama, Writer, n_sequences
+from moeoff.tune.writer import SHAPES, ParallelLlama, Writer, sequences_within
 
 MEMORY = 2 << 30  # of the process that runs the tests
 RATES = Rates(1.0, 100.0, 10.0, 50.0, 0.4, {"4": 1e9}, 50.0, 0.4)
@@ -139,7 +139,7 @@ def test_everything_fits(model):
 
 
 def test_lower_precision_within_a_bound(model):
-    request = Request(model, memory=MEMORY, text=(str(PROSE),), minutes=1.0, max_loss=0.05)
+    request = Request(model, memory=MEMORY, text=(str(PROSE),), minutes=5, max_loss=0.05)
     found = tune(request, run=machine({"type_k=q8_0": 1.2, "max_loss=0.05": 1.1}))
     assert os.path.exists(model.replace(".gguf", ".experts.gguf"))
     assert found.tuning.choices["type_k"].value == "q8_0" and "at most" in found.tuning.choices["type_k"].reason
@@ -217,7 +217,7 @@ def test_written_text(demo):
     for seed in (0, 1, 0):
         with Writer(demo, memory=MEMORY, settings=False, profile=False, seed=seed) as writer:
             writer.write(1000)
-            assert 1000 <= writer.n_written < 1000 + SEQUENCES[0] and writer.rate > 0
+            assert 1000 <= writer.n_written < 1000 + SHAPES[0][0] and writer.rate > 0
             texts.append(writer.text)
     assert texts[0] == texts[2] != texts[1] and len(texts[0].split()) > 200
 
@@ -236,4 +236,4 @@ def test_sequences_side_by_side_are_the_same_as_alone(demo):
 
 
 def test_many_sequences_where_there_is_memory_for_them(demo):
-    assert n_sequences(demo, 8 << 30) == SEQUENCES[0] and n_sequences(demo, 1 << 20) == SEQUENCES[-1]
+    assert sequences_within(demo, 8 << 30) == SHAPES[0] and sequences_within(demo, 1 << 20) == SHAPES[-1]

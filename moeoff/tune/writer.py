@@ -15,14 +15,16 @@ import numpy as np
 from ..budget.footprint import Footprint
 from ..engine.chat_template import Template
 from ..engine.llama import Llama
+from ..engine.llama_options import read_options
 from ..errors import ModelError
 from ..gguf.layout import Layout
 
-SEQUENCES = (64, 32, 16, 8)  # side by side: the more, the fewer bytes are read for each
-LENGTH = 256  # tokens of a sequence, its beginning among them
-_STATE_SHARE = 0.1  # of the budget, for the KV cache of all of them
+# sequences side by side, and their tokens, beginnings among them: the more sequences, the fewer bytes are read for each
+SHAPES = ((64, 256), (64, 128), (64, 96), (32, 128), (32, 96), (16, 128), (16, 96), (8, 96))
+_STATE_SHARE = 0.15  # of the budget, for the KV cache of all of them
+_KV = {"type_k": "q8_0", "type_v": "q8_0", "flash_attn": True}  # what is written need not be exact
 TOP_K, TEMPERATURE = 40, 0.9
-_BATCH = max(SEQUENCES)
+_BATCH = 64
 OPENINGS = (
     "Write a short story about a lighthouse keeper who finds a letter.",
     "Explain how a refrigerator works to a curious child.",
@@ -67,13 +69,14 @@ class ParallelLlama(Llama):
         super().__init__(model, **options)
 
 
-def n_sequences(model: str, memory: int) -> int:
-    """As many as leave the experts most of the memory."""
+def sequences_within(model: str, memory: int) -> tuple[int, int]:
+    """Of SHAPES, the first that leaves the experts most of the memory."""
     layout = Layout.read(model)
-    for n in SEQUENCES[:-1]:
-        if Footprint.of(layout, n * LENGTH, {"flash_attn": True, "n_batch": _BATCH, "n_ubatch": _BATCH}).planned.state <= _STATE_SHARE * memory:
-            return n
-    return SEQUENCES[-1]
+    keywords = read_options({**_KV, "n_batch": _BATCH, "n_ubatch": _BATCH})
+    for n, length in SHAPES[:-1]:
+        if Footprint.of(layout, n * length, keywords).planned.state <= _STATE_SHARE * memory:
+            return n, length
+    return SHAPES[-1]
 
 
 @dataclass
@@ -96,8 +99,8 @@ class Writer:
     """
 
     def __init__(self, model: str, *, memory: int, seed: int = 0, **options: Any):
-        n = n_sequences(model, memory)
-        self._llm = ParallelLlama(model, n, memory=memory, n_ctx=n * LENGTH, n_batch=_BATCH, n_ubatch=_BATCH, **options)
+        n, self._length = sequences_within(model, memory)
+        self._llm = ParallelLlama(model, n, memory=memory, n_ctx=n * self._length, n_batch=_BATCH, n_ubatch=_BATCH, **{**options, **_KV})
         self._random = np.random.default_rng(seed)
         try:
             self._template: Template | None = Template(self._llm)
@@ -117,7 +120,7 @@ class Writer:
             tokens = self._template.tokens([{"role": "user", "content": opening}])
         else:
             tokens = self._llm.tokenize(opening.encode(), add_bos=True)
-        return _Sequence(tokens[: LENGTH // 2])
+        return _Sequence(tokens[: self._length // 2])
 
     def write(self, n_tokens: int, progress: Callable[[int, int], None] | None = None) -> None:
         """Until so many tokens are written in all, openings not counted."""
@@ -137,7 +140,7 @@ class Writer:
     def rate(self) -> float:
         """Tokens written per second in the long run, when openings take their usual part of it."""
         opening = sum(len(self._llm.tokenize(text.encode())) for text in OPENINGS) / len(OPENINGS)
-        return len(self._sequences) * self.n_steps / self.seconds * max(1 - opening / LENGTH, 0.5)
+        return len(self._sequences) * self.n_steps / self.seconds * max(1 - opening / self._length, 0.5)
 
     def _step(self) -> None:
         started = time.perf_counter()
@@ -156,7 +159,7 @@ class Writer:
             if not ended:
                 s.written.append(token)
                 self.n_written += 1
-            if ended or s.position + 1 >= LENGTH:
+            if ended or s.position + 1 >= self._length:
                 self._done.append(s.written)
                 llm.forget_sequence(i)
                 sequences[i] = self._begin()

@@ -26,10 +26,9 @@ from timing import drop_from_page_cache
 
 BY_HAND: dict[str, dict] = {
     "defaults": {"settings": False, "profile": False},
-    **{name: {"settings": False, "profile": False, "strategy": name} for name in ("score", "lru", "none+gate")},
+    **{name: {"settings": False, "profile": False, "strategy": name} for name in ("score", "lru")},
     "2 I/O workers": {"settings": False, "profile": False, "n_lanes": 2},
     "8 I/O workers": {"settings": False, "profile": False, "n_lanes": 8},
-    "lru, 8 I/O workers": {"settings": False, "profile": False, "strategy": "lru", "n_lanes": 8},
     "auto with the profile": {"settings": False, "strategy": "auto"},
 }
 
@@ -40,7 +39,7 @@ BY_HAND: dict[str, dict] = {
 @click.option("--memory", required=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--n-prompt", default=128, show_default=True)
-@click.option("--n-decode", default=192, show_default=True)
+@click.option("--n-decode", default=128, show_default=True)
 @click.option("--minutes", default=8.0, show_default=True, help="For each tuning.")
 @click.option("--companion/--no-companion", default=False, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
