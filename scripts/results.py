@@ -4,6 +4,8 @@ README.md and the pages of docs/ have blocks that begin with `<!-- results NAME 
 stands between is made from docs/results/data/NAME.json, which a benchmark writes with --json (scripts/bench/results_file.py):
 the machine, the day, the command line and every table; with `NAME:TABLE` that one table alone. The README's chart is drawn
 from the same data. Everything outside the blocks is written by hand.
+
+A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
 """
 
 from __future__ import annotations
@@ -15,11 +17,34 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 CHART = ROOT / "docs" / "img" / "speed.svg"
+STOCK = "stock llama.cpp"
 BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 
 
 def read(name: str) -> dict:
-    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    data = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
+    return bench_data(data) if isinstance(data, list) else data
+
+
+def bench_data(rows: list[dict]) -> dict:
+    """Rows of `moeoff bench` in the form of the other data files, without a command line, which they do not hold."""
+    rows = [row for row in rows if row["n_gen"] and not row["n_prompt"]]
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows if row["strategy"] != STOCK))
+    first = strategies[0]
+
+    def cell(memory: int, strategy: str, key: str, form: str) -> str:
+        row = next((row for row in rows if (row["memory"], row["strategy"]) == (memory, strategy)), None)
+        return "" if row is None else (format(row[key], form) if row[key] is not None else row["error"])
+
+    columns = ["memory", *(f"`{s}`: tok/s" for s in strategies), f"`{first}`: MB read per token", f"`{first}`: of ceiling", f"`{first}`: peak RSS, MiB"]
+    lines = []
+    for memory in sorted({row["memory"] for row in rows}, reverse=True):
+        speeds = [cell(memory, s, "avg_ts", ".1f") for s in strategies]
+        peak = next(row["peak_rss"] for row in rows if (row["memory"], row["strategy"]) == (memory, first))
+        of = [cell(memory, first, "mb_per_token", ".0f"), cell(memory, first, "ceiling_share", ".0%"), f"{peak / 2**20:.0f}"]
+        lines.append([f"{memory / 2**20:.0f} MiB", *speeds, *of, cell(memory, STOCK, "avg_ts", ".2f")])
+    table = {"name": "summary", "title": "Decode speed and memory", "columns": [*columns, "stock llama.cpp: tok/s"], "rows": lines}
+    return {"date": rows[0]["test_time"][:10], "machine": f"{rows[0]['n_threads']} cores of {rows[0]['cpu_info']}", "tables": [table]}
 
 
 def markdown(table: dict) -> str:
@@ -33,7 +58,7 @@ def block(name: str, table: str | None) -> str:
     data = read(name)
     if table:
         return markdown(next(t for t in data["tables"] if t["name"] == table))
-    said = f"Measured {data['date']}; {data['machine']}:\n\n    {data['command']}\n"
+    said = f"Measured {data['date']}; {data['machine']}" + (f":\n\n    {data['command']}\n" if "command" in data else ".\n")
     return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in data["tables"])
 
 
@@ -41,7 +66,7 @@ def chart(data: dict) -> str:
     """Decode speed in each memory limit, moeoff beside stock llama.cpp. Its greys and colours read on white and on black."""
     table = next(t for t in data["tables"] if t["name"] == "summary")
     bars = {"moeoff": ("`auto`: tok/s", "#2f81f7"), "stock llama.cpp": ("stock llama.cpp: tok/s", "#bf8700")}
-    series = {name: [float(row[table["columns"].index(column)]) for row in table["rows"]] for name, (column, _) in bars.items()}
+    series = {name: [_number(row[table["columns"].index(column)]) for row in table["rows"]] for name, (column, _) in bars.items()}
     scale = 400 / max(max(values) for values in series.values())
     height = 36 + 56 * len(table["rows"])
     out = [
@@ -62,9 +87,17 @@ def chart(data: dict) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
+def _number(cell: str) -> float:
+    """0 for a run that did not end."""
+    try:
+        return float(cell)
+    except ValueError:
+        return 0.0
+
+
 def pages() -> dict[Path, str]:
     """Every generated file and the text it should have."""
-    made = {CHART: chart(read("offload"))}
+    made = {CHART: chart(read("readme"))}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         filled = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"]) + "\n" + m[4], text)

@@ -15,7 +15,7 @@ from moeoff.bench.job import Job, Measurement, Sample
 from moeoff.companion.settings import Settings, settings_path
 from moeoff.errors import MoeoffError, OptionError
 from moeoff.gguf.layout import Layout
-from moeoff.tune import Request, tune, tuner
+from moeoff.tune import Request, look, tune
 from moeoff.tune.journal import Journal
 from moeoff.tune.plan import Rates, steps, work
 from moeoff.tune.trials import Candidate, Trials
@@ -149,7 +149,7 @@ def test_lower_precision_within_a_bound(model):
 
 def test_no_room_beside_the_model(model, monkeypatch):
     folder, access = os.path.dirname(model), os.access
-    monkeypatch.setattr(tuner.os, "access", lambda path, mode: os.fspath(path) != folder and access(path, mode))
+    monkeypatch.setattr(look.os, "access", lambda path, mode: os.fspath(path) != folder and access(path, mode))
     found = tune(Request(model, memory=MEMORY, text=(str(PROSE),), minutes=0.5), run=machine({}))
     assert sorted(os.listdir(os.path.dirname(model))) == ["cache", "model.gguf"]
     assert any("nothing can be written beside the model: the settings are in" in note for note in found.notes)
@@ -195,10 +195,10 @@ def test_a_candidate_must_win_every_round(tmp_path):
         done.samples = [Sample(i, t.n_tokens, t.n_tokens / tps) for i, t in enumerate(job.tests)]
         return done
 
-    first, second = Trials(run, Journal(tmp_path / "j", {}), "m", {}, 8, 8, None).compare("x", [Candidate("a", {}), Candidate("b", {})], 2)
+    first, second = Trials(run, Journal(tmp_path / "j", {}), "m", {}, 8, 8).compare("x", [Candidate("a", {}), Candidate("b", {})], 2)
     assert second.ratios == pytest.approx((1.3, 100 / 90)) and second.better and not first.better
     speeds = iter([100, 130, 100, 110])
-    second = Trials(run, Journal(tmp_path / "k", {}), "m", {}, 8, 8, None).compare("x", [Candidate("a", {}), Candidate("b", {})], 2)[1]
+    second = Trials(run, Journal(tmp_path / "k", {}), "m", {}, 8, 8).compare("x", [Candidate("a", {}), Candidate("b", {})], 2)[1]
     assert second.ratios == pytest.approx((1.3, 100 / 110)) and not second.better
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 TOKENS = 16384  # that are calibrated on, if there is time
 LEAST_TOKENS = 2048
@@ -76,12 +75,6 @@ class Work:
     lanes: tuple[int, ...]
     long_prompt: int
     micro_batches: tuple[int, ...]
-
-    @classmethod
-    def from_dict(cls, fields: dict[str, Any]) -> Work:
-        """As JSON has kept it."""
-        known: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
-        return cls(**known)
 
 
 def work(

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..bench.job import BenchTest, Job, Measurement
-from ..errors import MoeoffError
 from .journal import Journal
 
 CLEARLY = 1.02  # times as fast, in the mean over the rounds
@@ -70,13 +69,12 @@ class Trials:
     """Args:
     run: starts a job's process and waits for it.
     common: options of every candidate.
-    n_prompt, n_gen: tokens that are run of each.
-    text: file whose tokens are fed; None: the usual text.
+    n_prompt, n_gen: tokens that are run of each, of the usual text of measurements: nothing was fitted to that.
     """
 
-    def __init__(self, run: Run, journal: Journal, model: str, common: Mapping[str, Any], n_prompt: int, n_gen: int, text: str | None):
+    def __init__(self, run: Run, journal: Journal, model: str, common: Mapping[str, Any], n_prompt: int, n_gen: int):
         self._run, self._journal, self._model, self._common = run, journal, model, dict(common)
-        self._n_prompt, self._n_gen, self._text = n_prompt, n_gen, text
+        self._n_prompt, self._n_gen = n_prompt, n_gen
 
     def compare(
         self, what: str, candidates: Sequence[Candidate], rounds: int, *, prompt: int = 0, tell: Callable[[str, int, int], None] | None = None
@@ -103,11 +101,15 @@ class Trials:
             out.append(Outcome(c, tuple(speeds[c.name]), ratios))
         return out
 
+    def known(self, what: str, candidates: Sequence[Candidate], rounds: int) -> bool:
+        """The comparison was ended before an interruption."""
+        return all(self._journal.has(f"{what}/{c.name}/{index}") for c in candidates for index in range(rounds))
+
     def measure(self, candidate: Candidate, prompt: int = 0) -> Speed:
         """One run."""
         tests = (BenchTest(prompt, 0),) if prompt else (BenchTest(self._n_prompt, 0), BenchTest(0, self._n_gen))
         options = self._common | dict(candidate.options)
-        done = self._run(Job(self._model, options=options, tests=tests, repetitions=1, warm_up=False, text=self._text, probe_seconds=0))
+        done = self._run(Job(self._model, options=options, tests=tests, repetitions=1, warm_up=False, probe_seconds=0))
         if done.error or len(done.samples) < len(tests):
             return Speed(0.0, 0.0, 0, done.error or "it did not end")
         speeds = [s.tps for s in done.samples]
@@ -122,10 +124,3 @@ def _ratio(before: float, after: float) -> float:
 
 def _fields(speed: Speed) -> dict[str, Any]:
     return {"prompt_tps": speed.prompt_tps, "gen_tps": speed.gen_tps, "peak_rss": speed.peak_rss, "error": speed.error}
-
-
-def require_speed(speed: Speed) -> Speed:
-    """Raises `MoeoffError` if the run failed."""
-    if speed.error:
-        raise MoeoffError(f"a trial failed: {speed.error}")
-    return speed

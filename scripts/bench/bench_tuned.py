@@ -19,6 +19,7 @@ from moeoff.bench.cgroup import unavailable
 from moeoff.bench.job import BenchTest, Job
 from moeoff.bench.process import measure
 from moeoff.companion.settings import settings_path
+from moeoff.gguf.layout import Layout
 from moeoff.memory import format_size, parse_size
 from moeoff.tune import Request, tune
 from results_file import HELP, ResultsFile
@@ -38,7 +39,7 @@ BY_HAND: dict[str, dict] = {
 @click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False), help="Whose tokens are fed; tune does not see it.")
 @click.option("--memory", required=True)
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--n-prompt", default=128, show_default=True)
+@click.option("--n-prompt", default=64, show_default=True)
 @click.option("--n-decode", default=128, show_default=True)
 @click.option("--minutes", default=8.0, show_default=True, help="For each tuning.")
 @click.option("--companion/--no-companion", default=False, show_default=True)
@@ -52,6 +53,7 @@ def main(model: str, text: str, memory: str, rounds: int, n_prompt: int, n_decod
     for budget in budgets:
         console.print(f"tune for {format_size(budget)}", style="dim")
         tuned[budget] = tune(Request(model, memory=budget, minutes=minutes, companion=companion))
+    n_ctx = min(4096, Layout.read(model).n_ctx_train or 4096)  # as tune takes it
     limited = unavailable() is None
     tests = (BenchTest(n_prompt, 0), BenchTest(0, n_decode))
     with ResultsFile(json_file) as results:
@@ -66,7 +68,7 @@ def main(model: str, text: str, memory: str, rounds: int, n_prompt: int, n_decod
                 for name, options in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
                     console.print(f"{format_size(budget)}, round {index + 1}: {name}", style="dim")
                     drop_from_page_cache(model)
-                    common = {"memory": budget, "n_ctx": 4096, "flash_attn": True}
+                    common = {"memory": budget, "n_ctx": n_ctx, "flash_attn": True}
                     job = Job(model, options=common | options, tests=tests, repetitions=1, warm_up=False, text=text, probe_seconds=0,
                               limit_bytes=int(budget / 0.95) if limited else None)  # fmt: skip
                     done = measure(job)
