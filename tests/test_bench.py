@@ -6,11 +6,12 @@ import csv
 import io
 import json
 import sqlite3
+import sys
 
 import pytest
 
 from moeoff.bench import grid as grids
-from moeoff.bench.cgroup import unavailable
+from moeoff.bench.cgroup import memory_cgroup, unavailable
 from moeoff.bench.formats import TABLE
 from moeoff.bench.grid import Grid
 from moeoff.bench.job import STOCK, BenchTest, Job, Sample
@@ -139,6 +140,18 @@ def test_stock_beside_it(moeoff_command, grown):
     where = "in a cgroup of 120 MiB" if unavailable() is None else "no limit around it"
     assert all(where in row["mode"] for row in found), found
     assert found[2]["avg_ts"] > 0 and "memory map" in found[2]["mode"]
+
+
+@pytest.mark.cgroup
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_stock_inside_a_cgroup(grown):
+    """As in a container that is hardly larger than the budget: both run as they are, and say in how much memory."""
+    command = [sys.executable, "-m", "moeoff.cli", "bench", "-m", grown, *QUICK, "--compare-stock", "-o", "json"]
+    with memory_cgroup(126 << 20) as group:
+        done = group.run(command, capture_output=True, text=True, timeout=300)
+    rows = json.loads(done.stdout)
+    assert all("in this container's 126 MiB" in row["mode"] for row in rows), done.stderr
+    assert rows[0]["avg_ts"] > 0 and rows[-1]["strategy"] == STOCK_NAME
 
 
 def test_stock_without_the_right_to_make_a_cgroup(monkeypatch, demo):

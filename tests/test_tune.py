@@ -49,6 +49,7 @@ def machine(faster: dict[str, float], runs: list[Job] | None = None):
     return run
 
 
+@pytest.mark.slow
 def test_tuning_and_what_uses_it(moeoff_command, grown, tmp_path):
     """As a user does it: one command, then a chat's first line names what was found."""
     model = str(shutil.copy(grown, tmp_path / "model.gguf"))
