@@ -47,15 +47,12 @@ except ForkError as _error:
     _sys.exit(f"Error: {_error}")  # the command says it in one sentence
 
 if _typing.TYPE_CHECKING:
-    from . import bench as bench
     from . import cache as cache
     from . import calibrate as calibrate
     from . import companion as companion
     from . import convert as convert
     from . import predict as predict
-    from . import report as report
     from . import simulate as simulate
-    from . import tune as tune
     from .engine.llama import Llama as Llama
     from .engine.stats import Stats as Stats
     from .engine.strategy import register as register
@@ -63,7 +60,7 @@ if _typing.TYPE_CHECKING:
 
 # Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
 _NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "engine.strategy"}
-_MODULES = ("bench", "cache", "calibrate", "companion", "convert", "predict", "report", "simulate", "tune")
+_MODULES = ("cache", "calibrate", "companion", "convert", "predict", "simulate")
 
 
 def __getattr__(name: str) -> object:

@@ -28,6 +28,7 @@ class Remedy(Enum):
     OVERWRITE = "give force=True to replace it, or another output"
     OTHER_OUTPUT = "give another output"
     SHORTEN_PROMPT = "shorten it, or give a larger n_ctx"
+    CONTINUE_TEXT = "give a text to continue instead"
     OTHER_ADDRESS = "choose another host or port"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import sqlite3
 import sys
 
@@ -15,7 +16,7 @@ from moeoff.bench.cgroup import memory_cgroup, unavailable
 from moeoff.bench.formats import TABLE
 from moeoff.bench.grid import Grid
 from moeoff.bench.job import STOCK, BenchTest, Job, Sample
-from moeoff.bench.process import measure
+from moeoff.bench.process import drop_from_page_cache, measure
 from moeoff.bench.row import STOCK_NAME, ceiling_share, rows
 from moeoff.bench.text import TokenStream, usual_text
 from moeoff.cli.bench import numbers
@@ -140,6 +141,24 @@ def test_stock_beside_it(moeoff_command, grown):
     where = "in a cgroup of 120 MiB" if unavailable() is None else "no limit around it"
     assert all(where in row["mode"] for row in found), found
     assert found[2]["avg_ts"] > 0 and "memory map" in found[2]["mode"]
+
+
+def test_nothing_is_found_in_the_page_cache(grown):
+    """Stock would run from what others have read, as if it had no limit."""
+
+    def cached() -> bool:
+        with open(grown, "rb") as file:
+            try:
+                return os.preadv(file.fileno(), [bytearray(4096)], 50 << 20, os.RWF_NOWAIT) > 0
+            except BlockingIOError:
+                return False
+
+    with open(grown, "rb") as file:
+        file.read()
+    if not cached():
+        pytest.skip("this file system does not tell what is cached")
+    drop_from_page_cache([grown])
+    assert not cached()
 
 
 @pytest.mark.cgroup

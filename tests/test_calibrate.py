@@ -177,7 +177,7 @@ def test_tells_what_it_takes_and_keeps_to_it(demo, tmp_path, monkeypatch):
     """Before it starts: how many tokens, for how long, and what is kept of them. Fewer tokens where the time would not do."""
     model, told, kept = shutil.copy(demo, tmp_path / "model.gguf"), [], []
 
-    def fit(recording, options, progress):
+    def fit(recording, options, progress, only):
         kept.append(sum(getattr(recording, name).nbytes for name in ("ids", "weights", "inputs", "probs")))
         return {"popularity": {"counts": recording.popularity()}}
 

@@ -12,7 +12,7 @@ from ..machine import n_cores
 from ..memory import cgroup_limit, format_size, parse_size
 from .cgroup import unavailable
 from .job import MOEOFF, STOCK, BenchTest, Job
-from .process import KILLED_TEXT, Listener, measure
+from .process import KILLED_TEXT, Listener, drop_from_page_cache, measure
 from .row import Row, rows
 
 # of the options, those that llama_cpp.Llama has, too
@@ -81,11 +81,15 @@ class Grid:
         Args:
             listener: asked, before each job, for someone to tell of it.
         """
+        files = Layout.read(self.model).files
         for job, memory, note in self.jobs():
+            if self.compare_stock:
+                drop_from_page_cache(files)
             if job.engine == MOEOFF:
                 yield rows(measure(job, listener and listener(job)), memory, note)
                 continue
             for extra in (True, False):  # with its repacked kernels it needs the weights twice while it loads, and may be killed for that
+                drop_from_page_cache(files)
                 done = measure(replace(job, options={**job.options, "use_extra_bufts": extra}), listener and listener(job), _STOCK_TIMEOUT)
                 if done.error != KILLED_TEXT:
                     break

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from .cgroup import memory_cgroup
@@ -57,6 +58,16 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
                 last = KILLED_TEXT
             out.error = last
     return out
+
+
+def drop_from_page_cache(files: Sequence[str]) -> None:
+    """What other processes have read of these files is no memory of the next one's cgroup, and would be found there all the same."""
+    for path in files:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(fd)
 
 
 def _take(out: Measurement, event: dict[str, Any]) -> None:

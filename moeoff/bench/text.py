@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Protocol
 
-from ..errors import OptionError
+from ..errors import OptionError, Remedy
 
 _CHUNK = 1 << 16  # characters that are tokenized at once
 
@@ -25,7 +25,7 @@ def usual_text() -> str:
     try:
         from pydoc_data.topics import topics
     except ImportError:
-        raise OptionError("this Python comes without its help texts: give a text of your own with --text FILE") from None
+        raise OptionError("this Python comes without its help texts, which are fed by default", Remedy.GIVE_TEXT) from None
     return "\n".join(topics[name] for name in sorted(topics))
 
 

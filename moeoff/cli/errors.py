@@ -23,6 +23,7 @@ REMEDIES = {
     Remedy.OVERWRITE: "give --force to replace it, or another name with -o",
     Remedy.OTHER_OUTPUT: "give another name with -o",
     Remedy.SHORTEN_PROMPT: "shorten it, or give a larger -c",
+    Remedy.CONTINUE_TEXT: "give a text to continue with --raw -p",
     Remedy.OTHER_ADDRESS: "choose another --host or --port",
 }
 

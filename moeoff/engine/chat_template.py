@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from ..errors import ModelError
+from ..errors import ModelError, Remedy
 
 if TYPE_CHECKING:
     from llama_cpp import ChatCompletionRequestMessage
@@ -25,14 +25,14 @@ class Template:
 
         template = llm.metadata.get("tokenizer.chat_template")
         if not template:
-            raise ModelError(f"{llm.model_path}: the model has no chat template: give a text to continue with --raw -p")
+            raise ModelError(f"{llm.model_path}: the model has no chat template", Remedy.CONTINUE_TEXT)
         self._refusals = (jinja2.TemplateError, ValueError, TypeError)
         self._llm = llm
 
         try:
             self._format = Jinja2ChatFormatter(template, eos_token=llm.token_text(llm.token_eos()), bos_token=llm.token_text(llm.token_bos()))
         except jinja2.TemplateError as error:
-            raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}; --raw does without") from None
+            raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}", Remedy.CONTINUE_TEXT) from None
 
     def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it."""

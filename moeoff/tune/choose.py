@@ -87,7 +87,7 @@ class Chooser:
             self.choices["max_loss"] = Choice(max_loss, f"{_percent(best.ratio)} faster")
 
     def check(self) -> tuple[dict[str, Any], str]:
-        """The choice against what a user has without any tuning; what is slower is not kept.
+        """The choice against what a user has without any tuning; what is not plainly faster is not kept.
 
         Returns:
             figures for the settings, and a note if nothing was kept.
@@ -98,7 +98,7 @@ class Chooser:
         measured: dict[str, Any] = {"resident_share": round(self.rates.resident_share, 4), "disk_bytes_per_second": self.rates.disk}
         if not self.plan.strategies:
             return measured, ""
-        candidates, rounds = [Candidate("defaults", {"profile": False}), Candidate("chosen", self._chosen)], max(self.plan.rounds, 2)
+        candidates, rounds = [Candidate("defaults", {"profile": False}), Candidate("chosen", self._chosen)], self.plan.rounds + 1
         started, known = time.monotonic(), self.trials.known("check", candidates, rounds)
         before, after = self.outcomes["check"] = self.trials.compare("check", candidates, rounds, tell=self.tell)
         if not known:
@@ -110,11 +110,11 @@ class Chooser:
             if speeds:
                 measured[name] = {"prompt_tps": _mean([s.prompt_tps for s in speeds]), "gen_tps": _mean([s.gen_tps for s in speeds])}
         measured["ratio"] = round(after.ratio, 4)
-        if after.ratio >= 1:
+        if after.better:
             return measured, ""
-        slower = f"the choice was {_percent(1 / max(after.ratio, 1e-9))} slower than the defaults"
-        self.choices = {"profile": Choice(False, slower)} if os.path.exists(self.profile) else {}
-        return measured, f"{slower}: the defaults are kept"
+        said = f"what was chosen was not plainly faster than the defaults: {after.ratio - 1:+.0%}"
+        self.choices = {"profile": Choice(False, said)} if os.path.exists(self.profile) else {}
+        return measured, f"{said}; the defaults are kept"
 
 
 def _mean(values: list[float]) -> float:

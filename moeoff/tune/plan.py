@@ -141,7 +141,7 @@ def steps(work: Work, rates: Rates, n_gates: int, n_experts: int) -> list[Step]:
         each = rates.open_seconds + work.long_prompt / rates.prompt_tps
         out.append(Step("prompts", f"tries micro-batches on prompts of {work.long_prompt} tokens", work.rounds * (1 + len(work.micro_batches)) * each))
     if n_trials:
-        out.append(Step("check", "compares the choice with the defaults", 2 * work.rounds * trial))
+        out.append(Step("check", "compares the choice with the defaults", 2 * (work.rounds + 1) * trial))
     return out
 
 

@@ -27,9 +27,9 @@ FORK = Path(__file__).parents[1] / "build" / "fork.py"
 
 
 def theirs(program: str, model: str, n_prompt: int, n_gen: int, repetitions: int) -> list[float]:
-    """Tokens per second of llama-bench's two tests; -ot keeps weights in plain buffers, so that no kernel is a repacked one."""
-    command = [program, "-m", model, "-p", str(n_prompt), "-n", str(n_gen), "-r", str(repetitions), "-t", str(n_cores()), "-mmp", "0", "-fa", "1"]
-    done = subprocess.run([*command, "-ot", ".*=CPU", "-o", "json"], check=True, capture_output=True, text=True)
+    """Tokens per second of llama-bench's two tests."""
+    command = [program, "-m", model, "-p", str(n_prompt), "-n", str(n_gen), "-r", str(repetitions), "-t", str(n_cores()), "-lm", "none", "-fa", "1"]
+    done = subprocess.run([*command, "--repack", "0", "-o", "json"], check=True, capture_output=True, text=True)
     return [row["avg_ts"] for row in json.loads(done.stdout)]
 
 
