@@ -64,7 +64,14 @@ def test_options_with_a_meaning_for_others_keep_them(model):
     assert "max_loss" not in Config.make(model, tier="keep").open_options
     assert "profile" in Config.make(model, profile=True).open_options  # the command's default: what is there
     assert "profile" not in Config.make(model, profile=False).open_options
-    assert "n_ubatch" not in Config.make(model, trace="a.trace").tuned(tuning(n_ubatch=128)).llama_cpp  # a run that is compared with others
+
+
+@pytest.mark.parametrize("repeatable", [{"trace": "a.trace"}, {"replay": "a.trace"}, {"deterministic": True}])
+def test_a_run_that_repeats_takes_nothing_that_changes_its_text(model, repeatable):
+    """It may differ by budget, and by machine."""
+    chosen = tuning(n_lanes=3, n_ubatch=128, type_k="q8_0", type_v="q8_0", max_loss=0.01)
+    config = Config.make(model, flash_attn=True, **repeatable).tuned(chosen)
+    assert config.n_lanes == 3 and config.max_loss is None and set(config.llama_cpp) == {"flash_attn"}
 
 
 def test_nearest_budget(model):

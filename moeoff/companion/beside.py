@@ -16,6 +16,11 @@ def cached_path(layout: Layout, kind: str, suffix: str) -> str | None:
         return None
 
 
+def existing_path(beside: str, layout: Layout, kind: str, suffix: str) -> str | None:
+    """`beside` or else the cached path, whichever is there; None if neither is."""
+    return next((path for path in (beside, cached_path(layout, kind, suffix)) if path is not None and os.path.exists(path)), None)
+
+
 def writable_path(beside: str, layout: Layout, kind: str, suffix: str) -> str:
     """`beside`, if its folder can be written to; else the cached path, whose folder is made.
 

@@ -19,7 +19,7 @@ from ..atomic_file import atomic_file
 from ..errors import ModelError
 from ..gguf.layout import Layout
 from ..gguf.split_name import model_stem
-from .beside import cached_path
+from .beside import existing_path
 from .file import source_sample
 
 __all__ = ["VERSION", "Profile", "profile_path"]
@@ -65,10 +65,8 @@ class Profile:
         Raises:
             ModelError: as `read`.
         """
-        for path in (profile_path(layout.files[0]), cached_path(layout, "profiles", "npz")):
-            if path is not None and os.path.exists(path):
-                return cls.read(path, layout)
-        return None
+        path = existing_path(profile_path(layout.files[0]), layout, "profiles", "npz")
+        return cls.read(path, layout) if path is not None else None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], layout: Layout) -> Profile:

@@ -17,13 +17,14 @@ from ..errors import ModelError
 from ..gguf.layout import Layout
 from ..gguf.split_name import model_stem
 from ..memory import format_size
-from .beside import cached_path
+from .beside import existing_path
 from .file import source_sample
 
 __all__ = ["OPTIONS", "VERSION", "Choice", "Settings", "Tuning", "settings_path"]
 
 VERSION = 1
 OPTIONS = ("strategy", "profile", "n_lanes", "n_ubatch", "type_k", "type_v", "max_loss")  # that may be chosen
+CHANGE_RESULTS = ("n_ubatch", "type_k", "type_v", "max_loss")  # of these, what changes the text, if only by rounding
 NEAR = 1.35  # times: budgets that are not farther apart have the same best settings
 
 
@@ -92,10 +93,8 @@ class Settings:
         Raises:
             ModelError: as `read`.
         """
-        for path in (settings_path(layout.files[0]), cached_path(layout, "settings", "json")):
-            if path is not None and os.path.exists(path):
-                return cls.read(path, layout)
-        return None
+        path = existing_path(settings_path(layout.files[0]), layout, "settings", "json")
+        return cls.read(path, layout) if path is not None else None
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], layout: Layout) -> Settings:

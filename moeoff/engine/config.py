@@ -11,7 +11,7 @@ from ..binding import KEYWORDS
 from ..budget.loss_contract import parse_loss
 from ..budget.precision import LOSSLESS, Precision
 from ..companion.file import KEEP, Companion
-from ..companion.settings import OPTIONS, Tuning
+from ..companion.settings import CHANGE_RESULTS, OPTIONS, Tuning
 from ..errors import OptionError
 from ..machine import n_cores
 from ..memory import parse_size
@@ -135,11 +135,12 @@ class Config:
 
     def tuned(self, tuning: Tuning) -> Config:
         """With the tuning's choice for every option that the user has said nothing about."""
-        chosen = {name: choice.value for name, choice in tuning.choices.items() if name in self.open_options}
-        if self.repeatable:
-            chosen.pop("n_ubatch", None)
+        taken = set(self.open_options)
+        if self.repeatable:  # tunings differ by budget and machine
+            taken -= set(CHANGE_RESULTS)
         if not self.llama_cpp.get("flash_attn"):  # quantized values need it
-            chosen = {name: value for name, value in chosen.items() if name not in ("type_k", "type_v")}
+            taken -= {"type_k", "type_v"}
+        chosen = {name: choice.value for name, choice in tuning.choices.items() if name in taken}
         ours: dict[str, Any] = {name: chosen.pop(name) for name in ("profile", "n_lanes", "max_loss") if name in chosen}
         if "strategy" in chosen:
             ours["strategy"] = get_strategy(chosen.pop("strategy"))
