@@ -118,6 +118,35 @@ def test_never_slower_than_the_defaults(model):
         assert llm.profile is None
 
 
+def test_what_wins_the_trials_and_not_the_last_check_is_not_kept(model):
+    """`score` is faster as long as strategies are tried, and slower from then on: a neighbour, say, has gone."""
+    runs: list[Job] = []
+    fast, slow = machine({"strategy=score": 1.3}), machine({"strategy=score": 0.9})
+
+    def run(job: Job) -> Measurement:
+        runs.append(job)
+        checking = job.options.get("profile") is False and "strategy" not in job.options and len(runs) > 2
+        run.slow = getattr(run, "slow", False) or checking
+        return (slow if run.slow else fast)(job)
+
+    found = tune(Request(model, memory=MEMORY, text=(str(PROSE),), minutes=0.5, companion=False), run=run)
+    assert found.outcomes["strategy"][1].better and found.tuning.measured["ratio"] < 1
+    assert "strategy" not in found.tuning.choices and any("the defaults are kept" in note for note in found.notes)
+
+
+def test_a_base_that_does_not_run_is_an_error_and_a_candidate_is_not(tmp_path):
+    def run(job: Job) -> Measurement:
+        return Measurement(job, error="no luck") if job.options.get("strategy") == "lru" else machine({})(job)
+
+    good, bad = Candidate("auto", {"strategy": "auto"}), Candidate("lru", {"strategy": "lru"})
+    _, failed = Trials(run, Journal(tmp_path / "j", {}), "m", {}, 8, 8).compare("x", [good, bad], 2)
+    assert failed.error == "no luck" and failed.ratio == 0 and not failed.better
+    journal = Journal(tmp_path / "k", {})
+    with pytest.raises(MoeoffError, match="no luck"):
+        Trials(run, journal, "m", {}, 8, 8).compare("x", [bad, good], 2)
+    assert not journal.has("x/lru/0")  # the next start tries it again
+
+
 def test_dry_run_leaves_nothing(model, tmp_path):
     told = []
     found = tune(Request(model, memory=MEMORY, minutes=0.5), dry_run=True, run=machine({}), announce=lambda todo, resumed: told.append((todo, resumed)))
@@ -151,7 +180,7 @@ def test_lower_precision_within_a_bound(model):
 def test_no_room_beside_the_model(model, monkeypatch):
     folder, access = os.path.dirname(model), os.access
     monkeypatch.setattr(look.os, "access", lambda path, mode: os.fspath(path) != folder and access(path, mode))
-    found = tune(Request(model, memory=MEMORY, text=(str(PROSE),), minutes=0.5), run=machine({}))
+    found = tune(Request(model, memory=MEMORY, text=(str(PROSE),), minutes=0.5), run=machine({"profile=False": 0.7}))
     assert sorted(os.listdir(os.path.dirname(model))) == ["cache", "model.gguf"]
     assert any("nothing can be written beside the model: the settings are in" in note for note in found.notes)
     assert any(note.startswith("no companion in lower precision") for note in found.notes)

@@ -81,11 +81,7 @@ class _Plan:
         remark(f"  {_time(self._left):>8}  in all" if steps else "nothing to measure: everything is there, and fits")
 
     def finished(self, name: str, seconds: float) -> None:
-        of = {"I/O workers": "strategy", "micro-batch": "prompts"}.get(name, name)
-        planned = next((step.seconds for step in self._steps if step.name == of), 0.0)
-        if name == "I/O workers":  # planned with the strategies
-            planned = 0.0
-        self._left = max(self._left - planned, 0.0)
+        self._left -= next((step.seconds for step in self._steps if step.name == name), 0.0)
         remark(f"{name}: done in {_time(seconds)}" + (f"; about {_time(self._left)} left" if self._left >= 1 else ""))
 
 

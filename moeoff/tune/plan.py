@@ -134,20 +134,18 @@ def steps(work: Work, rates: Rates, n_gates: int, n_experts: int) -> list[Step]:
     if work.n_low_tiers:
         seconds = work.n_low_tiers * rates.open_seconds + (1 + work.n_low_tiers) * work.n_tokens / rates.prompt_tps
         out.append(Step("loss", "measures what the lower precision costs", seconds))
-    n_trials = sum(1 + len(others) for others in (work.strategies, work.lanes) if others)
-    if n_trials:
-        out.append(Step("strategy", f"tries {_count(work)} in turn, {work.rounds} x", work.rounds * n_trials * trial))
+    if work.strategies:
+        n = 2 + len(work.strategies)  # auto with the profile and without
+        out.append(Step("strategy", f"tries {n} in turn, {work.rounds} x", work.rounds * n * trial))
+    if work.lanes:
+        n = 1 + len(work.lanes)
+        out.append(Step("I/O workers", f"tries {n} numbers of them in turn, {work.rounds} x", work.rounds * n * trial))
     if work.long_prompt:
         each = rates.open_seconds + work.long_prompt / rates.prompt_tps
-        out.append(Step("prompts", f"tries micro-batches on prompts of {work.long_prompt} tokens", work.rounds * (1 + len(work.micro_batches)) * each))
-    if n_trials:
+        out.append(Step("micro-batch", f"tries them on prompts of {work.long_prompt} tokens", work.rounds * (1 + len(work.micro_batches)) * each))
+    if work.strategies:
         out.append(Step("check", "compares the choice with the defaults", 2 * (work.rounds + 1) * trial))
     return out
-
-
-def _count(work: Work) -> str:
-    parts = [f"{1 + len(work.strategies)} strategies"] if work.strategies else []
-    return " and ".join([*parts, *([f"{1 + len(work.lanes)} numbers of I/O workers"] if work.lanes else [])])
 
 
 def _between(value: float, least: int, most: int) -> int:

@@ -6,12 +6,14 @@ first one only if it was faster in every round, and by more than chance makes of
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..bench.job import BenchTest, Job, Measurement
+from ..errors import MoeoffError
 from .journal import Journal
 
 CLEARLY = 1.02  # times as fast, in the mean over the rounds
@@ -84,6 +86,9 @@ class Trials:
         Args:
             what: name of the comparison in the journal.
             prompt: instead of a prompt and an answer, a prompt of so many tokens alone.
+
+        Raises:
+            MoeoffError: the first does not run.
         """
         speeds: dict[str, list[Speed]] = {c.name: [] for c in candidates}
         for index in range(rounds):
@@ -91,19 +96,26 @@ class Trials:
             for n, c in enumerate(candidates if index % 2 == 0 else list(reversed(candidates))):
                 if tell:
                     tell(f"{what}: {c.name}", index * len(candidates) + n, rounds * len(candidates))
-                kept = self._journal.once(f"{what}/{c.name}/{index}", lambda c=c: _fields(self.measure(c, prompt)))  # type: ignore[misc]  # mypy and defaults
+                kept = self._journal.once(f"{what}/{c.name}/{index}", functools.partial(self._measured, c, prompt, c is candidates[0]))
                 speeds[c.name].append(Speed(**kept))
         n_prompt, n_gen = (prompt, 0) if prompt else (self._n_prompt, self._n_gen)
         base = [s.seconds(n_prompt, n_gen) for s in speeds[candidates[0].name]]
         out = []
         for c in candidates:
-            ratios = tuple(_ratio(before, s.seconds(n_prompt, n_gen)) for before, s in zip(base, speeds[c.name], strict=True))
+            ratios = tuple(before / s.seconds(n_prompt, n_gen) for before, s in zip(base, speeds[c.name], strict=True))
             out.append(Outcome(c, tuple(speeds[c.name]), ratios))
         return out
 
     def known(self, what: str, candidates: Sequence[Candidate], rounds: int) -> bool:
         """The comparison was ended before an interruption."""
         return all(self._journal.has(f"{what}/{c.name}/{index}") for c in candidates for index in range(rounds))
+
+    def _measured(self, candidate: Candidate, prompt: int, required: bool) -> dict[str, Any]:
+        """For the journal. What others are compared with has to run; that a candidate does not is a result."""
+        speed = self.measure(candidate, prompt)
+        if required and speed.error:
+            raise MoeoffError(f"{self._model}: a trial ({candidate.name}) failed: {speed.error}")
+        return asdict(speed)
 
     def measure(self, candidate: Candidate, prompt: int = 0) -> Speed:
         """One run."""
@@ -114,13 +126,3 @@ class Trials:
             return Speed(0.0, 0.0, 0, done.error or "it did not end")
         speeds = [s.tps for s in done.samples]
         return Speed(speeds[0], speeds[-1] if not prompt else 0.0, done.closed["peak_rss_bytes"])
-
-
-def _ratio(before: float, after: float) -> float:
-    if after == float("inf"):
-        return 0.0
-    return before / after if before != float("inf") else CLEARLY_ONCE * 2
-
-
-def _fields(speed: Speed) -> dict[str, Any]:
-    return {"prompt_tps": speed.prompt_tps, "gen_tps": speed.gen_tps, "peak_rss": speed.peak_rss, "error": speed.error}

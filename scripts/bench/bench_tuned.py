@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import statistics
 
 import click
@@ -65,7 +66,7 @@ def main(model: str, text: str, memory: str, rounds: int, n_prompt: int, n_decod
             contenders = {"tuned": {}} | BY_HAND
             speeds: dict[str, list[tuple[float, float]]] = {name: [] for name in contenders}
             for index in range(rounds):
-                for name, options in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
+                for name, options in random.Random(index).sample(list(contenders.items()), len(contenders)):  # no place in the round is anyone's
                     console.print(f"{format_size(budget)}, round {index + 1}: {name}", style="dim")
                     drop_from_page_cache(model)
                     common = {"memory": budget, "n_ctx": n_ctx, "flash_attn": True}
