@@ -149,7 +149,28 @@ def serve_model(proxy: Any) -> Any:
     return app
 
 
-class PatchedLlama(llama_cpp.Llama):
+class _AnyLlama(llama_cpp.Llama):
+    """llama_cpp.Llama with a say in how the model is loaded: `_change_model_params`, which a subclass has."""
+
+    # llama_cpp.Llama.__init__ assigns its parameters once, then loads: the place to put ours in
+    @property
+    def model_params(self) -> Any:
+        return self._model_params
+
+    @model_params.setter
+    def model_params(self, params: Any) -> None:
+        self._change_model_params(params)
+        self._model_params = params
+
+    def _change_model_params(self, params: Any) -> None:
+        raise NotImplementedError
+
+    def adds_bos(self) -> bool:
+        """The model wants a beginning-of-text token."""
+        return self._model.add_bos_token()
+
+
+class PatchedLlama(_AnyLlama):
     """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
 
     A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
@@ -180,20 +201,13 @@ class PatchedLlama(llama_cpp.Llama):
                 raise ValueError(_reason(errors) or str(error)) from error
         sys.stderr.writelines(errors)  # they did not matter
 
-    # llama_cpp.Llama.__init__ assigns its parameters once, then loads: the place to put ours in
-    @property
-    def model_params(self) -> Any:
-        return self._model_params
-
-    @model_params.setter
-    def model_params(self, params: Any) -> None:
+    def _change_model_params(self, params: Any) -> None:
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         params.progress_callback = self._progress_callback
         params.no_alloc = self._no_alloc
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
-        self._model_params = params
 
-    # likewise
+    # as `model_params`
     @property
     def context_params(self) -> Any:
         return self._context_params
@@ -365,10 +379,6 @@ class PatchedLlama(llama_cpp.Llama):
 
     # --- vocabulary ---
 
-    def adds_bos(self) -> bool:
-        """The model wants a beginning-of-text token."""
-        return self._model.add_bos_token()
-
     def is_end_token(self, token: int) -> bool:
         """The token ends an answer; models have several."""
         return bool(api.llama_vocab_is_eog(self._model.vocab, token))
@@ -378,7 +388,7 @@ class PatchedLlama(llama_cpp.Llama):
         return self._model.token_get_text(token) if token != -1 else ""
 
 
-class StockLlama(llama_cpp.Llama):
+class StockLlama(_AnyLlama):
     """llama_cpp.Llama from the same library, without an expert buffer: what everything is compared with.
 
     Args:
@@ -400,18 +410,8 @@ class StockLlama(llama_cpp.Llama):
 
         self._ctx.decode = timed  # type: ignore[method-assign]  # of this one object
 
-    @property
-    def model_params(self) -> Any:
-        return self._model_params
-
-    @model_params.setter
-    def model_params(self, params: Any) -> None:
+    def _change_model_params(self, params: Any) -> None:
         params.use_extra_bufts = self._extra
-        self._model_params = params
-
-    def adds_bos(self) -> bool:
-        """The model wants a beginning-of-text token."""
-        return self._model.add_bos_token()
 
 
 def _progress_callback(progress: Callable[[float], None] | None) -> Any:

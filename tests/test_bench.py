@@ -79,7 +79,7 @@ def test_values_between_commas_and_ranges():
 
 
 @pytest.mark.parametrize("bad", [("-p", "x"), ("-p", "0", "-n", "0"), ("-pg", "5"), ("--memory", "lots"), ("--strategy", "nonsense"), ("-m", "missing.gguf"),
-                                 ("--text", "missing.txt"), ("-t", "0"), ("--memory", "1M")])  # fmt: skip
+                                 ("--text", "missing.txt"), ("-t", "0"), ("--memory", "1M"), ("-fa", "2"), ("-c", "64", "-p", "512")])  # fmt: skip
 def test_nonsense_is_one_sentence(moeoff_command, bad):
     done = moeoff_command("bench", "-r", "1", *bad)
     assert done.returncode != 0 and "Traceback" not in done.stderr + done.stdout
@@ -157,7 +157,7 @@ def test_nothing_is_found_in_the_page_cache(grown):
         file.read()
     if not cached():
         pytest.skip("this file system does not tell what is cached")
-    drop_from_page_cache([grown])
+    drop_from_page_cache(grown)
     assert not cached()
 
 

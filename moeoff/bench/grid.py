@@ -11,7 +11,7 @@ from ..gguf.layout import Layout
 from ..machine import n_cores
 from ..memory import cgroup_limit, format_size, parse_size
 from .cgroup import unavailable
-from .job import MOEOFF, STOCK, BenchTest, Job
+from .job import MOEOFF, STOCK, BenchTest, Job, Measurement
 from .process import KILLED_TEXT, Listener, drop_from_page_cache, measure
 from .row import Row, rows
 
@@ -53,6 +53,7 @@ class Grid:
 
     def jobs(self) -> list[tuple[Job, int, str]]:
         """Each with its bound of memory (0: none) and a note about its surroundings."""
+        expert_bytes = Layout.read(self.model).expert_bytes
         combinations = [dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())]
         out: list[tuple[Job, int, str]] = []
         stock: dict[str, tuple[Job, int, str]] = {}
@@ -68,7 +69,7 @@ class Grid:
             if self.compare_stock:
                 theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}
                 theirs.setdefault("n_threads_batch", theirs["n_threads"])  # llama_cpp would take half of the cores
-                slow = bool(memory) and memory < sum(span.nbytes for span in Layout.read(self.model).experts.values())
+                slow = bool(memory) and memory < expert_bytes
                 stock.setdefault(
                     f"{memory} {theirs}",
                     (replace(job, engine=STOCK, options=theirs, warm_up=self.warm_up and not slow, seconds=STOCK_SECONDS), memory, note),
@@ -81,20 +82,22 @@ class Grid:
         Args:
             listener: asked, before each job, for someone to tell of it.
         """
-        files = Layout.read(self.model).files
         for job, memory, note in self.jobs():
-            if self.compare_stock:
-                drop_from_page_cache(files)
             if job.engine == MOEOFF:
-                yield rows(measure(job, listener and listener(job)), memory, note)
+                yield rows(self._measure(job, listener), memory, note)
                 continue
             for extra in (True, False):  # with its repacked kernels it needs the weights twice while it loads, and may be killed for that
-                drop_from_page_cache(files)
-                done = measure(replace(job, options={**job.options, "use_extra_bufts": extra}), listener and listener(job), _STOCK_TIMEOUT)
+                done = self._measure(replace(job, options={**job.options, "use_extra_bufts": extra}), listener, _STOCK_TIMEOUT)
                 if done.error != KILLED_TEXT:
                     break
                 note += (", " if note else "") + "repacking was killed for memory"
             yield rows(done, memory, note)
+
+    def _measure(self, job: Job, listener: Callable[[Job], Listener | None] | None, timeout: float | None = None) -> Measurement:
+        if self.compare_stock:
+            for path in Layout.read(job.model).files:
+                drop_from_page_cache(path)
+        return measure(job, listener and listener(job), timeout)
 
 
 def _limit(memory: int) -> tuple[int | None, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 MOEOFF, STOCK = "moeoff", "stock"
@@ -57,11 +57,9 @@ class Job:
     probe_seconds: float = 1.0
     limit_bytes: int | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"options": dict(self.options)}
-
     @classmethod
     def from_dict(cls, fields: dict[str, Any]) -> Job:
+        """Of `dataclasses.asdict`, as JSON has kept it."""
         return cls(**fields | {"tests": tuple(BenchTest(**test) for test in fields["tests"])})
 
 

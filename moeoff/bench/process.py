@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from typing import Any
 
 from .cgroup import memory_cgroup
@@ -41,7 +42,7 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
         timer = stack.enter_context(_deadline(process, timeout))
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(json.dumps(job.to_dict()))
+            process.stdin.write(json.dumps(asdict(job)))
             process.stdin.close()
         for line in process.stdout:
             event = json.loads(line)
@@ -60,14 +61,14 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
     return out
 
 
-def drop_from_page_cache(files: Sequence[str]) -> None:
-    """What other processes have read of these files is no memory of the next one's cgroup, and would be found there all the same."""
-    for path in files:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+def drop_from_page_cache(path: str) -> None:
+    """What other processes have read of a file is no memory of the next one's cgroup, and would be found there all the same."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)  # what is not on the disk yet stays
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
 
 
 def _take(out: Measurement, event: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -176,14 +177,7 @@ def model_facts(path: str) -> dict[str, Any]:
     """model_type, model_size and model_n_params of a file."""
     layout = Layout.read(path)
     spans = [*layout.experts.values(), *layout.dense.values()]
-    n_params = sum(_product(span.shape) for span in spans)
+    n_params = sum(math.prod(max(n, 1) for n in span.shape) for span in spans)
     used = f", top {layout.n_expert_used}" if layout.n_expert_used else ""
     kind = f"{layout.architecture} {layout.n_layer} x {layout.n_expert}{used}"
     return {"model_type": kind, "model_size": sum(span.nbytes for span in spans), "model_n_params": n_params}
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    out = 1
-    for n in shape:
-        out *= max(n, 1)
-    return out

@@ -83,7 +83,7 @@ class _Engine:
             self.llm = StockLlama(job.model, **read_options(options))
         self.adds_bos: bool = self.llm.adds_bos()
         if self._moeoff is not None and self._moeoff.stats().arena_bytes >= self._moeoff.expert_buffer.arena_full:
-            _load_everything(self._moeoff.expert_buffer)
+            load_everything(self._moeoff.expert_buffer)
 
     def opened(self) -> dict[str, Any]:
         if self._moeoff is None:
@@ -139,7 +139,7 @@ class _Engine:
         return facts
 
 
-def _load_everything(buffer: ExpertBuffer) -> None:
+def load_everything(buffer: ExpertBuffer) -> None:
     """Where all experts fit, what is measured is the time after all have been read, as with any other program that has loaded its weights."""
     n_gates, n_experts = buffer.priorities.shape
     queued = sum(buffer.preload(gate, range(n_experts)) for gate in range(n_gates))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Callable
@@ -27,7 +28,7 @@ _RANGE = re.compile(r"(\d+)-(\d+)(?:([+*])(\d+))?")
 _LONGEST_RANGE = 1000
 
 
-def numbers(least: int) -> Callable[[str], list[int]]:
+def numbers(least: int, most: float = math.inf) -> Callable[[str], list[int]]:
     """Reads numbers as llama-bench takes them: 512, or 128,256, or 1-8, 128-1024*2, 0-4096+1024. Raises ValueError."""
 
     def read(text: str) -> list[int]:
@@ -38,7 +39,7 @@ def numbers(least: int) -> Callable[[str], list[int]]:
                 out += _range(int(match[1]), int(match[2]), match[3] or "+", int(match[4] or 1))
             else:
                 out.append(int(part))
-        if not out or min(out) < least:
+        if not out or min(out) < least or max(out) > most:
             raise ValueError
         return out
 
@@ -103,7 +104,7 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
 @_several("-ub", "--ubatch-size", read=numbers(1), help="Tokens computed at once. Default: 512, or what memory and the disk make faster.")
 @_several("-ctk", "--cache-type-k", read=words, metavar="A,...", help="Types of the KV cache's keys. Default: f16.")
 @_several("-ctv", "--cache-type-v", read=words, metavar="A,...", help="Types of the KV cache's values. Default: f16.")
-@_several("-fa", "--flash-attn", read=numbers(0), help="Flash attention, 0 or 1. Default: 1.")
+@_several("-fa", "--flash-attn", read=numbers(0, 1), metavar="0,1", help="Flash attention, 0 or 1. Default: 1.")
 @_several("-ngl", "--n-gpu-layers", read=numbers(0), help="Layers whose dense part goes to the GPU. Default: 0.")
 @click.option("-c", "--ctx-size", type=click.IntRange(min=8), help="Context in tokens. Default: what the largest test needs.")
 @click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion written by moeoff convert. Default: MODEL.experts.gguf.")
@@ -184,6 +185,9 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, memory: Any
     from ..gguf.layout import Layout
 
     read_text(text)  # raises before the work
+    largest = max(test.depth + test.n_tokens for test in tests)
+    if ctx_size is not None and ctx_size < largest:
+        raise OptionError(f"a context of {ctx_size} tokens is too small for a test of {largest}: give a larger -c, or none")
     for path in models:
         Layout.read(path).require_experts()
     for size in memory:

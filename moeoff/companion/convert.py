@@ -16,6 +16,7 @@ from ..gguf.imatrix import Imatrix
 from ..gguf.layout import Layout
 from ..gguf.quantize import dequantize, quantize
 from ..gguf.tensor_name import parse_tensor_name
+from ..machine import n_cores
 from .builder import CompanionBuilder
 from .file import companion_path
 from .tiers import TWIN, Tier, read_plan
@@ -83,7 +84,7 @@ def convert(
         made.append(read_plan(bits, layout.experts))
     builder = CompanionBuilder(layout, made, Imatrix.read(imatrix) if imatrix else None)
     out = os.fspath(output) if output else companion_path(model)
-    threads = threads or len(os.sched_getaffinity(0))
+    threads = threads or n_cores()
     if threads < 1:
         raise OptionError(f"{threads} threads are too few")
     started = time.monotonic()

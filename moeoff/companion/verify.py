@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..errors import ModelError
 from ..gguf.layout import Layout
+from ..machine import n_cores
 from .file import Companion, slice_name
 from .hashing import hash_range
 
@@ -59,7 +60,7 @@ def verify(
                 if value is None:
                     raise ModelError(f"{companion.path}: has no expert {expert} of {span.name}: convert the model again")
                 ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * nbytes, nbytes, value)
-    bad = _damaged(paths, ranges, threads or len(os.sched_getaffinity(0)), progress)
+    bad = _damaged(paths, ranges, threads or n_cores(), progress)
     if bad:
         names = ", ".join(name for name, _ in bad[:_SHOWN]) + (f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
         if any(file == 0 for _, file in bad):

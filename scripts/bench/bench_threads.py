@@ -28,7 +28,8 @@ WAYS = {"unbound": {"OMP_PROC_BIND": "false"}, "bound": {}}
 CHILD = """
 import json, sys, time
 sys.path.insert(0, sys.argv[1])
-from bench_worker import load_everything, open_engine
+from bench_worker import open_engine
+from moeoff.bench.worker import load_everything
 
 model, text, memory, seconds = sys.argv[2:]
 seconds = float(seconds)

@@ -54,6 +54,8 @@ def open_engine(engine: str, model: str, options: dict):
     if engine == "moeoff":
         import moeoff
 
+        base["settings"] = False  # of a tuning that may lie beside the model
+
         if step := options.pop("step", None):
             options |= _ladder()[step - 1]
         options["precision"] = _precision(options)
@@ -64,13 +66,6 @@ def open_engine(engine: str, model: str, options: dict):
     return Stock(model, **{"use_extra_bufts": True, "use_mmap": True} | base | options)
 
 
-def load_everything(buffer) -> None:
-    n_gates, n_experts = buffer.priorities.shape
-    queued = sum(buffer.preload(gate, range(n_experts)) for gate in range(n_gates))
-    while buffer.stats().resident_slices < queued:
-        time.sleep(0.01)
-
-
 def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, options: dict) -> dict:
     with open(text, encoding="utf-8") as file:
         words = file.read(40 * (n_prompt + n_decode))
@@ -79,6 +74,8 @@ def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, op
     llm = open_engine(engine, model, options)
     opened = time.perf_counter() - started
     if warm:
+        from moeoff.bench.worker import load_everything
+
         load_everything(llm.expert_buffer)
         llm.reset_stats()
     tokens = llm.tokenize(words.encode())[: n_prompt + n_decode]

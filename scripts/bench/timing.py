@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
 import statistics
 import subprocess
@@ -11,15 +10,12 @@ import sys
 from pathlib import Path
 
 from cgroup import memory_cgroup
+from moeoff.bench.process import drop_from_page_cache
+from moeoff.machine import machine_name
+
+__all__ = ["drop_from_page_cache", "machine", "measure", "median", "run"]
 
 WORKER = str(Path(__file__).with_name("bench_worker.py"))
-
-
-def drop_from_page_cache(path: str) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
 
 
 def measure(engine: str, model: str, text: str, n_prompt: int, n_decode: int, timeout: float, run=subprocess.run, **options) -> dict:
@@ -44,8 +40,7 @@ def run(limit: int, engine: str, model: str, text: str, n_prompt: int, n_decode:
 
 
 def machine() -> str:
-    model = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), platform.machine())
-    return f"{len(os.sched_getaffinity(0))} cores of {model}, Linux {platform.release()}"
+    return f"{machine_name()}, Linux {platform.release()}"
 
 
 def median(rows: list[dict]) -> dict:
