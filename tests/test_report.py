@@ -92,10 +92,10 @@ def test_more_memory_reads_less(session):
 
 def test_command(moeoff_command, grown, tmp_path):
     page = tmp_path / "page.html"
-    done = moeoff_command("report", "-m", grown, "--memory", "120M", "-p", "16", "-n", "16", "-o", str(page))
+    done = moeoff_command("report", "-m", grown, "--memory", "160M", "-p", "16", "-n", "16", "-o", str(page))
     assert done.returncode == 0, done.stderr
     assert Page(page.read_text()).open == []
-    done = moeoff_command("bench", "-m", grown, "-p", "8", "-n", "4", "-r", "1", "--memory", "120M", "-o", "json", "--report", str(page))
+    done = moeoff_command("bench", "-m", grown, "-p", "8", "-n", "4", "-r", "1", "--memory", "160M", "-o", "json", "--report", str(page))
     assert done.returncode == 0, done.stderr
     (prompt, single) = json.loads(done.stdout)
     assert "Benchmark" in page.read_text() and f"{single['avg_ts']:.2f}" in page.read_text()
