@@ -232,6 +232,16 @@ def test_a_candidate_must_win_every_round(tmp_path):
     assert second.ratios == pytest.approx((1.3, 100 / 110)) and not second.better
 
 
+def test_no_two_rounds_are_on_the_same_text(tmp_path):
+    runs: list[Job] = []
+    trials = Trials(machine({}, runs), Journal(tmp_path, {}), "model", {}, 64, 64)
+    candidates = [Candidate("a", {}), Candidate("b", {"n_lanes": 2})]
+    trials.compare("speed", candidates, 2)
+    trials.compare("check", candidates, 3, first_piece=2)
+    skipped = [job.skip for job in runs]
+    assert skipped[::2] == skipped[1::2] and len(set(skipped)) == 5  # both candidates on the same one, each round on its own
+
+
 def test_journal(tmp_path):
     journal = Journal(tmp_path / "j", {"model": 1})
     assert journal.once("a", lambda: [1, 2]) == [1, 2] and not Journal(tmp_path / "k", {}).resumed

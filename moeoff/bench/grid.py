@@ -64,7 +64,7 @@ class Grid:
             if memory:
                 options["memory"] = memory
             limit, note = _limit(memory) if self.compare_stock else (None, "")
-            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, self.seconds, limit_bytes=limit)
+            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, seconds=self.seconds, limit_bytes=limit)
             out.append((job, memory, note))
             if self.compare_stock:
                 theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}

@@ -41,6 +41,7 @@ class Job:
         repetitions: of each test, each on another piece of the text.
         warm_up: one more before them, that is not counted.
         text: file whose tokens are fed; None: `moeoff.bench.text.usual_text`.
+        skip: tokens of the text that are left out at its beginning.
         seconds: after so many a test ends with the tokens that it has, and is not repeated; None: never.
         probe_seconds: that the disk's rate is measured for at the end; 0: not at all.
         limit_bytes: of a memory cgroup around the process; None: none of its own.
@@ -53,6 +54,7 @@ class Job:
     repetitions: int = 5
     warm_up: bool = True
     text: str | None = None
+    skip: int = 0
     seconds: float | None = None
     probe_seconds: float = 1.0
     limit_bytes: int | None = None

@@ -50,6 +50,7 @@ def work(job: Job, emit: Emit) -> None:
     engine = _Engine(job)
     emit("opened", seconds=time.perf_counter() - started, **engine.opened())
     stream = TokenStream(engine.llm, read_text(job.text), engine.adds_bos)
+    stream.take(job.skip)
     for index, test in enumerate(job.tests):
         if job.warm_up:
             engine.run(index, BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)), stream, job.seconds)

@@ -99,7 +99,7 @@ class Chooser:
             return measured, ""
         candidates, rounds = [Candidate("defaults", {"profile": False}), Candidate("chosen", self._chosen)], self.plan.rounds + 1
         started, known = time.monotonic(), self.trials.known("check", candidates, rounds)
-        before, after = self.outcomes["check"] = self.trials.compare("check", candidates, rounds, tell=self.tell)
+        before, after = self.outcomes["check"] = self.trials.compare("check", candidates, rounds, first_piece=rounds, tell=self.tell)
         if not known:
             self.finished("check", time.monotonic() - started)
         for name, outcome in (("defaults", before), ("chosen", after)):

@@ -1,7 +1,8 @@
-"""Short runs of a model with different options, in turn: each in a process of its own, cold, on the same tokens.
+"""Short runs of a model with different options, in turn: each in a process of its own, cold.
 
-Round by round every candidate runs once, so that a disk that becomes slower does so for all. A candidate is taken in the place of the
-first one only if it was faster in every round, and by more than chance makes of short runs.
+Round by round every candidate runs once, on the same tokens, so that a disk that becomes slower does so for all; each round is on another
+piece of text, so that nothing is chosen for what one text happens to say. A candidate is taken in the place of the first one only if it
+was faster in every round, and by more than chance makes of short runs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .journal import Journal
 
 CLEARLY = 1.02  # times as fast, in the mean over the rounds
 CLEARLY_ONCE = 1.05  # where there is one round only
+_STRIDE = 4096  # tokens from one piece of text to the next: another subject
 Run = Callable[[Job], Measurement]
 
 
@@ -79,13 +81,15 @@ class Trials:
         self._n_prompt, self._n_gen = n_prompt, n_gen
 
     def compare(
-        self, what: str, candidates: Sequence[Candidate], rounds: int, *, prompt: int = 0, tell: Callable[[str, int, int], None] | None = None
-    ) -> list[Outcome]:
+        self, what: str, candidates: Sequence[Candidate], rounds: int, *, prompt: int = 0, first_piece: int = 0,
+        tell: Callable[[str, int, int], None] | None = None,
+    ) -> list[Outcome]:  # fmt: skip
         """Each candidate against the first.
 
         Args:
             what: name of the comparison in the journal.
             prompt: instead of a prompt and an answer, a prompt of so many tokens alone.
+            first_piece: of the text, for the first round.
 
         Raises:
             MoeoffError: the first does not run.
@@ -96,7 +100,7 @@ class Trials:
             for n, c in enumerate(candidates if index % 2 == 0 else list(reversed(candidates))):
                 if tell:
                     tell(f"{what}: {c.name}", index * len(candidates) + n, rounds * len(candidates))
-                kept = self._journal.once(f"{what}/{c.name}/{index}", functools.partial(self._measured, c, prompt, c is candidates[0]))
+                kept = self._journal.once(f"{what}/{c.name}/{index}", functools.partial(self._measured, c, prompt, first_piece + index, c is candidates[0]))
                 speeds[c.name].append(Speed(**kept))
         n_prompt, n_gen = (prompt, 0) if prompt else (self._n_prompt, self._n_gen)
         base = [s.seconds(n_prompt, n_gen) for s in speeds[candidates[0].name]]
@@ -110,18 +114,18 @@ class Trials:
         """The comparison was ended before an interruption."""
         return all(self._journal.has(f"{what}/{c.name}/{index}") for c in candidates for index in range(rounds))
 
-    def _measured(self, candidate: Candidate, prompt: int, required: bool) -> dict[str, Any]:
+    def _measured(self, candidate: Candidate, prompt: int, piece: int, required: bool) -> dict[str, Any]:
         """For the journal. What others are compared with has to run; that a candidate does not is a result."""
-        speed = self.measure(candidate, prompt)
+        speed = self.measure(candidate, prompt, piece)
         if required and speed.error:
             raise MoeoffError(f"{self._model}: a trial ({candidate.name}) failed: {speed.error}")
         return asdict(speed)
 
-    def measure(self, candidate: Candidate, prompt: int = 0) -> Speed:
-        """One run."""
+    def measure(self, candidate: Candidate, prompt: int = 0, piece: int = 0) -> Speed:
+        """One run, on a piece of the text."""
         tests = (BenchTest(prompt, 0),) if prompt else (BenchTest(self._n_prompt, 0), BenchTest(0, self._n_gen))
         options = self._common | dict(candidate.options)
-        done = self._run(Job(self._model, options=options, tests=tests, repetitions=1, warm_up=False, probe_seconds=0))
+        done = self._run(Job(self._model, options=options, tests=tests, repetitions=1, warm_up=False, skip=piece * _STRIDE, probe_seconds=0))
         if done.error or len(done.samples) < len(tests):
             return Speed(0.0, 0.0, 0, done.error or "it did not end")
         speeds = [s.tps for s in done.samples]
