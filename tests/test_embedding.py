@@ -145,5 +145,5 @@ def test_a_model_whose_file_was_replaced(demo):
 
 def test_an_embedding_that_the_user_places_is_planned_in_memory(demo):
     with moeoff.Llama(demo, n_ctx=64, memory="2G", override_tensor="token_embd=CPU") as llm:
-        assert llm.stats().embedding_disk_bytes == llm._footprint.on_disk == 0
-        assert llm._footprint.planned.weights == llm.memory_sizes().weights == Layout.read(demo).dense_bytes
+        assert llm.stats().embedding_disk_bytes == llm._parts.footprint.on_disk == 0
+        assert llm._parts.footprint.planned.weights == llm.memory_sizes().weights == Layout.read(demo).dense_bytes

@@ -127,12 +127,12 @@ def test_the_policy_follows_the_budget(demo, strategy):
         needs = llm.plan.needs.total
         llm.set_memory(needs + (12 << 20))
         llm.eval(PROMPT)
-        policy, capacities = llm._driver.policy, []
+        policy, capacities = llm._parts.driver.policy, []
         for mib in (6, 14, 14):
             llm.set_memory(needs + (mib << 20))
             llm.eval(PROMPT[:4])
             capacities.append(policy.shape.capacity)
-            model = llm._driver._model
+            model = llm._parts.driver._model
             assert capacities[-1] == pytest.approx(model.shape(llm.expert_buffer.stats().arena_bytes).capacity, rel=0.01)
     assert capacities[1] > 1.5 * capacities[0]
 
@@ -140,7 +140,7 @@ def test_the_policy_follows_the_budget(demo, strategy):
 def test_a_text_begins_where_positions_go_back(demo):
     """A conversation whose beginning is still in the context never begins at position 0; what follows it is new all the same."""
     with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy="lfu", n_ctx=256, n_threads=2) as llm:
-        n_gates, n_used = llm.expert_buffer.priorities.shape[0], llm._driver._model.n_used
+        n_gates, n_used = llm.expert_buffer.priorities.shape[0], llm._parts.driver._model.n_used
 
         def counted():
             llm.expert_buffer.drain()

@@ -38,7 +38,7 @@ def test_measured_while_it_runs(grown):
     with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
         assert llm.stats().micro_batch == api.llama_n_ubatch(llm.ctx)
         llm.eval(tokens[:200])
-        layout, bytes_read = llm._layout, llm.stats().bytes_read
+        layout, bytes_read = llm._parts.layout, llm.stats().bytes_read
     assert recall_rates(layout, 2) is None, "too short to tell"
     with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
         llm.eval(tokens)

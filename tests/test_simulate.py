@@ -190,9 +190,9 @@ def test_replay_of_a_live_policy_run(demo, tmp_path, name):
     """Without the presets' prefetching. Held between tokens, the policy's timing is not the threads': all hits and evictions agree."""
     arena = int(Layout.read(demo).expert_bytes * 0.8)
     with Llama(demo, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
-        llm._driver._hold = True
-        llm._driver.as_traced = True  # the policy sees the half precision that the file keeps
-        decode(llm, driver=llm._driver)
+        llm._parts.driver._hold = True
+        llm._parts.driver.as_traced = True  # the policy sees the half precision that the file keeps
+        decode(llm, driver=llm._parts.driver)
         stats, residency = llm.stats(), llm.expert_buffer.residency()
     trace = Trace.read(tmp_path / "t")
     result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)

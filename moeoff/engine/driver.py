@@ -101,11 +101,11 @@ class Driver:
         if held:
             self._buffer.publish()
 
-    def begin(self, batch: Any, spans: Mapping[int, Span], decode: bool) -> None:
+    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decode: bool) -> None:
         """Before a decode.
 
         Args:
-            batch: llama_batch.
+            tokens: [n_tokens] of the batch.
             spans: of the batch (`moeoff.engine.batch_spans`).
             decode: its tokens are decoded, not read.
         """
@@ -116,7 +116,7 @@ class Driver:
             self.new_sequence()
         if self.prefetcher is not None and (self.prefetcher.predictor.wants_tokens or not decode):
             self._buffer.drain()
-            self.prefetcher.begin(np.array(batch.token[: batch.n_tokens]), decode)
+            self.prefetcher.begin(tokens, decode)
 
     def _begins(self, spans: Mapping[int, Span]) -> bool:
         """Whether a text begins: a sequence is new or goes back behind what it had computed, and no other one goes on in this batch.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .request_queue import RequestQueue
 
 
-def metrics_text(stats: Stats, queue: RequestQueue) -> str:
+def metrics_text(stats: Stats, queue: RequestQueue | None = None) -> str:
     """Counters since the server started, and gauges of now."""
     lines = []
 

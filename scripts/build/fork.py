@@ -194,7 +194,7 @@ def cached(fork: Fork, cache: Path, kind: str, make: Callable[..., None]) -> Pat
 
 
 def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
-    settings = [f"--config-settings=build-dir={place}", "--config-settings=build.targets=llama"]
+    settings = [f"--config-settings=build-dir={place}", "--config-settings=build.targets=llama;llama-server-impl"]
     command = [str(tools.python), "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", *settings]
     log = place.parent / "wheel.log"
     log.unlink(missing_ok=True)
@@ -216,7 +216,7 @@ def program_maker(target: str) -> Callable[..., None]:
     def make(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
         log = place.parent / f"{target}.log"
         log.unlink(missing_ok=True)
-        configure = ["cmake", "-S", str(tree), "-B", str(place), *flags(tests=True), "-DLLAMA_BUILD_TOOLS=ON"]
+        configure = ["cmake", "-S", str(tree), "-B", str(place), *flags(tests=True)]
         run_logged("configuring the tests", configure, log, lock, **tools.environment)
         command = ["cmake", "--build", str(place), "--target", target]
         run_logged(f"compiling {target}", command, log, lock, **tools.environment)

@@ -87,5 +87,6 @@ def full_key(fork: Fork) -> str:
 def flags(tests: bool) -> list[str]:
     """CMake's arguments, all of them each time: the wheel and the tests take turns in one build folder."""
     switch = "ON" if tests else "OFF"
-    wanted = [f"-DLLAMA_BUILD_COMMON={switch}", f"-DLLAMA_BUILD_TESTS={switch}"]
+    # the server needs common and tools, of which only what is asked for is compiled
+    wanted = ["-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON", "-DLLAMA_BUILD_SERVER=ON", f"-DLLAMA_BUILD_TESTS={switch}"]
     return [*DEFAULT_FLAGS, *shlex.split(os.environ.get("CMAKE_ARGS", "")), *FIXED_FLAGS, *wanted]

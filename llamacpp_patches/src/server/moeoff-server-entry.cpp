@@ -1,0 +1,59 @@
+// llama_server(params, 0, nullptr) is how llama.cpp's own command line runs it: no signal handlers, no router, no download.
+
+#include "moeoff-server-hooks.h"
+
+#include "../server-stream.h"
+
+#include "arg.h"
+#include "common.h"
+#include "llama.h"
+#include "log.h"
+
+#include <clocale>
+#include <cstdio>
+#include <exception>
+
+int  llama_server(common_params & params, int argc, char ** argv);
+void llama_server_terminate();
+
+namespace moeoff {
+extern const moeoff_server_hooks * server_hooks;
+}
+
+int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
+    int result = 1;
+    moeoff::server_stopping = false;
+    try {
+        std::setlocale(LC_NUMERIC, "C");
+        common_params params;
+        common_init();
+        server_stream_session_manager_start();
+        if (common_params_parse(argc, argv, params, LLAMA_EXAMPLE_SERVER)) {
+            // what the buffer needs, whatever arguments and environment say
+            auto at = params.tensor_buft_overrides.begin();
+            for (const llama_model_tensor_buft_override * o = hooks->overrides; o->pattern != nullptr; o++) {
+                at = params.tensor_buft_overrides.insert(at, *o) + 1;
+            }
+            params.no_extra_bufts     = true;
+            params.load_mode          = LLAMA_LOAD_MODE_NONE;
+            params.lazy_mode          = LLAMA_LAZY_MODE_OFF;
+            params.fit_params         = false;
+            params.warmup             = false;
+            params.sleep_idle_seconds = -1;
+            moeoff::server_hooks      = hooks;
+            result                    = llama_server(params, 0, nullptr);
+        } else {
+            server_stream_session_manager_stop();
+        }
+    } catch (const std::exception & e) {
+        fprintf(stderr, "llama-server: %s\n", e.what());
+    }
+    moeoff::server_hooks = nullptr;
+    common_log_flush(common_log_main());
+    return result;
+}
+
+void moeoff_serve_stop(void) {
+    moeoff::server_stopping = true;
+    llama_server_terminate();
+}

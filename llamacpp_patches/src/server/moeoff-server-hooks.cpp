@@ -1,0 +1,82 @@
+#include "moeoff-server-hooks.h"
+
+#include "../../../ggml/src/ggml-cpu/moeoff/moeoff.h"
+
+#include <cmath>
+
+namespace moeoff {
+
+const moeoff_server_hooks * server_hooks = nullptr; // the entry sets it while it serves
+std::atomic<bool>           server_stopping{false};
+
+static moeoff_stats seen = {}; // by the decode before; one thread decodes
+
+void server_usage::to_json(json & out) const {
+    if (server_hooks == nullptr) {
+        return;
+    }
+    out["moeoff"] = {
+        {"hits", std::llround(hits)},
+        {"misses", std::llround(misses)},
+        {"hit_rate", hits + misses > 0 ? hits / (hits + misses) : 0.0},
+        {"bytes_read", std::llround(bytes_read)},
+        {"stall_seconds", stall_ns / 1e9},
+        {"expert_uses", std::llround(uses)},
+        {"served_low", std::llround(served_low)},
+        {"skipped", std::llround(skipped)},
+    };
+}
+
+void server_decode::add(int32_t token, int32_t position, int32_t slot, bool prompt) {
+    if (server_hooks == nullptr) {
+        return;
+    }
+    tokens.push_back(token);
+    positions.push_back(position);
+    slots.push_back(slot);
+    is_prompt.push_back(prompt);
+}
+
+void server_decode::before() {
+    if (server_hooks != nullptr) {
+        server_hooks->before(tokens.data(), positions.data(), slots.data(), is_prompt.data(), (int32_t) tokens.size());
+    }
+}
+
+std::string server_decode::finish(int result, server_usage & share) {
+    if (server_hooks == nullptr) {
+        return "";
+    }
+    moeoff_stats now;
+    moeoff_get_stats(server_hooks->buffer, &now);
+    const double n = tokens.empty() ? 1 : (double) tokens.size();
+    share.hits       = (now.demand_hits - seen.demand_hits) / n;
+    share.misses     = (now.demand_misses - seen.demand_misses) / n;
+    share.bytes_read = (now.bytes_read - seen.bytes_read) / n;
+    share.stall_ns   = (now.stall_ns - seen.stall_ns) / n;
+    share.uses       = (now.expert_uses - seen.expert_uses) / n;
+    share.served_low = (now.served_low - seen.served_low) / n;
+    share.skipped    = (now.skipped - seen.skipped) / n;
+    seen = now;
+    char text[1024] = "";
+    return server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) != 0 ? text : "";
+}
+
+bool server_loaded(llama_model * model, llama_context * ctx) {
+    return server_hooks == nullptr || server_hooks->loaded(model, ctx) == 0;
+}
+
+bool server_ready(llama_context * ctx, llama_context * ctx_draft, const std::string & url) {
+    return server_hooks == nullptr || server_hooks->ready(ctx, ctx_draft, url.c_str()) == 0;
+}
+
+std::string server_metrics() {
+    if (server_hooks == nullptr) {
+        return "";
+    }
+    std::string text(1 << 14, '\0');
+    server_hooks->metrics(text.data(), text.size());
+    return text.c_str();
+}
+
+} // namespace moeoff

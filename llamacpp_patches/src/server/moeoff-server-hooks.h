@@ -1,0 +1,58 @@
+// What the patched llama-server calls; without hooks (an ordinary llama-server) nothing happens.
+
+#pragma once
+
+#include "moeoff-server.h"
+
+#include "json.h"
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+namespace moeoff {
+
+// What one answer took of the expert buffer: shares of the decodes that it had a part in.
+struct server_usage {
+    double hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0;
+
+    void to_json(json & out) const; // adds a "moeoff" object if there are hooks
+};
+
+// One decode of the main context.
+class server_decode {
+  public:
+    void add(int32_t token, int32_t position, int32_t slot, bool is_prompt);
+    void before();
+
+    // Why all answers of the batch have failed, or nothing; usage(slot) gets its share of what the decode took.
+    template <typename Usage> std::string after(int result, Usage usage) {
+        server_usage share;
+        const std::string error = finish(result, share);
+        for (const int32_t slot : slots) {
+            server_usage & of = usage(slot);
+            of.hits += share.hits;
+            of.misses += share.misses;
+            of.bytes_read += share.bytes_read;
+            of.stall_ns += share.stall_ns;
+            of.uses += share.uses;
+            of.served_low += share.served_low;
+            of.skipped += share.skipped;
+        }
+        return error;
+    }
+
+  private:
+    std::string finish(int result, server_usage & share);
+
+    std::vector<int32_t> tokens, positions, slots;
+    std::vector<uint8_t> is_prompt;
+};
+
+bool        server_loaded(llama_model * model, llama_context * ctx);
+bool        server_ready(llama_context * ctx, llama_context * ctx_draft, const std::string & url);
+std::string server_metrics();
+
+extern std::atomic<bool> server_stopping; // set before a stop: nothing new begins, and who waits is answered
+
+} // namespace moeoff

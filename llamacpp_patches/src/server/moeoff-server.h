@@ -1,0 +1,49 @@
+// llama-server inside a host process, its experts in an expert buffer: what the host (moeoff's Python package) calls and is called by.
+//
+// One server at a time in a process: llama-server keeps state in globals. moeoff_serve() blocks until moeoff_serve_stop(), which may be
+// called from any thread, or until an error; every callback but `metrics` runs on its thread, or on the one that decodes for it.
+
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+struct llama_context;
+struct llama_model;
+struct llama_model_tensor_buft_override;
+struct moeoff_expert_buffer;
+
+struct moeoff_server_hooks {
+    struct moeoff_expert_buffer * buffer; // answers tell what they took of its counters
+
+    const struct llama_model_tensor_buft_override * overrides; // ended by an empty one; come before the user's own
+
+    // The model is loaded and nothing has been computed; nonzero refuses it.
+    int (*loaded)(struct llama_model * model, struct llama_context * ctx);
+
+    // All that the server allocates is allocated, and it listens at the url; nonzero ends it. ctx_draft may be null.
+    int (*ready)(struct llama_context * ctx, struct llama_context * ctx_draft, const char * url);
+
+    // Around each decode of the main context: what the batch holds, [n] each; whether its tokens are read (a prompt) and not decoded.
+    void (*before)(const int32_t * tokens, const int32_t * positions, const int32_t * slots, const uint8_t * is_prompt, int32_t n);
+
+    // result: llama_decode's. Nonzero, with a text in message, fails every answer in the batch.
+    int (*after)(int32_t result, int32_t n, char * message, size_t size);
+
+    // Lines for /metrics; any thread.
+    void (*metrics)(char * text, size_t size);
+};
+
+// Arguments as llama-server's. Returns 0 after a stop, and else what llama-server returns.
+__attribute__((visibility("default"))) int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);
+
+// Every answer ends, and then the server.
+__attribute__((visibility("default"))) void moeoff_serve_stop(void);
+
+#ifdef __cplusplus
+}
+#endif

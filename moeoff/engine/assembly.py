@@ -1,0 +1,318 @@
+"""What belongs to a running model beside llama.cpp itself, put together in steps around llama.cpp's load: the same for `Llama` and `Server`.
+
+Assembly(config)            chooses: budget, settings, micro-batch, profile, precision; nothing is loaded
+with loading() as overrides: llama.cpp loads with them
+attach()                    where experts are read from
+start(sizes, n_ctx)         the arenas get what is left of the budget
+attach_driver()             the strategy's policy and predictor
+begin(...), end(...)        around every decode
+close()
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from ..budget.dry_load import MemorySizes
+from ..budget.footprint import Footprint, require_room, usual_share
+from ..budget.loss_contract import SECTION as CONTRACT_SECTION
+from ..budget.loss_contract import LossContract, SelectedPrecision
+from ..budget.memory_plan import Needs
+from ..budget.micro_batch import USUAL, MicroBatch, choose
+from ..budget.precision import Precision
+from ..companion.file import KEEP
+from ..companion.profile import Profile
+from ..companion.settings import Settings
+from ..companion.source import ExpertSource
+from ..gate_event import GateEvent
+from ..gguf.layout import Layout
+from ..machine import machine_name
+from ..memory import DEFAULT_SHARE, available, peak_rss, rss
+from .arena_sizer import ArenaSizer
+from .batch_spans import Span
+from .cancellation import Cancellation
+from .config import Config
+from .driver import Driver
+from .driver_factory import attach_driver, sections, wants_gate_input, wants_gate_logits
+from .expert_buffer import ExpertBuffer
+from .llama_options import check_model
+from .prefetcher import SAMPLE
+from .process_priority import set_priority
+from .prompt_rates import PromptMeter, keep_rates, recall_rates
+from .stats import Stats, Timing
+from .tensor_placement import tensor_buffers
+from .warm_start import recall, remember
+
+_COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
+
+
+class Assembly:
+    """Args:
+    config: as the user gave it.
+
+    Attributes:
+        config: with what settings have chosen; settings_summary says so in a line, empty if they have not.
+        layout, footprint: of the model.
+        keywords: of llama_cpp.Llama.
+        budget: bytes of the whole process; None: the experts' arena alone is bounded.
+        buffer: the expert buffer.
+        driver: after `attach_driver`, if the strategy needs one.
+        sizer: after `start`.
+
+    Raises:
+        ModelError: the file is missing, damaged, or has no routed experts.
+        BudgetError: the budget is below what the model needs; its facts say what would do.
+        OptionError: a value that makes no sense for this model.
+    """
+
+    sizer: ArenaSizer
+    _prompt_meter: PromptMeter
+
+    def __init__(self, config: Config):
+        set_priority(config.priority)
+        self.config = config
+        self.timing = Timing()
+        self.driver: Driver | None = None
+        self._listener: Callable[[GateEvent], None] | None = None
+        self.budget = int(available() * DEFAULT_SHARE) if config.memory is None and config.expert_memory is None else config.memory
+        self.layout = Layout.read(config.model_path)
+        self.layout.require_experts()
+        self.config, self.settings_summary = self._apply_settings()
+        self.strategy = self.config.strategy
+        self._plan_memory()
+        self.micro_batch = self._choose_micro_batch()
+        self.profile = self._find_profile()
+        self._select_experts()
+        self.buffer = self._make_buffer()
+        self.cancellation = Cancellation(self.buffer)
+
+    # --- choosing ---
+
+    def _apply_settings(self) -> tuple[Config, str]:
+        """The options with what `moeoff tune` found for them, and a line about that; empty: there was nothing."""
+        config = self.config
+        if not config.settings or not config.open_options or self.budget is None:
+            return config, ""
+        wanted = config.settings
+        found = Settings.find(self.layout) if wanted is True or wanted == "auto" else Settings.read(wanted, self.layout)
+        if found is None:
+            return config, ""
+        tuning, why_not = found.best(self.budget, machine_name())
+        return (config, why_not) if tuning is None else (config.tuned(tuning), tuning.summary)
+
+    def _plan_memory(self) -> None:
+        """Whether the model can fit, before anything of it is loaded."""
+        config, layout = self.config, self.layout
+        check_model(config.llama_cpp, layout, config.context_shift)
+        self.tensor_buffers = tensor_buffers(config.override_tensor, layout)
+        self.keywords = config.keywords
+        self.footprint = Footprint.of(layout, config.n_ctx or layout.n_ctx_train or 512, self.keywords, self.tensor_buffers)
+        require_room(self.footprint, self.budget or available())
+
+    def _choose_micro_batch(self) -> MicroBatch:
+        """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
+        given, footprint = self.config.llama_cpp, self.footprint
+        usual = min(USUAL, footprint.n_ctx)
+        if given.get("n_batch") or given.get("n_ubatch"):
+            return MicroBatch(min(self.keywords.get("n_ubatch", USUAL), self.keywords.get("n_batch", USUAL), footprint.n_ctx), "as given")
+        if self.budget is None:
+            return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
+        if self.config.repeatable:
+            return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
+        needs = footprint.needs()
+        found = choose(
+            footprint.n_ctx,
+            self.budget - (needs.total - needs.computing),
+            footprint.arena_full,
+            lambda n: needs.computing * n // usual,
+            recall_rates(self.layout, self.keywords["n_threads"]),
+        )
+        if found.n_tokens != usual:
+            self.keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
+            self.footprint = Footprint.of(self.layout, footprint.n_ctx, self.keywords, self.tensor_buffers)
+        return found
+
+    def _find_profile(self) -> Profile | None:
+        wanted = self.config.profile
+        if wanted is True or wanted == "auto":
+            profile = Profile.find(self.layout)
+        else:
+            profile = Profile.read(wanted, self.layout) if wanted else None
+        return profile and profile.only(sections(self.strategy) | {CONTRACT_SECTION})
+
+    def _select_experts(self) -> None:
+        """Where experts are read from, and their low versions if there are any."""
+        config = self.config
+        self.precision: Precision = config.precision
+        self.selected_precision: SelectedPrecision | None = None
+        tier = KEEP if config.tier is None and (self.precision.tier or config.max_loss) else config.tier
+        source = ExpertSource.make(self.layout, config.experts, tier, config.verify_reads)
+        if config.max_loss:
+            share = usual_share(self.footprint, self.budget, config.expert_memory)
+            self.selected_precision = LossContract.find(self.layout, self.profile, source, config.max_loss, share)
+            self.precision = self.selected_precision.precision
+            source = replace(source, tier=self.selected_precision.tier)
+            config.check_precision(self.precision)
+        self.source, self.low_source = source, source.low(self.precision.tier) if self.precision.tier else None
+
+    def _make_buffer(self) -> ExpertBuffer:
+        config, strategy = self.config, self.strategy
+        return ExpertBuffer(
+            n_lanes=config.n_lanes,
+            keep=strategy.keep,
+            eager=strategy.eager,
+            serial=strategy.serial,
+            direct_io=config.direct_io,
+            gate_input=config.gate_input or wants_gate_input(strategy),
+            gate_logits=wants_gate_logits(strategy, config.trace),
+        )
+
+    # --- around the load ---
+
+    @contextlib.contextmanager
+    def loading(self) -> Iterator[Any]:
+        """While open, this thread loads the model with the yielded overrides: llama.cpp reads everything but what stays on disk, for which it
+        reserves address space in the buffer."""
+        with self.buffer.loading(self.tensor_buffers, embedding=self.layout.lookup_embedding is not None) as overrides:
+            yield overrides
+
+    def attach(self) -> None:
+        """The model is loaded."""
+        self.buffer.attach(self.layout, self.source, self.low_source)
+
+    def start(self, size: MemorySizes, n_ctx: int) -> None:
+        """Sizes the arenas from what the loaded model has left of the budget.
+
+        Args:
+            size: what it takes.
+            n_ctx: tokens of its context.
+
+        Raises:
+            BudgetError: too little is left for experts.
+        """
+        config, precision = self.config, self.precision
+        python = max(rss() - size.weights - size.state, 0)  # both are resident: the weights have been read, the state cleared
+        needs = Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, n_ctx, self.buffer.embedding_bytes)
+        self.sizer = ArenaSizer(self.buffer, self.budget, config.expert_memory, needs, precision.low_share)
+        if self.buffer.running:  # a server has started it in the smallest arena
+            self.buffer.set_arena_bytes(*self.sizer.arenas)
+        else:
+            self.buffer.start(*self.sizer.arenas)
+        self._prompt_meter = PromptMeter(self.buffer, config.n_lanes)
+        if not precision.lossless:
+            self.buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=config.deterministic)
+
+    def attach_driver(self) -> None:
+        """The strategy's policy and predictor; what their tables take, the experts lose."""
+        config, before = self.config, rss()
+        if config.trace is None and not config.gate_input:
+            self.buffer.set_gate_rows(SAMPLE)
+        self.driver = attach_driver(
+            self.buffer,
+            self.strategy,
+            self.layout,
+            config.trace,
+            n_lanes=config.n_lanes,
+            profile=self.profile,
+            precision=self.precision,
+            replay=config.replay,
+        )
+        self.sizer.make_room(rss() - before)
+
+    def warm_up(self) -> None:
+        """Loads in the background what was resident when the model was last closed, if that was asked for."""
+        if self.config.warm and self.strategy.keep:
+            recall(self.buffer, self.layout, self.sizer.arenas)
+
+    # --- around every decode ---
+
+    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decodes: bool) -> None:
+        """Before a batch.
+
+        Args:
+            tokens: [n].
+            spans: of its sequences.
+            decodes: its tokens are decoded, not read.
+        """
+        self.layout.check_unchanged()
+        self.buffer.set_batch_kind(decodes)
+        if self.driver is not None:
+            self.driver.begin(tokens, spans, decodes)
+        if not decodes:
+            self._prompt_meter.begin()
+
+    def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
+        """After it. Raises what went wrong in a callback or an I/O worker."""
+        self.buffer.check()
+        self.timing.add(n_tokens, seconds, decodes)
+        if not decodes:
+            self._prompt_meter.end(n_tokens, seconds)
+        self.sizer.look()
+
+    # --- watching, moving, closing ---
+
+    def set_memory(self, memory: int) -> None:
+        """Moves the budget between answers.
+
+        Raises:
+            BudgetError: below what the model needs; the old budget stays.
+        """
+        self.sizer.move(memory)
+        if self.driver is None:  # as long as all experts fit, no driver is attached
+            self.attach_driver()
+            self.set_gate_callback(self._listener)
+
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
+        """A user's own; the driver keeps its."""
+        self._listener = callback
+        if self.driver is not None and self.driver.needed:
+            self.buffer.drain()
+            self.driver.listener = callback
+        else:
+            self.buffer.set_gate_callback(callback)
+
+    def stats(self) -> Stats:
+        """What happened since the start, or since `reset_stats()`."""
+        plan = self.sizer.plan
+        stats = Stats.collect(
+            self.buffer, strategy=self.strategy.name, model=self.config.model_path, tier=self.source.tier, budget=plan.budget, peak=peak_rss()
+        )
+        stats = replace(stats, micro_batch=self.micro_batch.n_tokens, micro_batch_reason=self.micro_batch.reason, memory=plan.items(self.footprint.embedding))
+        prefetcher = self.driver.prefetcher if self.driver is not None else None
+        if prefetcher is not None:
+            stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
+        if self.selected_precision is None:
+            return stats
+        return replace(stats, max_loss=self.selected_precision.max_loss, estimated_loss=self.selected_precision.estimated_loss)
+
+    def reset_stats(self) -> None:
+        self.buffer.reset_stats()
+        self.timing.reset()
+
+    def close_driver(self) -> None:
+        """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""
+        if not self.buffer.running or sys.is_finalizing():
+            return
+        if self.driver is not None:
+            stats = asdict(self.stats())
+            self.driver.close({name: stats[name] for name in _COUNTERS})
+        if self.config.warm:
+            remember(self.buffer, self.layout)
+        if rates := self._prompt_meter.rates:
+            keep_rates(self.layout, self.keywords["n_threads"], rates)
+
+    def close(self) -> None:
+        """After the model is freed. May be called twice."""
+        self.buffer.close()
+
+
+def config_of(model_path: str | os.PathLike[str] | Config, options: dict[str, Any]) -> Config:
+    """A config as it is, or made of a path and options."""
+    return model_path if isinstance(model_path, Config) else Config.make(model_path, **options)

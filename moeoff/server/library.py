@@ -1,0 +1,55 @@
+"""llama-server as a library: the ctypes side of llamacpp_patches/src/server/moeoff-server.h. Loaded when a server starts, and never by a chat."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int32, c_size_t, c_uint8, c_void_p
+
+from .. import native
+from ..errors import OptionError
+
+_NAME = "libllama-server-impl.so"
+
+Loaded = CFUNCTYPE(c_int, c_void_p, c_void_p)
+Ready = CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)
+Before = CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)
+After = CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)
+Metrics = CFUNCTYPE(None, c_void_p, c_size_t)
+
+
+class Hooks(Structure):
+    """struct moeoff_server_hooks"""
+
+    _fields_ = [
+        ("buffer", c_void_p),
+        ("overrides", POINTER(native.BuftOverride)),
+        ("loaded", Loaded),
+        ("ready", Ready),
+        ("before", Before),
+        ("after", After),
+        ("metrics", Metrics),
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def library() -> ctypes.CDLL:
+    """
+    Raises:
+        OptionError: this build has no server.
+    """
+    path = os.path.join(os.path.dirname(str(native.lib._name)), _NAME)
+    try:
+        lib = ctypes.CDLL(path)
+    except OSError as error:
+        raise OptionError(f"the installed llama-cpp-python has no server ({error}): run `make env` to rebuild it") from None
+    lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
+    lib.moeoff_serve_stop.restype, lib.moeoff_serve_stop.argtypes = None, []
+    return lib
+
+
+def write_text(address: int, size: int, text: str) -> None:
+    """Into a buffer of the library's, cut where it ends."""
+    data = text.encode("utf-8", "replace")[: size - 1] + b"\0"
+    ctypes.memmove(address, data, len(data))

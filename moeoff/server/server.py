@@ -1,0 +1,213 @@
+"""`Server`: llama-server's engine in a thread of this process, its experts in our buffer."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Callable
+from ctypes import c_char_p, c_uint64
+from typing import Any
+
+import numpy as np
+
+from .. import native
+from ..binding import api
+from ..budget.dry_load import MemorySizes
+from ..engine.assembly import Assembly, config_of
+from ..engine.batch_spans import Span
+from ..engine.config import Config
+from ..engine.stats import Stats
+from ..errors import MoeoffError
+from ..memory import parse_size
+from ..threads import CoreBinding
+from .arguments import ServerOptions, arguments
+from .library import After, Before, Hooks, Loaded, Metrics, Ready, library, write_text
+from .metrics import metrics_text
+
+_ABORTED = 2  # llama_decode's result for a graph that was ended
+_serving = threading.Lock()  # llama-server keeps state in globals
+
+
+class Server:
+    """A model behind HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time.
+
+    Args:
+        model: a GGUF, or a `Config`.
+        parallel, cache_ram, ...: those of `moeoff.server.arguments.ServerOptions`; cache_ram also as text, "256M".
+        **options: of `moeoff.Llama`.
+
+    Raises:
+        MoeoffError: the model, the budget or an option is no good; nothing is loaded yet.
+    """
+
+    def __init__(self, model: str | os.PathLike[str] | Config, *, host: str = "127.0.0.1", port: int = 8080, parallel: int = 4,
+                 cache_ram: str | int = 0, alias: str | None = None, api_key: str | None = None, cors: tuple[str, ...] = (),
+                 mmproj: str | None = None, draft: str | None = None, spec_type: str | None = None, embedding: bool = False,
+                 verbose: bool = False, args: tuple[str, ...] = (), **options: Any):  # fmt: skip
+        self._options = ServerOptions(host, port, parallel, parse_size(cache_ram) if cache_ram else 0, alias, api_key, tuple(cors), mmproj, draft, spec_type,
+                                      embedding, verbose, tuple(args))  # fmt: skip
+        self._assembly = Assembly(config_of(model, {"flash_attn": True} | options))
+        self.url = ""
+        self._error: BaseException | None = None
+        self._ready, self._ended = threading.Event(), threading.Event()
+        self._stopping = False
+        self._loading = contextlib.ExitStack()
+        self._binding: CoreBinding | None = None
+        self._started, self._decodes = 0.0, True
+        self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
+
+    # --- life ---
+
+    def start(self) -> Server:
+        """Loads the model and listens. Returns when the first request can be answered.
+
+        Raises:
+            MoeoffError: the model does not fit or cannot be loaded, the port is taken, or a server runs in this process already.
+        """
+        lib = library()
+        if not _serving.acquire(blocking=False):
+            raise MoeoffError("a server runs in this process already: llama-server keeps its state in globals; stop that one, or start another process")
+        self._lib = lib
+        self._thread.start()
+        while not self._ready.wait(0.1) and not self._ended.is_set():
+            pass
+        if self._ended.is_set():
+            self._thread.join()
+            error = self._error or MoeoffError(f"{self._assembly.config.model_path}: llama-server ended while it started (more with verbose=True)")
+            raise error
+        return self
+
+    def stop(self) -> None:
+        """Ends every answer, then the server. May be called twice, and from any thread."""
+        self._stopping = True
+        if self._thread.is_alive():
+            native.set_cancelled(self._assembly.buffer.handle, True)
+            while self._thread.is_alive():  # a stop that comes before there is something to stop is lost
+                self._lib.moeoff_serve_stop()
+                self._thread.join(0.2)
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until it has ended; whether it has."""
+        return self._ended.wait(timeout)
+
+    def __enter__(self) -> Server:
+        return self if self._thread.is_alive() else self.start()
+
+    def __exit__(self, *_exc: object) -> None:
+        self.stop()
+
+    def stats(self) -> Stats:
+        """What happened since the start."""
+        return self._assembly.stats()
+
+    def set_memory(self, memory: str | int) -> None:
+        """Moves the budget; answers that are computed go on.
+
+        Raises:
+            BudgetError: below what the model needs; the old budget stays.
+        """
+        self._assembly.set_memory(parse_size(memory))
+
+    # --- the serving thread ---
+
+    def _serve(self) -> None:
+        parts = self._assembly
+        footprint = parts.footprint
+        argv = arguments(parts.config.model_path, footprint.n_ctx, parts.keywords, self._options)
+        c_argv = (c_char_p * (len(argv) + 1))(*[argument.encode() for argument in argv], None)
+        try:
+            overrides = self._loading.enter_context(parts.loading())  # of this thread, which loads
+            hooks = Hooks(
+                parts.buffer.handle,
+                overrides,
+                Loaded(self._guarded(self._on_loaded, 1)),
+                Ready(self._guarded(self._on_ready, 1)),
+                Before(self._guarded(self._before, None)),
+                After(self._guarded(self._after, 1)),
+                Metrics(self._guarded(self._metrics, None)),
+            )
+            self._lib.moeoff_serve(len(argv), c_argv, ctypes.byref(hooks))
+        except BaseException as error:
+            self._error = self._error or error
+        finally:
+            self._loading.close()
+            parts.close_driver()
+            parts.close()
+            _serving.release()
+            self._ended.set()
+
+    def _guarded(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
+        """What is raised must not cross the C frames below: it is kept for `start()`."""
+
+        def call(*args: Any) -> Any:
+            try:
+                return function(*args)
+            except BaseException as error:
+                self._error = self._error or error
+                return failed
+
+        return call
+
+    def _on_loaded(self, model: int, ctx: int) -> int:
+        """What comes before `_on_ready` computes in the smallest arena."""
+        self._loading.close()
+        parts = self._assembly
+        parts.attach()
+        parts.buffer.start(parts.buffer.arena_floor, parts.buffer.low_arena_floor)
+        api.llama_set_abort_callback(ctx, native.should_abort, parts.buffer.handle)
+        self._binding = CoreBinding(ctx)
+        return 0
+
+    def _on_ready(self, ctx: int, ctx_draft: int | None, url: bytes) -> int:
+        """Everything that the server allocates is allocated: the arena gets what is left."""
+        parts, out = self._assembly, (c_uint64 * 4)()
+        if native.context_memory(ctx, out) != 0:
+            raise MoeoffError("no memory for the graph of the largest batch")
+        weights, state, compute, work = out
+        n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(api.llama_get_model(ctx)))
+        outputs = 4 * n_vocab * self._options.parallel
+        kept = self._options.cache_ram + 12 * n_vocab * self._options.parallel  # prompts, and what samplers hold
+        parts.start(MemorySizes(weights, state, compute, work, outputs + kept), api.llama_n_ctx(ctx))
+        parts.attach_driver()
+        parts.warm_up()
+        if self._stopping:
+            return 1
+        self.url = url.decode()
+        self._ready.set()
+        return 0
+
+    def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
+        spans: dict[int, Span] = {}
+        decodes = True
+        for i in range(n):
+            slot, position = slots[i], positions[i]
+            span = spans.get(slot)
+            spans[slot] = Span(position, position + 1, 1) if span is None else Span(span.first, position + 1, span.n_tokens + 1)
+            decodes = decodes and not is_prompt[i]
+        self._decodes = decodes
+        if self._binding is not None:
+            self._binding.__enter__()
+        self._started = time.perf_counter()
+        if self._ready.is_set():
+            self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, decodes)
+
+    def _after(self, result: int, n: int, message: int, size: int) -> int:
+        if self._binding is not None:
+            self._binding.__exit__()
+        if not self._ready.is_set():
+            return 0
+        try:
+            self._assembly.end(n, time.perf_counter() - self._started, self._decodes)
+        except MoeoffError as error:  # of this batch; the next one may work
+            write_text(message, size, str(error))
+            return 1
+        if result == _ABORTED:
+            write_text(message, size, "the server is shutting down" if self._stopping else "the computation was ended")
+            return 1
+        return 0
+
+    def _metrics(self, text: int, size: int) -> None:
+        write_text(text, size, metrics_text(self.stats()))
