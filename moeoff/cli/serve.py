@@ -2,29 +2,67 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import sys
+import threading
 from typing import Any
 
 import click
 
+from ..console import remark
+from ..errors import OptionError, Remedy
+from ..memory import format_size
+from ..paths import demo_model
 from .options import CONTEXT, one_sentence, opening_arguments, opening_options
 
 
-@click.command(context_settings=CONTEXT)
+@click.command(context_settings=CONTEXT | {"ignore_unknown_options": False})
 @click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to listen on; 0 takes a free one.")
+@click.option("-np", "--parallel", type=click.IntRange(1, 256), default=4, show_default=True, help="Answers at a time; they share the context.")
+@click.option("--cache-ram", metavar="SIZE", help="Memory for prompts that are kept outside the context; counts in --memory. Default: none.")
 @click.option("--api-key", envvar="MOEOFF_API_KEY", show_envvar=True, metavar="KEY", help="Refuse requests without this bearer token.")
 @click.option("-a", "--alias", metavar="NAME", help="What /v1/models calls the model. Default: its file name.")
 @click.option("--cors", multiple=True, metavar="ORIGIN", help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")
+@click.option("--mmproj", type=click.Path(dir_okay=False), metavar="FILE", help="Projector for images and sound.")
+@click.option("-md", "--model-draft", "draft", type=click.Path(dir_okay=False), metavar="FILE", help="Draft model for speculative decoding.")
+@click.option("--spec-type", metavar="NAME", help="Speculative decoding without a draft model, as ngram-simple.")
+@click.option("--embedding", is_flag=True, help="Serve embeddings.")
 @opening_options
-@click.option("--logprobs", is_flag=True, help="Let requests ask for logprobs: takes context x vocabulary x 4 bytes.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
 @one_sentence
-def serve(**options: Any) -> None:
-    """Serve a model over HTTP as OpenAI's API does, one answer at a time.
+def serve(model: str | None, **options: Any) -> None:
+    """Serve a model over HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
 
-    Completions, chat, streaming; /metrics for Prometheus, /health. Every answer carries its statistics in `moeoff`.
+    ARGS behind -- go to llama-server.
     """
-    from ..server.app import serve as command
+    from ..server.server import Server
 
-    command(**opening_arguments(**options))
+    arguments = {name: value for name, value in opening_arguments(**options).items() if value is not None}
+    path = model or demo_model()
+    alias = arguments.pop("alias", None) or os.path.basename(path).removesuffix(".gguf")
+    done = threading.Event()
+    interrupted = False
+
+    def end(number: int, _frame: object) -> None:
+        nonlocal interrupted
+        interrupted = number == signal.SIGINT
+        done.set()
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with Server(path, alias=alias, **arguments) as server:
+            remark(f"serving {path} on {server.url}/v1, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
+            while not done.wait(0.2) and not server.wait(0):
+                pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if interrupted:
+        raise KeyboardInterrupt
+    if not done.is_set():
+        raise OptionError(f"cannot listen on {arguments.get('host')}:{arguments.get('port')}", Remedy.OTHER_ADDRESS)
+    sys.stderr.flush()
