@@ -17,6 +17,7 @@ __all__ = [
     "MoeoffError",
     "OptionError",
     "ReadError",
+    "Server",
     "Stats",
     "__version__",
     "demo_model",
@@ -57,9 +58,10 @@ if _typing.TYPE_CHECKING:
     from .engine.stats import Stats as Stats
     from .engine.strategy import register as register
     from .paths import demo_model as demo_model
+    from .server.server import Server as Server
 
 # Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
-_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "engine.strategy"}
+_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "engine.strategy", "Server": "server.server"}
 _MODULES = ("cache", "calibrate", "companion", "convert", "predict", "simulate")
 
 

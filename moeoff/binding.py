@@ -31,7 +31,7 @@ import llama_cpp
 from llama_cpp import _logger
 from llama_cpp import llama_cpp as api
 
-__all__ = ["PatchedLlama", "StockLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "serve_model", "set_log", "supports_gpu"]
+__all__ = ["PatchedLlama", "StockLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
 
@@ -133,20 +133,6 @@ def buffer_types() -> dict[str, int]:
     device.argtypes, of_device.argtypes, name.argtypes = [ctypes.c_size_t], [ctypes.c_void_p], [ctypes.c_void_p]
     types = [of_device(device(i)) for i in range(count())]
     return {name(buffer_type).decode(): buffer_type for buffer_type in types if buffer_type}
-
-
-def serve_model(proxy: Any) -> Any:
-    """The module of llama_cpp.server's routes, made to answer with `proxy`, which is called with a model's name and iterated for names.
-
-    One at a time in a process: the routes keep their model in a global.
-    """
-    from llama_cpp.server import app
-    from llama_cpp.server.settings import ServerSettings
-
-    # made without reading the environment, which pydantic's settings would do
-    app.set_server_settings(ServerSettings.model_construct(api_key=None, interrupt_requests=False))
-    app._llama_proxy = proxy  # what set_llama_proxy() does after opening a llama_cpp.Llama
-    return app
 
 
 class _AnyLlama(llama_cpp.Llama):

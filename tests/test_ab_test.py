@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moeoff.engine.ab_test import BLOCK, HOLD, LONGEST_HOLD, ORDER, ROUND, PrefetchABTest
+from moeoff.engine.ab_test import BLOCK, HOLD, LONGEST_HOLD, ORDER, ROUND, ABTest
 
 TRIAL = BLOCK * len(ORDER)
 FIRST = BLOCK * ROUND
@@ -20,7 +20,7 @@ def run(ab_test, n, ns_on, ns_off, rng, spread=0.1):
 
 @pytest.mark.parametrize("ns_on, ns_off", [(20e6, 24e6), (24e6, 20e6)])
 def test_keeps_what_is_faster(ns_on, ns_off):
-    ab_test, rng = PrefetchABTest(), np.random.default_rng(0)
+    ab_test, rng = ABTest(), np.random.default_rng(0)
     run(ab_test, TRIAL, ns_on, ns_off, rng)
     assert ab_test.on == (ns_on < ns_off)
     assert ab_test.gain == pytest.approx(ns_off / ns_on - 1, abs=0.08)
@@ -32,7 +32,7 @@ def test_both_ways_get_the_same_share_of_every_round():
 
 
 def test_one_burst_decides_nothing():
-    ab_test = PrefetchABTest()
+    ab_test = ABTest()
     for i in range(TRIAL):
         ab_test.token(5_000_000_000 if i == 5 else 20_000_000 + i * 1000 if ab_test.on else 22_000_000 + i * 1000)
     assert ab_test.on
@@ -42,7 +42,7 @@ def test_of_two_ways_equally_fast_the_one_that_reads_less_is_kept():
     """With the spread that tokens have: on is the exception."""
     on = 0
     for seed in range(200):
-        ab_test, rng = PrefetchABTest(), np.random.default_rng(seed)
+        ab_test, rng = ABTest(), np.random.default_rng(seed)
         run(ab_test, TRIAL, 20e6, 20e6, rng, spread=0.4)
         on += ab_test.on
     assert on < 60  # a sixth, and something for what trimming hides
@@ -52,13 +52,13 @@ def test_a_short_answer_is_not_spoiled():
     """Prefetching that costs a quarter of the speed is found out within 16 tokens, half of them without it."""
     worst = 0
     for seed in range(100):
-        ab_test, rng = PrefetchABTest(), np.random.default_rng(seed)
+        ab_test, rng = ABTest(), np.random.default_rng(seed)
         worst = max(worst, run(ab_test, 32, 25e6, 20e6, rng))
     assert FIRST // 2 <= worst <= FIRST
 
 
 def test_looks_again():
-    ab_test, rng = PrefetchABTest(), np.random.default_rng(1)
+    ab_test, rng = ABTest(), np.random.default_rng(1)
     run(ab_test, TRIAL, 24e6, 20e6, rng)
     assert not ab_test.on
     run(ab_test, HOLD + TRIAL, 20e6, 24e6, rng)  # the text has changed
@@ -66,7 +66,7 @@ def test_looks_again():
 
 
 def test_an_answer_that_is_found_again_holds_longer():
-    ab_test, rng = PrefetchABTest(), np.random.default_rng(2)
+    ab_test, rng = ABTest(), np.random.default_rng(2)
     early = run(ab_test, 2 * (HOLD + TRIAL), 30e6, 20e6, rng)
     late = run(ab_test, 16 * (HOLD + TRIAL), 30e6, 20e6, rng) / 8
     assert 0 < late < early / 2

@@ -107,6 +107,16 @@ def test_embeddings(demo):
         assert a["embedding"] == b["embedding"]
 
 
+def test_pooled_embeddings(demo):
+    """One for each text: llama.cpp then wants an output of every token, also when it only plans a graph."""
+    options = OPTIONS | {"embedding": True, "pooling_type": 1}
+    stock = Stock(demo, **options)
+    expected = stock.embed(["an apple", "the sea"])
+    stock.close()
+    with moeoff.Llama(demo, expert_memory="1M", **options) as ours:
+        assert ours.embed(["an apple", "the sea"]) == expected
+
+
 def test_prefix_cache(demo):
     from llama_cpp import LlamaRAMCache
 

@@ -1,6 +1,5 @@
-"""`moeoff serve` as OpenAI's own client sees it. The answers are compared with those of the model alone, temperature 0."""
+"""`moeoff serve` as real clients see it. The answers are compared with those of the model alone, temperature 0."""
 
-import contextlib
 import json
 import os
 import re
@@ -9,14 +8,15 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
+import anthropic
+import httpx
+import openai
 import pytest
 
 from helpers.waiting import wait_until
-
-openai = pytest.importorskip("openai", reason="the client comes with the test extra")
-httpx = pytest.importorskip("httpx")
 
 COMMAND = os.path.join(os.path.dirname(sys.executable), "moeoff")
 KEY = "not-a-secret"
@@ -90,18 +90,7 @@ def test_chat(server, alone):
     answer = server.client().chat.completions.create(**request)
     assert answer.choices[0].message.content == alone(**local(request))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert set(answer.model_extra["moeoff"]) == {
-        "hit_rate",
-        "hits",
-        "misses",
-        "bytes_read",
-        "stall_seconds",
-        "tier",
-        "served_low",
-        "skipped",
-        "max_loss",
-        "estimated_loss",
-    }
+    assert set(answer.model_extra["moeoff"]) == {"hit_rate", "hits", "misses", "bytes_read", "stall_seconds", "expert_uses", "served_low", "skipped"}
 
 
 def test_streaming(server, alone):
@@ -152,26 +141,6 @@ def test_client_that_hangs_up(server, alone):
     assert server.metrics()['moeoff_tokens_total{kind="completion"}'] - before['moeoff_tokens_total{kind="completion"}'] < 200
 
 
-def test_client_that_hangs_up_before_its_turn_is_not_answered(server):
-    """Also without streaming: the answer ends at the next token, and what waited behind it is dropped."""
-    host, port = server.url.removeprefix("http://").split(":")
-    before = server.metrics()
-    body = json.dumps(ask("Tell me a long story.", max_tokens=400))
-    request = (
-        f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n{body}"
-    )
-    with contextlib.ExitStack() as clients:
-        for _ in range(4):
-            clients.enter_context(socket.create_connection((host, int(port)))).sendall(request.encode())
-        arrived = before["moeoff_requests_total"] + 4
-        wait_until(lambda: (now := server.metrics())["moeoff_requests_total"] + now["moeoff_requests_waiting"] >= arrived)
-    assert server.client().chat.completions.create(**ask(PROMPTS[4], max_tokens=2)).choices[0].message.content is not None
-    after = server.metrics()
-    assert after['moeoff_tokens_total{kind="completion"}'] - before['moeoff_tokens_total{kind="completion"}'] < 800
-    assert after["moeoff_requests_waiting"] == 0
-
-
 @pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/openapi.json"])
 def test_wrong_key(server, path):
     with pytest.raises(openai.AuthenticationError, match="wrong API key"):
@@ -183,12 +152,56 @@ def test_wrong_key(server, path):
 def test_prompt_longer_than_the_context(server):
     with pytest.raises(openai.BadRequestError) as caught:
         server.client().chat.completions.create(**ask("word " * 2000))
-    assert caught.value.code == "context_length_exceeded"
-    with pytest.raises(openai.APIError, match="exceed context window"):
-        list(server.client().chat.completions.create(**ask("word " * 2000, stream=True)))
-    with pytest.raises(openai.BadRequestError, match="--logprobs"):
-        server.client().chat.completions.create(**ask("x", logprobs=True, top_logprobs=2))
+    assert caught.value.type == "exceed_context_size_error"
     assert server.client().chat.completions.create(**ask("x", max_tokens=2)).usage.completion_tokens == 2
+
+
+def test_logprobs(server):
+    answer = server.client().chat.completions.create(**ask("x", logprobs=True, top_logprobs=2, max_tokens=3))
+    assert [len(token.top_logprobs) for token in answer.choices[0].logprobs.content] == [2, 2, 2]
+
+
+def test_json_schema(server):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = server.client().chat.completions.create(**ask("A number as JSON", response_format=wanted, max_tokens=32))
+    assert isinstance(json.loads(answer.choices[0].message.content)["n"], int)
+
+
+def test_tools(server):
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}}}
+    answer = server.client().chat.completions.create(**ask("Add", tools=[tool], tool_choice="required", max_tokens=64))
+    (call,) = answer.choices[0].message.tool_calls
+    assert call.function.name == "add" and isinstance(json.loads(call.function.arguments)["a"], int)
+
+
+def test_responses(server):
+    answer = server.client().responses.create(model="demo", input=PROMPTS[0], max_output_tokens=16, temperature=0)
+    assert answer.output_text and answer.usage.output_tokens <= 16
+
+
+def test_anthropic(server):
+    client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
+    request = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": PROMPTS[0]}], "temperature": 0}
+    answer = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        streamed = "".join(stream.text_stream)
+    assert answer.content[0].text == streamed and answer.usage.output_tokens <= 16
+
+
+def test_curl(server):
+    body = json.dumps(ask(PROMPTS[0], stream=True))
+    headers = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
+    done = subprocess.run(["curl", "-sN", f"{server.url}/v1/chat/completions", *headers, "-d", body], capture_output=True, text=True, timeout=60)
+    assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
+
+
+def test_embeddings(demo):
+    """Of a model without a pooling of its own: the mean of its tokens, as asked for."""
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--embedding", "--", "--pooling", "mean")
+    one, two, other = (item.embedding for item in server.client().embeddings.create(model="demo", input=["a dog", "a dog", "seven"]).data)
+    assert one == pytest.approx(two, abs=1e-4) and one != pytest.approx(other, abs=1e-2) and len(one) == 128
+    assert server.stop(signal.SIGTERM)[0] == 0
 
 
 def test_metrics(server):
@@ -197,46 +210,52 @@ def test_metrics(server):
     after = server.metrics()
     grown = {name: after[name] - before[name] for name in after}
     stats = answer.model_extra["moeoff"]
-    assert grown['moeoff_tokens_total{kind="prompt"}'] == answer.usage.prompt_tokens
-    assert grown['moeoff_tokens_total{kind="completion"}'] == answer.usage.completion_tokens
+    assert grown["llamacpp:tokens_predicted_total"] == answer.usage.completion_tokens
     assert grown["moeoff_expert_hits_total"] == stats["hits"] and grown["moeoff_expert_misses_total"] == stats["misses"]
-    assert grown["moeoff_expert_read_bytes_total"] == stats["bytes_read"] and grown["moeoff_requests_total"] == 1
+    assert grown["moeoff_expert_read_bytes_total"] >= stats["bytes_read"]
     assert after["moeoff_arena_bytes"] == 4 << 20 and after["moeoff_resident_memory_bytes"] > 20 << 20
     text = server.get("/metrics").text
     names = set(re.findall(r"^(moeoff_\w+)", text, re.MULTILINE))
-    assert names == set(re.findall(r"^# TYPE (\w+) (?:counter|gauge)$", text, re.MULTILINE))
+    assert names == set(re.findall(r"^# TYPE (moeoff_\w+) (?:counter|gauge)$", text, re.MULTILINE))
     assert {"moeoff_expert_evictions_total", "moeoff_stall_seconds_total", "moeoff_budget_bytes"} <= names
 
 
 @pytest.mark.parametrize("sig, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_shutdown_cuts_the_answer_and_ends_cleanly(demo, sig, expected):
+def test_shutdown_ends_every_answer(demo, sig, expected):
+    """Four that are computed and four that wait: each gets an end or an error within two seconds."""
     server = Server("-m", demo, "-c", "2000", "--strategy", "on-demand")
-    reasons, refused = [], []
-    started = threading.Event()
+    ended: list[str] = []
 
     def stream() -> None:
-        for chunk in server.client().chat.completions.create(**ask("Count to a thousand.", stream=True, max_tokens=1800, logit_bias={})):
-            started.set()
-            reasons.append(chunk.choices[0].finish_reason)
-
-    def wait() -> None:
         try:
-            server.client().chat.completions.create(**ask("Hello?"))
-        except openai.InternalServerError as error:
-            refused.append(error.status_code)
+            reasons = [c.choices[0].finish_reason for c in server.client().chat.completions.create(**ask("Count.", stream=True, max_tokens=1800)) if c.choices]
+            ended.append(reasons[-1])
+        except openai.APIError as error:
+            ended.append(type(error).__name__)
 
-    threads = [threading.Thread(target=stream)]
-    threads[0].start()
-    assert started.wait(30)
-    threads.append(threading.Thread(target=wait))
-    threads[1].start()
-    wait_until(lambda: server.metrics()["moeoff_requests_waiting"] or not threads[1].is_alive())
+    threads = [threading.Thread(target=stream) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: (now := server.metrics())["llamacpp:requests_processing"] == 4 and now["llamacpp:requests_deferred"] == 4)
+    started = time.monotonic()
     code, text = server.stop(sig)
     for thread in threads:
         thread.join(30)
+    assert time.monotonic() - started < 4 and len(ended) == 8 and all(ended)
     assert code == expected and "Traceback" not in text and "Error" not in text
-    assert reasons[-1] and len(reasons) < 1700  # the stream was cut, with a proper end
-    assert refused in ([503], [])  # [] if the model had said all it had to say
+
+
+def test_drafts_change_no_text(demo):
+    """Found in what has been said: the same words, checked and not guessed."""
+    texts = []
+    for options in ([], ["--spec-type", "ngram-simple"]):
+        server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "-np", "1", *options)
+        texts.append(
+            server.client().completions.create(model="demo", prompt="one two three one two three one two", max_tokens=100, temperature=0).choices[0].text
+        )
+        assert ("moeoff_drafts_on" in server.metrics()) == bool(options)
+        assert server.stop(signal.SIGTERM)[0] == 0
+    assert texts[0] == texts[1]
 
 
 def test_companion(demo, tmp_path):
@@ -279,9 +298,8 @@ def test_port_that_is_taken(moeoff_command):
     assert done.returncode == 1 and "choose another --host or --port" in done.stderr and "Traceback" not in done.stderr
 
 
-def test_without_the_extra(moeoff_command, tmp_path):
-    (tmp_path / "uvicorn.py").write_text("raise ModuleNotFoundError(\"No module named 'uvicorn'\", name='uvicorn')")
-    done = moeoff_command("serve", env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert done.returncode == 1 and done.stderr.strip().splitlines() == [
-        "Error: moeoff serve needs uvicorn, which is not installed: pip install 'moeoff[server]'"
-    ]
+@pytest.mark.parametrize("arguments, said", [(("-ot", "x=CPU"), "--override-tensor or -ngl"), (("--sleep-idle-seconds=3",), "put together again"),
+                                              (("--rpc", "host:1"), "another machine"), (("--no-such-option",), "ended by itself")])  # fmt: skip
+def test_what_llama_server_may_not_be_told(moeoff_command, arguments, said):
+    done = moeoff_command("serve", "--port", "0", "--", *arguments)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr

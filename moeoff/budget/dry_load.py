@@ -57,16 +57,17 @@ class _PlannedLlama(PatchedLlama):
     _no_alloc = True
     _one_output = True
 
-    def __init__(self, overrides: TensorOverrides):
+    def __init__(self, overrides: TensorOverrides, n_sequences: int = 1):
+        self._n_sequences = n_sequences
         self._overrides = tensor_overrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
 
 def memory_sizes(llm: PatchedLlama) -> MemorySizes:
     """Of a model that is loaded, or planned."""
-    out = (ctypes.c_uint64 * 4)()
+    out = (ctypes.c_uint64 * 5)()
     if context_memory(llm.context_handle, out) != 0:
         raise MoeoffError("no memory for the graph of the largest batch")
-    weights, state, compute, work = out
+    weights, state, compute, work, _ = out  # llama_cpp knows better what it keeps of the logits
     return MemorySizes(weights, state, compute, work, llm.output_bytes)
 
 
@@ -75,27 +76,28 @@ def embedding_on_disk(layout: Layout, overrides: TensorOverrides) -> int:
     return 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else layout.embedding_bytes
 
 
-def dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = ()) -> MemorySizes:
+def dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1) -> MemorySizes:
     """What a model takes with these options, at a context of n_ctx tokens.
 
     Args:
         keywords: of llama_cpp.Llama.
         overrides: where tensors go that are no routed experts.
+        n_sequences: that share the context.
 
     Raises:
         ModelError: llama.cpp cannot load it.
     """
     preflight(layout)
     if n_ctx <= _LONGEST:
-        return _dry_load(layout, n_ctx, keywords, overrides)
-    half, whole = (_dry_load(layout, n, keywords, overrides) for n in (_LONGEST // 2, _LONGEST))
+        return _dry_load(layout, n_ctx, keywords, overrides, n_sequences)
+    half, whole = (_dry_load(layout, n, keywords, overrides, n_sequences) for n in (_LONGEST // 2, _LONGEST))
     times = (n_ctx - _LONGEST) / (_LONGEST // 2)
     return MemorySizes(*(int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name))) for name in MemorySizes.__dataclass_fields__))
 
 
-def _dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides) -> MemorySizes:
+def _dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides, n_sequences: int) -> MemorySizes:
     set_log(False)
-    llm = _PlannedLlama(overrides)
+    llm = _PlannedLlama(overrides, n_sequences)
     try:
         llm.load(layout.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
         sizes = memory_sizes(llm)

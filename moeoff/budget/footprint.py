@@ -45,6 +45,7 @@ class Footprint:
         process: Python and the libraries, as resident in this process now.
         arena_floor, arena_full: the smallest arena for experts, and the one that holds all of them.
         token_bytes: slices that one token uses.
+        kept: of a server, prompts outside the context, and samplers.
     """
 
     n_ctx: int
@@ -55,10 +56,15 @@ class Footprint:
     arena_floor: int
     arena_full: int
     token_bytes: int
+    kept: int = 0
 
     @classmethod
-    def of(cls, layout: Layout, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: TensorOverrides = ()) -> Footprint:
+    def of(cls, layout: Layout, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: TensorOverrides = (), *, n_sequences: int = 1,
+           kept: int = 0) -> Footprint:  # fmt: skip
         """Of a model opened with these options of llama_cpp.Llama, by default those of the command line.
+
+        Args:
+            n_sequences: that share the context.
 
         Raises:
             OptionError: a context that llama.cpp cannot count.
@@ -70,19 +76,20 @@ class Footprint:
         embedding, on_disk = layout.dense.get(EMBEDDING), embedding_on_disk(layout, overrides)
         return cls(
             n_ctx=n_ctx,
-            planned=dry_load(layout, n_ctx, {"flash_attn": True} if keywords is None else keywords, overrides),
+            planned=dry_load(layout, n_ctx, {"flash_attn": True} if keywords is None else keywords, overrides, n_sequences),
             embedding=embedding.nbytes - on_disk if embedding else 0,
             on_disk=on_disk,
             process=rss(),
             arena_floor=2 * max((slot_bytes(kind.nbytes) for kind in kinds), default=0),
             arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),
+            kept=kept,
             token_bytes=sum(span.nbytes // max(span.shape[2], 1) * min(layout.n_expert_used, span.shape[2]) for span in layout.experts.values()),
         )
 
     def needs(self, process: int | None = None) -> Needs:
         """What is not for experts, in a process of another size than this one, if given."""
         p = self.planned
-        return Needs(self.process if process is None else process, p.weights, p.state, p.compute, p.work, p.outputs, self.n_ctx, self.on_disk)
+        return Needs(self.process if process is None else process, p.weights, p.state, p.compute, p.work, p.outputs, self.n_ctx, self.on_disk, self.kept)
 
     @property
     def fixed(self) -> int:

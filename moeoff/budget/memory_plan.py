@@ -22,6 +22,7 @@ class Needs:
         compute, work, outputs: graph buffers, the CPU backend's work area and logits for the largest batch; resident only once
             such a batch has come.
         on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and not in the total.
+        kept: of a server, prompts outside the context, and samplers.
     """
 
     python: int
@@ -32,10 +33,11 @@ class Needs:
     outputs: int
     n_ctx: int
     on_disk: int = 0
+    kept: int = 0
 
     @property
     def total(self) -> int:
-        return self.python + self.weights + self.state + self.computing + RESERVE
+        return self.python + self.weights + self.state + self.computing + self.kept + RESERVE
 
     @property
     def computing(self) -> int:
@@ -90,6 +92,7 @@ class Plan:
             "compute_buffers": n.compute,
             "work_area": n.work,
             "outputs": n.outputs,
+            **({"kept_prompts": n.kept} if n.kept else {}),
             "reserve": RESERVE,
             "experts": self.arena,
         }
@@ -111,11 +114,12 @@ def _refusal(budget: int, needs: Needs, arena_floor: int) -> BudgetError:
     needed = needs.total + arena_floor
     # the state shrinks with the context, and the compute buffers do not grow
     n_ctx = (needs.n_ctx - (needed - budget) * needs.n_ctx // max(needs.state, 1)) // _CTX_STEP * _CTX_STEP
+    kept = f"{format_size(needs.kept)} for prompts that are kept, " if needs.kept else ""
     remedy = Remedy.MORE_MEMORY_OR_SMALLER_CONTEXT if n_ctx >= _CTX_STEP else Remedy.MORE_MEMORY
     return BudgetError(
         f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
         f"{format_size(needs.weights)} for weights outside the experts, {format_size(needs.state)} for the KV cache at {needs.n_ctx} tokens, "
-        f"{format_size(needs.computing)} for computing, {format_size(needs.python + RESERVE)} for Python and a reserve, "
+        f"{format_size(needs.computing)} for computing, {kept}{format_size(needs.python + RESERVE)} for Python and a reserve, "
         f"and at least {format_size(arena_floor)} for experts",
         remedy,
         needed=needed,

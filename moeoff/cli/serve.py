@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import threading
 from typing import Any
 
 import click
 
 from ..console import remark
-from ..errors import OptionError, Remedy
 from ..memory import format_size
 from ..paths import demo_model
 from .options import CONTEXT, one_sentence, opening_arguments, opening_options
@@ -44,25 +41,16 @@ def serve(model: str | None, **options: Any) -> None:
     arguments = {name: value for name, value in opening_arguments(**options).items() if value is not None}
     path = model or demo_model()
     alias = arguments.pop("alias", None) or os.path.basename(path).removesuffix(".gguf")
-    done = threading.Event()
-    interrupted = False
-
-    def end(number: int, _frame: object) -> None:
-        nonlocal interrupted
-        interrupted = number == signal.SIGINT
-        done.set()
-
-    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = signal.signal(signal.SIGTERM, _end)
     try:
         with Server(path, alias=alias, **arguments) as server:
+            if server.settings_summary:
+                remark(server.settings_summary)
             remark(f"serving {path} on {server.url}/v1, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
-            while not done.wait(0.2) and not server.wait(0):
-                pass
+            server.wait()
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    if interrupted:
-        raise KeyboardInterrupt
-    if not done.is_set():
-        raise OptionError(f"cannot listen on {arguments.get('host')}:{arguments.get('port')}", Remedy.OTHER_ADDRESS)
-    sys.stderr.flush()
+        signal.signal(signal.SIGTERM, before)
+
+
+def _end(*_: object) -> None:
+    raise SystemExit(0)

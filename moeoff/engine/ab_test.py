@@ -1,8 +1,8 @@
-"""Whether prefetching shortens tokens: an online comparison of token times with and without it.
+"""Whether something (prefetching, drafts) shortens tokens: an online comparison of token times with and without it.
 
-Blocks of tokens with and without alternate (off, on, on, off, ...). The comparison ends as soon as the difference is plain, and
-prefetching stays on only if it has shortened the tokens by more than the noise: where both ways are equally fast, the one that reads
-less is kept. The answer holds for a while, for longer each time it is found again. Knows nothing of what it switches.
+Blocks of tokens with and without alternate (off, on, on, off, ...). The comparison ends as soon as the difference is plain, and it stays
+on only if it has shortened the tokens by more than the noise: where both ways are equally fast, the one that does less is kept.
+The answer holds for a while, for longer each time it is found again. Knows nothing of what it switches.
 """
 
 from __future__ import annotations
@@ -15,16 +15,20 @@ ORDER = (False, True, True, False) * 4
 ROUND = 4  # blocks after which the times so far may decide, both ways in each
 PLAIN = 3.0  # standard errors of a difference that ends the comparison early
 HOLD, LONGEST_HOLD = 256, 4096  # tokens between two comparisons
-_SKIP = 1  # first tokens of a block: they still feel the one before
+SKIP = 1  # first tokens of a block: they still feel the one before
 
 
-class PrefetchABTest:
-    """Attributes:
-    on: what to do for the token that begins now.
-    gain: speed with, relative to without, minus 1, as last measured; None before the first comparison has ended.
+class ABTest:
+    """Args:
+    block, skip: times in a block, and how many of its first are left out.
+
+    Attributes:
+        on: what to do for the token that begins now.
+        gain: speed with, relative to without, minus 1, as last measured; None before the first comparison has ended.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, block: int = BLOCK, skip: int = SKIP) -> None:
+        self._n_block, self._skip = block, skip
         self.gain: float | None = None
         self._last: bool | None = None
         self._hold = HOLD
@@ -43,10 +47,10 @@ class PrefetchABTest:
             if not self._left:
                 self._begin_trial()
             return
-        if self._in_block >= _SKIP:
+        if self._in_block >= self._skip:
             self._times[self.on].append(ns)
         self._in_block += 1
-        if self._in_block < BLOCK:
+        if self._in_block < self._n_block:
             return
         self._in_block, self._block = 0, self._block + 1
         if self._block % ROUND == 0 and self._decide(self._block == len(ORDER)):

@@ -56,6 +56,9 @@ _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_byt
 class Assembly:
     """Args:
     config: as the user gave it.
+    n_sequences: that share the context.
+    kept: bytes of prompts outside the context, and of samplers.
+    loaded: bytes of other files that will be loaded with the model.
 
     Attributes:
         config: with what settings have chosen; settings_summary says so in a line, empty if they have not.
@@ -75,7 +78,8 @@ class Assembly:
     sizer: ArenaSizer
     _prompt_meter: PromptMeter
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0):
+        self._n_sequences, self._kept, self._loaded = n_sequences, kept, loaded
         set_priority(config.priority)
         self.config = config
         self.timing = Timing()
@@ -113,8 +117,11 @@ class Assembly:
         check_model(config.llama_cpp, layout, config.context_shift)
         self.tensor_buffers = tensor_buffers(config.override_tensor, layout)
         self.keywords = config.keywords
-        self.footprint = Footprint.of(layout, config.n_ctx or layout.n_ctx_train or 512, self.keywords, self.tensor_buffers)
+        self.footprint = self._footprint(config.n_ctx or layout.n_ctx_train or 512)
         require_room(self.footprint, self.budget or available())
+
+    def _footprint(self, n_ctx: int) -> Footprint:
+        return Footprint.of(self.layout, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, kept=self._kept + self._loaded)
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -136,7 +143,7 @@ class Assembly:
         )
         if found.n_tokens != usual:
             self.keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
-            self.footprint = Footprint.of(self.layout, footprint.n_ctx, self.keywords, self.tensor_buffers)
+            self.footprint = self._footprint(footprint.n_ctx)
         return found
 
     def _find_profile(self) -> Profile | None:
@@ -199,7 +206,7 @@ class Assembly:
         """
         config, precision = self.config, self.precision
         python = max(rss() - size.weights - size.state, 0)  # both are resident: the weights have been read, the state cleared
-        needs = Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, n_ctx, self.buffer.embedding_bytes)
+        needs = Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, n_ctx, self.buffer.embedding_bytes, self._kept)
         self.sizer = ArenaSizer(self.buffer, self.budget, config.expert_memory, needs, precision.low_share)
         if self.buffer.running:  # a server has started it in the smallest arena
             self.buffer.set_arena_bytes(*self.sizer.arenas)

@@ -13,7 +13,7 @@ from ..budget.precision import LOSSLESS, Precision
 from ..cache.importance import unimportance
 from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
-from .ab_test import PrefetchABTest
+from .ab_test import ABTest
 from .expert_buffer import ExpertBuffer
 from .read_ahead import ReadAhead
 from .usefulness import Usefulness
@@ -31,7 +31,7 @@ class Prefetcher:
     n_lanes: I/O workers of the buffer.
     fallback: takes the predictor's place if it reads gate inputs and events have none.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
-    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`PrefetchABTest`), and what is seldom useful is not
+    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`), and what is seldom useful is not
         read (`Usefulness`).
     precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all.
     """
@@ -44,7 +44,7 @@ class Prefetcher:
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
         self._most = float(n_used * max(np.bincount([t.gate for t in buffer.tensors])))  # slices of one gate
-        self.ab_test = PrefetchABTest() if ab_tested else None
+        self.ab_test = ABTest() if ab_tested else None
         self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
         self._read_ahead = ReadAhead(buffer, precision)
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits

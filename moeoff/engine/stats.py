@@ -48,6 +48,7 @@ class Stats:
     expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them) and skipped not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
+    drafts_on and drafts_gain say the same of a server's drafts; None: it makes none.
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
     events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
@@ -89,6 +90,8 @@ class Stats:
     estimated_loss: float | None = None
     micro_batch: int = 0
     micro_batch_reason: str = ""
+    drafts_on: bool | None = None
+    drafts_gain: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
 
     @property

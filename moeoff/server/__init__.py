@@ -1,1 +1,1 @@
-"""HTTP: an OpenAI-compatible server in front of a model."""
+"""HTTP: llama-server's engine in this process, its experts in our buffer."""

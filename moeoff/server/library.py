@@ -25,6 +25,7 @@ class Hooks(Structure):
     _fields_ = [
         ("buffer", c_void_p),
         ("overrides", POINTER(native.BuftOverride)),
+        ("drafting", POINTER(c_int32)),
         ("loaded", Loaded),
         ("ready", Ready),
         ("before", Before),

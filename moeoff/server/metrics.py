@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from ..engine.stats import Stats
 from ..memory import rss
 
-if TYPE_CHECKING:
-    from .request_queue import RequestQueue
 
-
-def metrics_text(stats: Stats, queue: RequestQueue | None = None) -> str:
+def metrics_text(stats: Stats) -> str:
     """Counters since the server started, and gauges of now."""
     lines = []
 
@@ -20,14 +15,6 @@ def metrics_text(stats: Stats, queue: RequestQueue | None = None) -> str:
         lines.append(f"# TYPE moeoff_{name} {kind}")
         lines.extend(f"moeoff_{name}{labels} {value}" for labels, value in samples)
 
-    metric(
-        "tokens_total",
-        "counter",
-        "Tokens of prompts, cached ones included, and of answers.",
-        ('{kind="prompt"}', queue.prompt_tokens),
-        ('{kind="completion"}', queue.completion_tokens),
-    )
-    metric("requests_total", "counter", "Requests that reached the model.", ("", queue.requests))
     metric("expert_hits_total", "counter", "Expert slices resident when they were asked for.", ("", stats.demand_hits))
     metric("expert_misses_total", "counter", "Expert slices that had to be read.", ("", stats.demand_misses))
     metric("expert_evictions_total", "counter", "Expert slices dropped for others.", ("", stats.evictions))
@@ -41,7 +28,11 @@ def metrics_text(stats: Stats, queue: RequestQueue | None = None) -> str:
         ('{precision="none"}', stats.skipped),
     )
     metric("stall_seconds_total", "counter", "Time compute waited for experts, mean over its threads.", ("", stats.stall_seconds))
-    metric("requests_waiting", "gauge", "Requests in the queue before the model.", ("", queue.waiting))
+    metric("prefetch_issued_total", "counter", "Expert slices read ahead.", ("", stats.prefetch_issued))
+    metric("prefetch_useful_total", "counter", "Of these, slices that were then asked for.", ("", stats.prefetch_useful))
+    for name, on in (("prefetch", stats.prefetch_on), ("drafts", stats.drafts_on)):
+        if on is not None:
+            metric(f"{name}_on", "gauge", f"Whether {name} pays at the moment, as measured.", ("", int(on)))
     metric("arena_bytes", "gauge", "Memory that experts may take.", ("", stats.arena_bytes))
     metric("resident_memory_bytes", "gauge", "Resident memory of the process.", ("", rss()))
     metric("budget_bytes", "gauge", "The bound given by --memory; 0 where only the experts are bounded.", ("", stats.budget_bytes))

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
-from ctypes import c_char_p, c_uint64
+from ctypes import c_char_p, c_int32, c_uint64
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,18 +18,24 @@ import numpy as np
 from .. import native
 from ..binding import api
 from ..budget.dry_load import MemorySizes
+from ..budget.footprint import DEFAULT_CTX
 from ..engine.assembly import Assembly, config_of
 from ..engine.batch_spans import Span
 from ..engine.config import Config
 from ..engine.stats import Stats
-from ..errors import MoeoffError
+from ..errors import MoeoffError, OptionError, Remedy
+from ..gguf.layout import Layout
+from ..gguf.tensor_name import EMBEDDING
 from ..memory import parse_size
 from ..threads import CoreBinding
 from .arguments import ServerOptions, arguments
+from .draft_judge import DraftJudge
 from .library import After, Before, Hooks, Loaded, Metrics, Ready, library, write_text
 from .metrics import metrics_text
 
 _ABORTED = 2  # llama_decode's result for a graph that was ended
+_SAMPLER_BYTES = 12  # for each token of the vocabulary
+_MANY = 1 << 18  # tokens of a vocabulary that is not known
 _serving = threading.Lock()  # llama-server keeps state in globals
 
 
@@ -49,7 +57,7 @@ class Server:
                  verbose: bool = False, args: tuple[str, ...] = (), **options: Any):  # fmt: skip
         self._options = ServerOptions(host, port, parallel, parse_size(cache_ram) if cache_ram else 0, alias, api_key, tuple(cors), mmproj, draft, spec_type,
                                       embedding, verbose, tuple(args))  # fmt: skip
-        self._assembly = Assembly(config_of(model, {"flash_attn": True} | options))
+        self._assembly = self._assemble(config_of(model, {"flash_attn": True} | options))
         self.url = ""
         self._error: BaseException | None = None
         self._ready, self._ended = threading.Event(), threading.Event()
@@ -57,7 +65,21 @@ class Server:
         self._loading = contextlib.ExitStack()
         self._binding: CoreBinding | None = None
         self._started, self._decodes = 0.0, True
+        self._judge = DraftJudge() if self._options.drafts else None
+        self._drafting = c_int32(1)
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
+
+    def _assemble(self, config: Config) -> Assembly:
+        options = self._options
+        layout = Layout.read(config.model_path)
+        if not config.llama_cpp.get("n_ctx"):
+            usual = options.parallel * min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX)
+            config = replace(config, llama_cpp={**config.llama_cpp, "n_ctx": usual})
+        embedding = layout.dense.get(EMBEDDING)
+        n_vocab = embedding.shape[1] if embedding else _MANY
+        loaded = sum(_file_size(path) for path in (options.mmproj, options.draft) if path)
+        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel
+        return Assembly(config, n_sequences=options.parallel, kept=kept, loaded=loaded)
 
     # --- life ---
 
@@ -65,19 +87,22 @@ class Server:
         """Loads the model and listens. Returns when the first request can be answered.
 
         Raises:
-            MoeoffError: the model does not fit or cannot be loaded, the port is taken, or a server runs in this process already.
+            MoeoffError: the model does not fit or cannot be loaded, the address is taken, or a server runs in this process already.
         """
         lib = library()
+        _check_address(self._options.host, self._options.port)
         if not _serving.acquire(blocking=False):
             raise MoeoffError("a server runs in this process already: llama-server keeps its state in globals; stop that one, or start another process")
         self._lib = lib
         self._thread.start()
-        while not self._ready.wait(0.1) and not self._ended.is_set():
-            pass
+        try:
+            while not self._ready.wait(0.1) and not self._ended.is_set():
+                pass
+        except BaseException:
+            self.stop()
+            raise
         if self._ended.is_set():
-            self._thread.join()
-            error = self._error or MoeoffError(f"{self._assembly.config.model_path}: llama-server ended while it started (more with verbose=True)")
-            raise error
+            self.wait()
         return self
 
     def stop(self) -> None:
@@ -90,8 +115,16 @@ class Server:
                 self._thread.join(0.2)
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until it has ended; whether it has."""
-        return self._ended.wait(timeout)
+        """Until it has ended; whether it has.
+
+        Raises:
+            MoeoffError: it has ended by itself.
+        """
+        ended = self._ended.wait(timeout)
+        if ended and not self._stopping:
+            self._thread.join()
+            raise self._error or MoeoffError(f"{self._assembly.config.model_path}: llama-server has ended by itself (more with verbose=True)")
+        return ended
 
     def __enter__(self) -> Server:
         return self if self._thread.is_alive() else self.start()
@@ -99,9 +132,15 @@ class Server:
     def __exit__(self, *_exc: object) -> None:
         self.stop()
 
+    @property
+    def settings_summary(self) -> str:
+        """What `moeoff tune` has chosen, in a line; empty: nothing."""
+        return self._assembly.settings_summary
+
     def stats(self) -> Stats:
         """What happened since the start."""
-        return self._assembly.stats()
+        stats = self._assembly.stats()
+        return stats if self._judge is None else replace(stats, drafts_on=self._judge.on, drafts_gain=self._judge.gain)
 
     def set_memory(self, memory: str | int) -> None:
         """Moves the budget; answers that are computed go on.
@@ -115,14 +154,14 @@ class Server:
 
     def _serve(self) -> None:
         parts = self._assembly
-        footprint = parts.footprint
-        argv = arguments(parts.config.model_path, footprint.n_ctx, parts.keywords, self._options)
+        argv = arguments(parts.config, parts.footprint.n_ctx, parts.keywords, self._options)
         c_argv = (c_char_p * (len(argv) + 1))(*[argument.encode() for argument in argv], None)
         try:
             overrides = self._loading.enter_context(parts.loading())  # of this thread, which loads
             hooks = Hooks(
                 parts.buffer.handle,
                 overrides,
+                ctypes.pointer(self._drafting),
                 Loaded(self._guarded(self._on_loaded, 1)),
                 Ready(self._guarded(self._on_ready, 1)),
                 Before(self._guarded(self._before, None)),
@@ -163,14 +202,13 @@ class Server:
 
     def _on_ready(self, ctx: int, ctx_draft: int | None, url: bytes) -> int:
         """Everything that the server allocates is allocated: the arena gets what is left."""
-        parts, out = self._assembly, (c_uint64 * 4)()
+        parts, out = self._assembly, (c_uint64 * 5)()
         if native.context_memory(ctx, out) != 0:
             raise MoeoffError("no memory for the graph of the largest batch")
-        weights, state, compute, work = out
-        n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(api.llama_get_model(ctx)))
-        outputs = 4 * n_vocab * self._options.parallel
-        kept = self._options.cache_ram + 12 * n_vocab * self._options.parallel  # prompts, and what samplers hold
-        parts.start(MemorySizes(weights, state, compute, work, outputs + kept), api.llama_n_ctx(ctx))
+        weights, state, compute, work, outputs = out
+        if ctx_draft and native.context_memory(ctx_draft, out) == 0:  # weights and state of it are resident already
+            compute, work, outputs = compute + out[2], work + out[3], outputs + out[4]
+        parts.start(MemorySizes(weights, state, compute, work, outputs), api.llama_n_ctx(ctx))
         parts.attach_driver()
         parts.warm_up()
         if self._stopping:
@@ -191,6 +229,9 @@ class Server:
         if self._binding is not None:
             self._binding.__enter__()
         self._started = time.perf_counter()
+        if self._judge is not None:
+            self._judge.begin(spans, decodes, self._started)
+            self._drafting.value = self._judge.on
         if self._ready.is_set():
             self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, decodes)
 
@@ -211,3 +252,21 @@ class Server:
 
     def _metrics(self, text: int, size: int) -> None:
         write_text(text, size, metrics_text(self.stats()))
+
+
+def _file_size(path: str) -> int:
+    try:
+        return os.path.getsize(path)
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _check_address(host: str, port: int) -> None:
+    """Before anything is loaded: whether it can be listened on."""
+    try:
+        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind, number) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", Remedy.OTHER_ADDRESS) from None

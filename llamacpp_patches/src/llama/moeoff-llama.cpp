@@ -47,7 +47,7 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
 }
 
 static void context_memory(llama_context * ctx, uint64_t * bytes) {
-    bytes[0] = bytes[1] = bytes[2] = bytes[3] = 0;
+    std::fill(bytes, bytes + 5, 0);
     for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
         if (ggml_backend_buft_is_host(buft)) {
             bytes[0] += mb.model;
@@ -60,10 +60,12 @@ static void context_memory(llama_context * ctx, uint64_t * bytes) {
     const int      n_threads = std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx));
     const auto     memory    = ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr;
     // split and not allocated: a context that is only planned (no_alloc) stays so
-    const auto *   graph     = ctx->graph_reserve(n_tokens, llama_n_seq_max(ctx), 1, memory.get(), true);
+    const uint32_t n_outputs = std::min(n_tokens, ctx->get_cparams().n_outputs_max); // pooling asserts that every token has one
+    const auto *   graph     = ctx->graph_reserve(n_tokens, llama_n_seq_max(ctx), n_outputs, memory.get(), true);
     if (graph) {
         bytes[3] = ggml_graph_plan(graph, n_threads, nullptr).work_size;
     }
+    bytes[4] = sizeof(float) * llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))) * (uint64_t) ctx->get_cparams().n_outputs_max;
 }
 
 int moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {

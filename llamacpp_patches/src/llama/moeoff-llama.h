@@ -17,7 +17,7 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
 bool moeoff_is_reserved(const ggml_tensor * tensor);
 
 // Bytes in host memory: [0] weights, reserved tensors not counted, [1] KV and recurrent state, [2] compute buffers,
-// [3] the CPU backend's work area for the largest batch. Needs the experts' sources; not while ctx decodes. -1: out of memory.
+// [3] the CPU backend's work area for the largest batch, [4] logits of as many tokens as a batch may give at most. Needs the experts' sources; not while ctx decodes. -1: out of memory.
 extern "C" LLAMA_API int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);
 
 // Between the two, what ggml asserts on the calling thread is an exception, which llama.cpp's functions that load a model or

@@ -11,24 +11,45 @@
 
 #include <clocale>
 #include <cstdio>
+#include <cstdlib>
 #include <exception>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <unistd.h>
 
 int  llama_server(common_params & params, int argc, char ** argv);
 void llama_server_terminate();
 
-namespace moeoff {
-extern const moeoff_server_hooks * server_hooks;
+// Options come from the host alone: LLAMA_ARG_* in the environment would get past what it checks.
+static bool parse(int argc, char ** argv, common_params & params) {
+    std::vector<std::pair<std::string, std::string>> hidden;
+    for (char ** e = environ; *e != nullptr; e++) {
+        const std::string entry = *e;
+        const size_t      equal = entry.find('=');
+        if (entry.rfind("LLAMA_ARG_", 0) == 0 && equal != std::string::npos) {
+            hidden.emplace_back(entry.substr(0, equal), entry.substr(equal + 1));
+        }
+    }
+    for (const auto & [name, value] : hidden) {
+        unsetenv(name.c_str());
+    }
+    const bool parsed = common_params_parse(argc, argv, params, LLAMA_EXAMPLE_SERVER);
+    for (const auto & [name, value] : hidden) {
+        setenv(name.c_str(), value.c_str(), 1);
+    }
+    return parsed;
 }
 
 int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     int result = 1;
-    moeoff::server_stopping = false;
     try {
         std::setlocale(LC_NUMERIC, "C");
         common_params params;
         common_init();
         server_stream_session_manager_start();
-        if (common_params_parse(argc, argv, params, LLAMA_EXAMPLE_SERVER)) {
+        if (parse(argc, argv, params)) {
             // what the buffer needs, whatever arguments and environment say
             auto at = params.tensor_buft_overrides.begin();
             for (const llama_model_tensor_buft_override * o = hooks->overrides; o->pattern != nullptr; o++) {
@@ -40,7 +61,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
             params.fit_params         = false;
             params.warmup             = false;
             params.sleep_idle_seconds = -1;
-            moeoff::server_hooks      = hooks;
+            moeoff::server_attach(hooks);
             result                    = llama_server(params, 0, nullptr);
         } else {
             server_stream_session_manager_stop();
@@ -48,12 +69,11 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     } catch (const std::exception & e) {
         fprintf(stderr, "llama-server: %s\n", e.what());
     }
-    moeoff::server_hooks = nullptr;
+    moeoff::server_attach(nullptr);
     common_log_flush(common_log_main());
     return result;
 }
 
 void moeoff_serve_stop(void) {
-    moeoff::server_stopping = true;
     llama_server_terminate();
 }

@@ -6,10 +6,15 @@
 
 namespace moeoff {
 
-const moeoff_server_hooks * server_hooks = nullptr; // the entry sets it while it serves
-std::atomic<bool>           server_stopping{false};
+static const moeoff_server_hooks * server_hooks  = nullptr;
+static moeoff_stats                seen          = {}; // by the decode before; one thread decodes
+static llama_context *             draft_context = nullptr;
 
-static moeoff_stats seen = {}; // by the decode before; one thread decodes
+void server_attach(const moeoff_server_hooks * hooks) {
+    server_hooks  = hooks;
+    seen          = {};
+    draft_context = nullptr;
+}
 
 void server_usage::to_json(json & out) const {
     if (server_hooks == nullptr) {
@@ -66,8 +71,16 @@ bool server_loaded(llama_model * model, llama_context * ctx) {
     return server_hooks == nullptr || server_hooks->loaded(model, ctx) == 0;
 }
 
-bool server_ready(llama_context * ctx, llama_context * ctx_draft, const std::string & url) {
-    return server_hooks == nullptr || server_hooks->ready(ctx, ctx_draft, url.c_str()) == 0;
+void server_draft_loaded(llama_context * ctx) {
+    draft_context = ctx;
+}
+
+bool server_ready(llama_context * ctx, const std::string & url) {
+    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, url.c_str()) == 0;
+}
+
+bool server_drafting() {
+    return server_hooks == nullptr || *server_hooks->drafting != 0;
 }
 
 std::string server_metrics() {

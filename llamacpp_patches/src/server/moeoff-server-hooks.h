@@ -6,7 +6,6 @@
 
 #include "json.h"
 
-#include <atomic>
 #include <string>
 #include <vector>
 
@@ -49,10 +48,11 @@ class server_decode {
     std::vector<uint8_t> is_prompt;
 };
 
+void        server_attach(const moeoff_server_hooks * hooks); // null: an ordinary llama-server again
 bool        server_loaded(llama_model * model, llama_context * ctx);
-bool        server_ready(llama_context * ctx, llama_context * ctx_draft, const std::string & url);
+void        server_draft_loaded(llama_context * ctx); // null: drafts need no context of their own
+bool        server_ready(llama_context * ctx, const std::string & url);
+bool        server_drafting();
 std::string server_metrics();
-
-extern std::atomic<bool> server_stopping; // set before a stop: nothing new begins, and who waits is answered
 
 } // namespace moeoff
