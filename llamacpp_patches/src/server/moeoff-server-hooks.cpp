@@ -3,12 +3,18 @@
 #include "../../../ggml/src/ggml-cpu/moeoff/moeoff.h"
 
 #include <cmath>
+#include <mutex>
 
 namespace moeoff {
 
 static const moeoff_server_hooks * server_hooks  = nullptr;
 static moeoff_stats                seen          = {}; // by the decode before; one thread decodes
 static llama_context *             draft_context = nullptr;
+
+// Answers that are computed in the decode of now, and whether it was ended because nobody waits for any of them.
+static std::mutex    tasks_mutex;
+static std::set<int> tasks_in_progress;
+static bool          abandoned = false;
 
 void server_attach(const moeoff_server_hooks * hooks) {
     server_hooks  = hooks;
@@ -42,15 +48,32 @@ void server_decode::add(int32_t token, int32_t position, int32_t slot, bool prom
     is_prompt.push_back(prompt);
 }
 
+void server_decode::add_task(int id) {
+    tasks.insert(id);
+}
+
 void server_decode::before() {
-    if (server_hooks != nullptr) {
-        server_hooks->before(tokens.data(), positions.data(), slots.data(), is_prompt.data(), (int32_t) tokens.size());
+    if (server_hooks == nullptr) {
+        return;
     }
+    {
+        std::lock_guard<std::mutex> lock(tasks_mutex);
+        tasks_in_progress = std::move(tasks);
+    }
+    server_hooks->before(tokens.data(), positions.data(), slots.data(), is_prompt.data(), (int32_t) tokens.size());
 }
 
 std::string server_decode::finish(int result, server_usage & share) {
     if (server_hooks == nullptr) {
         return "";
+    }
+    {
+        std::lock_guard<std::mutex> lock(tasks_mutex);
+        tasks_in_progress.clear();
+        if (abandoned) {
+            abandoned = false;
+            moeoff_set_cancelled(server_hooks->buffer, false);
+        }
     }
     moeoff_stats now;
     moeoff_get_stats(server_hooks->buffer, &now);
@@ -81,6 +104,23 @@ bool server_ready(llama_context * ctx, const std::string & url) {
 
 bool server_drafting() {
     return server_hooks == nullptr || *server_hooks->drafting != 0;
+}
+
+void server_abandon(const std::unordered_set<int> & ids) {
+    if (server_hooks == nullptr) {
+        return;
+    }
+    std::lock_guard<std::mutex> lock(tasks_mutex);
+    if (tasks_in_progress.empty()) {
+        return;
+    }
+    for (const int id : ids) {
+        tasks_in_progress.erase(id);
+    }
+    if (tasks_in_progress.empty()) {
+        abandoned = true;
+        moeoff_set_cancelled(server_hooks->buffer, true);
+    }
 }
 
 std::string server_metrics() {

@@ -6,7 +6,9 @@
 
 #include "json.h"
 
+#include <set>
 #include <string>
+#include <unordered_set>
 #include <vector>
 
 namespace moeoff {
@@ -22,6 +24,7 @@ struct server_usage {
 class server_decode {
   public:
     void add(int32_t token, int32_t position, int32_t slot, bool is_prompt);
+    void add_task(int id); // of an answer that is being computed, whether this batch has tokens of it or not
     void before();
 
     // Why all answers of the batch have failed, or nothing; usage(slot) gets its share of what the decode took.
@@ -46,6 +49,7 @@ class server_decode {
 
     std::vector<int32_t> tokens, positions, slots;
     std::vector<uint8_t> is_prompt;
+    std::set<int>        tasks;
 };
 
 void        server_attach(const moeoff_server_hooks * hooks); // null: an ordinary llama-server again
@@ -54,5 +58,8 @@ void        server_draft_loaded(llama_context * ctx); // null: drafts need no co
 bool        server_ready(llama_context * ctx, const std::string & url);
 bool        server_drafting();
 std::string server_metrics();
+
+// Nobody waits for these tasks any more: if that is true of all that are computed, the computation ends within a layer. Any thread.
+void server_abandon(const std::unordered_set<int> & ids);
 
 } // namespace moeoff

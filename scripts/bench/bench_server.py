@@ -1,0 +1,164 @@
+"""The server under one client and several: tokens per second of all together, the first token of a second turn, and stock llama-server beside it.
+
+usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 3] [--stock] [--json FILE]
+
+Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
+are answered, from the last one's first token to the first one's last. *alone* is `moeoff.Llama` in a process, on the first client's prompt.
+`--stock` runs llama-server of the same build beside it, with plain kernels (`--no-repack`), without its memory map and without a memory limit: for
+budgets that hold everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import httpx
+from rich.console import Console
+
+from results_file import HELP, ResultsFile
+
+ROOT = Path(__file__).resolve().parents[2]
+N_PROMPT, N_HISTORY = 64, 2000  # tokens, about
+ALONE = """
+import json, sys, time
+import moeoff
+model, prompt, n, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+with moeoff.Llama(model, flash_attn=True, **options) as llm:
+    bias = {llm.token_eos(): -1e9}
+    times = [time.perf_counter() for _ in llm.create_completion(prompt, max_tokens=n, temperature=0, stream=True, logit_bias=bias)]
+print((len(times) - 2) / (times[-2] - times[0]))
+"""
+
+
+@contextlib.contextmanager
+def served(command: list[str], pattern: str) -> Iterator[str]:
+    """The URL of a server that says it on its standard error."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+        said = []
+        try:
+            for line in process.stderr:
+                said.append(line)
+                if found := re.search(pattern, line):
+                    break
+            else:
+                raise click.ClickException("".join(said[-5:]))
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield found[1]
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def ask(url: str, prompt: str, n: int, **options: object) -> tuple[float, list[float]]:
+    """When it was asked, and when each token came."""
+    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "stream": True, "cache_prompt": False} | options
+    asked, times = time.perf_counter(), []
+    with httpx.stream("POST", f"{url}/completion", json=body, timeout=600) as answer:
+        for line in answer.iter_lines():
+            if line.startswith("data: ") and not json.loads(line[6:]).get("stop"):
+                times.append(time.perf_counter())
+    return asked, times
+
+
+def together(url: str, prompts: list[str], n: int) -> float:
+    """Tokens per second of all, while all of them are answered."""
+    all_times: list[list[float]] = [[] for _ in prompts]
+
+    def one(i: int) -> None:
+        all_times[i] = ask(url, prompts[i], n)[1]
+
+    threads = [threading.Thread(target=one, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    first, last = max(times[0] for times in all_times), min(times[-1] for times in all_times)
+    return sum(first < t <= last for times in all_times for t in times) / (last - first)
+
+
+def second_turn(url: str, text: str) -> tuple[float, float]:
+    """Seconds to the first token: of a long prompt, and of the same with a few more words."""
+    out = []
+    for prompt in (text, text + " And what came of it?"):
+        asked, times = ask(url, prompt, 4, cache_prompt=True)
+        out.append(times[0] - asked)
+    return out[0], out[1]
+
+
+@click.command()
+@click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--memory", default="1100M", show_default=True)
+@click.option("--clients", default="1,4", show_default=True)
+@click.option("--n-decode", default=96, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("-t", "--threads", default=0, help="Compute threads. Default: every core.")
+@click.option("--strategy", default="auto", show_default=True)
+@click.option("--turns/--no-turns", default=True, help="Measure the first token of a second turn, too.")
+@click.option("--stock", is_flag=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds: int, threads: int, strategy: str, turns: bool, stock: bool,
+         json_file: str | None) -> None:  # fmt: skip
+    console = Console(stderr=True)
+    counts = [int(n) for n in clients.split(",")]
+    threads = threads or len(os.sched_getaffinity(0))
+    words = Path(text).read_text()
+    pieces = [words[i * 20000 : i * 20000 + 4 * N_PROMPT] for i in range(max(counts))]
+    n_ctx = 2 * N_HISTORY + max(counts) * (2 * N_PROMPT + n_decode)
+    common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
+    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory, "--strategy", strategy, "--no-warm"]
+    contenders = {"moeoff serve": (ours, r"on (http://\S+)/v1")}
+    if stock:
+        binary = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
+        program = [binary.stdout.split()[-1], *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0"]
+        contenders["llama-server"] = (program, r"listening on (http://\S+)")
+    speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
+    for index in range(rounds):
+        console.print(f"round {index + 1}: alone", style="dim")
+        options = json.dumps({"memory": memory, "n_ctx": n_ctx, "strategy": strategy, "n_threads": threads})
+        done = subprocess.run([sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options], capture_output=True, text=True)
+        if done.returncode:
+            raise click.ClickException(done.stderr[-500:])
+        speeds["alone"].setdefault("1", []).append(float(done.stdout))
+        for name, (command, pattern) in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
+            console.print(f"round {index + 1}: {name}", style="dim")
+            with served(command, pattern) as url:
+                ask(url, pieces[-1][::-1], 16)  # what a first token brings into memory
+                for n in counts if index % 2 == 0 else reversed(counts):
+                    speeds[name].setdefault(str(n), []).append(together(url, pieces[:n], n_decode))
+                if turns:
+                    first, second = second_turn(url, words[100000 : 100000 + 4 * N_HISTORY])
+                    speeds[name].setdefault("first turn", []).append(first)
+                    speeds[name].setdefault("second turn", []).append(second)
+    with ResultsFile(json_file) as results:
+        table = results.table(
+            "clients", f"Tokens per second of all clients, {memory}", ["", *(f"{n} client{'s' * (n > 1)}" for n in counts), "last over first"]
+        )
+        for name, found in speeds.items():
+            cells = [_spread(found[str(n)]) if str(n) in found else "" for n in counts]
+            ends = [found.get(str(n)) for n in (counts[0], counts[-1])]
+            table.row(name, *cells, _spread([b / a for a, b in zip(*ends, strict=True)], 2) if all(ends) else "")
+        if turns:
+            table = results.table("turns", "Seconds to the first token", ["", "first turn", "second turn", "shorter by"])
+            for name in contenders:
+                first, second = speeds[name]["first turn"], speeds[name]["second turn"]
+                table.row(name, _spread(first, 2), _spread(second, 2), _spread([a / b for a, b in zip(first, second, strict=True)], 1))
+
+
+def _spread(values: list[float], digits: int = 1) -> str:
+    return f"{statistics.median(values):.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+if __name__ == "__main__":
+    main()
