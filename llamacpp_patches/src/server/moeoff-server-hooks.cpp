@@ -22,7 +22,7 @@ void server_attach(const moeoff_server_hooks * hooks) {
     draft_context = nullptr;
 }
 
-void server_usage::to_json(json & out) const {
+void server_usage::to_json(common_json & out) const {
     if (server_hooks == nullptr) {
         return;
     }

@@ -17,7 +17,7 @@ namespace moeoff {
 struct server_usage {
     double hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0;
 
-    void to_json(json & out) const; // adds a "moeoff" object if there are hooks
+    void to_json(common_json & out) const; // adds a "moeoff" object if there are hooks
 };
 
 // One decode of the main context.
