@@ -15,40 +15,7 @@ import httpx
 import openai
 import pytest
 
-SCRIPT = """
-import json, signal, sys, threading
-from moeoff.server.server import Server
-
-server = Server(sys.argv[1], port=0, **json.loads(sys.argv[2]))
-done = threading.Event()
-for number in (signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, lambda *_: done.set())
-with server:
-    print(server.url, flush=True)
-    done.wait()
-print("stopped", flush=True)
-"""
-
-
-class Served:
-    """A process that serves until it is told to stop."""
-
-    def __init__(self, model: str, **options):
-        command = [sys.executable, "-c", SCRIPT, model, json.dumps(options)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        self.url = self.process.stdout.readline().strip()
-        assert self.url.startswith("http"), self.process.communicate()[1]
-        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=options.get("api_key", "none"), max_retries=0, timeout=60)
-
-    def __enter__(self) -> Served:
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.process.kill()
-        self.process.communicate()
-
-    def ask(self, text: str, **options):
-        return self.client.chat.completions.create(model="x", messages=[{"role": "user", "content": text}], temperature=0, **{"max_tokens": 24} | options)
+from helpers.served import SCRIPT, Served
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ namespace moeoff {
 static const moeoff_server_hooks * server_hooks  = nullptr;
 static moeoff_stats                seen          = {}; // by the decode before; one thread decodes
 static llama_context *             draft_context = nullptr;
+static const llama_model *         served_model  = nullptr;
 
 // Answers that are computed in the decode of now, and whether it was ended because nobody waits for any of them.
 static std::mutex    tasks_mutex;
@@ -20,6 +21,11 @@ void server_attach(const moeoff_server_hooks * hooks) {
     server_hooks  = hooks;
     seen          = {};
     draft_context = nullptr;
+    served_model  = nullptr;
+}
+
+bool server_has_host() {
+    return server_hooks != nullptr;
 }
 
 void server_usage::to_json(common_json & out) const {
@@ -91,7 +97,12 @@ std::string server_decode::finish(int result, server_usage & share) {
 }
 
 bool server_loaded(llama_model * model, llama_context * ctx) {
+    served_model = model;
     return server_hooks == nullptr || server_hooks->loaded(model, ctx) == 0;
+}
+
+const llama_model * server_model() {
+    return served_model;
 }
 
 void server_draft_loaded(llama_context * ctx) {

@@ -53,6 +53,7 @@ class server_decode {
 };
 
 void        server_attach(const moeoff_server_hooks * hooks); // null: an ordinary llama-server again
+bool        server_has_host();
 bool        server_loaded(llama_model * model, llama_context * ctx);
 void        server_draft_loaded(llama_context * ctx); // null: drafts need no context of their own
 bool        server_ready(llama_context * ctx, const std::string & url);
@@ -61,5 +62,7 @@ std::string server_metrics();
 
 // Nobody waits for these tasks any more: if that is true of all that are computed, the computation ends within a layer. Any thread.
 void server_abandon(const std::unordered_set<int> & ids);
+
+const llama_model * server_model(); // the one that is served; null before server_loaded()
 
 } // namespace moeoff
