@@ -7,7 +7,8 @@ Everything lives in the cache folder (MOEOFF_CACHE, else XDG_CACHE_HOME/moeoff, 
     tools-*/         virtual environment with the build back end, and with cmake and ninja where PATH has none
     work-<place>/    source tree and CMake build folder; <place> depends on release, flags, compiler and CPU only, so
                      that after an edit of a patch or a source just what it touches is compiled again
-    wheels/<key>/    finished wheels; <key> depends on everything
+    webpage/<key>/   the server's web page, built with npm where that is there (webpage.py)
+    wheels/<key>/    finished wheels; <key> depends on everything, also on whether and which page is in
     archs/<key>/     test-llama-archs with the libraries that it was linked to
     perplexity/<key>/  llama-perplexity, likewise
 
@@ -36,6 +37,7 @@ import forktree
 from forktree import Fork, ForkError, digest, say
 
 try:
+    import webpage
     from forkcache import cache_root, flags, full_key, locked, place_key
 except ModuleNotFoundError as error:  # fcntl, which Windows lacks
     sys.exit(f"The fork is built on Linux or macOS; this system has no {error.name}.")
@@ -150,13 +152,15 @@ def synchronize(new: Path, tree: Path) -> None:
             os.utime(target)
 
 
-def prepare(fork: Fork, cache: Path, lock: int) -> tuple[Path, Path]:
-    """The patched tree and its build folder, up to date."""
+def prepare(fork: Fork, cache: Path, lock: int, page: Path | None) -> tuple[Path, Path]:
+    """The patched tree, with the web page if there is one, and its build folder, up to date."""
     sdist = get_sdist(fork, cache, lock)
     work = cache / f"work-{place_key(fork)}"
     say(f"patching ({len(fork.patches)} patches, {len(fork.sources)} own files) ...")
     shutil.rmtree(work / "new", ignore_errors=True)
     forktree.patched_tree(fork, sdist, work / "new")
+    if page:
+        shutil.copytree(page, work / "new" / webpage.DIST)
     synchronize(work / "new", work / "tree")
     shutil.rmtree(work / "new")
     return work / "tree", work / "build"
@@ -173,16 +177,16 @@ def check_wheel(fork: Fork, wheel: Path) -> None:
         raise ForkError(f"{wheel.name} is not as expected: {wanted}.")
 
 
-def cached(fork: Fork, cache: Path, kind: str, make: Callable[..., None]) -> Path:
+def cached(fork: Fork, cache: Path, kind: str, make: Callable[..., None], page: Path | None = None) -> Path:
     """The folder cache/kind/<key>, which `make` fills at its first use. It has that name only once it is complete."""
-    home = cache / kind / full_key(fork)
+    home = cache / kind / full_key(fork, page)
     if home.exists():
         return home
     with locked(cache / "lock") as lock:
-        home = cache / kind / full_key(fork)  # anew: waiting for the lock may have taken minutes
+        home = cache / kind / full_key(fork, page)  # anew: waiting for the lock may have taken minutes
         if not home.exists():
-            tree, place = prepare(fork, cache, lock)
-            if full_key(fork) != home.name:
+            tree, place = prepare(fork, cache, lock, page)
+            if full_key(fork, page) != home.name:
                 raise ForkError("A patch or source was edited while it was being copied: run it again.")
             part = cache / f"{kind}.part"
             shutil.rmtree(part, ignore_errors=True)
@@ -205,8 +209,10 @@ def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lo
 
 
 def build(fork: Fork, cache: Path) -> Path:
-    """The fork's wheel."""
-    (wheel,) = cached(fork, cache, "wheels", make_wheel).glob("*.whl")
+    """The fork's wheel, with the server's web page in it where that can be built."""
+    settled = (cache / "wheels" / full_key(fork)).exists()  # then there is a wheel without, and what led to it is not tried again
+    page = webpage.find(fork, cache, get_sdist, settled)
+    (wheel,) = cached(fork, cache, "wheels", make_wheel, page).glob("*.whl")
     return wheel
 
 
@@ -254,6 +260,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("archs", help="make test-llama-archs (expert count: LLAMA_TEST_N_EXPERT); prints its path")
     commands.add_parser("perplexity", help="make llama-perplexity; prints its path")
     commands.add_parser("llama-bench", help="make llama-bench; prints its path")
+    commands.add_parser("page", help="build the server's web page, also where that has failed before; prints its folder")
     commands.add_parser("check", help="do all patches apply cleanly to the pinned release?")
     for name, text in (
         ("tree", "unpack the release into DIR as a git repository, one commit for each patch"),
@@ -267,14 +274,13 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(forktree.refresh(fork, options.dir)))
             return 0
         cache = cache_root()
-        if options.command == "build":
-            print(build(fork, cache))
-        elif options.command == "archs":
-            print(archs(fork, cache))
-        elif options.command == "perplexity":
-            print(perplexity(fork, cache))
-        elif options.command == "llama-bench":
-            print(llama_bench(fork, cache))
+        makers = {"build": build, "archs": archs, "perplexity": perplexity, "llama-bench": llama_bench}
+        if options.command in makers:
+            print(makers[options.command](fork, cache))
+        elif options.command == "page":
+            if not (page := webpage.find(fork, cache, get_sdist)):
+                return 1
+            print(page)
         elif options.command == "tree":
             forktree.make_tree(fork, pinned_sdist(fork, cache), options.dir)
             print(options.dir)

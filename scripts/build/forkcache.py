@@ -21,8 +21,9 @@ from forktree import Fork, ForkError, digest, say
 
 # Before the user's CMAKE_ARGS, which may override them.
 DEFAULT_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
-# After them: the expert buffer lives in the CPU backend, which therefore has to be linked in; the rest is never used.
-FIXED_FLAGS = ("-DGGML_BACKEND_DL=OFF", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_TESTS_INSTALL=OFF")
+# After them: the expert buffer lives in the CPU backend, which therefore has to be linked in; webpage.py runs npm, CMake
+# does not; the rest is never used.
+FIXED_FLAGS = ("-DGGML_BACKEND_DL=OFF", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_TESTS_INSTALL=OFF", "-DLLAMA_BUILD_UI=OFF")
 COMPILERS = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAARCHS", "HIPCXX")
 
 
@@ -80,8 +81,9 @@ def place_key(fork: Fork) -> str:
     return digest(*(part.encode() for part in parts))[:16]
 
 
-def full_key(fork: Fork) -> str:
-    return digest(place_key(fork).encode(), fork.digest().encode())[:16]
+def full_key(fork: Fork, page: Path | None = None) -> str:
+    """Key of what is made from all of it; `page` is the web page's folder, which has its own key as its name."""
+    return digest(place_key(fork).encode(), fork.digest().encode(), page.name.encode() if page else b"")[:16]
 
 
 def flags(tests: bool) -> list[str]:
