@@ -280,7 +280,7 @@ def test_any_order_at_interpreter_exit(demo, order):
 
 def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
     """Its tables come after the arena was sized: 13 MiB of router rows with 48 gates of 128 experts."""
-    from moeoff.engine import llama
+    from moeoff.engine import assembly
 
     taken = []
     budget = rss() + (100 << 20)
@@ -290,7 +290,7 @@ def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
 
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         before = llm.plan
-    monkeypatch.setattr(llama, "attach_driver", attach)
+    monkeypatch.setattr(assembly, "attach_driver", attach)
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         assert llm.plan.needs.python > before.needs.python + (24 << 20)
         assert llm.stats().arena_bytes == llm.plan.arena

@@ -8,12 +8,12 @@ import httpx
 import pytest
 
 from helpers.browser import Browser, Chat, find_browser
+from helpers.served import Served
 from helpers.waiting import wait_until
-from test_llama_server import Served
 
 pytestmark = pytest.mark.slow
 
-N = 800  # tokens of every answer: long enough to be seen while it comes
+N = 220  # tokens of every answer: long enough to be seen while it comes
 QUESTION = "What is 2 + 3?"
 
 
@@ -27,7 +27,7 @@ def program() -> str:
 
 @pytest.fixture(scope="module")
 def url(program, demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=4096, args=["-n", str(N), "--ignore-eos", "--temp", "0"]) as it:
+    with Served(demo, expert_memory=4 << 20, n_ctx=1024, args=["-n", str(N), "--ignore-eos", "--temp", "0"]) as it:
         if httpx.get(it.url).status_code == 404:
             pytest.skip("the server was built without its web page, which wants npm")
         yield it.url

@@ -46,7 +46,8 @@ def serve(model: str | None, **options: Any) -> None:
         with Server(path, alias=alias, **arguments) as server:
             if server.settings_summary:
                 remark(server.settings_summary)
-            remark(f"serving {path} on {server.url}/v1, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
+            page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
+            remark(f"serving {path} on {server.url}/v1, {page}, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
             server.wait()
     finally:
         signal.signal(signal.SIGTERM, before)

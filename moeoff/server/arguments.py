@@ -37,7 +37,7 @@ REFUSED: dict[str, str] = {
     )
     for name in names.split()
 }  # fmt: skip
-HTTP_THREADS = 16  # a fixed number: llama-server's own grows with the machine and the requests
+_HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
 
 
 @dataclass(frozen=True)
@@ -97,12 +97,12 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
         OptionError: a keyword that llama-server has under another name.
     """
     out = ["llama-server", "-m", config.model_path, "--host", options.host, "--port", str(options.port), "-np", str(options.parallel), "-c", str(n_ctx)]
-    out += ["--kv-unified", "--cache-ram", str(options.cache_ram // MIB), "--ctx-checkpoints", "0", "--threads-http", str(HTTP_THREADS)]
+    out += ["--kv-unified", "--cache-ram", str(options.cache_ram // MIB), "--ctx-checkpoints", "0", "--threads-http", str(_HTTP_THREADS + 2 * options.parallel)]
     out += ["--metrics", "--no-slots", "-lv", "4" if options.verbose else "1", "-fa", "on" if keywords.get("flash_attn") else "off"]
     if keywords.get("swa_full", True):  # llama_cpp's default: what a sliding window forgets could not be gone on from
         out.append("--swa-full")
     for name, value in keywords.items():
-        if value is None or name in _ELSEWHERE:
+        if value is None or name in _ELSEWHERE or (name == "n_gpu_layers" and not value):
             continue
         if name in _FLAGS:
             out += [_FLAGS[name], str(value)]

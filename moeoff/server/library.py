@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import CFUNCTYPE, POINTER, Structure, c_char_p, c_int, c_int32, c_size_t, c_uint8, c_void_p
+from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_size_t, c_uint8, c_void_p
 
 from .. import native
 from ..errors import OptionError
@@ -46,6 +46,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise OptionError(f"the installed llama-cpp-python has no server ({error}): run `make env` to rebuild it") from None
     lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
+    lib.moeoff_serve_has_page.restype, lib.moeoff_serve_has_page.argtypes = c_bool, []
     lib.moeoff_serve_stop.restype, lib.moeoff_serve_stop.argtypes = None, []
     return lib
 

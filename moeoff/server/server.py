@@ -133,6 +133,11 @@ class Server:
         self.stop()
 
     @property
+    def has_page(self) -> bool:
+        """Whether this build has llama-server's web page, at the URL itself."""
+        return bool(library().moeoff_serve_has_page())
+
+    @property
     def settings_summary(self) -> str:
         """What `moeoff tune` has chosen, in a line; empty: nothing."""
         return self._assembly.settings_summary

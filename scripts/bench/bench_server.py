@@ -26,6 +26,7 @@ import click
 import httpx
 from rich.console import Console
 
+from moeoff.gguf.layout import Layout
 from results_file import HELP, ResultsFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,12 +117,26 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
     words = Path(text).read_text()
     pieces = [words[i * 20000 : i * 20000 + 4 * N_PROMPT] for i in range(max(counts))]
     n_ctx = 2 * N_HISTORY + max(counts) * (2 * N_PROMPT + n_decode)
+    architecture = Layout.read(model).architecture
+    longer = ["--override-kv", f"{architecture}.context_length=int:{n_ctx}"]  # the reference model was trained on 256 tokens
     common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
-    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory, "--strategy", strategy, "--no-warm"]
+    ours = [
+        os.path.join(os.path.dirname(sys.executable), "moeoff"),
+        "serve",
+        *common,
+        "0",
+        "--memory",
+        memory,
+        "--strategy",
+        strategy,
+        "--no-warm",
+        "--",
+        *longer,
+    ]
     contenders = {"moeoff serve": (ours, r"on (http://\S+)/v1")}
     if stock:
         binary = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
-        program = [binary.stdout.split()[-1], *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0"]
+        program = [binary.stdout.split()[-1], *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
         contenders["llama-server"] = (program, r"listening on (http://\S+)")
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
     for index in range(rounds):

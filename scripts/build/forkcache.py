@@ -21,9 +21,8 @@ from forktree import Fork, ForkError, digest, say
 
 # Before the user's CMAKE_ARGS, which may override them.
 DEFAULT_FLAGS = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DCMAKE_BUILD_RPATH_USE_ORIGIN=ON")
-# After them: the expert buffer lives in the CPU backend, which therefore has to be linked in; webpage.py runs npm, CMake
-# does not; the rest is never used.
-FIXED_FLAGS = ("-DGGML_BACKEND_DL=OFF", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_TESTS_INSTALL=OFF", "-DLLAMA_BUILD_UI=OFF")
+# After them: the expert buffer lives in the CPU backend, which therefore has to be linked in; the rest is never used.
+FIXED_FLAGS = ("-DGGML_BACKEND_DL=OFF", "-DLLAVA_BUILD=OFF", "-DLLAMA_OPENSSL=OFF", "-DLLAMA_TESTS_INSTALL=OFF")
 COMPILERS = ("CC", "CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CUDACXX", "CUDAFLAGS", "CUDAARCHS", "HIPCXX")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 
 import openai
 
@@ -28,9 +29,13 @@ class Served:
 
     def __init__(self, model: str, **options):
         command = [sys.executable, "-c", SCRIPT, model, json.dumps(options)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
         self.url = self.process.stdout.readline().strip()
-        assert self.url.startswith("http"), self.process.communicate()[1]
+        if not self.url.startswith("http"):
+            self.process.wait()
+            self._errors.seek(0)
+            raise AssertionError(self._errors.read())
         self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=options.get("api_key", "none"), max_retries=0, timeout=60)
 
     def __enter__(self) -> Served:

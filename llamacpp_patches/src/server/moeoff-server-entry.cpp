@@ -8,6 +8,7 @@
 #include "common.h"
 #include "llama.h"
 #include "log.h"
+#include "ui.h"
 
 #include <clocale>
 #include <cstdio>
@@ -72,6 +73,14 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     moeoff::server_attach(nullptr);
     common_log_flush(common_log_main());
     return result;
+}
+
+bool moeoff_serve_has_page(void) {
+#ifdef LLAMA_UI_HAS_ASSETS
+    return true;
+#else
+    return false;
+#endif
 }
 
 void moeoff_serve_stop(void) {

@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 
@@ -42,6 +43,9 @@ struct moeoff_server_hooks {
 
 // Arguments as llama-server's. Returns 0 after a stop, and else what llama-server returns.
 __attribute__((visibility("default"))) int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);
+
+// Whether the build has the web page.
+__attribute__((visibility("default"))) bool moeoff_serve_has_page(void);
 
 // Every answer ends, and then the server.
 __attribute__((visibility("default"))) void moeoff_serve_stop(void);

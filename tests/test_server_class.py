@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import textwrap
 import threading
-import time
 
-import httpx
-import openai
 import pytest
 
 from helpers.served import SCRIPT, Served
@@ -24,13 +20,6 @@ def served(demo):
         yield it
 
 
-def test_an_answer_and_what_it_took(served):
-    answer = served.ask("What is 2 + 3?")
-    assert answer.choices[0].message.content
-    took = answer.model_extra["moeoff"]
-    assert took["hits"] + took["misses"] > 0 and took["bytes_read"] >= 0 and "timings" in answer.model_extra
-
-
 def test_texts_are_those_of_one_model_alone(served, demo):
     import moeoff
 
@@ -40,57 +29,30 @@ def test_texts_are_those_of_one_model_alone(served, demo):
     assert found == expected
 
 
-def test_several_at_once(served):
-    questions = ["What is 2 + 3?", "How many legs has a spider?", "Ben has 4 apples and eats one.", "Count to five."]
-    alone = [served.ask(q).choices[0].message.content for q in questions]
-    together: list[str | None] = [None] * len(questions)
-
-    def ask(i: int) -> None:
-        together[i] = "".join(chunk.choices[0].delta.content or "" for chunk in served.ask(questions[i], stream=True) if chunk.choices)
-
-    threads = [threading.Thread(target=ask, args=(i,)) for i in range(len(questions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sum(a == b for a, b in zip(alone, together)) >= len(questions) - 1  # batches round differently
-
-
-def test_json_schema(served):
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    answer = served.ask("A number as JSON", response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}, max_tokens=32)
-    assert isinstance(json.loads(answer.choices[0].message.content)["n"], int)
-
-
-def test_metrics(served):
-    text = httpx.get(f"{served.url}/metrics").text
-    assert "moeoff_expert_hits_total" in text and "llamacpp:tokens_predicted_total" in text
-
-
-def test_stop_in_the_middle_of_streams(demo):
-    with Served(demo, expert_memory=1 << 20, n_ctx=2048) as it:
-        ended = []
-
-        def stream() -> None:
-            try:
-                for _ in it.ask("Tell a long story.", stream=True, max_tokens=2000):
-                    pass
-                ended.append("end")
-            except (openai.APIError, httpx.HTTPError):
-                ended.append("error")
-
-        threads = [threading.Thread(target=stream) for _ in range(6)]
-        for thread in threads:
+def test_budget_moves_while_answers_are_written(demo):
+    code = textwrap.dedent("""
+        import sys, threading
+        import httpx
+        import moeoff
+        with moeoff.Server(sys.argv[1], port=0, memory="300M", n_ctx=512) as server:
+            body = {"prompt": "One two", "n_predict": 150, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+            texts = []
+            ask = lambda: texts.append(httpx.post(f"{server.url}/completion", json=body, timeout=60).json()["content"])
+            ask()
+            thread = threading.Thread(target=ask)
             thread.start()
-        deadline = time.monotonic() + 20
-        while "llamacpp:requests_processing 4" not in httpx.get(f"{it.url}/metrics").text and time.monotonic() < deadline:
-            pass
-        it.process.send_signal(signal.SIGTERM)
-        started = time.monotonic()
-        for thread in threads:
-            thread.join(10)
-        assert len(ended) == 6 and time.monotonic() - started < 4
-        assert it.process.wait(10) == 0
+            for size in ("200M", "150M", "300M") * 5:
+                server.set_memory(size)
+            thread.join()
+            try:
+                server.set_memory("20M")
+            except moeoff.BudgetError as error:
+                print("refused")
+            ask()
+            print(len(set(texts)), len(texts), server.stats().budget_bytes >> 20)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["refused", "1", "3", "300"], done.stderr
 
 
 def test_two_in_one_process_are_refused(demo):
@@ -119,7 +81,7 @@ def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, said):
 
 
 def test_budget_is_kept_under_clients(grown):
-    with Served(grown, memory="180M", n_ctx=4096, parallel=4) as it:
+    with Served(grown, memory="260M", n_ctx=4096, parallel=4) as it:
         threads = [threading.Thread(target=lambda n=n: it.ask("word " * (100 + 50 * n), max_tokens=16)) for n in range(8)]
         for thread in threads:
             thread.start()
@@ -127,4 +89,4 @@ def test_budget_is_kept_under_clients(grown):
             thread.join()
         with open(f"/proc/{it.process.pid}/status") as file:
             peak = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
-        assert peak <= 180 << 20
+        assert peak <= 260 << 20
