@@ -181,7 +181,7 @@ class Prefetcher:
         order = np.argsort(-count, kind="stable")
         self._read_ahead.read(p.gate, order[count[order] > 0].tolist())
 
-    def reset_sequence(self) -> None:
-        """A new text begins."""
-        self.predictor.reset_sequence()
+    def reset_sequence(self, sequence: int = 0) -> None:
+        """This sequence begins a new text."""
+        self.predictor.reset_sequence(sequence)
         self._token_t = 0
