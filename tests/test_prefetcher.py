@@ -370,3 +370,67 @@ def test_predicts_nothing_while_the_disk_has_nothing_to_do():
     assert tokens(30, busy_ns=1000) == 0
     tokens(2, busy_ns=5_000_000)
     assert tokens(30, busy_ns=5_000_000) == 60
+
+
+def several_of(gate, sequences, t_ns=0, ids=(0, 1)):
+    event = event_of(gate, len(sequences), t_ns, ids=ids)
+    event.decode, event.sequences = True, np.array(sequences, np.int32)
+    return event
+
+
+def test_each_number_of_sequences_is_compared_by_itself():
+    """Tokens of four sequences take longer than those of one, with prefetching and without."""
+    prefetcher = Prefetcher(Recorder(), Fixed(np.ones((4, 8))), n_used=2, n_lanes=1)
+    t = 0
+
+    def step(sequences, ns):
+        nonlocal t
+        for gate in (0, 1):
+            t += ns // 2
+            prefetcher.observe(several_of(gate, sequences, t_ns=t))
+
+    step([0], 1000)
+    one = prefetcher.ab_test
+    for _ in range(BLOCK * len(ORDER) + 1):
+        step([0, 1, 2, 3], 4000)
+    four = prefetcher.ab_test
+    assert four is not one and four.gain is not None and one.gain is None
+    step([2], 1000)
+    assert prefetcher.ab_test is one and not any(one._times.values())
+    step([3, 1, 0, 2], 4000)
+    assert prefetcher.ab_test is four
+
+
+def test_what_is_seldom_useful_is_not_read_for_several_sequences():
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, Fixed([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]]), n_used=2, n_lanes=1)
+    prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
+    prefetcher._n_sequences, prefetcher._earned = 2, 8.0
+    for token in range(40):
+        buffer.prefetched.clear()
+        buffer.counters.io_worker_busy_ns += 5_000_000
+        for gate in (0, 1):
+            event = several_of(gate, [0, 1], 10_000_000 * (2 * token + gate + 1))
+            event.ids[:] = [[0, 7], [2, 6]]
+            prefetcher.observe(event)
+    assert (1, [0, 2, 1, 3], False, 2) in buffer.prefetched
+
+
+def test_several_tokens_may_earn_the_slices_of_all_their_experts():
+    prefetcher = Prefetcher(Recorder(), Fixed(np.zeros((6, 8))), n_used=2, n_lanes=1, ab_tested=False)
+    mosts = []
+    for sequences in ([0], [0, 1, 2], [0, 1, 2, 3, 4, 5]):
+        prefetcher.observe(several_of(0, sequences))
+        mosts.append(prefetcher._most)
+    assert mosts == [4, 12, 16]  # two matrices; a gate has eight experts
+
+
+def test_each_token_wants_a_version_of_its_own():
+    """What one token would skip is read for another that would have it in high precision; the sum of both decides nothing."""
+    scores = np.array([[0.5, 0.3, 0.12, 0.08, 0, 0, 0, 0], [0, 0, 0.08, 0.5, 0.3, 0.12, 0, 0]], np.float32)
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, n_lanes=1, ab_tested=False, precision=Precision(0.6, 0.85, 0.5, "Q4_0"))
+    prefetcher._credit = 99.0
+    prefetcher._act([Prediction(1, scores)], decode=True)
+    (_, high, _, n_high), (_, low, *_) = buffer.prefetched
+    assert set(high[:n_high]) == {0, 1, 3, 4} and set(low) == {2, 5}
