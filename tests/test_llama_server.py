@@ -12,8 +12,11 @@ import threading
 import time
 
 import httpx
+import numpy as np
 import openai
 import pytest
+
+from moeoff.simulate import Trace
 
 SCRIPT = """
 import json, signal, sys, threading
@@ -46,6 +49,9 @@ class Served:
     def __exit__(self, *_) -> None:
         self.process.kill()
         self.process.communicate()
+
+    def complete(self, text: str, n: int):
+        return self.client.completions.create(model="x", prompt=text, max_tokens=n, temperature=0, extra_body={"ignore_eos": True})
 
     def ask(self, text: str, **options):
         return self.client.chat.completions.create(model="x", messages=[{"role": "user", "content": text}], temperature=0, **{"max_tokens": 24} | options)
@@ -87,6 +93,30 @@ def test_several_at_once(served):
     for thread in threads:
         thread.join()
     assert sum(a == b for a, b in zip(alone, together)) >= len(questions) - 1  # batches round differently
+
+
+def test_a_trace_tells_the_slots_apart(demo, tmp_path):
+    """Answers that are written at once are decoded together; a slot's next conversation begins where it leaves what it had computed."""
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as it:
+        texts = ["The heron stood", "Count to a hundred, slowly:"]
+        threads = [threading.Thread(target=lambda text=text: it.complete(text, 96)) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for text in ("The heron stood in the water", "The heron stood on one leg"):
+            it.complete(text, 4)
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(20) == 0
+    trace = Trace.read(tmp_path / "t")
+    together = [e for e in trace.events if e.decode and len(e.ids) == 2]
+    assert len(together) > trace.model.n_gates * 24 and all(sorted(e.sequences.tolist()) == [0, 1] for e in together)
+    of_slot = [
+        sum(int(np.sum(e.sequences == slot)) if e.sequences is not None else len(e.ids) * (slot == 0) for e in trace.events if e.gate == 0) for slot in (0, 1)
+    ]
+    assert min(of_slot) > 96 and sum(of_slot) == trace.n_tokens
+    begun = [trace.begins.get(n, [0, 1]) for n in np.flatnonzero(trace.starts)]
+    assert len(begun) in (3, 4) and begun[-2] == begun[-1]  # the last two share a beginning with what their slot holds; the first two may begin at once
 
 
 def test_json_schema(served):
