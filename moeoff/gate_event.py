@@ -32,6 +32,7 @@ class GateEvent:
             told unless a part needs them.
         decode: the tokens are decoded: one of a sequence, one each of several, or a draft that is verified. False: they are text
             that is read. Always told; None, when one is made, takes a single token for decoded and several for text.
+        sequences: [n_tokens] int32, the sequence (a server's slot) of each token; None: all are of sequence 0, or it is not known.
     """
 
     gate: int
@@ -48,10 +49,16 @@ class GateEvent:
     logits: np.ndarray | None = None
     row_step: int = 1
     decode: bool | None = None
+    sequences: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.decode is None:
             self.decode = len(self.ids) == 1
+
+    @property
+    def one_each(self) -> bool:
+        """No two tokens are of the same sequence: the rows of the next token may be those of this one."""
+        return len(self.ids) == 1 or (self.sequences is not None and len(set(self.sequences.tolist())) == len(self.ids))
 
     def sample(self, n: int) -> GateEvent:
         """Itself, or a copy with at most n of its tokens, evenly spread, for each of which there are all rows: its row_step is 1."""
@@ -69,4 +76,5 @@ class GateEvent:
             gate_input=None if self.gate_input is None else self.gate_input[rows],
             logits=None if self.logits is None else self.logits[rows],
             row_step=1,
+            sequences=None if self.sequences is None else self.sequences[::step],
         )

@@ -15,7 +15,7 @@ def answers(judge: DraftJudge, batches: int, accepted: float, costs: float, n_sl
     rng, now, drafted, n_drafted = np.random.default_rng(0), 0.0, judge.on, 0
     first = np.zeros(n_slots, int)
     for _ in range(batches):
-        judge.begin({slot: Span(int(f), int(f) + 1, 1) for slot, f in enumerate(first)}, True, now)
+        judge.begin({slot: Span(int(f), int(f) + 1, 1, True) for slot, f in enumerate(first)}, True, now)
         n_drafted += drafted
         now += 0.01 * rng.uniform(0.95, 1.05) * (costs if drafted else 1.0)
         first += 1 + (rng.binomial(4, accepted / 4, n_slots) if drafted else 0)
@@ -37,5 +37,5 @@ def test_what_does_not_pay_is_seldom_tried():
 def test_a_prompt_between_is_no_time_of_an_answer():
     judge = DraftJudge()
     for i in range(1000):
-        judge.begin({0: Span(i, i + 1, 1)}, i % WINDOW != 0, float(i))
+        judge.begin({0: Span(i, i + 1, 1, True)}, i % WINDOW != 0, float(i))
     assert judge.gain is None

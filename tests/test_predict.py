@@ -347,6 +347,41 @@ def test_previous_token(recording):
             assert set(top_k(found.scores, 4)[0]) == set(recording.ids[t, found.gate])
 
 
+def in_turn(recording: Recording, tokens: list[int], sequences: list[int]) -> list[GateEvent]:
+    """A step of several sequences: these tokens in one batch."""
+    out = []
+    for events in zip(*(recording.events(t, t + 1) for t in tokens)):
+        arrays = (np.concatenate([getattr(event, name) for event in events]) for name in ("ids", "weights"))
+        out.append(GateEvent(events[0].gate, *arrays, decode=True, sequences=np.array(sequences, np.int32)))
+    return out
+
+
+@pytest.mark.parametrize("name", ["activation-path", "eap", "previous-token"])
+def test_sequences_side_by_side_are_predicted_as_each_alone(name, recording, sections):
+    """Each has its own path, over the tokens before, too; one that begins anew leaves the other's alone."""
+    n = recording.model.n_gates
+    texts = [list(range(0, 6)), list(range(20, 26))]
+    expected = []
+    for text, starts in zip(texts, ((), (3,))):
+        predictor, said = make(name, recording, sections), {}
+        for i, t in enumerate(text):
+            if i in starts:
+                predictor.reset_sequence()
+            said |= {(i, e.gate): p.scores[0].copy() for e in recording.events(t, t + 1) for p in predictor.observe(e)}
+        expected.append(said)
+    predictor = make(name, recording, sections)
+    for i, tokens in enumerate(zip(*texts)):
+        if i == 3:
+            predictor.reset_sequence(7)
+        for event in in_turn(recording, list(tokens), [4, 7]):
+            (p,) = predictor.observe(event)
+            assert p.gate == (event.gate + 1) % n and p.scores.shape[0] == 2
+            if i == 3 and name != "previous-token" and event.gate == 0:
+                continue  # a path is one of all rows: the other sequence's begins anew as well
+            for row, said in zip(p.scores, expected):
+                np.testing.assert_allclose(row, said[i, event.gate], rtol=1e-5)
+
+
 def test_gates_are_the_routers(recording, sections):
     """Raw: the next router on this input; the stack's first layer: the same; calibrated: one of the two, by the profile."""
     router, event = recording.router, recording.events(0, 1)[4]

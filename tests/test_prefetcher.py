@@ -12,7 +12,8 @@ from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError, cache, native
 from moeoff.budget.precision import Precision
 from moeoff.engine.ab_test import BLOCK, ORDER
-from moeoff.engine.batch_spans import batch_spans, is_decode
+from moeoff.engine.batch_rows import BatchRows
+from moeoff.engine.batch_spans import batch_spans, is_decode, spans_of
 from moeoff.engine.driver import Driver
 from moeoff.engine.prefetcher import Prefetcher
 from moeoff.engine.strategy import PRESETS, Strategy, get_strategy, strategy_names
@@ -156,21 +157,23 @@ def test_a_text_begins_where_positions_go_back(demo):
         assert counted() == pytest.approx(4, abs=1)
 
 
-def test_one_of_several_sequences_begins_no_text():
-    """Only a batch in which every sequence begins is a new text for policies and predictors, which know of one."""
+def test_each_sequence_begins_by_itself():
+    """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
     driver = Driver(Recorder())
 
-    def begins(*tokens):
-        batch = SimpleNamespace(n_tokens=len(tokens), pos=[pos for _, pos in tokens], seq_id=[[sequence] for sequence, _ in tokens])
-        return driver._begins(batch_spans(batch))
+    def begun(*tokens, decode=None):
+        sequences, positions = [sequence for sequence, _ in tokens], [pos for _, pos in tokens]
+        return driver._begun(spans_of(sequences, positions, None if decode is None else [not decode] * len(tokens)))
 
-    assert begins((0, 0), (0, 1), (0, 2))
-    assert not begins((0, 3))
-    assert not begins((0, 4), (1, 0), (1, 1))
-    assert not begins((0, 5), (1, 2))
-    assert begins((2, 0))
-    assert not begins((1, 3), (0, 6))
-    assert begins((1, 1), (1, 2)) and not begins((1, 3))
+    assert begun((0, 0), (0, 1), (0, 2)) == [0]
+    assert begun((0, 3)) == []
+    assert begun((0, 4), (1, 0), (1, 1)) == [1]
+    assert begun((0, 5), (1, 2)) == []
+    assert begun((2, 0), (0, 2), (0, 3)) == [2, 0]
+    assert begun((1, 3), (0, 4)) == []
+    assert begun((1, 1), (1, 2)) == [1] and begun((1, 3)) == []
+    assert begun((1, 4), (1, 5), (1, 6), decode=True) == [] and begun((1, 5), (0, 5), decode=True) == []
+    assert begun((1, 5), (1, 6)) == [1]  # another prompt that shares its beginning
 
 
 def test_several_sequences_are_decoded_and_a_text_is_read():
@@ -179,6 +182,42 @@ def test_several_sequences_are_decoded_and_a_text_is_read():
         return is_decode(batch_spans(batch))
 
     assert decodes(0) and decodes(0, 1, 2) and not decodes(0, 0) and not decodes(0, 1, 1)
+    assert is_decode(spans_of([0, 1, 1], [5, 7, 8], [0, 0, 0])) and not is_decode(spans_of([0, 1], [5, 0], [0, 1]))  # a server knows
+
+
+class Parts:
+    """Records which sequences begin, as trace, policy and predictor are told."""
+
+    static, wants_probs, wants_tokens = False, False, False
+
+    def __init__(self):
+        self.begun, self.seen = [], []
+
+    def new_sequence(self, sequence):
+        self.begun.append(sequence)
+
+    reset_sequence = new_sequence
+
+    def update(self, event):
+        self.seen.append(None if event.sequences is None else event.sequences.tolist())
+
+
+def test_the_driver_tells_which_sequence_begins_and_which_each_token_is_of():
+    policy = Parts()
+    driver = Driver(Recorder(), policy)
+
+    def batch(sequences, positions, rows=None, n_tokens=None):
+        driver.begin(np.zeros(len(sequences), np.int32), spans_of(sequences, positions), False, rows)
+        driver.deliver(event_of(0, n_tokens or len(sequences)))
+
+    batch([3, 3], [0, 1])
+    batch([3], [2])
+    batch([3, 0, 0], [3, 0, 1], BatchRows(np.array([3, 0, 0]), np.array([1, 0, 1]), 8))
+    batch([0], [2])
+    batch([3, 1], [4, 0])  # in an order that is not known
+    batch([1, 2], [1, 0], BatchRows(np.array([1, 2]), np.array([1, 1]), 8), n_tokens=5)  # of another context
+    assert policy.begun == [3, 0, 1, 2]
+    assert policy.seen == [[3, 3], [3], [3, 0, 0], None, None, None]
 
 
 def test_a_decode_batch_is_predicted_row_by_row():
@@ -232,6 +271,12 @@ class Recorder:
         self.prefetched = []
         self.counters = native.Stats()
         self.arena_full = 1 << 20
+
+    def drain(self): ...
+
+    def publish(self): ...
+
+    def set_gate_callback(self, callback): ...
 
     def prefetch(self, gate, experts, n_read=None, low=False, limit=-1):
         n_read = len(experts) if n_read is None else n_read
@@ -325,3 +370,67 @@ def test_predicts_nothing_while_the_disk_has_nothing_to_do():
     assert tokens(30, busy_ns=1000) == 0
     tokens(2, busy_ns=5_000_000)
     assert tokens(30, busy_ns=5_000_000) == 60
+
+
+def several_of(gate, sequences, t_ns=0, ids=(0, 1)):
+    event = event_of(gate, len(sequences), t_ns, ids=ids)
+    event.decode, event.sequences = True, np.array(sequences, np.int32)
+    return event
+
+
+def test_each_number_of_sequences_is_compared_by_itself():
+    """Tokens of four sequences take longer than those of one, with prefetching and without."""
+    prefetcher = Prefetcher(Recorder(), Fixed(np.ones((4, 8))), n_used=2, n_lanes=1)
+    t = 0
+
+    def step(sequences, ns):
+        nonlocal t
+        for gate in (0, 1):
+            t += ns // 2
+            prefetcher.observe(several_of(gate, sequences, t_ns=t))
+
+    step([0], 1000)
+    one = prefetcher.ab_test
+    for _ in range(BLOCK * len(ORDER) + 1):
+        step([0, 1, 2, 3], 4000)
+    four = prefetcher.ab_test
+    assert four is not one and four.gain is not None and one.gain is None
+    step([2], 1000)
+    assert prefetcher.ab_test is one and not any(one._times.values())
+    step([3, 1, 0, 2], 4000)
+    assert prefetcher.ab_test is four
+
+
+def test_what_is_seldom_useful_is_not_read_for_several_sequences():
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, Fixed([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]]), n_used=2, n_lanes=1)
+    prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
+    prefetcher._n_sequences, prefetcher._earned = 2, 8.0
+    for token in range(40):
+        buffer.prefetched.clear()
+        buffer.counters.io_worker_busy_ns += 5_000_000
+        for gate in (0, 1):
+            event = several_of(gate, [0, 1], 10_000_000 * (2 * token + gate + 1))
+            event.ids[:] = [[0, 7], [2, 6]]
+            prefetcher.observe(event)
+    assert (1, [0, 2, 1, 3], False, 2) in buffer.prefetched
+
+
+def test_several_tokens_may_earn_the_slices_of_all_their_experts():
+    prefetcher = Prefetcher(Recorder(), Fixed(np.zeros((6, 8))), n_used=2, n_lanes=1, ab_tested=False)
+    mosts = []
+    for sequences in ([0], [0, 1, 2], [0, 1, 2, 3, 4, 5]):
+        prefetcher.observe(several_of(0, sequences))
+        mosts.append(prefetcher._most)
+    assert mosts == [4, 12, 16]  # two matrices; a gate has eight experts
+
+
+def test_each_token_wants_a_version_of_its_own():
+    """What one token would skip is read for another that would have it in high precision; the sum of both decides nothing."""
+    scores = np.array([[0.5, 0.3, 0.12, 0.08, 0, 0, 0, 0], [0, 0, 0.08, 0.5, 0.3, 0.12, 0, 0]], np.float32)
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, n_lanes=1, ab_tested=False, precision=Precision(0.6, 0.85, 0.5, "Q4_0"))
+    prefetcher._credit = 99.0
+    prefetcher._act([Prediction(1, scores)], decode=True)
+    (_, high, _, n_high), (_, low, *_) = buffer.prefetched
+    assert set(high[:n_high]) == {0, 1, 3, 4} and set(low) == {2, 5}

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
 
+import numpy as np
 import pytest
 
 from helpers.served import SCRIPT, Served
+from moeoff.simulate import Trace
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,30 @@ def test_texts_are_those_of_one_model_alone(served, demo):
         expected = llm.create_completion("The heron stood", max_tokens=24, temperature=0)["choices"][0]["text"]
     found = served.client.completions.create(model="x", prompt="The heron stood", max_tokens=24, temperature=0).choices[0].text
     assert found == expected
+
+
+def test_a_trace_tells_the_slots_apart(demo, tmp_path):
+    """Answers that are written at once are decoded together; a slot's next conversation begins where it leaves what it had computed."""
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as it:
+        texts = ["The heron stood", "Count to a hundred, slowly:"]
+        threads = [threading.Thread(target=lambda text=text: it.complete(text, 96)) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for text in ("The heron stood in the water", "The heron stood on one leg"):
+            it.complete(text, 4)
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(20) == 0
+    trace = Trace.read(tmp_path / "t")
+    together = [e for e in trace.events if e.decode and len(e.ids) == 2]
+    assert len(together) > trace.model.n_gates * 24 and all(sorted(e.sequences.tolist()) == [0, 1] for e in together)
+    of_slot = [
+        sum(int(np.sum(e.sequences == slot)) if e.sequences is not None else len(e.ids) * (slot == 0) for e in trace.events if e.gate == 0) for slot in (0, 1)
+    ]
+    assert min(of_slot) > 96 and sum(of_slot) == trace.n_tokens
+    begun = [trace.begins.get(n, [0, 1]) for n in np.flatnonzero(trace.starts)]
+    assert len(begun) in (3, 4) and begun[-2] == begun[-1]  # the last two share a beginning with what their slot holds; the first two may begin at once
 
 
 def test_budget_moves_while_answers_are_written(demo):
@@ -81,7 +108,7 @@ def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, said):
 
 
 def test_budget_is_kept_under_clients(grown):
-    with Served(grown, memory="260M", n_ctx=4096, parallel=4) as it:
+    with Served(grown, memory="260M", n_ctx=4096, parallel=4, args=["--override-kv", "qwen2moe.context_length=int:4096"]) as it:
         threads = [threading.Thread(target=lambda n=n: it.ask("word " * (100 + 50 * n), max_tokens=16)) for n in range(8)]
         for thread in threads:
             thread.start()

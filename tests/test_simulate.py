@@ -14,6 +14,7 @@ from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
 from moeoff.simulate.simulator import _Zero, simulate
 from moeoff.simulate.trace import Model, TensorInfo, Trace
+from moeoff.tune.writer import ParallelLlama
 
 ONE = Model("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
 TWO = Model("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
@@ -195,6 +196,32 @@ def test_replay_of_a_live_policy_run(demo, tmp_path, name):
         decode(llm, driver=llm._parts.driver)
         stats, residency = llm.stats(), llm.expert_buffer.residency()
     trace = Trace.read(tmp_path / "t")
+    result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)
+    assert (result.event_hits == trace.hits).all() and stats.evictions == result.evictions > 0
+    assert residency_of(trace, result).tolist() == residency.tolist()
+
+
+@pytest.mark.parametrize("name", ["lfu", "hobbit", "score"])
+def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path, name):
+    """They begin at different times, one again while the other goes on; the events say which is which, and that they are decoded."""
+    arena = int(Layout.read(demo).expert_bytes * 0.9)
+    with ParallelLlama(demo, 2, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", n_ctx=256, n_threads=2) as llm:
+        driver = llm._parts.driver
+        driver._hold = driver.as_traced = True
+        rng = np.random.default_rng(5)
+        ends = {}
+        for step in range(72):
+            if step in (0, 24, 48):  # 0 alone, both, 1 begins anew
+                sequence = min(step, 1)
+                llm.forget_sequence(sequence)
+                ends[sequence] = 0
+            llm.decode_sequences(rng.integers(300, 4000, len(ends)).tolist(), list(ends.values()), list(ends), [True] * len(ends))
+            ends = {sequence: end + 1 for sequence, end in ends.items()}
+            driver.release()
+        stats, residency = llm.stats(), llm.expert_buffer.residency()
+    trace = Trace.read(tmp_path / "t")
+    assert [(n // trace.model.n_gates, trace.begins.get(n)) for n in np.flatnonzero(trace.starts)] == [(0, None), (24, [1]), (48, [1])]
+    assert all(e.decode and (e.sequences is None if len(e.ids) == 1 else e.sequences.tolist() == [0, 1]) for e in trace.events)
     result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)
     assert (result.event_hits == trace.hits).all() and stats.evictions == result.evictions > 0
     assert residency_of(trace, result).tolist() == residency.tolist()

@@ -129,7 +129,7 @@ def test_an_older_version_is_read_and_continued(version, tmp_path):
     assert len(Trace.read(path).events) == 12 and len(Trace.read(path).reads) == (3 if version == 2 else 0)
     with TraceWriter(path, MODEL) as writer:
         writer.write_reads(reads(1, 4, 1))
-    assert path.read_bytes()[8] == 3
+    assert path.read_bytes()[8] == 4
     assert Trace.read(path).reads["version"].tolist() == ([0] * 3 if version == 2 else []) + [1] * 4
 
 
@@ -205,3 +205,30 @@ def test_decisions_round_trip(tmp_path, probs):
         assert (event.ids == live.ids).all() and (event.weights == live.weights).all()
         assert (event.probs == live.probs).all() if probs else event.probs is None
         assert (event.versions is None) == (i % 3 != 2) and (i % 3 != 2 or (event.versions == live.versions).all())
+
+
+@pytest.mark.parametrize("probs", [False, True])
+def test_sequences_round_trip(tmp_path, probs):
+    """Which sequence each token is of, which begin where, and what is decoded."""
+    several = [None, np.array([0, 2, 5, 2], np.int32), np.full(4, 7, np.int32)]
+    events = [replace(e, sequences=several[i % 3], decode=i % 2 == 0, probs=e.probs if probs else None) for i, e in enumerate(gate_events(12, 4))]
+    with TraceWriter(tmp_path / "t", MODEL) as writer:
+        for i, event in enumerate(events):
+            for sequence in {0: [7, 2], 3: [5], 6: [2, 0], 9: [0]}.get(i, ()):
+                writer.new_sequence(sequence)
+            writer.write(event)
+    trace = Trace.read(tmp_path / "t")
+    assert np.flatnonzero(trace.starts).tolist() == [0, 3, 6, 9] and trace.begins == {3: [5], 6: [0, 2], 9: [0]}
+    for event, live in zip(trace.events, events, strict=True):
+        assert event.decode == live.decode and (event.ids == live.ids).all()
+        assert (event.sequences is None) == (live.sequences is None) and np.array_equal(event.sequences, live.sequences)
+        assert (event.probs == live.probs).all() if probs else event.probs is None
+    assert trace.slice(4, 12).begins == {2: [0, 2], 5: [0]}
+    joined = Trace.join([trace, trace])
+    assert joined.begins == {3: [5], 6: [0, 2], 9: [0], 15: [5], 18: [0, 2], 21: [0]} and joined.starts[12]
+
+
+def test_a_text_of_the_only_sequence_is_as_short_as_before(tmp_path):
+    write(tmp_path / "t")
+    trace = Trace.read(tmp_path / "t")
+    assert not trace.begins and all(e.sequences is None and e.decode for e in trace.events)

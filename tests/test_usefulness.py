@@ -49,3 +49,14 @@ def test_what_is_resident_says_nothing():
         usefulness.predicted(1, np.array([0, 5]))
         usefulness.selected(1, np.array([0]))  # the resident one is right, the absent one never
     assert usefulness.n_paying(1) < 2
+
+
+def test_several_sequences_have_one_place_for_each_expert():
+    """Experts that several want count once; a place is as good as what any of the sequences selects of it."""
+    usefulness, resident = Usefulness(2, 8, 2), np.zeros((2, 8), bool)
+    for _ in range(50):
+        usefulness.selected(0, np.array([0]))
+        usefulness.next_token(resident)
+        usefulness.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))  # of three sequences
+        usefulness.selected(1, np.array([[0, 3], [1, 3], [2, 4]]).ravel())
+    assert usefulness.n_paying(1) == 1

@@ -125,11 +125,16 @@ class Policy:
         """
         self.shape = replace(self.shape, capacity=capacity)
 
-    def reset_sequence(self) -> None:
-        """A new text begins: the next event is its first."""
+    def reset_sequence(self, sequence: int = 0) -> None:
+        """This sequence begins a new text: its next token is the first. Others may go on (`GateEvent.sequences`)."""
 
     def prepare(self, events: Iterable[GateEvent]) -> None:
         """Offline policies see all events before the first `update`."""
+
+
+def with_row(rows: np.ndarray, n: int) -> np.ndarray:
+    """`rows`, or a copy that has a row `n`: the new ones are 0."""
+    return rows if n < len(rows) else np.concatenate([rows, np.zeros((n + 1 - len(rows), *rows.shape[1:]), rows.dtype)])
 
 
 def used(event: GateEvent) -> tuple[np.ndarray, np.ndarray | int]:

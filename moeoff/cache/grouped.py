@@ -17,7 +17,7 @@ UPDATES = 8  # of the table for each token at least, or one for each gate if the
 
 
 class GroupedPolicy(Policy):
-    """Override `update_gates`; call `super().start()` in `start`, and `super().reset_sequence()` first in `reset_sequence`.
+    """Override `update_gates`; call `super().start()` in `start`, and `super().reset_sequence(sequence)` first in `reset_sequence`.
 
     Attributes:
         gated: probabilities of router logits, if a policy that `wants_probs` shall make them of events that have logits alone.
@@ -59,5 +59,5 @@ class GroupedPolicy(Policy):
         """
         raise NotImplementedError
 
-    def reset_sequence(self) -> None:
+    def reset_sequence(self, sequence: int = 0) -> None:
         self._apply()

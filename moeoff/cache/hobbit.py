@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from ..gate_event import GateEvent
-from .base import Sections, used
+from .base import Sections, used, with_row
 from .grouped import GroupedPolicy
 from .importance import T1, unimportance
 
@@ -19,6 +19,9 @@ class Hobbit(GroupedPolicy):
     the event's alone where w_fld is 0. With low_cost = B_l/B_h, what a low-precision miss costs beside a high one (§3.4's
     penalty), w_lfu and w_lhu share their sum so that w_lfu F + w_lhu H is what the misses of these uses would have cost. The
     default weights are those that `moeoff.calibrate.fit_hobbit` fits for the demo model. sequence=False never resets.
+
+    Of several sequences, which the paper does not have, F and H are the sums, R is the latest use and T counts the tokens of all;
+    one that begins a text takes its uses with it.
     """
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
@@ -43,7 +46,8 @@ class Hobbit(GroupedPolicy):
         self._fld = (o["fld"] * (1 - ((i[None] - i[:, None]) % n) / n)).astype(np.float32)[:, :, None]  # [l_i, l_t]
         self._last = np.zeros_like(self.priorities)
         self._all = np.zeros_like(self.priorities)  # the three parts that do not depend on l_i
-        self._scratch = np.empty((n, 1), np.float32)
+        self._scratch = np.zeros((n, 1), np.float32)
+        self._own: np.ndarray | None = None  # [n_sequences, 2, gate, expert] w_lfu F + w_lhu H and R of each; None: there is sequence 0 alone
         self._tokens = 1
 
     def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
@@ -51,6 +55,8 @@ class Hobbit(GroupedPolicy):
         if first == 0:
             self._tokens += n_tokens
         gates = np.arange(first, first + len(events))
+        if o["sequence"]:
+            self._count_own(events)
         if n_tokens == 1 and len({event.ids.shape[1] for event in events}) == 1:
             ids, weights = (np.concatenate(arrays) for arrays in ([e.ids for e in events], [e.weights for e in events]))
             self._count(gates[:, None], ids, o["lfu"] + o["lhu"] * (unimportance(weights) <= o["t1"]))
@@ -69,9 +75,32 @@ class Hobbit(GroupedPolicy):
         self._all[gate, experts] += worth + self.options["lru"] * (self._tokens - self._last[gate, experts])
         self._last[gate, experts] = self._tokens
 
-    def reset_sequence(self) -> None:
-        super().reset_sequence()
+    def _count_own(self, events: Sequence[GateEvent]) -> None:
+        """Before `_count`, as soon as a sequence other than 0 has been seen."""
+        o = self.options
+        for event in events:
+            if event.sequences is None and self._own is None:
+                continue
+            if self._own is None:
+                self._own = np.stack([self._all - o["lru"] * self._last, self._last])[None]
+            sequences = np.zeros(len(event.ids), np.int32) if event.sequences is None else event.sequences
+            self._own = with_row(self._own, sequences.max())
+            at = sequences[:, None], event.ids
+            np.add.at(self._own[:, 0, event.gate], at, o["lfu"] + o["lhu"] * (unimportance(event.weights) <= o["t1"]))
+            self._own[:, 1, event.gate][at] = self._tokens
+
+    def reset_sequence(self, sequence: int = 0) -> None:
+        super().reset_sequence(sequence)
         if not self.options["sequence"]:
+            return
+        if self._own is None and sequence:
+            return  # nothing is of it
+        if self._own is not None and sequence < len(self._own):
+            self._own[sequence] = 0
+        if self._own is not None and self._own.any():
+            self._last[:] = self._own[:, 1].max(axis=0)
+            np.add(self._own[:, 0].sum(axis=0), self.options["lru"] * self._last, out=self._all)
+            np.add(self._all, self._scratch, out=self.priorities)
             return
         for array in (self._last, self._all, self.priorities):
             array[:] = 0

@@ -48,7 +48,9 @@ class EvaluatedModel(Protocol):
     """What evaluation needs of a model; `moeoff.Llama` has it."""
 
     n_batch: int
-    cancellation: Cancellation
+
+    @property
+    def cancellation(self) -> Cancellation: ...
 
     @property
     def expert_buffer(self) -> ExpertBuffer: ...

@@ -3,7 +3,7 @@
 Assembly(config)            chooses: budget, settings, micro-batch, profile, precision; nothing is loaded
 with loading() as overrides: llama.cpp loads with them
 attach()                    where experts are read from
-start(sizes, n_ctx)         the arenas get what is left of the budget
+start(sizes, ctx)           the arenas get what is left of the budget
 attach_driver()             the strategy's policy and predictor
 begin(...), end(...)        around every decode
 close()
@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from ..binding import api
 from ..budget.dry_load import MemorySizes
 from ..budget.footprint import Footprint, require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
@@ -36,6 +37,7 @@ from ..gguf.layout import Layout
 from ..machine import machine_name
 from ..memory import DEFAULT_SHARE, available, peak_rss, rss
 from .arena_sizer import ArenaSizer
+from .batch_rows import BatchRows, Splitting
 from .batch_spans import Span
 from .cancellation import Cancellation
 from .config import Config
@@ -67,7 +69,7 @@ class Assembly:
         budget: bytes of the whole process; None: the experts' arena alone is bounded.
         buffer: the expert buffer.
         driver: after `attach_driver`, if the strategy needs one.
-        sizer: after `start`.
+        sizer, splitting: after `start`.
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
@@ -76,6 +78,7 @@ class Assembly:
     """
 
     sizer: ArenaSizer
+    splitting: Splitting
     _prompt_meter: PromptMeter
 
     def __init__(self, config: Config, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0):
@@ -194,19 +197,20 @@ class Assembly:
         """The model is loaded."""
         self.buffer.attach(self.layout, self.source, self.low_source)
 
-    def start(self, size: MemorySizes, n_ctx: int) -> None:
+    def start(self, size: MemorySizes, ctx: int) -> None:
         """Sizes the arenas from what the loaded model has left of the budget.
 
         Args:
             size: what it takes.
-            n_ctx: tokens of its context.
+            ctx: its llama_context.
 
         Raises:
             BudgetError: too little is left for experts.
         """
         config, precision = self.config, self.precision
+        self.splitting = Splitting.of(ctx)
         python = max(rss() - size.weights - size.state, 0)  # both are resident: the weights have been read, the state cleared
-        needs = Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, n_ctx, self.buffer.embedding_bytes, self._kept)
+        needs = Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, api.llama_n_ctx(ctx), self.buffer.embedding_bytes, self._kept)
         self.sizer = ArenaSizer(self.buffer, self.budget, config.expert_memory, needs, precision.low_share)
         if self.buffer.running:  # a server has started it in the smallest arena
             self.buffer.set_arena_bytes(*self.sizer.arenas)
@@ -240,18 +244,19 @@ class Assembly:
 
     # --- around every decode ---
 
-    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decodes: bool) -> None:
+    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decodes: bool, rows: BatchRows | None = None) -> None:
         """Before a batch.
 
         Args:
             tokens: [n].
             spans: of its sequences.
             decodes: its tokens are decoded, not read.
+            rows: which is of which sequence, where it holds several (`splitting`).
         """
         self.layout.check_unchanged()
         self.buffer.set_batch_kind(decodes)
         if self.driver is not None:
-            self.driver.begin(tokens, spans, decodes)
+            self.driver.begin(tokens, spans, decodes, rows)
         if not decodes:
             self._prompt_meter.begin()
 

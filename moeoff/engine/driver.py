@@ -1,6 +1,6 @@
 """The driver: gate events in, priorities out, on the native driver thread. Compute never waits for it.
 
-Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text: its owner calls `new_sequence`.
+Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text but which sequences begin, and which a batch holds.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ..cache.grouped import GroupedPolicy
 from ..gate_event import GateEvent
 from ..predict.router import Router
 from ..simulate.trace import Model, TraceWriter
+from .batch_rows import BatchRows, OneSequence
 from .batch_spans import Span
 from .expert_buffer import ExpertBuffer
 from .prefetcher import Prefetcher
@@ -46,7 +47,9 @@ class Driver:
         self._held: list[GateEvent] = []
         self._model = model
         self._arena = self._arena_bytes() if model is not None else 0  # as the policy knows it
-        self._ends: dict[int, int] = {}  # of each sequence, the position after its last token
+        self._ends: dict[int, int] = {}  # of each sequence, the first position at which it may go on
+        self._one: dict[int, OneSequence] = {}
+        self._rows: BatchRows | OneSequence | None = None  # of the batch that computes; None: all are of sequence 0, or it is not known
         self._lock = threading.Lock()
         self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
         self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
@@ -65,6 +68,8 @@ class Driver:
 
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
+        if self._rows is not None:
+            event.sequences = self._rows.of(event)
         if self.prefetcher is not None:
             self.prefetcher.observe(event)  # first: the I/O workers may be idle
         if self._replay is not None:
@@ -101,31 +106,43 @@ class Driver:
         if held:
             self._buffer.publish()
 
-    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decode: bool) -> None:
+    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decode: bool, rows: BatchRows | None = None) -> None:
         """Before a decode.
 
         Args:
             tokens: [n_tokens] of the batch.
             spans: of the batch (`moeoff.engine.batch_spans`).
             decode: its tokens are decoded, not read.
+            rows: which is of which sequence, where there are several; None: not known.
         """
         if not self.needed:
             return
         self._follow_arena()
-        if self._begins(spans):
-            self.new_sequence()
+        self._set_rows(spans, rows)
+        if begun := self._begun(spans):
+            self.new_sequence(*begun)
         if self.prefetcher is not None and (self.prefetcher.predictor.wants_tokens or not decode):
             self._buffer.drain()
             self.prefetcher.begin(tokens, decode)
 
-    def _begins(self, spans: Mapping[int, Span]) -> bool:
-        """Whether a text begins: a sequence is new or goes back behind what it had computed, and no other one goes on in this batch.
+    def _set_rows(self, spans: Mapping[int, Span], several: BatchRows | None) -> None:
+        rows: BatchRows | OneSequence | None = several
+        if len(spans) == 1:
+            (sequence,) = spans
+            rows = self._one.setdefault(sequence, OneSequence(sequence)) if sequence else None
+        if rows is not self._rows:
+            self._buffer.drain()  # what waits is of the batches before
+            self._rows = rows
+
+    def _begun(self, spans: Mapping[int, Span]) -> list[int]:
+        """The sequences that begin a text: new ones, and those that go back behind what they had computed.
 
         So what follows a conversation's beginning, if that is still in the context, is a text of its own unless it goes on at its end.
+        A draft of which not all is accepted goes back, too, but never behind its first token.
         """
-        begins = all(span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items())
-        self._ends |= {sequence: span.end for sequence, span in spans.items()}
-        return begins
+        begun = [sequence for sequence, span in spans.items() if span.first == 0 or span.first < self._ends.get(sequence, 0)]
+        self._ends |= {sequence: span.first + 1 if span.decode else span.end for sequence, span in spans.items()}
+        return begun
 
     def _follow_arena(self) -> None:
         """Tells the policy when the arena has been resized."""
@@ -144,20 +161,21 @@ class Driver:
         stats = self._buffer.stats()
         return int(stats.arena_bytes - stats.low_arena_bytes)
 
-    def new_sequence(self) -> None:
-        """Between decodes: the next event is the first of a text. Waits for the events before it."""
+    def new_sequence(self, *sequences: int) -> None:
+        """Between decodes: the next events of these are the first of a text. Waits for the events before."""
         if not self.needed:
             return
         self._buffer.drain()
         if self._hold:
             self.release()
-        if self.trace is not None:
-            self.trace.new_sequence()
-        if self.prefetcher is not None:
-            self.prefetcher.reset_sequence()
-        if self.policy is not None:
-            with self._lock:
-                self.policy.reset_sequence()
+        for sequence in sequences:
+            if self.trace is not None:
+                self.trace.new_sequence(sequence)
+            if self.prefetcher is not None:
+                self.prefetcher.reset_sequence(sequence)
+            if self.policy is not None:
+                with self._lock:
+                    self.policy.reset_sequence(sequence)
         self._buffer.publish()
 
     def close(self, note: dict[str, Any] | None = None) -> None:

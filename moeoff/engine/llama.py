@@ -24,7 +24,8 @@ from ..gate_event import GateEvent
 from ..memory import parse_size
 from ..threads import CoreBinding
 from .assembly import Assembly, config_of
-from .batch_spans import batch_spans, is_decode
+from .batch_rows import BatchRows
+from .batch_spans import batch_sequences, batch_spans, is_decode
 from .cancellation import Cancellation
 from .config import Config
 from .context_shift import ContextShift
@@ -71,7 +72,7 @@ class Llama(PatchedLlama):
         try:
             self._load_model()
             parts.attach()
-            parts.start(self.memory_sizes(), self.n_ctx())
+            parts.start(self.memory_sizes(), self.context_handle)
             parts.attach_driver()
             self.set_abort_callback(native.should_abort, parts.buffer.handle)
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
@@ -105,8 +106,10 @@ class Llama(PatchedLlama):
         """Around every decode: what went wrong in a callback or an I/O worker comes before what llama.cpp says of it."""
         parts = self._parts
         spans = batch_spans(batch)
-        decodes = is_decode(spans) if self._decodes is None else self._decodes
-        parts.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
+        if self._decodes is not None:
+            spans = {sequence: span._replace(decode=self._decodes) for sequence, span in spans.items()}
+        decodes = is_decode(spans)
+        parts.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes, self._batch_rows(batch) if len(spans) > 1 else None)
         started = time.perf_counter()
         with parts.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:
@@ -117,6 +120,10 @@ class Llama(PatchedLlama):
                     raise Cancelled("the answer was cancelled") from None
                 raise
         parts.end(batch.n_tokens, time.perf_counter() - started, decodes)
+
+    def _batch_rows(self, batch: Any) -> BatchRows | None:
+        outputs = np.array(batch.logits[: batch.n_tokens], bool)  # NO or YES
+        return self._parts.splitting.rows(np.array(batch_sequences(batch), np.int32), outputs)
 
     @contextlib.contextmanager
     def batches_as(self, *, decode: bool) -> Iterator[None]:

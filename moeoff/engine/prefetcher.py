@@ -31,8 +31,8 @@ class Prefetcher:
     n_lanes: I/O workers of the buffer.
     fallback: takes the predictor's place if it reads gate inputs and events have none.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
-    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`), and what is seldom useful is not
-        read (`Usefulness`).
+    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of sequences), and
+        what is seldom useful is not read (`Usefulness`).
     precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all.
     """
 
@@ -43,8 +43,12 @@ class Prefetcher:
         self._n_gates, n_experts = buffer.priorities.shape
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
-        self._most = float(n_used * max(np.bincount([t.gate for t in buffer.tensors])))  # slices of one gate
+        self._n_experts = n_experts
+        self._n_matrices = int(max(np.bincount([t.gate for t in buffer.tensors])))
+        self._most = float(n_used * self._n_matrices)  # slices that one gate can select
         self.ab_test = ABTest() if ab_tested else None
+        self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}  # by number of sequences: their times cannot be compared
+        self._n_sequences = 1
         self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
         self._read_ahead = ReadAhead(buffer, precision)
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
@@ -83,7 +87,7 @@ class Prefetcher:
             return
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
-            usefulness.selected(event.gate, event.ids[0])
+            usefulness.selected(event.gate, event.ids.ravel())
         if event.gate == 0:
             self._next_token(event)
         self._missed += event.n_miss
@@ -106,12 +110,13 @@ class Prefetcher:
     def _next_token(self, event: GateEvent) -> None:
         """The first gate of a token: what the one before has taken, and what the disk can read beside demand."""
         now, n_rows = event.t_ns, len(event.ids)
+        n_sequences = 1 if event.sequences is None else len(set(event.sequences.tolist()))
         stats = self._buffer.stats()
         busy, reads = stats.io_worker_busy_ns - self._seen[0], stats.reads - self._seen[1]
         self._seen = (stats.io_worker_busy_ns, stats.reads)
         if self._usefulness is not None and self._predicts:
             self._usefulness.next_token(self._buffer.residency() == self._matrices)
-        if self._token_t and n_rows == self._n_rows:
+        if self._token_t and n_rows == self._n_rows and n_sequences == self._n_sequences:
             ns = now - self._token_t
             if self.ab_test is not None:
                 self.ab_test.token(ns)
@@ -123,43 +128,41 @@ class Prefetcher:
             if reads > 0:
                 t_slice = busy / reads / self._n_lanes
                 self._earned = max(self._token_ns / self._n_gates / t_slice - self._misses, 0.0) if t_slice else 0.0
-        self._token_t, self._n_rows, self._missed = now, n_rows, 0
+        if n_rows != self._n_rows:
+            self._most = float(min(n_rows * self._n_used, self._n_experts) * self._n_matrices)
+        if n_sequences != self._n_sequences and self.ab_test is not None:
+            self.ab_test = self._ab_tests.setdefault(n_sequences, ABTest())
+        self._token_t, self._n_rows, self._n_sequences, self._missed = now, n_rows, n_sequences, 0
 
     def _act(self, predictions: list[Prediction], decode: bool) -> None:
         for p in predictions:
             if not decode:
                 self._read_union(p)
                 continue
-            best = self._likeliest(p.scores)
+            top = p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1]
+            best, places = _merged(top)
             n_paying = len(best)
             if self._usefulness is not None:
-                if len(p.scores) == 1:
-                    self._usefulness.predicted(p.gate, best)
-                n_paying = n_paying * self._usefulness.n_paying(p.gate) // self._n_candidates
-            queued = self._read(p, best, n_paying, int(self._credit))
+                self._usefulness.predicted(p.gate, best, places)
+                n_paying = self._usefulness.n_paying(p.gate)
+                if places is not None:
+                    n_paying = int(np.searchsorted(places, n_paying))
+            queued = self._read(p, top, best, n_paying, int(self._credit))
             self._credit -= queued
             if queued:
                 return  # something was absent: look no further ahead (HOBBIT §3.3)
 
-    def _likeliest(self, scores: np.ndarray) -> np.ndarray:
-        """The candidates, best first. Several rows: of each, those in the first places before those in the second, at most all experts."""
-        n = self._n_candidates
-        places: np.ndarray
-        if len(scores) == 1:
-            places = scores[0].argsort()[: -n - 1 : -1]
-            return places
-        places = np.argsort(-scores, axis=1)[:, :n].T.ravel()
-        _, first = np.unique(places, return_index=True)
-        places = places[np.sort(first)]
-        return places
+    def _read(self, p: Prediction, top: np.ndarray, best: np.ndarray, n_paying: int, limit: int) -> int:
+        """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many.
 
-    def _read(self, p: Prediction, best: np.ndarray, n_paying: int, limit: int) -> int:
-        """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many."""
+        Args:
+            top: [n_tokens, n] candidates of each token.
+            best: all of them.
+        """
         gate, prefetch = p.gate, self._buffer.prefetch
         if self._precision.lossless:
             return prefetch(gate, best.tolist(), n_paying, limit=limit)
-        scores = (self.predictor.router.gated(p.scores) if p.logits else p.scores).max(axis=0)
-        versions = self._versions(scores[best])
+        versions = self._versions(self.predictor.router.gated(p.scores) if p.logits else p.scores, top)[best]
         pays = np.arange(len(best)) < n_paying
         high = (versions == native.HIGH) & pays
         queued = prefetch(gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit)  # others that are resident will serve
@@ -167,12 +170,16 @@ class Prefetcher:
             queued += prefetch(gate, low, low=True, limit=limit - queued)
         return queued
 
-    def _versions(self, scores: np.ndarray) -> np.ndarray:
-        """Versions that would serve these candidates, the likeliest first, if their scores were gate weights (HOBBIT §3.3). [n] of native.HIGH, LOW, SKIP."""
-        if scores[-1] < 0:
-            return np.full(len(scores), native.HIGH)
-        s = np.minimum(unimportance(scores[None], min(self._n_used, len(scores)))[0], 1)
-        return np.where(s <= self._precision.t1, native.HIGH, np.where(s <= self._precision.t2, native.LOW, native.SKIP))
+    def _versions(self, scores: np.ndarray, top: np.ndarray) -> np.ndarray:
+        """Versions that would serve the candidates if their scores [n_tokens, n_experts] were gate weights (HOBBIT §3.3): as in the native
+        rule, the best that any token wants. [n_experts] of native.HIGH, LOW, SKIP."""
+        weights = np.take_along_axis(scores, top, axis=1)
+        s = np.minimum(unimportance(weights, min(self._n_used, self._n_candidates)), 1)
+        wanted = np.where(s <= self._precision.t1, native.HIGH, np.where(s <= self._precision.t2, native.LOW, native.SKIP))
+        wanted[weights[:, -1] < 0] = native.HIGH  # no weights
+        versions = np.full(scores.shape[1], native.SKIP)
+        np.minimum.at(versions, top, wanted)
+        return versions
 
     def _read_union(self, p: Prediction) -> None:
         """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3)."""
@@ -181,7 +188,18 @@ class Prefetcher:
         order = np.argsort(-count, kind="stable")
         self._read_ahead.read(p.gate, order[count[order] > 0].tolist())
 
-    def reset_sequence(self) -> None:
-        """A new text begins."""
-        self.predictor.reset_sequence()
+    def reset_sequence(self, sequence: int = 0) -> None:
+        """This sequence begins a new text."""
+        self.predictor.reset_sequence(sequence)
         self._token_t = 0
+
+
+def _merged(top: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """Of candidates [n_tokens, n], best first, each expert once, those in the first places before those in the second; and their places.
+    None: one token's, in order."""
+    if len(top) == 1:
+        return top[0], None
+    best = top.T.ravel()
+    _, first = np.unique(best, return_index=True)
+    first.sort()
+    return best[first], first // len(top)

@@ -23,24 +23,25 @@ class Usefulness:
     def __init__(self, n_gates: int, n_experts: int, n_places: int):
         self._resident = np.ones((n_gates, n_experts), bool)
         self._ids: list[np.ndarray] = [_NOTHING] * n_gates  # this token's
-        self._best = np.zeros((n_gates, n_places), np.int64)
-        self._predicted = np.zeros(n_gates, bool)
-        self._gates = np.arange(n_gates)[:, None]
+        self._best: list[np.ndarray] = [_NOTHING] * n_gates
+        self._places: list[np.ndarray] = [_NOTHING] * n_gates
+        self._all_places = np.arange(n_places)
+        self._gates = np.arange(n_gates)
         self._absent, self._useful = np.zeros(n_places), np.zeros(n_places)
         self._expected_of, self._useful_of = np.zeros(n_gates), np.zeros(n_gates)
         self._n_paying = [n_places] * n_gates
 
     def n_paying(self, gate: int) -> int:
-        """How many of the likeliest candidates of a gate are read if they are absent."""
+        """Up to which place the likeliest candidates of a gate are read if they are absent."""
         return self._n_paying[gate]
 
-    def predicted(self, gate: int, best: np.ndarray) -> None:
-        """The candidates [n_places] of a gate, the likeliest first, for its next token."""
+    def predicted(self, gate: int, best: np.ndarray, places: np.ndarray | None = None) -> None:
+        """The candidates [n] of a gate for its next token, each once, and the place of each; None: the likeliest first."""
         self._best[gate] = best
-        self._predicted[gate] = True
+        self._places[gate] = self._all_places if places is None else places
 
     def selected(self, gate: int, ids: np.ndarray) -> None:
-        """What a gate has selected for a token [n_used]."""
+        """What a gate has selected for a token [n], or for one each of several sequences: of use is what any of them selects."""
         self._ids[gate] = ids  # that is all: this runs for each gate
 
     def next_token(self, resident: np.ndarray) -> None:
@@ -49,20 +50,28 @@ class Usefulness:
         Args:
             resident: [n_gates, n_experts] bool, what is in memory now; the next predictions are judged by it.
         """
-        sizes = [len(ids) for ids in self._ids]
+        n_places, n_gates = len(self._absent), len(self._gates)
         selected = np.zeros_like(self._resident)
-        selected[np.repeat(self._gates[:, 0], sizes), np.concatenate(self._ids)] = True
-        absent = ~self._resident[self._gates, self._best] & self._predicted[:, None]
-        useful = absent & selected[self._gates, self._best]
-        for sums, new in ((self._absent, absent.sum(axis=0)), (self._useful, useful.sum(axis=0)), (self._useful_of, useful.sum(axis=1))):
+        selected[self._gate_of(self._ids), np.concatenate(self._ids)] = True
+        gates, best, places = self._gate_of(self._best), np.concatenate(self._best), np.concatenate(self._places)
+        absent = ~self._resident[gates, best]
+        gates, best, places = gates[absent], best[absent], places[absent]
+        useful = selected[gates, best]
+        for sums, new in (
+            (self._absent, np.bincount(places, minlength=n_places)),
+            (self._useful, np.bincount(places[useful], minlength=n_places)),
+            (self._useful_of, np.bincount(gates[useful], minlength=n_gates)),
+        ):
             sums *= 1 - _RATE
             sums += new
         share = (self._useful + _PRIOR / 2) / (self._absent + _PRIOR)
         self._expected_of *= 1 - _RATE
-        self._expected_of += (absent * share).sum(axis=1)
+        self._expected_of += np.bincount(gates, share[places], n_gates)
         in_gate = (self._useful_of + _PRIOR) / (self._expected_of + _PRIOR)
         pays = in_gate[:, None] * share >= PAYS
         self._n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
-        self._predicted[:] = False
-        self._ids = [_NOTHING] * len(self._ids)
+        self._ids, self._best, self._places = ([_NOTHING] * n_gates for _ in range(3))
         self._resident[:] = resident
+
+    def _gate_of(self, of_each: list[np.ndarray]) -> np.ndarray:
+        return np.repeat(self._gates, [len(part) for part in of_each])

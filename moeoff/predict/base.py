@@ -52,7 +52,7 @@ class Prediction:
     Attributes:
         gate: row of the priority table: a later gate of the same batch, or an earlier one of the next token.
         scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. One row where the prediction
-            is for the next token. Valid until the predictor's next call.
+            is for the next token of a sequence, or one for each of several. Valid until the predictor's next call.
         logits: the scores are a router's logits, not weights.
     """
 
@@ -100,8 +100,8 @@ class Predictor:
         """After a router has selected."""
         return []
 
-    def reset_sequence(self) -> None:
-        """A new text begins."""
+    def reset_sequence(self, sequence: int = 0) -> None:
+        """This sequence begins a new text. Others may go on (`GateEvent.sequences`)."""
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:

@@ -49,10 +49,10 @@ class Blend(Predictor):
         self._weights = arrays["weights"].astype(np.float32)
         self.reset_sequence()
 
-    def reset_sequence(self) -> None:
-        self._waiting = [{} for _ in self._parts]
+    def reset_sequence(self, sequence: int = 0) -> None:
+        self._waiting = [{} for _ in self._parts]  # the others', too: their rows would be in other places
         for part in self._parts:
-            part.reset_sequence()
+            part.reset_sequence(sequence)
 
     def begin(self, tokens: np.ndarray) -> list[Prediction]:
         if not self._parts:

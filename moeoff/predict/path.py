@@ -20,7 +20,7 @@ class ActivationPath(Predictor):
 
     EdgeMoE's models choose one expert; with k of them the probability is the geometric mean over the k x k pairs of one
     expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. The first gates look back
-    into the token before. Without a profile one layer is learned while it runs.
+    into the token before, which is there where the same sequences are decoded again. Without a profile one layer is learned while it runs.
     """
 
     name, summary = "activation-path", "what followed the experts of the last two layers in other text"
@@ -45,26 +45,33 @@ class ActivationPath(Predictor):
             elif self.layers == 2:
                 self._skip = arrays["skip"].astype(np.float32) * SKIP_WEIGHT
             self._log_popularity = np.log(arrays["popularity"] + FLOOR)
-        self.reset_sequence()
-
-    def reset_sequence(self) -> None:
         self._gate = -1
         self._last: np.ndarray | None = None
-        self._before: np.ndarray | None = None
+        self._sequences: np.ndarray | None = None  # of the last rows
+
+    def reset_sequence(self, sequence: int = 0) -> None:
+        if sequence in ((0,) if self._sequences is None else self._sequences):
+            self._last = None  # the path of all rows: the others' next token begins it anew, and from its second gate on it is whole again
+
+    def _follows(self, event: GateEvent) -> bool:
+        """Whether the rows before are of the same tokens or, at the first gate, of the tokens before."""
+        if self._last is None or len(self._last) != len(event.ids) or event.gate != (self._gate + 1) % self.router.n_gates:
+            return False
+        if event.sequences is not self._sequences:
+            if event.sequences is None or self._sequences is None or not np.array_equal(event.sequences, self._sequences):
+                return False
+        return event.gate > 0 or event.one_each
 
     def observe(self, event: GateEvent) -> list[Prediction]:
         ids, n_gates = event.ids, self.router.n_gates
-        follows = event.gate == (self._gate + 1) % n_gates and self._last is not None and len(self._last) == len(ids)
-        if follows and event.gate == 0 and len(ids) > 1:
-            follows = False  # the rows are other tokens
-        before = self._last if follows else None
+        before = self._last if self._follows(event) else None
         if self._counts is not None and before is not None:
             rows, columns = before[:, :, None], ids[:, None, :]
             np.add.at(self._counts[event.gate], (rows, columns), 1)
             np.add.at(self._sums[event.gate], before.ravel(), ids.shape[1])
-        self._gate, self._last, self._before = event.gate, ids, before
+        self._gate, self._last, self._sequences = event.gate, ids, event.sequences
         target = (event.gate + 1) % n_gates
-        if target == 0 and len(ids) > 1:
+        if target == 0 and not event.one_each:
             return []
         return [Prediction(target, self._scores(target, ids, before))]
 

@@ -20,7 +20,8 @@ from ..binding import api
 from ..budget.dry_load import MemorySizes
 from ..budget.footprint import DEFAULT_CTX
 from ..engine.assembly import Assembly, config_of
-from ..engine.batch_spans import Span
+from ..engine.batch_rows import MAYBE, NO, YES, BatchRows
+from ..engine.batch_spans import is_decode, spans_of
 from ..engine.config import Config
 from ..engine.stats import Stats
 from ..errors import MoeoffError, OptionError, Remedy
@@ -213,7 +214,7 @@ class Server:
         weights, state, compute, work, outputs = out
         if ctx_draft and native.context_memory(ctx_draft, out) == 0:  # weights and state of it are resident already
             compute, work, outputs = compute + out[2], work + out[3], outputs + out[4]
-        parts.start(MemorySizes(weights, state, compute, work, outputs), api.llama_n_ctx(ctx))
+        parts.start(MemorySizes(weights, state, compute, work, outputs), ctx)
         parts.attach_driver()
         parts.warm_up()
         if self._stopping:
@@ -223,22 +224,25 @@ class Server:
         return 0
 
     def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
-        spans: dict[int, Span] = {}
-        decodes = True
-        for i in range(n):
-            slot, position = slots[i], positions[i]
-            span = spans.get(slot)
-            spans[slot] = Span(position, position + 1, 1) if span is None else Span(span.first, position + 1, span.n_tokens + 1)
-            decodes = decodes and not is_prompt[i]
-        self._decodes = decodes
+        spans = spans_of(slots[:n], positions[:n], is_prompt[:n])
+        self._decodes = is_decode(spans)
         if self._binding is not None:
             self._binding.__enter__()
         self._started = time.perf_counter()
         if self._judge is not None:
-            self._judge.begin(spans, decodes, self._started)
+            self._judge.begin(spans, self._decodes, self._started)
             self._drafting.value = self._judge.on
         if self._ready.is_set():
-            self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, decodes)
+            rows = self._batch_rows(slots[:n], is_prompt[:n]) if len(spans) > 1 else None
+            self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
+
+    def _batch_rows(self, slots: list[int], is_prompt: list[int]) -> BatchRows | None:
+        """llama-server wants the outputs of what it decodes, and of a prompt's last token; it does not tell which token that is."""
+        outputs = np.where(is_prompt, NO, YES)
+        for at in dict(zip(slots, range(len(slots)))).values():  # the last of each slot
+            if is_prompt[at]:
+                outputs[at] = MAYBE
+        return self._assembly.splitting.rows(np.array(slots, np.int32), outputs)
 
     def _after(self, result: int, n: int, message: int, size: int) -> int:
         if self._binding is not None:

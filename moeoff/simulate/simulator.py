@@ -94,9 +94,11 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
     bytes_read, penalty = 0, 0.0
     costs = _costs(trace)
+    sequences = {0}  # so far
     for n, event in enumerate(trace.events):
         if trace.starts[n]:
-            policy.reset_sequence()
+            for sequence in trace.begins.get(n, sequences):
+                policy.reset_sequence(sequence)
             if lag != "event":
                 table[:] = policy.priorities
         chosen = event.ids[0] if len(event.ids) == 1 else _first_seen(event.ids)
@@ -109,6 +111,8 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         if event_hits is not None:
             event_hits[n] = n_hit
         policy.update(event)
+        if event.sequences is not None:
+            sequences.update(event.sequences.tolist())
         if lag != "event" and event.gate == last:
             table[:] = policy.priorities
         if progress and n % 4096 == 0:

@@ -4,8 +4,8 @@
     RECORD (little endian) and its payload; docs/trace.md has the fields of each kind
 
 A reader sees whole records only: a tail that is cut, or whose checksum is wrong, ends the trace. A file that exists is continued if its header describes the same model. No text or token is stored.
-Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for. Older ones are
-read, and become version 3 when they are continued.
+Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for, version 4 sequences
+and what is decoded. Older ones are read, and become version 4 when they are continued.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..gate_event import GateEvent
 from ..memory import slot_bytes
 from .read_log import READ, pack, unpack
 
-MAGIC, VERSION = b"MOEOFFTR", 3
-VERSIONS = (1, 2, 3)  # that can be read
+MAGIC, VERSION = b"MOEOFFTR", 4
+VERSIONS = (1, 2, 3, 4)  # that can be read
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS, DECISIONS = 1, 2, 4  # flags of gate events
+NEW_SEQUENCE, PROBS, DECISIONS, SEQUENCES, BEGINS, OTHER_KIND = 1, 2, 4, 8, 16, 32  # flags of gate events
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,9 @@ class TraceWriter:
 
     def __init__(self, path: str | os.PathLike[str], model: Model, session: dict[str, Any] | None = None):
         self._n_experts = model.n_experts
-        self._new_sequence = True
+        self._is_first = True  # of this run
+        self._begins: set[int] = set()
+        self._several = False  # sequences have been seen beside 0
         self._last_read = 0
         header = model.to_json().encode()
         if os.path.exists(path) and os.path.getsize(path):
@@ -118,24 +120,35 @@ class TraceWriter:
             self._file.write(MAGIC + struct.pack("<II", VERSION, len(header)) + header)
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(session or {}).encode())
 
-    def new_sequence(self) -> None:
-        """The next event is the first of a text."""
-        self._new_sequence = True
+    def new_sequence(self, sequence: int = 0) -> None:
+        """With the next event this sequence begins a text."""
+        self._begins.add(sequence)
+        self._several = self._several or sequence != 0
 
     def write(self, event: GateEvent) -> None:
         """Appends an event. Its weights and probabilities are rounded to float16; its gate input, layer and number are left out."""
         payload = event.ids.astype("<u2").tobytes() + event.weights.astype("<f2").tobytes()
-        flags = NEW_SEQUENCE if self._new_sequence else 0
+        flags = NEW_SEQUENCE if self._is_first or self._begins else 0
+        if event.decode != (len(event.ids) == 1):
+            flags |= OTHER_KIND
         if event.versions is not None and event.versions.any():
             payload += event.versions.astype("u1").tobytes()
             flags |= DECISIONS
+        if event.sequences is not None:
+            payload += event.sequences.astype("<u2").tobytes()
+            flags |= SEQUENCES
+            self._several = True
+        if self._begins and self._several and not self._is_first:
+            payload += np.array([len(self._begins), *sorted(self._begins)], "<u2").tobytes()
+            flags |= BEGINS
         probs = event.probs
         if probs is not None:
             if probs.shape[1] < self._n_experts:
                 probs = np.pad(probs, ((0, 0), (0, self._n_experts - probs.shape[1])))
             payload += probs.astype("<f2").tobytes()
             flags |= PROBS
-        self._new_sequence = False
+        self._is_first = False
+        self._begins.clear()
         n_tokens, n_used = event.ids.shape
         self._write(GATE, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns, payload)
 
@@ -176,6 +189,7 @@ class Trace:
         model: its header.
         events: in order; weights and probs are float32, and there are no gate inputs.
         starts: [n_events] bool, the first event of a text (of a run, too).
+        begins: of events in `starts`, the sequences that begin; what is not in it ends all sequences so far.
         notes: the sessions' JSON objects.
         reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none. Traces of version 2 do
             not distinguish low reads from high ones: there all are high.
@@ -188,6 +202,7 @@ class Trace:
     notes: list[dict[str, Any]] = field(default_factory=list)
     reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
     reads_lost: int = 0
+    begins: dict[int, list[int]] = field(default_factory=dict)
     miss_costs: np.ndarray | None = field(default=None, init=False, repr=False)  # the simulator's, kept from one replay to the next
 
     @classmethod
@@ -201,7 +216,9 @@ class Trace:
             data = file.read()
         model, position = _header(data, path)
         layers = {t.gate: t.layer for t in model.tensors}
-        events, starts, notes, reads, lost = [], [], [], [np.empty(0, READ)], 0
+        events: list[GateEvent] = []
+        begins: dict[int, list[int]] = {}
+        starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
         for fields, payload, _ in _records(data, position):
             kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
             if kind == SESSION:
@@ -218,10 +235,18 @@ class Trace:
             versions = None
             if flags & DECISIONS:
                 versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
+            sequences = None
+            if flags & SEQUENCES:
+                sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
+            if flags & BEGINS:
+                count = int.from_bytes(payload[at : at + 2], "little")
+                begins[len(events)], at = np.frombuffer(payload, "<u2", count, at + 2).tolist(), at + 2 + 2 * count
             probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
-            events.append(GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns))
+            decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
+            event = GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns, decode=decode, sequences=sequences)
+            events.append(event)
             starts.append(bool(flags & NEW_SEQUENCE))
-        return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost)
+        return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost, begins)
 
     @classmethod
     def join(cls, traces: list[Trace]) -> Trace:
@@ -236,11 +261,15 @@ class Trace:
                 raise OptionError(f"the traces are of different models: {first.model.name}, {other.model.name}")
         starts, reads = (np.concatenate(arrays) for arrays in ([t.starts for t in traces], [t.reads for t in traces]))
         events, notes = [e for t in traces for e in t.events], [n for t in traces for n in t.notes]
-        return cls(first.model, events, starts, notes, reads, sum(t.reads_lost for t in traces))
+        firsts = np.cumsum([0, *(len(t.events) for t in traces)]).tolist()
+        begins = {at + n: found for at, t in zip(firsts, traces) for n, found in t.begins.items()}
+        return cls(first.model, events, starts, notes, reads, sum(t.reads_lost for t in traces), begins)
 
     def slice(self, start: int, stop: int) -> Trace:
         """Events [start, stop), without reads."""
-        return Trace(self.model, self.events[start:stop], self.starts[start:stop], self.notes)
+        start, stop, _ = slice(start, stop).indices(len(self.events))
+        begins = {n - start: found for n, found in self.begins.items() if start <= n < stop}
+        return Trace(self.model, self.events[start:stop], self.starts[start:stop], self.notes, begins=begins)
 
     @property
     def hits(self) -> np.ndarray:

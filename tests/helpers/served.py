@@ -45,5 +45,8 @@ class Served:
         self.process.kill()
         self.process.communicate()
 
+    def complete(self, text: str, n: int):
+        return self.client.completions.create(model="x", prompt=text, max_tokens=n, temperature=0, extra_body={"ignore_eos": True})
+
     def ask(self, text: str, **options):
         return self.client.chat.completions.create(model="x", messages=[{"role": "user", "content": text}], temperature=0, **{"max_tokens": 24} | options)
