@@ -365,4 +365,5 @@ def test_installed_llama_cpp_is_the_fork() -> None:
     folder = Path(llama_cpp.__file__).parent / "lib"
     with open("/proc/self/maps") as maps:
         loaded = {line.split()[-1] for line in maps if re.search(r"/lib(llama|ggml)", line)}
-    assert loaded == {str(p) for p in folder.iterdir()}  # one ggml in this process, and it is the wheel's
+    server = {str(folder / f"lib{name}.so") for name in ("llama-server-impl", "llama-common", "mtmd")}  # loaded where one starts, and only there
+    assert loaded == {str(p) for p in folder.iterdir()} - server  # one ggml in this process, and it is the wheel's
