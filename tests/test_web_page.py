@@ -13,7 +13,7 @@ from helpers.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
-N = 220  # tokens of every answer: long enough to be seen while it comes
+N = 800  # tokens of every answer: long enough to be seen while it comes
 QUESTION = "What is 2 + 3?"
 
 
@@ -27,7 +27,9 @@ def program() -> str:
 
 @pytest.fixture(scope="module")
 def url(program, demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=1024, args=["-n", str(N), "--ignore-eos", "--temp", "0"]) as it:
+    with Served(
+        demo, expert_memory=4 << 20, n_ctx=4096, args=["-n", str(N), "--ignore-eos", "--temp", "0", "--override-kv", "qwen2moe.context_length=int:4096"]
+    ) as it:
         if httpx.get(it.url).status_code == 404:
             pytest.skip("the server was built without its web page, which wants npm")
         yield it.url
