@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import textwrap
 import threading
 
 import numpy as np
+import openai
 import pytest
 
 from helpers.served import SCRIPT, Served
@@ -80,6 +82,21 @@ def test_budget_moves_while_answers_are_written(demo):
     """)
     done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["refused", "1", "3", "300"], done.stderr
+
+
+def test_a_model_that_is_written_to(demo, tmp_path):
+    """An error for those who ask, and not for the next ones once it is as it was."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    before = os.stat(model)
+    with Served(str(model), expert_memory=4 << 20, n_ctx=512) as it:
+        expected = it.complete("The heron", 4).choices[0].text
+        with open(model, "ab") as file:
+            file.write(b"x")
+        with pytest.raises(openai.InternalServerError, match="model.gguf"):
+            it.complete("The heron", 4)
+        os.truncate(model, before.st_size)
+        os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert it.complete("The heron", 4).choices[0].text == expected
 
 
 def test_two_in_one_process_are_refused(demo):

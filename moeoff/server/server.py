@@ -66,6 +66,8 @@ class Server:
         self._loading = contextlib.ExitStack()
         self._binding: CoreBinding | None = None
         self._started, self._decodes = 0.0, True
+        self._batch_error: Exception | None = None
+        self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
         self._judge = DraftJudge() if self._options.drafts else None
         self._drafting = c_int32(1)
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
@@ -145,7 +147,8 @@ class Server:
 
     def stats(self) -> Stats:
         """What happened since the start."""
-        stats = self._assembly.stats()
+        with self._between:
+            stats = self._assembly.stats()
         return stats if self._judge is None else replace(stats, drafts_on=self._judge.on, drafts_gain=self._judge.gain)
 
     def set_memory(self, memory: str | int) -> None:
@@ -154,7 +157,8 @@ class Server:
         Raises:
             BudgetError: below what the model needs; the old budget stays.
         """
-        self._assembly.set_memory(parse_size(memory))
+        with self._between:
+            self._assembly.set_memory(parse_size(memory))
 
     # --- the serving thread ---
 
@@ -170,7 +174,7 @@ class Server:
                 ctypes.pointer(self._drafting),
                 Loaded(self._guarded(self._on_loaded, 1)),
                 Ready(self._guarded(self._on_ready, 1)),
-                Before(self._guarded(self._before, None)),
+                Before(self._before),
                 After(self._guarded(self._after, 1)),
                 Metrics(self._guarded(self._metrics, None)),
             )
@@ -224,17 +228,21 @@ class Server:
         return 0
 
     def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
-        spans = spans_of(slots[:n], positions[:n], is_prompt[:n])
-        self._decodes = is_decode(spans)
-        if self._binding is not None:
-            self._binding.__enter__()
-        self._started = time.perf_counter()
-        if self._judge is not None:
-            self._judge.begin(spans, self._decodes, self._started)
-            self._drafting.value = self._judge.on
-        if self._ready.is_set():
-            rows = self._batch_rows(slots[:n], is_prompt[:n]) if len(spans) > 1 else None
-            self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
+        try:
+            spans = spans_of(slots[:n], positions[:n], is_prompt[:n])
+            self._decodes = is_decode(spans)
+            if self._binding is not None:
+                self._binding.__enter__()
+            self._started = time.perf_counter()
+            if self._judge is not None:
+                self._judge.begin(spans, self._decodes, self._started)
+                self._drafting.value = self._judge.on
+            if self._ready.is_set():
+                rows = self._batch_rows(slots[:n], is_prompt[:n]) if len(spans) > 1 else None
+                with self._between:
+                    self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
+        except Exception as error:  # the batch is computed all the same, and then fails with this
+            self._batch_error = error
 
     def _batch_rows(self, slots: list[int], is_prompt: list[int]) -> BatchRows | None:
         """llama-server wants the outputs of what it decodes, and of a prompt's last token; it does not tell which token that is."""
@@ -247,17 +255,18 @@ class Server:
     def _after(self, result: int, n: int, message: int, size: int) -> int:
         if self._binding is not None:
             self._binding.__exit__()
-        if not self._ready.is_set():
-            return 0
-        try:
-            self._assembly.end(n, time.perf_counter() - self._started, self._decodes)
-        except MoeoffError as error:  # of this batch; the next one may work
-            write_text(message, size, str(error))
-            return 1
-        if result == _ABORTED:
-            write_text(message, size, "the server is shutting down" if self._stopping else "the computation was ended")
-            return 1
-        return 0
+        error, self._batch_error = self._batch_error, None
+        if self._ready.is_set():
+            try:
+                with self._between:
+                    self._assembly.end(n, time.perf_counter() - self._started, self._decodes)
+            except Exception as failed:  # of this batch; the next one may work
+                error = error or failed
+        if error is None and result == _ABORTED:
+            error = MoeoffError("the server is shutting down" if self._stopping else "the computation was ended")
+        if error is not None:
+            write_text(message, size, str(error) if isinstance(error, MoeoffError) else f"{type(error).__name__}: {error}")
+        return error is not None
 
     def _metrics(self, text: int, size: int) -> None:
         write_text(text, size, metrics_text(self.stats()))
