@@ -80,6 +80,7 @@ class Assembly:
     sizer: ArenaSizer
     splitting: Splitting
     _prompt_meter: PromptMeter
+    _ran = False  # arenas have their sizes: it may compute
 
     def __init__(self, config: Config, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0):
         self._n_sequences, self._kept, self._loaded = n_sequences, kept, loaded
@@ -216,6 +217,7 @@ class Assembly:
             self.buffer.set_arena_bytes(*self.sizer.arenas)
         else:
             self.buffer.start(*self.sizer.arenas)
+        self._ran = True
         self._prompt_meter = PromptMeter(self.buffer, config.n_lanes)
         if not precision.lossless:
             self.buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=config.deterministic)
@@ -310,7 +312,7 @@ class Assembly:
 
     def close_driver(self) -> None:
         """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""
-        if not self.buffer.running or sys.is_finalizing():
+        if not self._ran or not self.buffer.running or sys.is_finalizing():
             return
         if self.driver is not None:
             stats = asdict(self.stats())

@@ -182,11 +182,12 @@ class Server:
         except BaseException as error:
             self._error = self._error or error
         finally:
-            self._loading.close()
-            parts.close_driver()
-            parts.close()
-            _serving.release()
-            self._ended.set()
+            with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
+                stack.callback(self._ended.set)
+                stack.callback(_serving.release)
+                stack.callback(parts.close)
+                stack.callback(parts.close_driver)
+                stack.callback(self._loading.close)
 
     def _guarded(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
         """What is raised must not cross the C frames below: it is kept for `start()`."""
