@@ -280,12 +280,15 @@ def _file_size(path: str) -> int:
         raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _check_address(host: str, port: int) -> None:
-    """Before anything is loaded: whether it can be listened on."""
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, kind, number) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", Remedy.OTHER_ADDRESS) from None
+def _check_address(hosts: str, port: int) -> None:
+    """Before anything is loaded: whether it can be listened on. Hosts are separated by commas; a path that ends in .sock is a Unix socket's."""
+    for host in filter(None, (part.strip() for part in hosts.split(","))):
+        if host.endswith(".sock"):
+            continue
+        try:
+            family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            with socket.socket(family, kind, number) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", Remedy.OTHER_ADDRESS) from None
