@@ -14,7 +14,7 @@ CLANGXX ?= clang++
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test test-archs nightly lint lint-native types results archs patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test test-archs nightly lint lint-native types results archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -50,9 +50,10 @@ test: env ## the quick tests
 test-archs: env ## every architecture of llama.cpp gives stock's bits; builds the program that writes their models
 	$(PY) -m pytest -m "archs and not slow"
 
-nightly: env patches-check lint ## every test, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
+nightly: env patches-check lint ## every test, llama-server's too, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
 	$(PY) -m pytest -m "not perf" --cov
 	$(PY) -m pytest -m perf
+	$(MAKE) server-conformance
 	$(MAKE) native-stress-tsan native-stress-asan
 
 lint: env ## style, as pyproject.toml has it
@@ -75,6 +76,9 @@ results: ## the pages of docs/results, the README's table and its chart from doc
 
 archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path
 	@$(FORK) archs
+
+server-conformance: env ## llama-server's own tests: what it passes, moeoff's server passes too; builds llama-server
+	@$(PY) scripts/server_conformance.py
 
 patches-check: ## do the patches apply cleanly, and once only, to the pinned release?
 	@$(FORK) check

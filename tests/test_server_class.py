@@ -124,6 +124,22 @@ def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, said):
     assert done.returncode == 1 and said in done.stderr.splitlines()[-1] and done.stdout == ""
 
 
+def test_a_signal_that_another_thread_gets_ends_the_wait(demo):
+    code = textwrap.dedent("""
+        import signal, sys, threading
+        from moeoff.server.server import Server
+
+        def end(*_):
+            raise SystemExit(0)
+
+        signal.signal(signal.SIGTERM, end)
+        with Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512) as server:
+            threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+            server.wait()
+    """)
+    subprocess.run([sys.executable, "-c", code, demo], check=True, timeout=30)
+
+
 def test_budget_is_kept_under_clients(grown):
     with Served(grown, memory="260M", n_ctx=4096, parallel=4, args=["--override-kv", "qwen2moe.context_length=int:4096"]) as it:
         threads = [threading.Thread(target=lambda n=n: it.ask("word " * (100 + 50 * n), max_tokens=16)) for n in range(8)]

@@ -26,7 +26,7 @@ REFUSED: dict[str, str] = {
          "--flash-attn -ngl --gpu-layers --n-gpu-layers -np --parallel -cram --cache-ram --host --port --api-key --api-key-file -a --alias "
          "--cors-origins -mm --mmproj -md --model-draft --spec-draft-model --spec-type --embedding --embeddings -v --verbose --metrics", _OURS),
         ("-fit --fit -fitt --fit-target -fitc --fit-ctx -lm --load-mode -lzm --lazy-mode --mlock --mmap --no-mmap -dio --direct-io --no-host "
-         "-ctxcp --ctx-checkpoints --swa-checkpoints --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --kv-unified-per-slot --warmup --threads-http", _BUDGET),
+         "-ctxcp --ctx-checkpoints --swa-checkpoints --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --warmup --threads-http", _BUDGET),
         ("-mu --model-url -hf -hfr --hf-repo -hff --hf-file -hft --hf-token -hfd -hfrd --hf-repo-draft --spec-draft-hf -mmu --mmproj-url -dr "
          "--docker-repo", _FILE),
         ("-h --help --usage --version -cl --cache-list --completion-bash --list-devices --license", _ENDS),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import math
 import os
 import socket
 import threading
@@ -34,6 +35,7 @@ from .draft_judge import DraftJudge
 from .library import After, Before, Hooks, Loaded, Metrics, Ready, library, write_text
 from .metrics import metrics_text
 
+_POLL = 0.05  # seconds
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _SAMPLER_BYTES = 12  # for each token of the vocabulary
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
@@ -99,8 +101,8 @@ class Server:
         self._lib = lib
         self._thread.start()
         try:
-            while not self._ready.wait(0.1) and not self._ended.is_set():
-                pass
+            while not self._ready.is_set() and not self._ended.is_set():
+                time.sleep(_POLL)
         except BaseException:
             self.stop()
             raise
@@ -123,7 +125,11 @@ class Server:
         Raises:
             MoeoffError: it has ended by itself.
         """
-        ended = self._ended.wait(timeout)
+        # Asleep, and not waiting for a lock: a signal's handler would not run if the signal came just before that, or to another thread.
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        while not self._ended.is_set() and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _POLL))
+        ended = self._ended.is_set()
         if ended and not self._stopping:
             self._thread.join()
             raise self._error or MoeoffError(f"{self._assembly.config.model_path}: llama-server has ended by itself (more with verbose=True)")
@@ -280,12 +286,15 @@ def _file_size(path: str) -> int:
         raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
 
 
-def _check_address(host: str, port: int) -> None:
-    """Before anything is loaded: whether it can be listened on."""
-    try:
-        family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, kind, number) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as error:
-        raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", Remedy.OTHER_ADDRESS) from None
+def _check_address(hosts: str, port: int) -> None:
+    """Before anything is loaded: whether it can be listened on. Hosts are separated by commas; a path that ends in .sock is a Unix socket's."""
+    for host in filter(None, (part.strip() for part in hosts.split(","))):
+        if host.endswith(".sock"):
+            continue
+        try:
+            family, kind, number, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            with socket.socket(family, kind, number) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+        except OSError as error:
+            raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", Remedy.OTHER_ADDRESS) from None

@@ -10,7 +10,7 @@ Everything lives in the cache folder (MOEOFF_CACHE, else XDG_CACHE_HOME/moeoff, 
     webpage/<key>/   the server's web page, built with npm where that is there (webpage.py)
     wheels/<key>/    finished wheels; <key> depends on everything, also on whether and which page is in
     archs/<key>/     test-llama-archs with the libraries that it was linked to
-    perplexity/<key>/  llama-perplexity, likewise
+    perplexity/<key>/, llama-bench/<key>/, llama-server/<key>/  llama.cpp's programs of these names, likewise
 
 The compiler is steered as usual: CMAKE_ARGS="-DGGML_CUDA=ON" (GGML_METAL, GGML_VULKAN, ...), CC, CXX, CFLAGS, CXXFLAGS.
 Progress goes to stderr; the last line on stdout is the result's path.
@@ -208,11 +208,14 @@ def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lo
     check_wheel(fork, wheel)
 
 
+def find_page(fork: Fork, cache: Path) -> Path | None:
+    settled = (cache / "wheels" / full_key(fork)).exists()  # then there is a wheel without, and what led to it is not tried again
+    return webpage.find(fork, cache, get_sdist, settled)
+
+
 def build(fork: Fork, cache: Path) -> Path:
     """The fork's wheel, with the server's web page in it where that can be built."""
-    settled = (cache / "wheels" / full_key(fork)).exists()  # then there is a wheel without, and what led to it is not tried again
-    page = webpage.find(fork, cache, get_sdist, settled)
-    (wheel,) = cached(fork, cache, "wheels", make_wheel, page).glob("*.whl")
+    (wheel,) = cached(fork, cache, "wheels", make_wheel, find_page(fork, cache)).glob("*.whl")
     return wheel
 
 
@@ -248,6 +251,11 @@ def llama_bench(fork: Fork, cache: Path) -> Path:
     return cached(fork, cache, "llama-bench", program_maker("llama-bench")) / "llama-bench"
 
 
+def llama_server(fork: Fork, cache: Path) -> Path:
+    """llama-server, which `moeoff serve` must do everything of that it does; without hooks it is stock's."""
+    return cached(fork, cache, "llama-server", program_maker("llama-server"), find_page(fork, cache)) / "llama-server"
+
+
 def pinned_sdist(fork: Fork, cache: Path) -> Path:
     with locked(cache / "lock") as lock:
         return get_sdist(fork, cache, lock)
@@ -261,6 +269,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser("perplexity", help="make llama-perplexity; prints its path")
     commands.add_parser("llama-bench", help="make llama-bench; prints its path")
     commands.add_parser("page", help="build the server's web page, also where that has failed before; prints its folder")
+    commands.add_parser("llama-server", help="make llama-server; prints its path")
     commands.add_parser("check", help="do all patches apply cleanly to the pinned release?")
     for name, text in (
         ("tree", "unpack the release into DIR as a git repository, one commit for each patch"),
@@ -274,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
             print("\n".join(forktree.refresh(fork, options.dir)))
             return 0
         cache = cache_root()
-        makers = {"build": build, "archs": archs, "perplexity": perplexity, "llama-bench": llama_bench}
+        makers = {"build": build, "archs": archs, "perplexity": perplexity, "llama-bench": llama_bench, "llama-server": llama_server}
         if options.command in makers:
             print(makers[options.command](fork, cache))
         elif options.command == "page":
