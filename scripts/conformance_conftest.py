@@ -25,6 +25,8 @@ def start_locally(self, *args, **kwargs):
     # also where there is none, which would be the router: what is asked of it here, one model answers as well
     self.model_hf_repo = self.model_hf_file = self.model_url = None
     self.model_file, self.offline = MODEL, False
+    if self.server_embeddings and not self.pooling:  # the suite's own model says by itself how it pools
+        self.pooling = "mean"
     if not (self.jinja or self.chat_template):  # without jinja only templates with a name work
         self.chat_template = "chatml"
     return start(self, *args, **kwargs)

@@ -11,7 +11,8 @@ What does not count, for either of them:
 - tests that llama-server itself fails or skips here: they need the words of another model, its adapter, projector or classifier, or a download.
 
 Where a test starts the router only to have a server without a model (of CORS, of streams that are taken up again) both get the demo model.
-What moeoff's server fails of the rest is printed. That it may is said in `EXCEPTIONS`, with the reason; anything else exits with 1.
+Everything else counts. What moeoff's server fails of it is printed; that it may is said in `EXCEPTIONS`, with the reason, and without one the exit
+status is 1.
 """
 
 from __future__ import annotations
@@ -44,7 +45,10 @@ NOT_OFFERED = {
     "test_tools_builtin.py": "answers that start programs on this machine",
     "test_mcp_servers.py": "answers that start programs on this machine",
 }
-EXCEPTIONS: dict[str, str] = {}
+EXCEPTIONS: dict[str, str] = {  # at most 8
+    "test_metrics::test_metrics_disabled": "/metrics is always there",
+    "test_speculative::test_synth_is_deterministic": "drafts are judged while answers are written: two answers need not have the same number of them",
+}
 
 
 def environment(cache: Path, requirements: str) -> Path:
