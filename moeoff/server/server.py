@@ -29,7 +29,6 @@ from ..errors import MoeoffError, OptionError, Remedy
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import EMBEDDING
 from ..memory import parse_size
-from ..threads import CoreBinding
 from .arguments import ServerOptions, arguments
 from .draft_judge import DraftJudge
 from .library import After, Before, Hooks, Loaded, Metrics, Ready, library, write_text
@@ -66,7 +65,6 @@ class Server:
         self._ready, self._ended = threading.Event(), threading.Event()
         self._stopping = False
         self._loading = contextlib.ExitStack()
-        self._binding: CoreBinding | None = None
         self._started, self._decodes = 0.0, True
         self._batch_error: Exception | None = None
         self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
@@ -214,7 +212,6 @@ class Server:
         parts.attach()
         parts.buffer.start(parts.buffer.arena_floor, parts.buffer.low_arena_floor)
         api.llama_set_abort_callback(ctx, native.should_abort, parts.buffer.handle)
-        self._binding = CoreBinding(ctx)
         return 0
 
     def _on_ready(self, ctx: int, ctx_draft: int | None, url: bytes) -> int:
@@ -238,8 +235,6 @@ class Server:
         try:
             spans = spans_of(slots[:n], positions[:n], is_prompt[:n])
             self._decodes = is_decode(spans)
-            if self._binding is not None:
-                self._binding.__enter__()
             self._started = time.perf_counter()
             if self._judge is not None:
                 self._judge.begin(spans, self._decodes, self._started)
@@ -260,8 +255,6 @@ class Server:
         return self._assembly.splitting.rows(np.array(slots, np.int32), outputs)
 
     def _after(self, result: int, n: int, message: int, size: int) -> int:
-        if self._binding is not None:
-            self._binding.__exit__()
         error, self._batch_error = self._batch_error, None
         if self._ready.is_set():
             try:

@@ -72,6 +72,12 @@ def ask(url: str, prompt: str, n: int, **options: object) -> tuple[float, list[f
     return asked, times
 
 
+def itself(url: str, prompt: str, n: int) -> float:
+    """Tokens per second of one answer as the server counts them, with nobody beside it who reads a stream."""
+    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+    return float(httpx.post(f"{url}/completion", json=body, timeout=600).json()["timings"]["predicted_per_second"])
+
+
 def together(url: str, prompts: list[str], n: int) -> float:
     """Tokens per second of all, while all of them are answered."""
     all_times: list[list[float]] = [[] for _ in prompts]
@@ -116,7 +122,7 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
     threads = threads or len(os.sched_getaffinity(0))
     words = Path(text).read_text()
     pieces = [words[i * 20000 : i * 20000 + 4 * N_PROMPT] for i in range(max(counts))]
-    n_ctx = 2 * N_HISTORY + max(counts) * (2 * N_PROMPT + n_decode)
+    n_ctx = (2 * N_HISTORY if turns else 0) + max(counts) * (2 * N_PROMPT + n_decode)
     architecture = Layout.read(model).architecture
     longer = ["--override-kv", f"{architecture}.context_length=int:{n_ctx}"]  # the reference model was trained on 256 tokens
     common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
@@ -150,20 +156,24 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
             console.print(f"round {index + 1}: {name}", style="dim")
             with served(command, pattern) as url:
                 ask(url, pieces[-1][::-1], 16)  # what a first token brings into memory
+                speeds[name].setdefault("itself", []).append(itself(url, pieces[0], n_decode))
                 for n in counts if index % 2 == 0 else reversed(counts):
                     speeds[name].setdefault(str(n), []).append(together(url, pieces[:n], n_decode))
                 if turns:
-                    first, second = second_turn(url, words[100000 : 100000 + 4 * N_HISTORY])
+                    first, second = second_turn(url, words[-4 * N_HISTORY :])
                     speeds[name].setdefault("first turn", []).append(first)
                     speeds[name].setdefault("second turn", []).append(second)
     with ResultsFile(json_file) as results:
         table = results.table(
-            "clients", f"Tokens per second of all clients, {memory}", ["", *(f"{n} client{'s' * (n > 1)}" for n in counts), "last over first"]
+            "clients",
+            f"Tokens per second of all clients, {memory}",
+            ["", "1 client, not streamed", *(f"{n} client{'s' * (n > 1)}" for n in counts), "last over first"],
         )
         for name, found in speeds.items():
-            cells = [_spread(found[str(n)]) if str(n) in found else "" for n in counts]
+            cells = [_spread(found.get("itself", found.get("1", [])))]
+            cells += [_spread(found[str(n)]) if str(n) in found and name != "alone" else "" for n in counts]
             ends = [found.get(str(n)) for n in (counts[0], counts[-1])]
-            table.row(name, *cells, _spread([b / a for a, b in zip(*ends, strict=True)], 2) if all(ends) else "")
+            table.row(name, *cells, _spread([b / a for a, b in zip(*ends, strict=True)], 2) if all(ends) and len(ends) > 1 else "")
         if turns:
             table = results.table("turns", "Seconds to the first token", ["", "first turn", "second turn", "shorter by"])
             for name in contenders:
