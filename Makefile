@@ -54,6 +54,7 @@ nightly: env patches-check lint ## every test, llama-server's too, and both sani
 	$(PY) -m pytest -m "not perf" --cov
 	$(PY) -m pytest -m perf
 	$(MAKE) server-conformance
+	$(PY) scripts/bench/soak.py -m moeoff/data/demo-moe-q8_0.gguf --minutes 240 --memory 150M
 	$(MAKE) native-stress-tsan native-stress-asan
 
 lint: env ## style, as pyproject.toml has it

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import openai
@@ -142,11 +143,9 @@ def test_a_signal_that_another_thread_gets_ends_the_wait(demo):
 
 def test_budget_is_kept_under_clients(grown):
     with Served(grown, memory="260M", n_ctx=4096, parallel=4, args=["--override-kv", "qwen2moe.context_length=int:4096"]) as it:
-        threads = [threading.Thread(target=lambda n=n: it.ask("word " * (100 + 50 * n), max_tokens=16)) for n in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda n: it.ask("word " * (100 + 20 * n), max_tokens=16), range(16)))
+        assert all(answer.usage.completion_tokens for answer in answers)
         with open(f"/proc/{it.process.pid}/status") as file:
             peak = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
         assert peak <= 260 << 20
