@@ -1,5 +1,6 @@
 """Which sequence each row of a gate event is of: by made-up events, and on the real library against what each sequence selects alone."""
 
+import contextlib
 import ctypes
 from types import SimpleNamespace
 
@@ -73,7 +74,7 @@ def test_what_a_server_tells_of_a_batch():
     """Slot 2 is decoded, with a draft; slot 0 is read to its end or not, which the hook does not say; then slot 2 alone."""
     server, begun = Server.__new__(Server), []
     server._assembly = SimpleNamespace(splitting=Splitting(8, True), begin=lambda *args: begun.append(args))
-    server._ready, server._binding, server._judge = SimpleNamespace(is_set=lambda: True), None, None
+    server._ready, server._judge, server._between = SimpleNamespace(is_set=lambda: True), None, contextlib.nullcontext()
 
     def before(slots, positions, is_prompt):
         numbers = [ctypes.cast((ctypes.c_int32 * len(slots))(*values), ctypes.POINTER(ctypes.c_int32)) for values in (range(len(slots)), positions, slots)]
