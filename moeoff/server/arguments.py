@@ -24,11 +24,13 @@ REFUSED: dict[str, str] = {
          "-ncmoe --n-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncffn --n-cpu-ffn -dev --device --repack", _PLACE),
         ("-m --model -c --ctx-size -t --threads -tb --threads-batch -b --batch-size -ub --ubatch-size -ctk --cache-type-k -ctv --cache-type-v -fa "
          "--flash-attn -ngl --gpu-layers --n-gpu-layers -np --parallel -cram --cache-ram --host --port --api-key --api-key-file -a --alias "
-         "--cors-origins -mm --mmproj -md --model-draft --spec-draft-model --spec-type --embedding --embeddings -v --verbose --metrics", _OURS),
+         "--cors-origins -mm --mmproj -md --model-draft --spec-draft-model --spec-type --spec-default --embedding --embeddings -v --verbose --metrics", _OURS),
         ("-fit --fit -fitt --fit-target -fitc --fit-ctx -lm --load-mode -lzm --lazy-mode --mlock --mmap --no-mmap -dio --direct-io --no-host "
          "-ctxcp --ctx-checkpoints --swa-checkpoints --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --warmup --threads-http", _BUDGET),
         ("-mu --model-url -hf -hfr --hf-repo -hff --hf-file -hft --hf-token -hfd -hfrd --hf-repo-draft --spec-draft-hf -mmu --mmproj-url -dr "
-         "--docker-repo", _FILE),
+         "--docker-repo --mtp --dflash --eagle3 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
+         "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
+         "--vision-gemma-12b-default", _FILE),
         ("-h --help --usage --version -cl --cache-list --completion-bash --list-devices --license", _ENDS),
         ("--models-dir --models-preset --models-max --models-autoload --no-models-autoload", "there is no router: one model for each server"),
         ("--sleep-idle-seconds", "a model that sleeps would have to be put together again"),
