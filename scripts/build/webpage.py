@@ -22,6 +22,7 @@ from forktree import Fork, digest, say
 SOURCES = "vendor/llama.cpp/tools/ui"
 DIST = f"{SOURCES}/dist"
 OLDEST_NODE = 20
+PATIENCE = 900  # seconds for each of npm's commands, which take 2 to 4 minutes
 NPM = (
     # --include: whoever sets NODE_ENV=production would otherwise get no build tools
     ("npm", "ci", "--include=dev", "--no-audit", "--no-fund"),
@@ -105,7 +106,10 @@ def run_npm(sources: Path, out: int, lock: int) -> str:
     for command in NPM:
         say(f"building the web page ({' '.join(command[:3])}) ...")
         # The child inherits the lock, as a compiler does.
-        done = subprocess.run(command, cwd=sources, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(lock,))
+        try:
+            done = subprocess.run(command, cwd=sources, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=(lock,), timeout=PATIENCE)
+        except subprocess.TimeoutExpired:  # a registry that cannot be reached is asked again and again
+            return f"`{' '.join(command)}` took more than {PATIENCE // 60} minutes"
         if done.returncode:
             return f"`{' '.join(command)}` failed (exit {done.returncode})"
     return ""
