@@ -12,6 +12,7 @@ MIB = 1 << 20
 DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
+_M_ARENA_MAX = -8  # of malloc.h
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SLOT_PAGE = 4096  # the native page_size, whatever the machine's pages are
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -127,6 +128,13 @@ def peak_rss() -> int:
     """The most that was ever resident (VmHWM)."""
     with open("/proc/self/status") as file:
         return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
+
+
+def share_malloc_arenas() -> None:
+    """For a process of many threads: glibc gives each of them an arena of its own, and each keeps what was once freed in it. Elsewhere nothing."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(_M_ARENA_MAX, 2)
 
 
 def trim() -> None:

@@ -28,7 +28,7 @@ from ..engine.stats import Stats
 from ..errors import MoeoffError, OptionError, Remedy
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import EMBEDDING
-from ..memory import parse_size
+from ..memory import parse_size, share_malloc_arenas
 from .arguments import ServerOptions, arguments
 from .draft_judge import DraftJudge
 from .library import After, Before, Hooks, Loaded, Metrics, Ready, library, write_text
@@ -97,6 +97,7 @@ class Server:
         if not _serving.acquire(blocking=False):
             raise MoeoffError("a server runs in this process already: llama-server keeps its state in globals; stop that one, or start another process")
         self._lib = lib
+        share_malloc_arenas()
         self._thread.start()
         try:
             while not self._ready.is_set() and not self._ended.is_set():
