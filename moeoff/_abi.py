@@ -9,6 +9,7 @@ from ctypes import (
     c_bool,
     c_char,
     c_char_p,
+    c_double,
     c_float,
     c_int,
     c_int32,
@@ -33,6 +34,7 @@ __all__ = [
     "FLAG_SERIAL",
     "FLAG_LOG_READS",
     "FLAG_GATE_LOGITS",
+    "FLAG_ROUTING",
     "MATRIX_GATE_UP",
     "MATRIX_UP",
     "MATRIX_GATE",
@@ -46,6 +48,7 @@ __all__ = [
     "BATCH_DECODE",
     "THRESHOLDS_BLIND",
     "Thresholds",
+    "Routing",
     "Params",
     "Source",
     "TensorInfo",
@@ -84,6 +87,9 @@ __all__ = [
     "residency",
     "set_thresholds",
     "force_versions",
+    "set_routing",
+    "set_simulated_cache",
+    "force_experts",
     "set_gate_callback",
     "set_gate_rows",
     "set_batch_kind",
@@ -112,7 +118,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 9
+ABI_VERSION = 10
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
@@ -120,6 +126,7 @@ FLAG_GATE_INPUT = 8
 FLAG_SERIAL = 16
 FLAG_LOG_READS = 32
 FLAG_GATE_LOGITS = 64
+FLAG_ROUTING = 128
 MATRIX_GATE_UP = 0
 MATRIX_UP = 1
 MATRIX_GATE = 2
@@ -142,6 +149,17 @@ class Thresholds(Structure):
         ("t2", c_float),
         ("prefill_low_share", c_float),
         ("flags", c_uint32),
+    ]
+
+
+class Routing(Structure):
+    """struct moeoff_routing"""
+
+    _fields_ = [
+        ("lambda", c_float),
+        ("margin", c_float),
+        ("n_candidates", c_int32),
+        ("n_kept", c_int32),
     ]
 
 
@@ -205,6 +223,7 @@ class GateEvent(Structure):
         ("gate_input", POINTER(c_float)),
         ("logits", POINTER(c_float)),
         ("versions", POINTER(c_uint8)),
+        ("router_ids", POINTER(c_int32)),
     ]
 
 
@@ -238,6 +257,9 @@ class Stats(Structure):
         ("low_bytes_read", c_uint64),
         ("low_arena_bytes", c_uint64),
         ("low_arena_committed", c_uint64),
+        ("rerouted", c_uint64),
+        ("simulated_misses", c_uint64),
+        ("rerouted_margin", c_double),
     ]
 
 
@@ -260,6 +282,7 @@ class Read(Structure):
 
 STRUCTS: dict[str, type[Structure]] = {
     "moeoff_thresholds": Thresholds,
+    "moeoff_routing": Routing,
     "moeoff_params": Params,
     "moeoff_source": Source,
     "moeoff_tensor_info": TensorInfo,
@@ -331,6 +354,12 @@ residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uin
 set_thresholds = function("moeoff_set_thresholds", c_int, c_void_p, Thresholds)
 # int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
+# int moeoff_set_routing(moeoff_expert_buffer * eb, struct moeoff_routing routing);
+set_routing = function("moeoff_set_routing", c_int, c_void_p, Routing)
+# int moeoff_set_simulated_cache(moeoff_expert_buffer * eb, float share);
+set_simulated_cache = function("moeoff_set_simulated_cache", c_int, c_void_p, c_float)
+# int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n);
+force_experts = function("moeoff_force_experts", c_int64, c_void_p, POINTER(c_int32), c_int64)
 # int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
 set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
 # void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows);

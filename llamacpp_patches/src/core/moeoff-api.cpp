@@ -182,6 +182,20 @@ int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * version
     return guarded((int64_t) -1, [&] { return eb->store->force(versions, n, last_error); });
 }
 
+// --- routing ---
+
+int moeoff_set_routing(moeoff_expert_buffer * eb, moeoff_routing routing) {
+    return guarded(-1, [&] { return eb->store->set_routing(routing, last_error) ? 0 : -1; });
+}
+
+int moeoff_set_simulated_cache(moeoff_expert_buffer * eb, float share) {
+    return guarded(-1, [&] { return eb->store->set_simulated_cache(share, last_error) ? 0 : -1; });
+}
+
+int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n) {
+    return guarded((int64_t) -1, [&] { return eb->store->force_experts(ids, n, last_error); });
+}
+
 // --- events ---
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes) {

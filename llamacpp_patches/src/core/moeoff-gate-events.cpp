@@ -1,6 +1,7 @@
 #include "moeoff-gate-events.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 namespace moeoff {
@@ -39,23 +40,128 @@ decision & gate_events::decision_of(gate & g, const void * graph) {
         }
     }
     if (g.decisions.size() < max_decisions) {
-        g.decisions.push_back({ graph, 0, std::vector<uint8_t>(g.n_expert) });
+        g.decisions.push_back({ graph, 0, std::vector<uint8_t>(g.n_expert), {} });
         return g.decisions.back();
     }
     return *oldest;
 }
 
+// --- before the weights ---
+
+size_t gate_events::force(const int32_t * ids, size_t n) {
+    forced.insert(forced.end(), ids, ids + n);
+    return forced.size();
+}
+
+void gate_events::take_forced(const router_output & r) {
+    const size_t n = (size_t) r.n_tokens * r.n_used;
+    if (forced.size() < n) {
+        forced.clear(); // of another run: what moeoff_force_experts() returns tells that none are left
+        return;
+    }
+    for (size_t i = 0; i < n; i++) {
+        const int32_t e = forced[i];
+        if (e >= 0 && e < r.n_expert) {
+            table.counters().rerouted += r.ids[i] != e;
+            r.ids[i] = e;
+        }
+    }
+    forced.erase(forced.begin(), forced.begin() + (ptrdiff_t) n);
+}
+
+static const float * row(const float * rows, size_t stride, int32_t t) { return (const float *) ((const char *) rows + (size_t) t * stride); }
+
+// versions: of the token's experts, filled if the thresholds leave a choice
+void gate_events::route_token(gate & g, const router_output & r, int32_t t, uint8_t * versions) {
+    const bool   is_simulated = simulated.is_on();
+    int32_t *    ids          = r.ids + (size_t) t * r.n_used;
+    // no low version is taken for resident: whether it would serve, the weights decide that are not yet known
+    const auto   is_resident  = [&](int32_t e) REQUIRES(store_mutex) { return is_simulated ? simulated.has(g.index, e) : table.is_resident(g, e, HIGH); };
+    moeoff_stats & stats      = table.counters();
+    if (routes.active() && r.scores) {
+        stats.rerouted += (uint64_t) routes.exchange(row(r.scores, r.scores_stride, t), r.n_expert, ids, r.n_used, is_resident, stats.rerouted_margin);
+    }
+    if (!is_simulated || !versions) {
+        return;
+    }
+    const float * probs = row(r.probs, r.probs_stride, t);
+    weights.resize(r.n_used);
+    const float first = probs[ids[0]];
+    for (int32_t k = 0; k < r.n_used; k++) {
+        weights[k] = r.is_softmax_last ? std::exp(probs[ids[k]] - first) : probs[ids[k]]; // their sum does not matter
+    }
+    select.of_token(weights.data(), r.n_used, versions);
+    for (int32_t k = 0; k < r.n_used; k++) {
+        versions[k] = is_resident(ids[k]) ? (uint8_t) HIGH : versions[k];
+    }
+}
+
+void gate_events::route(gate & g, const router_output & r, bool decode) {
+    if (!forced.empty()) {
+        take_forced(r);
+        return;
+    }
+    uint8_t * versions = nullptr;
+    if (decode && simulated.is_on() && select.active() && r.probs) {
+        decision & d = decision_of(g, r.ids);
+        d.graph      = r.ids;
+        d.is_early   = true;
+        d.by_row.resize((size_t) r.n_tokens * r.n_used);
+        versions = d.by_row.data();
+    }
+    for (int32_t t = 0; t < r.n_tokens; t++) {
+        uint8_t * const of_token = versions ? versions + (size_t) t * r.n_used : nullptr;
+        if (decode) {
+            route_token(g, r, t, of_token);
+        }
+        if (simulated.is_on()) {
+            const int32_t * ids = r.ids + (size_t) t * r.n_used;
+            is_read.assign(r.n_used, 1);
+            for (int32_t k = 0; k < r.n_used; k++) {
+                is_read[k] = !of_token || of_token[k] == HIGH;
+                table.counters().simulated_misses += decode && is_read[k] && !simulated.has(g.index, ids[k]);
+            }
+            simulated.use(g.index, r.n_expert, ids, is_read.data(), r.n_used);
+        }
+    }
+}
+
+// --- with the weights ---
+
 // fills version_of for the chosen experts and keeps it for the ops of this graph
 void gate_events::decide(gate & g, const choice & c, selection & all) {
-    const auto is_resident = [&](int32_t e, version v) REQUIRES(store_mutex) { return (v == HIGH || table.has_low()) && table.is_resident(g, e, v); };
-    select.select(c, all.chosen, is_resident, all.version_of.data());
     decision & d = decision_of(g, c.event.ids);
     d.graph = c.event.ids;
     d.seq   = table.n_events();
+    all.versions.clear();
+    const bool is_early = d.is_early && c.event.decode && simulated.is_on() && d.by_row.size() == (size_t) c.event.n_tokens * c.event.n_used;
+    d.is_early = false;
+    if (is_early) { // what was decided for each row
+        for (const int32_t e : all.chosen) {
+            all.is_chosen[e] = 0;
+        }
+        size_t i = 0;
+        for (int32_t t = 0; t < c.event.n_tokens; t++) {
+            for (int32_t k = 0; k < c.event.n_used; k++) {
+                all.is_chosen[c.id(t, k)] |= (uint8_t) (1u << d.by_row[i]);
+                all.versions.push_back(d.by_row[i++]);
+            }
+        }
+        decided.store(true, std::memory_order_release);
+        return;
+    }
+    d.by_row.clear();
+    const auto is_resident = [&](int32_t e, version v) REQUIRES(store_mutex) { return (v == HIGH || table.has_low()) && table.is_resident(g, e, v); };
+    select.select(c, all.chosen, is_resident, all.version_of.data());
     d.version_of.assign(g.n_expert, HIGH);
     for (const int32_t e : all.chosen) {
         d.version_of[e]  = all.version_of[e];
         all.is_chosen[e] = (uint8_t) (1u << all.version_of[e]);
+    }
+    for (int32_t t = 0; t < c.event.n_tokens; t++) {
+        for (int32_t k = 0; k < c.event.n_used; k++) {
+            all.versions.push_back(all.version_of[c.id(t, k)]);
+        }
     }
     decided.store(true, std::memory_order_release);
 }
@@ -65,14 +171,9 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
     table.next_event();
     if (eager && select.active()) {
         decide(g, c, all);
-        all.versions.clear();
-        for (int32_t t = 0; t < event.n_tokens; t++) {
-            for (int32_t k = 0; k < event.n_used; k++) {
-                const uint8_t v = all.version_of[c.id(t, k)];
-                stats.served_low += v == LOW;
-                stats.skipped    += v == SKIP;
-                all.versions.push_back(v);
-            }
+        for (const uint8_t v : all.versions) {
+            stats.served_low += v == LOW;
+            stats.skipped    += v == SKIP;
         }
         event.versions = all.versions.data();
     } else if (!g.decisions.empty()) {
@@ -88,8 +189,10 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
         const auto each_slice = [&](const auto & f) REQUIRES(store_mutex) {
             for (const int32_t ti : g.tensors) {
                 for (const int32_t e : all.chosen) {
-                    if (ti >= 0 && all.version_of[e] != SKIP) {
-                        f(table.slice_at(map.tensor_at(ti), e, all.version_of[e]));
+                    for (const version v : { HIGH, LOW }) {
+                        if (ti >= 0 && all.is_chosen[e] & (1u << v)) {
+                            f(table.slice_at(map.tensor_at(ti), e, v));
+                        }
                     }
                 }
             }
@@ -103,12 +206,17 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
     event.seq = table.n_events();
 }
 
-void gate_events::versions(const tensor & t, const void * graph, uint8_t * out) const {
+bool gate_events::versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const {
     for (const auto & d : map.gate_of(t).decisions) {
+        if (d.graph == graph && d.by_row.size() == n_rows && n_rows > 0) {
+            memcpy(by_row, d.by_row.data(), n_rows);
+            return true;
+        }
         if (d.graph == graph) {
             memcpy(out, d.version_of.data(), std::min(d.version_of.size(), (size_t) t.info.ne[2]));
         }
     }
+    return false;
 }
 
 } // namespace moeoff

@@ -1,15 +1,30 @@
 #pragma once
 
-// What happens when a router has selected experts: their versions are decided and kept for the ops of the graph, what was expected
-// and not selected is cancelled, what was selected is requested.
+// What happens when a router has selected experts: resident ones may take others' places, versions are decided and kept for the ops
+// of the graph, what was expected and not selected is cancelled, what was selected is requested.
 
+#include "moeoff-routing.h"
+#include "moeoff-simulated-cache.h"
 #include "moeoff-slice-table.h"
 #include "moeoff-version-selector.h"
 
 #include <atomic>
+#include <deque>
 #include <vector>
 
 namespace moeoff {
+
+// What a router has computed for a batch, before the weights. Rows may be strided (bytes)
+struct router_output {
+    const float * scores;         // [n_tokens, n_expert] that it chose by; nullptr: they cannot be compared, its choice stays
+    const float * probs;          // [n_tokens, n_expert] that the weights are made of
+    size_t        scores_stride, probs_stride;
+    bool          is_softmax_last; // the weights are the softmax of the chosen ones' probs
+    int32_t       n_expert;
+    int32_t       n_used;
+    int32_t       n_tokens;
+    int32_t *     ids;            // [n_tokens, n_used], dense: its choice, best first, and what becomes of it
+};
 
 // What the tokens of one event chose together. Of one thread, and used again: a large batch is gone through without the store's mutex
 struct selection {
@@ -25,24 +40,40 @@ class gate_events {
   public:
     gate_events(const expert_map & map, slice_table & table) : map(map), table(table) {}
 
+    // Whether route() would change anything, or has to see it
+    bool is_routed() const REQUIRES(store_mutex) { return routes.active() || simulated.is_on() || !forced.empty(); }
+    // Before the weights: the experts that the block uses. Behind a simulated cache their versions are decided here, too
+    void route(gate & g, const router_output & r, bool decode) REQUIRES(store_mutex);
     // Fills what event says of hits and misses, and its versions. eager: the slices are requested; the caller wakes the workers
     void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager) REQUIRES(store_mutex);
     // false: every expert is served high, in every graph
     bool has_decisions() const { return decided.load(std::memory_order_acquire); }
-    // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts
-    void versions(const tensor & t, const void * graph, uint8_t * out) const REQUIRES(store_mutex);
+    // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts. True if it did so for each of
+    // n_rows rows instead, in by_row
+    bool versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const REQUIRES(store_mutex);
 
     version_selector & selector() REQUIRES(store_mutex) { return select; }
+    moeoff_routing &   rule() REQUIRES(store_mutex) { return routes.rule; }
+    void               simulate(float share) REQUIRES(store_mutex) { simulated.reset(share, map.n_gates()); }
+    // appends experts [n_tokens, n_used] of gate events to come; returns how many are left
+    size_t             force(const int32_t * ids, size_t n) REQUIRES(store_mutex);
 
   private:
     void decide(gate & g, const choice & c, selection & all) REQUIRES(store_mutex);
     decision & decision_of(gate & g, const void * graph) REQUIRES(store_mutex);
+    void route_token(gate & g, const router_output & r, int32_t t, uint8_t * versions) REQUIRES(store_mutex);
+    void take_forced(const router_output & r) REQUIRES(store_mutex);
 
     static constexpr size_t max_decisions = 64; // of one gate: contexts that may be inside the same block at once
 
     const expert_map &   map;
     slice_table &        table;
     version_selector     select GUARDED_BY(store_mutex);
+    routing              routes GUARDED_BY(store_mutex);
+    simulated_cache      simulated GUARDED_BY(store_mutex);
+    std::deque<int32_t>  forced GUARDED_BY(store_mutex);
+    std::vector<float>   weights GUARDED_BY(store_mutex); // scratch
+    std::vector<uint8_t> is_read GUARDED_BY(store_mutex);
     std::atomic<bool>    decided {false}; // some gate may have decisions
 };
 

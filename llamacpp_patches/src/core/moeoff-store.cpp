@@ -98,12 +98,23 @@ void store::stop() {
 
 // --- hot path ---
 
+bool store::is_decode(int32_t n_tokens) const {
+    const int32_t kind = batch_kind.load(std::memory_order_relaxed);
+    return kind == MOEOFF_BATCH_BY_SIZE ? n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
+}
+
+void store::route(gate & g, const router_output & r) {
+    store_lock lock(sync);
+    if (events.is_routed()) {
+        events.route(g, r, is_decode(r.n_tokens));
+    }
+}
+
 void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides) {
     static thread_local selection all; // it has the event's versions until the event is posted
     const choice c = { event, strides.ids, strides.weights, strides.weights_step };
     all.collect(c, map.n_experts());
-    const int32_t kind = batch_kind.load(std::memory_order_relaxed);
-    event.decode = kind == MOEOFF_BATCH_BY_SIZE ? event.n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
+    event.decode = is_decode(event.n_tokens);
     bool has_requests;
     {
         store_lock lock(sync);
@@ -122,12 +133,13 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     }
 }
 
-void store::versions(const tensor & t, const void * graph, uint8_t * out) const {
+bool store::versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const {
     memset(out, HIGH, (size_t) t.info.ne[2]);
-    if (events.has_decisions()) {
-        store_lock lock(sync);
-        events.versions(t, graph, out);
+    if (!events.has_decisions()) {
+        return false;
     }
+    store_lock lock(sync);
+    return events.versions(t, graph, out, by_row, n_rows);
 }
 
 void store::pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
@@ -263,10 +275,53 @@ int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
     return (int64_t) events.selector().n_forced();
 }
 
+bool store::check_routing(std::string & error) const {
+    if (!(get_flags() & MOEOFF_FLAG_ROUTING)) {
+        error = "the buffer was made without MOEOFF_FLAG_ROUTING";
+        return false;
+    }
+    return true;
+}
+
+bool store::set_routing(const moeoff_routing & rule, std::string & error) {
+    if (!(rule.lambda >= 0.0f && rule.lambda <= 1.0f && rule.margin >= 0.0f && rule.margin <= 1.0f) || rule.n_candidates < 0 || rule.n_kept < 0) {
+        error = "routing needs a lambda and a margin between 0 and 1, and counts";
+        return false;
+    }
+    if (rule.lambda > 0.0f && !check_routing(error)) {
+        return false;
+    }
+    store_lock lock(sync);
+    events.rule() = rule;
+    return true;
+}
+
+bool store::set_simulated_cache(float share, std::string & error) {
+    if (!(share <= 1.0f)) {
+        error = "a simulated cache holds a share of the experts, at most 1";
+        return false;
+    }
+    if (share >= 0.0f && !check_routing(error)) {
+        return false;
+    }
+    store_lock lock(sync);
+    events.simulate(share);
+    table.set_low_spare(share < 0.0f && !(events.selector().thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
+    return true;
+}
+
+int64_t store::force_experts(const int32_t * ids, int64_t n, std::string & error) {
+    if (!check_routing(error)) {
+        return -1;
+    }
+    store_lock lock(sync);
+    return (int64_t) events.force(ids, (size_t) std::max<int64_t>(n, 0));
+}
+
 bool store::set_flags(uint32_t next, std::string & error) {
-    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT | MOEOFF_FLAG_GATE_LOGITS;
+    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT | MOEOFF_FLAG_GATE_LOGITS | MOEOFF_FLAG_ROUTING;
     if ((next & fixed) != (get_flags() & fixed)) {
-        error = "DIRECT_IO, GATE_INPUT and GATE_LOGITS are fixed at init";
+        error = "DIRECT_IO, GATE_INPUT, GATE_LOGITS and ROUTING are fixed at init";
         return false;
     }
     flags = next;

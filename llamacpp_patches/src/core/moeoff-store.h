@@ -54,8 +54,11 @@ class store {
     uint32_t get_flags() const { return flags.load(std::memory_order_relaxed); }
     // event: what the graph knows, with a row of gate input and logits for each token
     void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides);
-    // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high
-    void versions(const tensor & t, const void * graph, uint8_t * out) const;
+    // before gate_event(), where the graph has a node for it: the experts that the block uses
+    void route(gate & g, const router_output & r);
+    // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
+    // decided for each of n_rows rows instead, then by_row has them
+    bool versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const;
     // the op uses these slices: they are requested, and none is evicted until it is unpinned
     void pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
     void unpin(const tensor & t, int32_t expert, uint8_t v);
@@ -78,6 +81,9 @@ class store {
     bool    set_limits(uint64_t high, uint64_t low, std::string & error);
     bool    set_thresholds(const moeoff_thresholds & thresholds, std::string & error);
     int64_t force(const uint8_t * versions, int64_t n, std::string & error);
+    bool    set_routing(const moeoff_routing & rule, std::string & error);
+    bool    set_simulated_cache(float share, std::string & error);
+    int64_t force_experts(const int32_t * ids, int64_t n, std::string & error);
     bool    set_flags(uint32_t flags, std::string & error);
     void    set_cancelled(bool on) { cancelled.store(on, std::memory_order_release); } // by the user, until taken back
 
@@ -100,6 +106,8 @@ class store {
 
     int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
+    bool check_routing(std::string & error) const;
+    bool is_decode(int32_t n_tokens) const;
 
     const moeoff_params        params;    // flags and arena_bytes: as they were at first
     mutable monitor            sync;

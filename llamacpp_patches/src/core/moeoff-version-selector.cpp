@@ -6,28 +6,40 @@
 namespace moeoff {
 
 // HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled to 1.
-// Among equal weights the one that the router lists first counts as the larger. Of several tokens each has a say of its own,
-// and the best version that any of them wants serves them all.
+// Among equal weights the one that the router lists first counts as the larger.
+void version_selector::of_token(const float * w, int32_t n, uint8_t * out) {
+    order.resize(n);
+    std::iota(order.begin(), order.end(), 0);
+    std::stable_sort(order.begin(), order.end(), [w](int32_t a, int32_t b) { return w[a] > w[b]; });
+    float total = 0.0f;
+    for (const int32_t k : order) {
+        total += w[k];
+    }
+    float before = 0.0f;
+    for (const int32_t k : order) {
+        const float s = total > 0.0f ? before / total : 0.0f; // no sensible weights: everything is important
+        out[k] = s <= thresholds.t1 ? HIGH : s <= thresholds.t2 ? LOW : SKIP;
+        before += w[k];
+    }
+    out[order[0]] = HIGH; // the first is always important
+}
+
+// Of several tokens each has a say of its own, and the best version that any of them wants serves them all.
 void version_selector::by_weight(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of) {
     for (const int32_t e : chosen) {
         version_of[e] = SKIP;
     }
-    order.resize(c.event.n_used);
+    weights.resize(c.event.n_used);
+    wanted.resize(c.event.n_used);
     for (int32_t t = 0; t < c.event.n_tokens; t++) {
-        std::iota(order.begin(), order.end(), 0);
-        std::stable_sort(order.begin(), order.end(), [&c, t](int32_t a, int32_t b) { return c.weight(t, a) > c.weight(t, b); });
-        float total = 0.0f;
-        for (const int32_t k : order) {
-            total += c.weight(t, k);
+        for (int32_t k = 0; k < c.event.n_used; k++) {
+            weights[k] = c.weight(t, k);
         }
-        float before = 0.0f;
-        for (const int32_t k : order) {
-            const float s = total > 0.0f ? before / total : 0.0f; // no sensible weights: everything is important
+        of_token(weights.data(), c.event.n_used, wanted.data());
+        for (int32_t k = 0; k < c.event.n_used; k++) {
             uint8_t & v = version_of[c.id(t, k)];
-            v = std::min<uint8_t>(v, s <= thresholds.t1 ? HIGH : s <= thresholds.t2 ? LOW : SKIP);
-            before += c.weight(t, k);
+            v = std::min(v, wanted[k]);
         }
-        version_of[c.id(t, order[0])] = HIGH; // the first is always important
     }
 }
 

@@ -36,6 +36,8 @@ class version_selector {
     // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY?
     // Experts that no token chose keep what they had.
     void select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of);
+    // out [n]: what serves each of a token's experts with these weights if none is resident
+    void of_token(const float * weights, int32_t n, uint8_t * out);
 
   private:
     void by_weight(const choice & c, const std::vector<int32_t> & chosen, uint8_t * version_of);
@@ -43,6 +45,8 @@ class version_selector {
 
     std::deque<uint8_t>  forced;
     std::vector<int32_t> order, count; // scratch
+    std::vector<float>   weights;
+    std::vector<uint8_t> wanted;
 };
 
 } // namespace moeoff

@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 9
+#define MOEOFF_ABI_VERSION 10
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -38,6 +38,7 @@ enum moeoff_flag {
     MOEOFF_FLAG_SERIAL     = 16, // a matrix op reads all its slices before it computes with any: the papers' baseline
     MOEOFF_FLAG_LOG_READS  = 32, // finished reads are kept for moeoff_take_reads()
     MOEOFF_FLAG_GATE_LOGITS = 64, // the gate node also takes the router's logits (the same cost)
+    MOEOFF_FLAG_ROUTING     = 128, // a node before the weights may change what a router has chosen (the same cost)
 };
 
 enum moeoff_matrix {
@@ -78,6 +79,18 @@ struct moeoff_thresholds {
     float    t2;
     float    prefill_low_share;
     uint32_t flags;        // moeoff_thresholds_flag
+};
+
+// Where tokens are decoded, an expert that is resident may take the place of a chosen one that is not. The router's scores are those
+// that it chooses by: with selection bias, and without the groups that it leaves out. Range is the largest less the smallest of a
+// token's scores. Among the n_candidates experts of the highest scores, those that are resident count for lambda * range more; one
+// that the router has not chosen takes part if its score lies at most margin * range below the last chosen one's. The first n_kept
+// of the router's choice stay. Nothing changes at lambda = 0, the default.
+struct moeoff_routing {
+    float    lambda;
+    float    margin;
+    int32_t  n_candidates; // 0: twice as many as serve a token
+    int32_t  n_kept;
 };
 
 struct moeoff_params {
@@ -128,6 +141,7 @@ struct moeoff_gate_event {
     const float   * gate_input;  // [n_rows, n_embd] or NULL
     const float   * logits;      // [n_rows, n_expert] or NULL: of the router, before its gating function
     const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, the thresholds leave no choice
+    const int32_t * router_ids;  // [n_tokens, n_used] what the router had chosen, or NULL: ids
 };
 
 struct moeoff_stats {
@@ -157,6 +171,9 @@ struct moeoff_stats {
     uint64_t low_bytes_read;    // of bytes_read
     uint64_t low_arena_bytes;     // of arena_bytes
     uint64_t low_arena_committed; // of arena_committed
+    uint64_t rerouted;          // of expert_uses, in the place of one that the router had chosen
+    uint64_t simulated_misses;  // of the experts that served decoded tokens, those that a simulated cache would have had to read in high precision
+    double   rerouted_margin;   // the most that one of them lay below the one it displaced, as a share of the range of scores
 };
 
 // a read that has ended. level: of the most urgent request for it until then, 0 prefetch, 1 gate, 2 demand: compute was waiting
@@ -247,6 +264,18 @@ MOEOFF_API int     moeoff_set_thresholds(moeoff_expert_buffer * eb, struct moeof
 // The next gate events take their versions from here, not from the thresholds: appends n of them, in the order and shape of
 // moeoff_gate_event.versions. Returns how many are left in all, or -1. They are dropped when an event needs more than are left.
 MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
+
+// --- routing; needs MOEOFF_FLAG_ROUTING ---
+
+MOEOFF_API int     moeoff_set_routing(moeoff_expert_buffer * eb, struct moeoff_routing routing);
+// From now on routing and thresholds take for resident, where tokens are decoded, what a simulated cache would hold that keeps this
+// share of each gate's experts, so that they depend on the gates since this call alone, which empties it: those of the highest
+// decayed counts of uses. Each token of a batch is decided by itself, in its place behind those before it. A negative share: what is
+// resident in truth
+MOEOFF_API int     moeoff_set_simulated_cache(moeoff_expert_buffer * eb, float share);
+// The next gate events take their experts from here instead of the router's choice: appends n of them, in the order and shape of
+// moeoff_gate_event.ids. Returns how many are left in all, or -1. They are dropped when an event needs more than are left
+MOEOFF_API int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n);
 
 // --- events ---
 

@@ -4,6 +4,7 @@
 
 #include "ggml.h"
 
+#include <cstring>
 #include <new>
 
 bool moeoff_on_disk(const ggml_tensor * tensor) { return moeoff::is_reserved(tensor); }
@@ -21,7 +22,23 @@ bool moeoff_gate_wants_logits(const void * gate) {
     return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_GATE_LOGITS;
 }
 
-static void post_event(moeoff::gate & gate, const ggml_tensor * ids, const ggml_tensor * weights, const ggml_tensor * input, const ggml_tensor * logits) {
+bool moeoff_gate_is_routed(const void * gate) {
+    return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_ROUTING;
+}
+
+// whether some token's experts are not what the router chose
+static bool is_changed(const ggml_tensor * ids, const ggml_tensor * router_ids) {
+    const size_t nbytes = (size_t) ids->ne[0] * sizeof(int32_t);
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        if (memcmp((const char *) ids->data + t * ids->nb[1], (const char *) router_ids->data + t * router_ids->nb[1], nbytes) != 0) {
+            return true;
+        }
+    }
+    return false;
+}
+
+static void post_event(moeoff::gate & gate, const ggml_tensor * ids, const ggml_tensor * weights, const ggml_tensor * input, const ggml_tensor * logits,
+                       const ggml_tensor * router_ids) {
     moeoff_gate_event    event   = {};
     moeoff::gate_strides strides = { ids->nb[1], weights->nb[2], weights->nb[1] };
     event.gate     = gate.index;
@@ -40,6 +57,10 @@ static void post_event(moeoff::gate & gate, const ggml_tensor * ids, const ggml_
         event.logits   = (const float *) logits->data;
         strides.logits = logits->nb[1];
     }
+    if (router_ids && is_changed(ids, router_ids)) {
+        event.router_ids   = (const int32_t *) router_ids->data;
+        strides.router_ids = router_ids->nb[1];
+    }
     if (gate.owner->started() && event.n_tokens > 0) {
         try {
             gate.owner->gate_event(gate, event, strides);
@@ -51,13 +72,55 @@ static void post_event(moeoff::gate & gate, const ggml_tensor * ids, const ggml_
 
 void moeoff_gate_node(ggml_tensor * dst, int ith, int, void * gate) {
     if (ith == 0) { // ggml runs a custom op on every thread
-        post_event(*(moeoff::gate *) gate, dst->src[0], dst->src[1], dst->src[2], nullptr);
+        const bool is_routed = moeoff_gate_is_routed(gate);
+        const bool has_input = dst->src[is_routed ? 3 : 2] != nullptr;
+        post_event(*(moeoff::gate *) gate, dst->src[0], dst->src[1], has_input ? dst->src[2] : nullptr, nullptr, is_routed ? dst->src[2 + has_input] : nullptr);
     }
 }
 
 void moeoff_gate_node_with_logits(ggml_tensor * dst, int ith, int, void * gate) {
     if (ith == 0) {
-        const bool has_input = dst->src[3] != nullptr;
-        post_event(*(moeoff::gate *) gate, dst->src[0], dst->src[1], has_input ? dst->src[2] : nullptr, dst->src[has_input ? 3 : 2]);
+        const bool is_routed = moeoff_gate_is_routed(gate);
+        const bool has_input = dst->src[is_routed ? 4 : 3] != nullptr;
+        post_event(*(moeoff::gate *) gate, dst->src[0], dst->src[1], has_input ? dst->src[2] : nullptr, dst->src[2 + has_input],
+                   is_routed ? dst->src[3 + has_input] : nullptr);
+    }
+}
+
+static void route(ggml_tensor * dst, moeoff::gate & gate, bool is_softmax_last) {
+    const ggml_tensor * ids = dst->src[0];
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        memcpy((char *) dst->data + t * dst->nb[1], (const char *) ids->data + t * ids->nb[1], (size_t) ids->ne[0] * sizeof(int32_t));
+    }
+    moeoff::router_output r = {};
+    r.n_used   = (int32_t) ids->ne[0];
+    r.n_tokens = (int32_t) ids->ne[1];
+    r.n_expert = gate.n_expert;
+    r.ids      = (int32_t *) dst->data;
+    if (const ggml_tensor * scores = dst->src[1]) {
+        r.scores        = (const float *) scores->data;
+        r.scores_stride = scores->nb[1];
+        r.probs         = (const float *) dst->src[2]->data;
+        r.probs_stride  = dst->src[2]->nb[1];
+        r.is_softmax_last = is_softmax_last;
+    }
+    if (gate.owner->started()) {
+        try {
+            gate.owner->route(gate, r);
+        } catch (const std::bad_alloc &) { // ggml is C
+            gate.owner->fail("out of memory");
+        }
+    }
+}
+
+void moeoff_route_node(ggml_tensor * dst, int ith, int, void * gate) {
+    if (ith == 0) {
+        route(dst, *(moeoff::gate *) gate, false);
+    }
+}
+
+void moeoff_route_node_softmax_last(ggml_tensor * dst, int ith, int, void * gate) {
+    if (ith == 0) {
+        route(dst, *(moeoff::gate *) gate, true);
     }
 }

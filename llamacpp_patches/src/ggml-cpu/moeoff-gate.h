@@ -16,9 +16,15 @@ MOEOFF_API bool   moeoff_on_disk(const struct ggml_tensor * tensor);
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
 MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);
 MOEOFF_API bool   moeoff_gate_wants_logits(const void * gate);
-// ggml_custom_op_t; sources: ids, weights, optionally the gate input, for the second the logits after them; userdata: the gate
+MOEOFF_API bool   moeoff_gate_is_routed(const void * gate);
+// ggml_custom_op_t; sources: ids, weights, optionally the gate input, for the second the logits after them, and for a gate that is
+// routed the router's own ids at last; userdata: the gate
 MOEOFF_API void   moeoff_gate_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
 MOEOFF_API void   moeoff_gate_node_with_logits(struct ggml_tensor * dst, int ith, int nth, void * gate);
+// the same; sources: ids of the router's choice, optionally the scores that it chose by and the probabilities that the weights are
+// made of (the second: whose softmax they are). The result is ids, dense
+MOEOFF_API void   moeoff_route_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
+MOEOFF_API void   moeoff_route_node_softmax_last(struct ggml_tensor * dst, int ith, int nth, void * gate);
 
 #ifdef __cplusplus
 }

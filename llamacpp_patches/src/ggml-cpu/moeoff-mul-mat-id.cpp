@@ -15,7 +15,8 @@
 
 namespace moeoff {
 
-constexpr size_t cache_line = 64;
+constexpr size_t  cache_line = 64;
+constexpr int32_t n_versions = SKIP + 1; // that may serve an expert's rows in one op
 
 // an output row: which of the token's experts, which token
 struct row_mapping {
@@ -23,7 +24,7 @@ struct row_mapping {
     int32_t i2;
 };
 
-// one expert with rows in this op
+// one version of an expert with rows in this op
 struct work_item {
     int32_t              expert;
     int32_t              n_rows;
@@ -43,7 +44,7 @@ struct activation {
 struct layout {
     activation activations[GGML_TYPE_COUNT];
     int        n_activations = 0;
-    size_t     header, items, counts, versions, rows, done, scratch, end;
+    size_t     header, items, counts, versions, by_row, rows, done, scratch, end;
 };
 
 static ggml_type activation_type(int32_t type) {
@@ -77,7 +78,7 @@ static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads)
     const ggml_tensor * ids   = op->src[2];
     const int64_t       n_as  = op->src[0]->ne[2];
     const int64_t       n_row = ids->ne[0] * ids->ne[1];
-    const int64_t       n_act = std::min(n_as, n_row); // experts that can have rows
+    const int64_t       n_act = std::min(n_as * n_versions, n_row); // that can have rows
 
     layout l;
     size_t at = 0;
@@ -99,8 +100,9 @@ static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads)
     }
     l.header  = area(sizeof(op_header));
     l.items   = area(n_act * sizeof(work_item));
-    l.counts  = area(n_as * 2 * sizeof(int32_t)); // rows of each expert, then its item
-    l.versions = area(n_as);
+    l.counts  = area(n_as * n_versions * 2 * sizeof(int32_t)); // rows of each expert's version, then its item
+    l.versions = area(n_as * n_versions);
+    l.by_row  = area(n_row);
     l.rows    = area(n_row * sizeof(row_mapping));
     l.done    = area((size_t) n_threads * GGML_PAD(n_act, cache_line));
     l.scratch = area(scratch);
@@ -139,46 +141,55 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
     auto * header = (op_header *) (wdata + l.header);
     auto * items  = (work_item *) (wdata + l.items);
     auto * counts = (int32_t *) (wdata + l.counts);
-    auto * item_i = counts + n_as;
+    auto * item_i = counts + n_as * n_versions;
     auto * versions = (uint8_t *) (wdata + l.versions);
+    auto * by_row = (uint8_t *) (wdata + l.by_row);
     auto * rows   = (row_mapping *) (wdata + l.rows);
 
-    t.owner->versions(t, ids->data, versions);
-    memset(counts, 0, n_as * sizeof(int32_t));
+    // usually one version serves all rows of an expert
+    const bool    is_by_row = t.owner->versions(t, ids->data, versions, by_row, (size_t) (ids->ne[0] * ids->ne[1]));
+    const int32_t n_each    = is_by_row ? n_versions : 1;
+    const auto    key_of    = [&](int64_t i1, int64_t i2) {
+        const int32_t e = *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
+        GGML_ASSERT(e >= 0 && e < n_as);
+        return is_by_row ? e * n_versions + by_row[i2 * ids->ne[0] + i1] : e;
+    };
+    memset(counts, 0, n_as * n_each * sizeof(int32_t));
     for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
         for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
-            const int32_t e = *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
-            GGML_ASSERT(e >= 0 && e < n_as);
-            counts[e]++;
+            counts[key_of(i1, i2)]++;
         }
     }
     int32_t n_items = 0;
     for (const bool ready : { true, false }) {
-        for (int32_t e = 0; e < n_as; e++) {
+        for (int32_t key = 0; key < n_as * n_each; key++) {
             // a slice may become ready between the two passes: item_i tells that it is listed
             if (ready) {
-                item_i[e] = -1;
+                item_i[key] = -1;
             }
-            if (counts[e] == 0 || item_i[e] >= 0 || (ready && !t.owner->at(t, e, versions[e]).settled())) {
+            const int32_t e = key / n_each;
+            const uint8_t v = is_by_row ? (uint8_t) (key % n_each) : versions[e];
+            if (counts[key] == 0 || item_i[key] >= 0 || (ready && !t.owner->at(t, e, v).settled())) {
                 continue;
             }
             work_item * item = new (&items[n_items]) work_item;
             item->expert         = e;
-            item->version        = versions[e];
+            item->version        = v;
             item->n_rows         = 0;
+            item->first_row      = counts[key]; // how many, until all are listed
             item->n_threads_done = 0;
-            item_i[e] = n_items++;
+            item_i[key] = n_items++;
         }
     }
     int32_t first = 0;
     for (int32_t i = 0; i < n_items; i++) {
+        const int32_t n = items[i].first_row;
         items[i].first_row = first;
-        first += counts[items[i].expert];
+        first += n;
     }
     for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
         for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
-            const int32_t e = *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
-            work_item & item = items[item_i[e]];
+            work_item & item = items[item_i[key_of(i1, i2)]];
             rows[item.first_row + item.n_rows++] = { (int32_t) i1, (int32_t) i2 };
         }
     }

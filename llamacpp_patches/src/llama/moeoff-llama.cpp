@@ -19,20 +19,43 @@ bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_on_disk(tensor);
 }
 
-void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       ggml_tensor * logits, std::initializer_list<const ggml_tensor *> experts) {
-    void *  gate     = nullptr;
-    int64_t n_expert = 0;
+// the gate that a block's experts belong to, or nullptr, and how many there are
+static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_t & n_expert) {
     for (const ggml_tensor * t : experts) {
-        if (!gate && t) {
-            gate     = moeoff_gate_of(t);
+        if (t) {
             n_expert = t->ne[2];
+            return moeoff_gate_of(t);
         }
     }
+    return nullptr;
+}
+
+ggml_tensor * moeoff_build_route(ggml_context * ctx, ggml_tensor * ids, ggml_tensor * scores, ggml_tensor * probs, bool is_softmax_last,
+                                 std::initializer_list<const ggml_tensor *> experts) {
+    int64_t n_expert = 0;
+    void *  gate     = gate_of(experts, n_expert);
+    if (!gate || !moeoff_gate_is_routed(gate)) {
+        return ids;
+    }
+    ggml_tensor * args[3] = { ids };
+    int n_args = 1;
+    if (scores && scores->ne[0] == n_expert) {
+        args[n_args++] = scores;
+        args[n_args++] = probs->ne[0] == n_expert ? probs : ggml_reshape_2d(ctx, probs, n_expert, ids->ne[1]);
+    }
+    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, ids->ne[0], ids->ne[1], 1, 1, args, n_args, is_softmax_last ? moeoff_route_node_softmax_last : moeoff_route_node, 1, gate);
+    ggml_set_name(node, "moeoff_route");
+    return node;
+}
+
+void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * router_ids, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
+                       ggml_tensor * logits, std::initializer_list<const ggml_tensor *> experts) {
+    int64_t n_expert = 0;
+    void *  gate     = gate_of(experts, n_expert);
     if (!gate) {
         return;
     }
-    ggml_tensor * args[4] = { ids, weights };
+    ggml_tensor * args[5] = { ids, weights };
     int n_args = 2;
     if (gate_input && moeoff_gate_wants_input(gate)) {
         args[n_args++] = gate_input;
@@ -40,6 +63,9 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, 
     const bool with_logits = logits && logits->ne[0] == n_expert && moeoff_gate_wants_logits(gate); // grovemoe's chunks have the logits of others
     if (with_logits) {
         args[n_args++] = logits;
+    }
+    if (moeoff_gate_is_routed(gate)) {
+        args[n_args++] = router_ids;
     }
     ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, n_args, with_logits ? moeoff_gate_node_with_logits : moeoff_gate_node, 1, gate);
     ggml_set_name(node, "moeoff_gate");

@@ -41,6 +41,8 @@ void server_usage::to_json(common_json & out) const {
         {"expert_uses", std::llround(uses)},
         {"served_low", std::llround(served_low)},
         {"skipped", std::llround(skipped)},
+        {"rerouted", std::llround(rerouted)},
+        {"rerouted_margin", rerouted_margin},
     };
 }
 
@@ -91,6 +93,8 @@ std::string server_decode::finish(int result, server_usage & share) {
     share.uses       = (now.expert_uses - seen.expert_uses) / n;
     share.served_low = (now.served_low - seen.served_low) / n;
     share.skipped    = (now.skipped - seen.skipped) / n;
+    share.rerouted   = (now.rerouted - seen.rerouted) / n;
+    share.rerouted_margin = now.rerouted_margin;
     seen = now;
     char text[1024] = "";
     return server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) != 0 ? text : "";
