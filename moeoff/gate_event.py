@@ -22,6 +22,7 @@ class GateEvent:
         gate_input: [n_rows, n_embd] float32, what the router read; None if not asked for, or where the architecture's router
             reads something else.
         versions: [n_tokens, n_used] uint8, what serves each: 0 high precision, 1 low, 2 skipped; None: all high.
+        router_ids: [n_tokens, n_used] what the router itself had chosen, where resident experts took the places of some; None: ids.
         layer: of the model; -1 where it is not known.
         n_hit, n_miss: slices of the selected experts (one for each matrix) that were resident, and that were not, at selection.
         seq: number of the event in its expert buffer, from 1; 0 if it comes from none.
@@ -50,6 +51,7 @@ class GateEvent:
     row_step: int = 1
     decode: bool | None = None
     sequences: np.ndarray | None = None
+    router_ids: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.decode is None:
@@ -77,4 +79,5 @@ class GateEvent:
             logits=None if self.logits is None else self.logits[rows],
             row_step=1,
             sequences=None if self.sequences is None else self.sequences[::step],
+            router_ids=None if self.router_ids is None else self.router_ids[::step],
         )

@@ -20,6 +20,7 @@ from helpers.arch_models import (
     write_model,
     write_models,
 )
+from moeoff.budget.precision import Precision
 
 
 def compare(writer, folder, architecture: str, kind: str) -> None:
@@ -29,8 +30,10 @@ def compare(writer, folder, architecture: str, kind: str) -> None:
     assert np.isfinite(expected.view(np.float32)).all()
     assert len(np.unique(expected, axis=0)) > N_STEPS  # the model does react to its input
     for floor in (False, True):
-        told = {"gate_input": True, "trace": str(path.with_suffix(".trace"))} if floor else {}  # the gate node with all its sources, and without
+        # both nodes with all their sources, and the gate node alone
+        told = {"gate_input": True, "trace": str(path.with_suffix(".trace")), "precision": Precision(reroute=1.0)} if floor else {}
         with open_moeoff(path, floor=floor, **told) as model:
+            model.use_precision(Precision())
             np.testing.assert_array_equal(run(model), expected)
             buffer = model.expert_buffer
             stats, n_gates = buffer.stats(), buffer.priorities.shape[0]

@@ -91,7 +91,18 @@ def test_chat(server, alone):
     answer = server.client().chat.completions.create(**request)
     assert answer.choices[0].message.content == alone(**local(request))
     assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
-    assert set(answer.model_extra["moeoff"]) == {"hit_rate", "hits", "misses", "bytes_read", "stall_seconds", "expert_uses", "served_low", "skipped"}
+    assert set(answer.model_extra["moeoff"]) == {
+        "hit_rate",
+        "hits",
+        "misses",
+        "bytes_read",
+        "stall_seconds",
+        "expert_uses",
+        "served_low",
+        "skipped",
+        "rerouted",
+        "rerouted_margin",
+    }
 
 
 def test_streaming(server, alone):

@@ -22,7 +22,7 @@ class Needs:
         compute, work, outputs: graph buffers, the CPU backend's work area and logits for the largest batch; resident only once
             such a batch has come.
         on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and not in the total.
-        kept: of a server, prompts outside the context, and samplers.
+        kept: of a server, prompts outside the context, samplers, and other files that it loads.
     """
 
     python: int
@@ -114,7 +114,7 @@ def _refusal(budget: int, needs: Needs, arena_floor: int) -> BudgetError:
     needed = needs.total + arena_floor
     # the state shrinks with the context, and the compute buffers do not grow
     n_ctx = (needs.n_ctx - (needed - budget) * needs.n_ctx // max(needs.state, 1)) // _CTX_STEP * _CTX_STEP
-    kept = f"{format_size(needs.kept)} for prompts that are kept, " if needs.kept else ""
+    kept = f"{format_size(needs.kept)} for kept prompts, samplers and other files, " if needs.kept else ""
     remedy = Remedy.MORE_MEMORY_OR_SMALLER_CONTEXT if n_ctx >= _CTX_STEP else Remedy.MORE_MEMORY
     return BudgetError(
         f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "

@@ -1,4 +1,4 @@
-"""How much precision may be given up, and where: the numbers behind the expert buffer's rule.
+"""How much precision may be given up, and where: the numbers behind the expert buffer's rules.
 
 Knows nothing of what they cost in quality: that is measured for each model, and is the caller's decision.
 """
@@ -25,6 +25,12 @@ class Precision:
             first expert is always read in high precision.
         prefill_low_share: for a prompt's batch (Fate §4.5). Of the experts chosen, this share is read in low precision: those
             that the fewest tokens chose, rounded down. Nothing is skipped.
+        reroute: for tokens that are decoded, what being resident adds to an expert's score, as a share of the range of the token's scores: an
+            expert of the router's choice that is not resident gives its place to a resident one that scored almost as high. The
+            first of the choice stays. 0: none. docs/rerouting.md has the rule.
+        reroute_margin: how far such an expert may lie below the last of the router's choice, as the same share.
+        resident: of a deterministic run, the share of each layer's experts that its decisions take for resident: those that a
+            simulated cache would hold, whatever is in memory. 0: none.
         tier: of the companion, the low precision; needed if anything is read in it.
         low_share: of the experts' memory, kept for low versions.
 
@@ -37,14 +43,20 @@ class Precision:
     prefill_low_share: float = 0.0
     tier: str | None = None
     low_share: float = LOW_SHARE
+    reroute: float = 0.0
+    reroute_margin: float = 1.0
+    resident: float = 0.0
 
     def __post_init__(self) -> None:
-        if not all(math.isfinite(x) for x in (self.t1, self.t2, self.prefill_low_share, self.low_share)):
+        numbers = (self.t1, self.t2, self.prefill_low_share, self.low_share, self.reroute, self.reroute_margin, self.resident)
+        if not all(math.isfinite(x) for x in numbers):
             raise OptionError(f"precision: thresholds and shares are numbers: {self}")
         if not 0 <= self.t1 <= self.t2 <= 1:
             raise OptionError(f"precision: 0 <= t1 <= t2 <= 1 must hold, not t1 {self.t1} and t2 {self.t2}")
         if not 0 <= self.prefill_low_share <= 1:
             raise OptionError(f"precision: the share of low experts in prefill lies between 0 and 1, not {self.prefill_low_share}")
+        if not (0 <= self.reroute <= 1 and 0 <= self.reroute_margin <= 1 and 0 <= self.resident <= 1):
+            raise OptionError(f"precision: rerouting's shares lie between 0 and 1, not {self.reroute}, {self.reroute_margin} and {self.resident}")
         if not 0 < self.low_share < 1:
             raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
         if self.uses_low and not self.tier:
@@ -57,8 +69,8 @@ class Precision:
 
     @property
     def lossless(self) -> bool:
-        """Nothing is served by less than its own precision."""
-        return self.t1 >= 1 and self.prefill_low_share <= 0
+        """Every token gets the experts of its router, in their own precision."""
+        return self.t1 >= 1 and self.prefill_low_share <= 0 and self.reroute <= 0
 
 
 LOSSLESS = Precision()

@@ -14,7 +14,7 @@ from ..paths import demo_model
 from .options import CONTEXT, one_sentence, opening_arguments, opening_options
 
 
-@click.command(context_settings=CONTEXT | {"ignore_unknown_options": False})
+@click.command(context_settings=CONTEXT)
 @click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")
 @click.option("--port", type=click.IntRange(0, 65535), default=8080, show_default=True, help="Port to listen on; 0 takes a free one.")

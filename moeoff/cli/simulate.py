@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +12,10 @@ from ..errors import OptionError
 from ..memory import format_size, parse_size
 from .options import CONTEXT, one_sentence
 
+if TYPE_CHECKING:
+    from ..simulate.rerouting import Rerouting
+    from ..simulate.trace import Trace
+
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 
@@ -19,11 +23,15 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
 @click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
+@click.option(
+    "--reroute", type=click.FloatRange(0, 1), default=0.0, metavar="SHARE",
+    help="Let resident experts take the places of absent ones, as docs/rerouting.md has it: what they gain, of the scores' range.",
+)  # fmt: skip
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), metavar="FILE.png", help="Draw hit rates by size and layer, and the experts' use.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
 @one_sentence
-def simulate(traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], plot: str | None, as_json: bool, seed: int) -> None:
+def simulate(traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], reroute: float, plot: str | None, as_json: bool, seed: int) -> None:
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
     from ..simulate.comparison import compare, gap_recovered, recorded_reads
     from ..simulate.trace import Trace
@@ -32,7 +40,7 @@ def simulate(traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[s
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
     with progress_bar("events") as progress:
-        results = compare(trace, names, arenas, seed=seed, progress=progress)
+        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), progress=progress)
     if plot:
         from ..simulate.plots import plot as draw
 
@@ -50,6 +58,19 @@ def simulate(traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[s
             f"\nin the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
             f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
         )
+
+
+def _rerouting(trace: Trace, share: float) -> Rerouting | None:
+    from ..simulate.rerouting import Rerouting
+
+    if not share:
+        return None
+    how = next((note["routers_choose_by"] for note in trace.notes if "routers_choose_by" in note), None)
+    if how is None or all(event.probs is None for event in trace.events):
+        raise OptionError("--reroute needs a trace with the routers' probabilities: record it again with this moeoff")
+    if how == "more":
+        raise OptionError("--reroute: this model's routers choose by more than the probabilities that a trace has")
+    return Rerouting(share, by_logits=how == "logits")
 
 
 def _arena(size: str, full: int) -> int:

@@ -24,7 +24,7 @@ from ..binding import api
 from ..budget.dry_load import MemorySizes
 from ..budget.footprint import Footprint, require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.loss_contract import LossContract, SelectedPrecision
+from ..budget.loss_contract import USUAL_SHARE, Candidate, LossContract, SelectedPrecision
 from ..budget.memory_plan import Needs
 from ..budget.micro_batch import USUAL, MicroBatch, choose
 from ..budget.precision import Precision
@@ -70,6 +70,7 @@ class Assembly:
         buffer: the expert buffer.
         driver: after `attach_driver`, if the strategy needs one.
         sizer, splitting: after `start`.
+        followed: tokens of the text that the simulated cache has seen (`simulates`).
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
@@ -80,6 +81,9 @@ class Assembly:
     sizer: ArenaSizer
     splitting: Splitting
     _prompt_meter: PromptMeter
+    _routing: bool  # graphs ask which experts to use
+    followed = 0
+    _contract: LossContract | None = None
     _ran = False  # arenas have their sizes: it may compute
 
     def __init__(self, config: Config, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0):
@@ -100,6 +104,11 @@ class Assembly:
         self._select_experts()
         self.buffer = self._make_buffer()
         self.cancellation = Cancellation(self.buffer)
+
+    @property
+    def simulates(self) -> bool:
+        """Lossy decisions look at a simulated cache, which follows a text from its first token on."""
+        return self.config.deterministic and self.precision.resident > 0 and not self.precision.lossless
 
     # --- choosing ---
 
@@ -166,15 +175,20 @@ class Assembly:
         tier = KEEP if config.tier is None and (self.precision.tier or config.max_loss) else config.tier
         source = ExpertSource.make(self.layout, config.experts, tier, config.verify_reads)
         if config.max_loss:
-            share = usual_share(self.footprint, self.budget, config.expert_memory)
-            self.selected_precision = LossContract.find(self.layout, self.profile, source, config.max_loss, share)
+            self._contract = LossContract.find(self.layout, self.profile, source, config.max_loss)
+            self.selected_precision = self._contract.select(config.max_loss, self._resident_share(self.budget))
             self.precision = self.selected_precision.precision
             source = replace(source, tier=self.selected_precision.tier)
             config.check_precision(self.precision)
         self.source, self.low_source = source, source.low(self.precision.tier) if self.precision.tier else None
 
+    def _resident_share(self, budget: int | None) -> float:
+        """Of the experts, in their own precision; what a lossy choice depends on."""
+        return USUAL_SHARE if self.config.deterministic else usual_share(self.footprint, budget, self.config.expert_memory)
+
     def _make_buffer(self) -> ExpertBuffer:
         config, strategy = self.config, self.strategy
+        self._routing = self.precision.reroute > 0 or self.simulates or config.replay is not None
         return ExpertBuffer(
             n_lanes=config.n_lanes,
             keep=strategy.keep,
@@ -183,6 +197,7 @@ class Assembly:
             direct_io=config.direct_io,
             gate_input=config.gate_input or wants_gate_input(strategy),
             gate_logits=wants_gate_logits(strategy, config.trace),
+            routing=self._routing,
         )
 
     # --- around the load ---
@@ -220,7 +235,24 @@ class Assembly:
         self._ran = True
         self._prompt_meter = PromptMeter(self.buffer, config.n_lanes)
         if not precision.lossless:
-            self.buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=config.deterministic)
+            self.use_precision(precision)
+
+    def use_precision(self, precision: Precision) -> None:
+        """From the next batch on; between texts, if what it decides is simulated.
+
+        Raises:
+            OptionError: it reroutes and the model was opened with one that does not, or the low versions are not there.
+        """
+        self.precision, replays = precision, self.config.replay is not None
+        self.buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=self.config.deterministic)
+        if self._routing and not replays:  # which has what became of it
+            self.buffer.set_routing(precision.reroute, precision.reroute_margin)
+            self.buffer.simulate_cache(precision.resident if self.simulates else None)
+
+    def _simulate(self) -> None:
+        """A new text begins."""
+        if self._routing and self.config.replay is None:
+            self.buffer.simulate_cache(self.precision.resident)
 
     def attach_driver(self) -> None:
         """The strategy's policy and predictor; what their tables take, the experts lose."""
@@ -257,6 +289,10 @@ class Assembly:
         """
         self.layout.check_unchanged()
         self.buffer.set_batch_kind(decodes)
+        if self.simulates:
+            if any(span.first == 0 for span in spans.values()):
+                self._simulate()
+            self.followed = max(span.end for span in spans.values())
         if self.driver is not None:
             self.driver.begin(tokens, spans, decodes, rows)
         if not decodes:
@@ -279,9 +315,25 @@ class Assembly:
             BudgetError: below what the model needs; the old budget stays.
         """
         self.sizer.move(memory)
+        self._choose_again(memory)
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
             self.set_gate_callback(self._listener)
+
+    def _choose_again(self, budget: int) -> None:
+        """Within the bound of loss: what was measured with other shares of the experts in memory may lose more with this one."""
+        before = self.selected_precision
+        if self._contract is None or before is None or self.config.deterministic:
+            return
+        low = self.precision.tier
+
+        def can(c: Candidate) -> bool:
+            """With the files and the graph that there are."""
+            return (c.tier if c.whole else KEEP) == before.tier and (self._routing or not c.reroute) and c.precision.tier in (None, low)
+
+        found = self._contract.select(before.max_loss, self._resident_share(budget), can)
+        self.selected_precision = replace(found, tier=before.tier)
+        self.use_precision(found.precision)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """A user's own; the driver keeps its."""
@@ -299,6 +351,7 @@ class Assembly:
             self.buffer, strategy=self.strategy.name, model=self.config.model_path, tier=self.source.tier, budget=plan.budget, peak=peak_rss()
         )
         stats = replace(stats, micro_batch=self.micro_batch.n_tokens, micro_batch_reason=self.micro_batch.reason, memory=plan.items(self.footprint.embedding))
+        stats = stats.timed(self.timing)
         prefetcher = self.driver.prefetcher if self.driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)

@@ -46,11 +46,12 @@ class Config:
             tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
         warm: remembers on closing which experts were resident, in which version, and loads them in the background on the next start.
-        precision: which experts may be served in lower precision, or not at all; the default is lossless.
+        precision: which experts may be served in lower precision, not at all, or by others; the default is lossless.
         max_loss: instead of `precision`: the bound of lost perplexity, 0.01 or for `make` "1%"; takes what `moeoff calibrate --max-loss` measured
             on this very model.
-        deterministic: lossy decisions look at the gates alone and not at what is resident, so that the text does not depend on
-            timing, memory or what was asked before. An expert that is resident may then be served in low precision.
+        deterministic: lossy decisions look at the gates alone, or at a cache that these drive (`Precision.resident`), and not at what is resident,
+            so that the text does not depend on timing, memory or what was asked before. An expert that is resident may then be served
+            in low precision, or give its place to one that is not.
         replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
             results are the same bit for bit whatever is resident.
         context_shift: an answer does not end where the context is full: the older half of it is forgotten, but for `n_keep` tokens.

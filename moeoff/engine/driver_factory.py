@@ -84,6 +84,8 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:
             session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
+        if router is not None:
+            session["routers_choose_by"] = router.chooses_by
         writer = TraceWriter(trace, model, session)
     return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold, model)
 

@@ -25,26 +25,28 @@ from ..memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
-_EVENT = struct.Struct("=Qq12i5Q")  # struct moeoff_gate_event
+_EVENT = struct.Struct("=Qq12i6Q")  # struct moeoff_gate_event
 QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
 READ_DTYPE = np.dtype(native.Read)
 
 
 def _copy_event(address: int) -> GateEvent:
     """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
-    (seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_expert, n_rows, row_step, n_hit, n_miss, decode, _, ids, _, gate_input, logits, versions) = (
-        _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
-    )
+    fields = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
+    seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_expert, n_rows, row_step, n_hit, n_miss, decode, _ = fields[:14]
+    ids, _, gate_input, logits, versions, router_ids = fields[14:]
     n, shape = n_tokens * n_used, (n_tokens, n_used)
     n_input, n_logits = n_rows * n_embd if gate_input else 0, n_rows * n_expert if logits else 0
-    data = ctypes.string_at(ids, 8 * n + 4 * (n_input + n_logits) + (n if versions else 0))
+    routed = 8 * n + 4 * (n_input + n_logits)  # where the router's ids are
+    last = routed + (4 * n if router_ids else 0)
+    data = ctypes.string_at(ids, last + (n if versions else 0))
     return GateEvent(
         gate,
         np.frombuffer(data, np.int32, n).reshape(shape),
         np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
         None,
         np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_rows, n_embd) if n_input else None,
-        np.frombuffer(data, np.uint8, n, 8 * n + 4 * (n_input + n_logits)).reshape(shape) if versions else None,
+        np.frombuffer(data, np.uint8, n, last).reshape(shape) if versions else None,
         layer,
         n_hit,
         n_miss,
@@ -53,6 +55,8 @@ def _copy_event(address: int) -> GateEvent:
         np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert) if n_logits else None,
         row_step,
         bool(decode),
+        None,
+        np.frombuffer(data, np.int32, n, routed).reshape(shape) if router_ids else None,
     )
 
 
@@ -69,13 +73,14 @@ class ExpertBuffer:
         direct_io: reads around the page cache where the file system can.
         gate_input: gate events carry the router's input.
         gate_logits: gate events carry the router's logits.
+        routing: what a router has chosen may be changed (`set_routing`).
 
     Raises:
         OptionError: an argument out of range.
     """
 
     def __init__(self, *, n_lanes: int = 4, keep: bool = True, eager: bool = True, serial: bool = False, direct_io: bool = True,
-                 gate_input: bool = False, gate_logits: bool = False):  # fmt: skip
+                 gate_input: bool = False, gate_logits: bool = False, routing: bool = False):  # fmt: skip
         flags = (
             (native.FLAG_KEEP if keep else 0)
             | (native.FLAG_EAGER if eager else 0)
@@ -83,6 +88,7 @@ class ExpertBuffer:
             | (native.FLAG_DIRECT_IO if direct_io else 0)
             | (native.FLAG_GATE_INPUT if gate_input else 0)
             | (native.FLAG_GATE_LOGITS if gate_logits else 0)
+            | (native.FLAG_ROUTING if routing else 0)
         )
         self._flags = flags
         params = native.Params(flags=flags, n_io_workers=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
@@ -298,8 +304,7 @@ class ExpertBuffer:
             OptionError: out of range, or it needs low versions and there is no arena for them.
         """
         thresholds = native.Thresholds(t1, t2, prefill_low_share, native.THRESHOLDS_BLIND if blind else 0)
-        if native.set_thresholds(self.handle, thresholds) != 0:
-            raise OptionError(native.last_error().decode("utf-8", "replace"))
+        self._require(native.set_thresholds(self.handle, thresholds) == 0)
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
         """Appends decisions that the next gate events take instead of the thresholds'; returns how many are left.
@@ -312,8 +317,44 @@ class ExpertBuffer:
         """
         array = np.ascontiguousarray(np.frombuffer(versions, np.uint8))
         left: int = native.force_versions(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8)), len(array))
-        if left < 0:
-            raise OptionError(native.last_error().decode("utf-8", "replace"))
+        self._require(left >= 0)
+        return left
+
+    # --- routing ---
+
+    def set_routing(self, reroute: float = 0.0, margin: float = 1.0, *, n_candidates: int = 0, n_kept: int = 1) -> None:
+        """Which resident experts may take the places of absent ones: `moeoff.budget.precision.Precision` says what the first two mean.
+
+        Args:
+            n_candidates: experts with the highest scores among which it chooses; 0: twice as many as serve a token.
+            n_kept: of the router's choice, those of the highest scores that always stay.
+
+        Raises:
+            OptionError: out of range, or a buffer that was made without `routing`.
+        """
+        self._require(native.set_routing(self.handle, native.Routing(reroute, margin, n_candidates, n_kept)) == 0)
+
+    def simulate_cache(self, share: float | None) -> None:
+        """Where tokens are decoded, routing and thresholds take for resident what a simulated cache with this share of each gate's experts
+        would hold. Empties it. None: what is resident in truth.
+
+        Raises:
+            OptionError: out of range, or a buffer that was made without `routing`.
+        """
+        self._require(native.set_simulated_cache(self.handle, -1.0 if share is None else share) == 0)
+
+    def force_experts(self, ids: np.ndarray) -> int:
+        """Appends experts that the next gate events take instead of the routers' choice; returns how many are left.
+
+        Args:
+            ids: int32, the `GateEvent.ids` of those events one after the other.
+
+        Raises:
+            OptionError: a buffer that was made without `routing`.
+        """
+        array = np.ascontiguousarray(ids, np.int32)
+        left: int = native.force_experts(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), array.size)
+        self._require(left >= 0)
         return left
 
     # --- events ---
@@ -403,6 +444,11 @@ class ExpertBuffer:
         out = np.zeros(n_gates, np.uint64)
         self._check(native.get_stall(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)), n_gates))
         return out
+
+    @staticmethod
+    def _require(done: bool) -> None:
+        if not done:
+            raise OptionError(native.last_error().decode("utf-8", "replace"))
 
     def _check(self, result: int) -> None:
         if result != 0:

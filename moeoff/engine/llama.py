@@ -146,6 +146,8 @@ class Llama(PatchedLlama):
         """As llama_cpp's, with a context shift if that was asked for; `on_stats` is told when it ends."""
         before, timing = self.stats(), replace(self.timing)
         answer = super().generate
+        if self._parts.simulates:
+            self._forget_what_was_not_followed(args[0] if args else kwargs["tokens"])
         self.cancellation.withdraw()
         with self.cancellation.in_progress():
             try:
@@ -153,6 +155,12 @@ class Llama(PatchedLlama):
             finally:
                 if self._on_stats:
                     self._on_stats(self.stats().since(before, self.timing.since(timing)))
+
+    def _forget_what_was_not_followed(self, tokens: Sequence[int]) -> None:
+        """The text must not depend on what was asked before: unless a prompt goes on behind all of it, it is computed from its start."""
+        n = self.n_tokens
+        if n != self._parts.followed or len(tokens) <= n or self.input_ids[:n].tolist() != list(tokens[:n]):
+            self.clear_context()
 
     @property
     def n_lanes(self) -> int:
@@ -214,6 +222,14 @@ class Llama(PatchedLlama):
     @property
     def precision(self) -> Precision:
         return self._parts.precision
+
+    def use_precision(self, precision: Precision) -> None:
+        """Another one than the model was opened with, from the next answer on.
+
+        Raises:
+            OptionError: it reroutes and the first one did not, or it needs low versions that are not there.
+        """
+        self._parts.use_precision(precision)
 
     @property
     def selected_precision(self) -> SelectedPrecision | None:

@@ -25,13 +25,19 @@ class Replay:
             raise OptionError(f"{path}: is a trace of another model ({trace.model.name})")
         self._path, self._events, self._at = path, trace.events, 0
         buffer.force(trace.decisions())
+        if trace.rerouted:
+            buffer.force_experts(trace.experts())
 
     def follow(self, event: GateEvent) -> None:
         """Raises `OptionError` if the recorded run had another event here. After its end everything is allowed."""
         if self._at < len(self._events):
             recorded = self._events[self._at]
             self._at += 1
-            if event.gate != recorded.gate or not np.array_equal(event.ids, recorded.ids):
+            if event.gate != recorded.gate or not np.array_equal(_router_ids(event), _router_ids(recorded)):
                 raise OptionError(
                     f"{self._path}: another run: at event {self._at} it chose other experts (the prompts, seeds and batch sizes must be the same)"
                 )
+
+
+def _router_ids(event: GateEvent) -> np.ndarray:
+    return event.ids if event.router_ids is None else event.router_ids

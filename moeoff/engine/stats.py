@@ -10,7 +10,7 @@ from .expert_buffer import ExpertBuffer
 
 _COUNTERS = (
     "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
-    "expert_uses served_low skipped low_bytes_read events_dropped"
+    "expert_uses served_low skipped rerouted simulated_misses low_bytes_read events_dropped"
 ).split()
 
 
@@ -45,7 +45,9 @@ class Stats:
 
     hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
     tier is the companion's that all experts are read in, "keep" the model's own precision. expert_uses counts what gates chose, an
-    expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them) and skipped not at all. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
+    expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them), skipped not at all, and rerouted by
+    a resident expert in the place of the router's; rerouted_margin is the most that one of these scored below the other, as a share of the range
+    of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
     drafts_on and drafts_gain say the same of a server's drafts; None: it makes none.
@@ -82,6 +84,9 @@ class Stats:
     tier: str = KEEP
     served_low: int = 0
     skipped: int = 0
+    rerouted: int = 0
+    rerouted_margin: float = 0.0
+    simulated_misses: int = 0
     low_bytes_read: int = 0
     low_arena_bytes: int = 0
     embedding_disk_bytes: int = 0
@@ -97,14 +102,18 @@ class Stats:
     @property
     def precision_summary(self) -> str:
         """What was given up, in words; empty if nothing was."""
-        if not self.served_low and not self.skipped:
-            return ""
         uses = max(self.expert_uses, 1)
-        if self.tier != KEEP:
-            bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"
-            return f"all experts in {self.tier}{bound}"
-        bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%} where none is in memory, bound {self.max_loss:.2%})"
-        return f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped{bound}"
+        parts = [f"all experts in {self.tier}"] if self.tier != KEEP else []
+        if self.tier == KEEP and (self.served_low or self.skipped):
+            parts.append(f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped")
+        elif self.skipped:
+            parts.append(f"{self.skipped / uses:.1%} skipped")
+        if self.rerouted:
+            parts.append(f"{self.rerouted / uses:.1%} rerouted, by at most {self.rerouted_margin:.1%} of the scores' range")
+        if not parts:
+            return ""
+        bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"
+        return ", ".join(parts) + bound
 
     @classmethod
     def collect(cls, buffer: ExpertBuffer, *, model: str, strategy: str, tier: str, budget: int, peak: int) -> Stats:
@@ -131,26 +140,30 @@ class Stats:
             tier=tier,
             served_low=s.served_low if tier == KEEP else s.expert_uses,
             skipped=s.skipped,
+            rerouted=s.rerouted,
+            rerouted_margin=s.rerouted_margin,
+            simulated_misses=s.simulated_misses,
             low_bytes_read=s.low_bytes_read,
             low_arena_bytes=s.low_arena_bytes,
             embedding_disk_bytes=buffer.embedding_bytes,
             events_dropped=s.events_dropped,
         )
 
-    def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:
-        """What happened between an earlier snapshot and this one, with the tokens and times of the decodes between."""
-        d = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
-        uses = d["demand_hits"] + d["demand_misses"]
+    def timed(self, timing: Timing) -> Stats:
+        """With the tokens and times of these decodes."""
         return replace(
             self,
-            **d,
-            hit_rate=d["demand_hits"] / uses if uses else 0.0,
             prompt_tokens=timing.prompt_tokens,
             prompt_tps=timing.prompt_tokens / timing.prompt_seconds if timing.prompt_seconds else 0.0,
             gen_tokens=timing.gen_tokens,
             gen_tps=timing.gen_tokens / timing.gen_seconds if timing.gen_seconds else 0.0,
-            cpu_seconds=cpu_seconds,
         )
+
+    def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:
+        """What happened between an earlier snapshot and this one, with the tokens and times of the decodes between."""
+        d = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        uses = d["demand_hits"] + d["demand_misses"]
+        return replace(self.timed(timing), **d, hit_rate=d["demand_hits"] / uses if uses else 0.0, cpu_seconds=cpu_seconds)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"

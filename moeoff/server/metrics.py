@@ -27,6 +27,7 @@ def metrics_text(stats: Stats) -> str:
         ('{precision="low"}', stats.served_low),
         ('{precision="none"}', stats.skipped),
     )
+    metric("expert_rerouted_total", "counter", "Of these, resident experts in the place of the router's choice.", ("", stats.rerouted))
     metric("stall_seconds_total", "counter", "Time compute waited for experts, mean over its threads.", ("", stats.stall_seconds))
     metric("prefetch_issued_total", "counter", "Expert slices read ahead.", ("", stats.prefetch_issued))
     metric("prefetch_useful_total", "counter", "Of these, slices that were then asked for.", ("", stats.prefetch_useful))

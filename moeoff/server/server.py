@@ -82,7 +82,10 @@ class Server:
         n_vocab = embedding.shape[1] if embedding else _MANY
         loaded = sum(_file_size(path) for path in (options.mmproj, options.draft) if path)
         kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel
-        return Assembly(config, n_sequences=options.parallel, kept=kept, loaded=loaded)
+        parts = Assembly(config, n_sequences=options.parallel, kept=kept, loaded=loaded)
+        if parts.simulates:
+            raise OptionError("deterministic: rerouting follows one text from its first token on, and a server goes on where others have begun")
+        return parts
 
     # --- life ---
 
@@ -180,7 +183,7 @@ class Server:
                 Loaded(self._guarded(self._on_loaded, 1)),
                 Ready(self._guarded(self._on_ready, 1)),
                 Before(self._before),
-                After(self._guarded(self._after, 1)),
+                After(self._after),
                 Metrics(self._guarded(self._metrics, None)),
             )
             self._lib.moeoff_serve(len(argv), c_argv, ctypes.byref(hooks))
@@ -234,14 +237,15 @@ class Server:
 
     def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
         try:
-            spans = spans_of(slots[:n], positions[:n], is_prompt[:n])
+            slots, is_prompt = slots[:n], is_prompt[:n]
+            spans = spans_of(slots, positions[:n], is_prompt)
             self._decodes = is_decode(spans)
             self._started = time.perf_counter()
             if self._judge is not None:
                 self._judge.begin(spans, self._decodes, self._started)
                 self._drafting.value = self._judge.on
             if self._ready.is_set():
-                rows = self._batch_rows(slots[:n], is_prompt[:n]) if len(spans) > 1 else None
+                rows = self._batch_rows(slots, is_prompt) if len(spans) > 1 else None
                 with self._between:
                     self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
         except Exception as error:  # the batch is computed all the same, and then fails with this

@@ -53,6 +53,12 @@ class SimulatedArena:
             self._admit(missing, want, table)
         return n_hit, missing
 
+    def resident_experts(self, gate: int) -> np.ndarray:
+        """[n_experts] bool: all matrices of the expert are in."""
+        rows: np.ndarray = self.resident.reshape(-1, self.width)[self.firsts[gate].ravel() // self.width]
+        whole: np.ndarray = np.all(rows, axis=0)
+        return whole
+
     def _admit(self, missing: np.ndarray, want: np.ndarray, table: np.ndarray) -> None:
         victims = None
         if self.one_class:

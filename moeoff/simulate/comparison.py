@@ -11,19 +11,21 @@ import numpy as np
 from ..cache import get_policy
 from ..errors import OptionError
 from .read_log import DEMAND_LEVEL
+from .rerouting import Rerouting
 from .simulator import Result, simulate
 from .trace import Trace
 
 __all__ = ["compare", "gap_recovered", "recorded_reads"]
 
 
-def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0,
+def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, rerouting: Rerouting | None = None,
             progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
     """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
 
     Args:
         policies: names; those of LRU and Belady need not be given.
         arenas: bytes of the experts' arena.
+        rerouting: of all but Belady's optimum, which knows what the routers chose.
         progress: called with what is replayed, events done, and all.
 
     Raises:
@@ -40,7 +42,7 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     for i, (arena, name) in enumerate(runs, 1):
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
         # a variant's result is named after the variant, not after its policy
-        results.append(replace(simulate(trace, name, arena, seed=seed, progress=report), policy=name))
+        results.append(replace(simulate(trace, name, arena, seed=seed, rerouting=None if name == "belady" else rerouting, progress=report), policy=name))
     return results
 
 

@@ -19,6 +19,7 @@ from ..cache import Policy, create
 from ..cache.importance import miss_cost
 from ..gate_event import GateEvent
 from .arena import SimulatedArena
+from .rerouting import Rerouting
 from .trace import Trace
 
 
@@ -32,6 +33,7 @@ class Result:
         miss_penalty: HOBBIT §3.4, in misses of a whole expert in high precision; low ones cost B_l/B_h, skipped ones nothing.
         event_hits: [n_events], with `events=True` only.
         resident: [n_slices] bool at the end.
+        rerouted: experts of tokens in the place of others that the router had chosen.
     """
 
     policy: str
@@ -44,6 +46,7 @@ class Result:
     miss_penalty: float
     resident: np.ndarray
     event_hits: np.ndarray | None = None
+    rerouted: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -61,12 +64,13 @@ class Result:
             "evictions": self.evictions,
             "bytes_per_token": self.bytes_read / n,
             "miss_penalty_per_token": self.miss_penalty / n,
+            "rerouted_per_token": self.rerouted / n,
             "hit_rate_by_layer": per_layer.round(6).tolist(),
         }
 
 
 def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", events: bool = False,
-             progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+             rerouting: Rerouting | None = None, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
@@ -74,6 +78,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         arena_bytes: of the experts' arena, slot padding included, as `Llama(expert_memory=...)`.
         lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before (`Driver(hold=True)`).
         events: also returns hits of each event.
+        rerouting: what routers chose is changed by what is in the simulated arena; what follows in the trace stays as it was recorded.
         progress: called with the number of events done, now and then.
 
     Raises:
@@ -84,7 +89,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     arena_bytes = min(arena_bytes, model.full_bytes)
     if isinstance(policy, str):
         policy = create(policy, model.shape(arena_bytes), seed=seed, **options)
-    if policy.static and type(policy).update is Policy.update and len({t.slot_bytes for t in model.tensors}) == 1:
+    if rerouting is None and policy.static and type(policy).update is Policy.update and len({t.slot_bytes for t in model.tensors}) == 1:
         return _simulate_lru(trace, policy.name, arena_bytes, events, progress)
     policy.prepare(trace.events)
     replay = SimulatedArena(model, arena_bytes)
@@ -92,7 +97,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     last = model.n_gates - 1
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
-    bytes_read, penalty = 0, 0.0
+    bytes_read, penalty, n_changed = 0, 0.0, 0
     costs = _costs(trace)
     sequences = {0}  # so far
     for n, event in enumerate(trace.events):
@@ -101,6 +106,9 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
                 policy.reset_sequence(sequence)
             if lag != "event":
                 table[:] = policy.priorities
+        if rerouting is not None:
+            event = rerouting.apply(event, replay.resident_experts(event.gate))
+            n_changed += 0 if event.router_ids is None else int(np.count_nonzero(event.ids != event.router_ids))
         chosen = event.ids[0] if len(event.ids) == 1 else _first_seen(event.ids)
         n_hit, missing = replay.gate(event.gate, chosen, table)
         hits[event.gate] += n_hit
@@ -117,7 +125,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
             table[:] = policy.priorities
         if progress and n % 4096 == 0:
             progress(n)
-    return Result(policy.name, arena_bytes, trace.n_tokens, hits, misses, replay.evictions, bytes_read, float(penalty), replay.resident, event_hits)
+    return Result(policy.name, arena_bytes, trace.n_tokens, hits, misses, replay.evictions, bytes_read, float(penalty), replay.resident, event_hits, n_changed)
 
 
 def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progress: Callable[[int], None] | None) -> Result:

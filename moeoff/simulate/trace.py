@@ -5,7 +5,7 @@
 
 A reader sees whole records only: a tail that is cut, or whose checksum is wrong, ends the trace. A file that exists is continued if its header describes the same model. No text or token is stored.
 Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for, version 4 sequences
-and what is decoded. Older ones are read, and become version 4 when they are continued.
+and what is decoded, version 5 what routers had chosen where that was changed. Older ones are read, and become version 5 when they are continued.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..gate_event import GateEvent
 from ..memory import slot_bytes
 from .read_log import READ, pack, unpack
 
-MAGIC, VERSION = b"MOEOFFTR", 4
-VERSIONS = (1, 2, 3, 4)  # that can be read
+MAGIC, VERSION = b"MOEOFFTR", 5
+VERSIONS = (1, 2, 3, 4, 5)  # that can be read
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS, DECISIONS, SEQUENCES, BEGINS, OTHER_KIND = 1, 2, 4, 8, 16, 32  # flags of gate events
+NEW_SEQUENCE, PROBS, DECISIONS, SEQUENCES, BEGINS, OTHER_KIND, REROUTED = 1, 2, 4, 8, 16, 32, 64  # flags of gate events
 
 
 @dataclass(frozen=True)
@@ -134,6 +134,9 @@ class TraceWriter:
         if event.versions is not None and event.versions.any():
             payload += event.versions.astype("u1").tobytes()
             flags |= DECISIONS
+        if event.router_ids is not None:
+            payload += event.router_ids.astype("<u2").tobytes()
+            flags |= REROUTED
         if event.sequences is not None:
             payload += event.sequences.astype("<u2").tobytes()
             flags |= SEQUENCES
@@ -235,6 +238,9 @@ class Trace:
             versions = None
             if flags & DECISIONS:
                 versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
+            router_ids = None
+            if flags & REROUTED:
+                router_ids, at = np.frombuffer(payload, "<u2", n, at).reshape(n_tokens, n_used).astype(np.int32), at + 2 * n
             sequences = None
             if flags & SEQUENCES:
                 sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
@@ -243,7 +249,22 @@ class Trace:
                 begins[len(events)], at = np.frombuffer(payload, "<u2", count, at + 2).tolist(), at + 2 + 2 * count
             probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
             decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
-            event = GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns, decode=decode, sequences=sequences)
+            event = GateEvent(
+                gate,
+                ids,
+                weights,
+                probs,
+                None,
+                versions,
+                layers.get(gate, -1),
+                n_hit,
+                n_miss,
+                0,
+                t_ns,
+                decode=decode,
+                sequences=sequences,
+                router_ids=router_ids,
+            )
             events.append(event)
             starts.append(bool(flags & NEW_SEQUENCE))
         return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost, begins)
@@ -283,6 +304,15 @@ class Trace:
     def decisions(self) -> bytes:
         """The versions that served every event, for `ExpertBuffer.force`."""
         return b"".join(bytes(e.ids.size) if e.versions is None else e.versions.tobytes() for e in self.events)
+
+    @property
+    def rerouted(self) -> bool:
+        """Whether resident experts have taken the places of routers' choices."""
+        return any(e.router_ids is not None for e in self.events)
+
+    def experts(self) -> np.ndarray:
+        """The experts that served every event, for `ExpertBuffer.force_experts`."""
+        return np.concatenate([e.ids.ravel() for e in self.events])
 
     def counts(self) -> np.ndarray:
         """[n_gates, n_experts] int64: how many tokens used each expert."""
