@@ -18,7 +18,6 @@ class Remedy(Enum):
     CHOOSE_TIER = "choose it with tier={tier!r}"
     CALIBRATE = "calibrate the model with moeoff.calibrate"
     MEASURE_LOSS = "measure it with search_precision"
-    MAKE_COMPANION_AND_MEASURE_LOSS = "make a companion with moeoff.convert, then measure it with search_precision"
     GIVE_TEXT = "give text to calibrate on"
     MORE_TEXT = "give more text, or more tokens of it"
     SHORTER_WINDOWS = "give a longer text, or a smaller ctx"

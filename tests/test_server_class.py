@@ -12,11 +12,16 @@ import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import openai
 import pytest
 
 from helpers.served import SCRIPT, Served
+from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
+from moeoff.budget.statistics import Estimate
+from moeoff.companion.profile import Profile, profile_path
+from moeoff.gguf.layout import Layout
 from moeoff.simulate import Trace
 
 
@@ -33,6 +38,21 @@ def test_texts_are_those_of_one_model_alone(served, demo):
         expected = llm.create_completion("The heron stood", max_tokens=24, temperature=0)["choices"][0]["text"]
     found = served.client.completions.create(model="x", prompt="The heron stood", max_tokens=24, temperature=0).choices[0].text
     assert found == expected
+
+
+def test_answers_say_what_was_rerouted(demo, tmp_path):
+    """Within a bound, for each of two that are decoded together; `/metrics` counts it."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    one = Estimate(0.0, 0.0, 0.0)
+    rules = [Candidate("keep", 1.0, 1.0, 0.0, True, one, one, one, 0.5, 0.0, 0.0, reroute=0.2, resident=share) for share in (0.25, 0.5, 0.75)]
+    Profile.write(profile_path(model), Layout.read(model), {SECTION: LossContract(0, 1, 32, 100, 64, tuple(rules)).to_section()})
+    with Served(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as it, ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda text: it.complete(text, 64), ["The heron stood", "Count to a hundred, slowly:"]))
+        metrics = httpx.get(f"{it.url}/metrics").text
+    said = [answer.moeoff for answer in answers]
+    assert all(block["rerouted"] > 10 and 0 < block["rerouted_margin"] <= 0.2 for block in said)
+    counted = next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("moeoff_expert_rerouted_total "))
+    assert counted == pytest.approx(sum(block["rerouted"] for block in said), abs=2)
 
 
 def test_a_trace_tells_the_slots_apart(demo, tmp_path):

@@ -13,6 +13,7 @@ from ..budget.precision import Precision
 from ..budget.statistics import Quality
 from ..companion.file import KEEP
 from ..engine.stats import Stats
+from ..errors import OptionError
 from .perplexity import Reference, Window, evaluate, interruptible, open_model, read_windows
 
 __all__ = ["Evaluation", "evaluate_model"]
@@ -49,13 +50,15 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     Args:
         ctx: tokens of a window; its second half is scored.
         chunks: only the first windows of each text.
-        mode: "prefill" or "decode", see `moeoff.calibrate.perplexity.evaluate`.
+        mode: "prefill", "decode" or "simulated", see `moeoff.calibrate.perplexity.evaluate`; the last for deterministic runs alone.
         progress: told what is computed, tokens done and tokens there are.
         **options: of `moeoff.Llama`.
 
     Raises:
         MoeoffError: the model, a text, the budget or an option is no good.
     """
+    if mode == "simulated" and not deterministic:
+        raise OptionError("mode simulated is for deterministic runs: others decide by what is in memory, token by token")
     lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic}
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:

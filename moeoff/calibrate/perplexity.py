@@ -12,6 +12,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, ParamSpec, Protocol, TypeVar
 
@@ -29,7 +30,7 @@ from ..memory import format_size, trim
 __all__ = ["MODES", "Reference", "Window", "evaluate", "interruptible", "n_scored", "open_model", "read_windows"]
 
 N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
-MODES = ("prefill", "decode")
+MODES = ("prefill", "decode", "simulated")
 _CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for each temporary
 _FLOOR = -1e4  # of stored log-probabilities, where a model forbids a token
 
@@ -60,6 +61,7 @@ class EvaluatedModel(Protocol):
     def token_bos(self) -> int: ...
     def adds_bos(self) -> bool: ...
     def clear_context(self) -> None: ...
+    def batches_as(self, *, decode: bool) -> AbstractContextManager[None]: ...
     def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None: ...
     def batch_logits(self, n: int) -> np.ndarray: ...
     def stats(self) -> Stats: ...
@@ -198,7 +200,8 @@ def evaluate(
         llm: opened with `logits_all=True` and room for a window.
         reference: the lossless model's predictions for the same windows, in the same mode.
         mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds the scored half token by token, as an
-            answer is computed.
+            answer is computed; "simulated" feeds it in batches whose tokens are each decided as if decoded alone, behind a simulated
+            cache: what a deterministic `Llama` with `Precision.resident` computes token by token, in less time.
         cold: drops all experts before every batch, so that each is a miss: what a rule about misses does at worst.
         progress: told the number of tokens computed so far.
 
@@ -241,7 +244,8 @@ def _run(llm: EvaluatedModel, windows: Sequence[Window], mode: str, cold: bool, 
             for start, stop in _batches(n_ctx, llm.n_batch, mode):
                 if cold:
                     llm.expert_buffer.clear()
-                llm.decode_batch(tokens[start:stop].tolist(), start, first)
+                with llm.batches_as(decode=True) if mode == "simulated" and start >= first else contextlib.nullcontext():
+                    llm.decode_batch(tokens[start:stop].tolist(), start, first)
                 scored = (max(start, first), min(stop, last))
                 if scored[0] < scored[1]:
                     logits = llm.batch_logits(scored[1] - scored[0])
@@ -257,7 +261,8 @@ def _run(llm: EvaluatedModel, windows: Sequence[Window], mode: str, cold: bool, 
 def _batches(n_ctx: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
     whole = n_ctx if mode == "prefill" else n_ctx // 2
     batches = [(start, min(start + n_batch, whole)) for start in range(0, whole, n_batch)]
-    return batches + [(i, i + 1) for i in range(whole, n_ctx - 1)]  # the last token's prediction is not scored
+    step = n_batch if mode == "simulated" else 1
+    return batches + [(start, min(start + step, n_ctx - 1)) for start in range(whole, n_ctx - 1, step)]  # the last token's prediction is not scored
 
 
 @contextlib.contextmanager

@@ -1,7 +1,9 @@
 """`moeoff calibrate --max-loss`: tries precisions on a model and writes down what each costs.
 
-Measured is the worst case: the rule applied to every expert as if none were resident (`ExpertBuffer.set_thresholds(blind=True)`).
-A resident expert is served in its own precision, so that any budget gives up less than what was measured.
+Lower precision is measured in its worst case: the rule applied to every expert as if none were resident
+(`ExpertBuffer.set_thresholds(blind=True)`). A resident expert is served in its own precision, so that any budget gives up less than what
+was measured. Rerouting and skipping, which live on what is resident, are measured behind a simulated cache
+(`moeoff.calibrate.rerouting_search`): in the model's own precision, and in the smallest tier that keeps the bound.
 
 First every tier of the companion in the place of all experts, which where it loses little enough reads the least, because more of it
 fits into memory; that takes batches alone. Only if none keeps the bound, or if asked to: the share of low experts in batches (Fate's p), then, behind prompts
@@ -31,6 +33,7 @@ from ..errors import OptionError, Remedy
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from .perplexity import Call, Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
+from .rerouting_search import ReroutingEvaluator, search_rerouting
 
 __all__ = ["SearchResult", "PrecisionEvaluator", "search_precision", "relative_bytes"]
 
@@ -39,6 +42,7 @@ T1S = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
 T2S = (0.95, 0.9, 0.85, 0.8, 0.7, 0.6)
 MIN_WINDOWS = 8
 CTX = 512
+_REROUTES = Precision(reroute=1.0, resident=1.0)  # until rules are tried: a model that can
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def search_precision(
     *,
     tier: str | None = None,
     thresholds: bool | None = False,
+    rerouting: bool = True,
     experts: str | os.PathLike[str] | bool = "auto",
     tokens: int = 16384,
     output: str | os.PathLike[str] | None = None,
@@ -71,12 +76,13 @@ def search_precision(
             what was measured.
         tier: low precision, of the companion. Default: all of them are tried in the place of all experts, the first with thresholds.
         thresholds: measures them even if a tier keeps the bound; None: not even if none does.
+        rerouting: measures rerouting and skipping, too. Without a companion there is nothing else to measure.
         tokens: in all, as many from each text. Each candidate computes all of them, in decode half of them one by one.
         output: the profile; beside the model by default, where it is found.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
-        OptionError: no companion or tier, too little text.
+        OptionError: no such tier, nothing to measure, too little text.
         ModelError: the model or profile is no good.
     """
     model = os.fspath(model)
@@ -84,37 +90,55 @@ def search_precision(
     layout.require_experts()
     companion = ExpertSource.make(layout, experts, KEEP).companion
     lower = [name for name in companion.tiers if name != KEEP] if companion else []
-    if companion is None or not lower:
+    if not lower and (tier or not rerouting):
         raise OptionError(f"{model}: has no companion with lower precision", Remedy.MAKE_COMPANION)
-    tiers = [companion.tier(tier) or tier] if tier else lower
+    tiers = [companion.tier(tier) or tier] if companion and tier else lower
     path = os.fspath(output) if output else profile_path(model)
     if os.path.exists(path):
         Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, layout.n_ctx_train or CTX)
-    options = {"flash_attn": True, "experts": companion, "tier": KEEP, "deterministic": True} | options
+    options = {"flash_attn": True, "experts": companion or False, "tier": KEEP, "deterministic": True} | options
 
     @contextlib.contextmanager
-    def evaluator_of(name: str) -> Iterator[tuple[PrecisionEvaluator, Call]]:
-        with open_model(model, ctx, precision=Precision(tier=name), **options) as llm, interruptible(llm) as call:
+    def opened(precision: Precision, **others: Any) -> Iterator[tuple[Llama, list[Window], Call]]:
+        with open_model(model, ctx, precision=precision, **(options | others)) as llm, interruptible(llm) as call:
             windows = read_windows(llm, text, ctx, max(tokens // (ctx * max(len(text), 1)), 1))
             if len(windows) < MIN_WINDOWS:
                 found = f"the texts make {len(windows)} windows of {ctx} tokens"
                 raise OptionError(f"{found}, and at least {MIN_WINDOWS} are needed for an interval", Remedy.MORE_TEXT)
+            yield llm, windows, call
+
+    @contextlib.contextmanager
+    def evaluator_of(name: str) -> Iterator[tuple[PrecisionEvaluator, Call]]:
+        assert companion is not None  # it has the tier
+        with opened(Precision(tier=name)) as (llm, windows, call):
             yield PrecisionEvaluator(llm, windows, name, relative_bytes(layout, companion, name), progress), call
 
     search, reference = _Search(max_loss), None
+    windows: Sequence[Window] = ()
     with contextlib.ExitStack() as references:
         for name in tiers:
             with evaluator_of(name) as (evaluator, call):
                 reference = reference or references.enter_context(call(evaluator.reference, "prefill"))
                 call(search.measure, evaluator, reference, 1.0, 1.0, 1.0, decode=False)
-        assert reference is not None  # there is a tier
-        windows = evaluator.windows
-        if thresholds or (thresholds is not None and not any(search.holds(c, len(windows)) for c in search.candidates)):
+                windows = evaluator.windows
+        if reference and (thresholds or (thresholds is not None and not any(search.holds(c, len(windows)) for c in search.candidates))):
             with evaluator_of(tiers[0]) as (evaluator, call):
                 call(search.thresholds, evaluator, reference)
+    if rerouting:
+        whole = [c for c in search.candidates if c.whole and search.holds(c, len(windows))]
+        bases = [KEEP, *(c.tier for c in sorted(whole, key=lambda c: c.cost)[:1])]
+        with contextlib.ExitStack() as references:
+            reference = None
+            for base in bases:
+                with opened(_REROUTES, tier=base) as (llm, windows, call):
+                    size = 1.0 if base == KEEP or companion is None else relative_bytes(layout, companion, base)
+                    tried = ReroutingEvaluator(llm, windows, base, size, progress)
+                    reference = reference or references.enter_context(call(tried.reference))
+                    search.candidates += call(search_rerouting, tried, reference, max_loss)
     text_hash = hash64(np.array([window.tokens for window in windows], np.int32))
-    contract = LossContract(companion.identity, text_hash, len(windows), len(windows) * n_scored(ctx), ctx, tuple(search.candidates))
+    identity = companion.identity if companion else 0
+    contract = LossContract(identity, text_hash, len(windows), len(windows) * n_scored(ctx), ctx, tuple(search.candidates))
     Profile.write(path, layout, {SECTION: contract.to_section()})
     return SearchResult(path, contract, max_loss)
 
@@ -163,7 +187,8 @@ class PrecisionEvaluator:
             low, skipped = (after.served_low - before.served_low) / uses, 0.0
         given_up = low if decode else share  # of a batch's experts, each read once
         cost = 1 - skipped - given_up * (1 - self._low_bytes)
-        return Candidate(self.tier, t1, t2, share, decode, *distance, float(cost), float(low), float(skipped))
+        size = float(cost) if share == 1 and not decode else 1.0
+        return Candidate(self.tier, t1, t2, share, decode, *distance, float(cost), float(low), float(skipped), size=size)
 
     def _count(self, event: GateEvent) -> None:
         if len(event.ids) == 1:

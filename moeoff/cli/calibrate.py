@@ -43,9 +43,12 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @with_options(GPU, ROPE, SYSTEM)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
-@click.option("--max-loss", metavar="PERCENT", help="Instead: measure what low precision costs, for run --max-loss, as 1%. Needs a companion.")
+@click.option(
+    "--max-loss", metavar="PERCENT", help="Instead: measure what rerouting, skipping and a companion's low precision cost, for run --max-loss, as 1%."
+)
 @click.option("--tier", metavar="NAME", help="With --max-loss: the companion's low precision. Default: all of them are tried.")
 @click.option("--thresholds", is_flag=True, help="With --max-loss: search thresholds on misses even if a tier for all experts keeps the bound. Slow.")
+@click.option("--no-rerouting", is_flag=True, help="With --max-loss: measure low precision alone.")
 @click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the companion. Default: MODEL.experts.gguf.")
 @click.option("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")
 @click.option("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
@@ -54,7 +57,7 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
 @click.pass_context
 @one_sentence
 def calibrate(
-    context: click.Context, max_loss: str | None, tier: str | None, thresholds: bool, experts: str | None, bits_plan: bool, tolerance: str,
+    context: click.Context, max_loss: str | None, tier: str | None, thresholds: bool, no_rerouting: bool, experts: str | None, bits_plan: bool, tolerance: str,
     types: str | None, measure: bool, seed: int, minutes: float, **options: Any,
 ) -> None:  # fmt: skip
     """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
@@ -64,7 +67,7 @@ def calibrate(
         path = _write_plan(**options, tolerance=tolerance, types=types, measure=measure)
         click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
     elif max_loss:
-        found = _search(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, experts=experts)
+        found = _search(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, rerouting=not no_rerouting, experts=experts)
         kept = "" if found.contract.choose(found.max_loss) else "; nothing but lossless keeps the bound"
         click.echo(f"{found.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{kept}")
     else:
@@ -81,13 +84,13 @@ def _refuse_unused(context: click.Context, max_loss: str | None, bits_plan: bool
     """Refuses options that the chosen kind of calibration would leave unused."""
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
-    kinds = {"--max-loss": ("tier", "thresholds", "experts"), "--bits-plan": ("tolerance", "types", "measure"), "": ("seed", "minutes")}
+    kinds = {"--max-loss": ("tier", "thresholds", "no_rerouting", "experts"), "--bits-plan": ("tolerance", "types", "measure"), "": ("seed", "minutes")}
     chosen = "--max-loss" if max_loss else "--bits-plan" if bits_plan else ""
     for kind, names in kinds.items():
         for name in names:
             given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
             if given and kind != chosen:
-                raise OptionError(f"--{name} has no effect {f'without {kind}' if kind else f'with {chosen}'}")
+                raise OptionError(f"--{name.replace('_', '-')} has no effect {f'without {kind}' if kind else f'with {chosen}'}")
 
 
 def _announce(effort: Effort) -> None:
@@ -109,7 +112,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
 
 
 def _search(
-    model: str, *, text: tuple[str, ...], max_loss: str, tier: str | None, thresholds: bool, experts: str | None, tokens: int, output: str | None,
+    model: str, *, text: tuple[str, ...], max_loss: str, tier: str | None, thresholds: bool, rerouting: bool, experts: str | None, tokens: int, output: str | None,
     memory: str | None, threads: int | None, **options: Any,
 ) -> SearchResult:  # fmt: skip
     """Measures, writes the profile, and prints a table of what was tried."""
@@ -120,24 +123,28 @@ def _search(
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
         done = search_precision(
-            model, text, bound, tier=tier, thresholds=thresholds, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
+            model, text, bound, tier=tier, thresholds=thresholds, rerouting=rerouting, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
             progress=progress, **options,
         )  # fmt: skip
     contract = done.contract
     rows = []
     for c in contract.candidates:
         limit = f"{contract.upper(c):+.2%}" + ("" if contract.upper(c) <= bound else " no")
-        rows.append([_name(c), f"{c.low:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
+        resident = f"{c.resident:.0%}" if c.resident else "none"
+        rows.append([_name(c), resident, f"{c.low:.1%}", f"{c.rerouted:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
                      interval(c.loss, "{:+.2%}"), limit, interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
-    title = f"{os.path.basename(model)}, {contract.n_tokens} tokens scored, as if no expert were in memory"
-    _table(title, ["precision", "low", "skipped", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
-    for resident in _RESIDENT:
-        found = contract.choose(bound, resident)
-        click.echo(f"with {resident:.0%} of the experts in memory: {_name(found) if found else 'lossless'}", err=True)
+    title = f"{os.path.basename(model)}, {contract.n_tokens} tokens scored; resident: experts in memory, bytes: of the lossless model's with as many"
+    _table(title, ["precision", "resident", "low", "rerouted", "skipped", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
+    for share in _RESIDENT:
+        found = contract.choose(bound, share)
+        click.echo(f"with {share:.0%} of the experts in memory: {_name(found) if found else 'lossless'}", err=True)
     return done
 
 
 def _name(c: Candidate) -> str:
+    if c.resident:
+        parts = [f"all in {c.tier}"] if c.whole else []
+        return ", ".join([*parts, *([f"rerouting {c.reroute:g}"] if c.reroute else []), *([f"T {c.t2:g}"] if c.t2 < 1 else [])])
     if c.whole:
         return f"all experts in {c.tier}"
     return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}, {c.tier}" if c.decode else f"batches: p {c.share:g}, {c.tier}"

@@ -13,7 +13,6 @@ REMEDIES = {
     Remedy.CHOOSE_TIER: "choose it with --tier {tier}",
     Remedy.CALIBRATE: "moeoff calibrate -m {model} --text FILE",
     Remedy.MEASURE_LOSS: "moeoff calibrate -m {model} --text FILE --max-loss {max_loss}",
-    Remedy.MAKE_COMPANION_AND_MEASURE_LOSS: "make a companion with moeoff convert, then moeoff calibrate -m {model} --text FILE --max-loss {max_loss}",
     Remedy.GIVE_TEXT: "give at least one --text FILE",
     Remedy.MORE_TEXT: "give more text or --tokens",
     Remedy.SHORTER_WINDOWS: "give a longer text or a smaller --ctx",

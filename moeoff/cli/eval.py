@@ -25,14 +25,17 @@ if TYPE_CHECKING:
 @click.option("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
 @click.option("--ctx", type=click.IntRange(min=4), default=512, show_default=True, help="Tokens in a window; its second half is scored.")
 @click.option("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")
-@click.option("--mode", type=click.Choice(["prefill", "decode"]), default="prefill", show_default=True, help="decode: feed the scored half token by token.")
+@click.option(
+    "--mode", type=click.Choice(["prefill", "decode", "simulated"]), default="prefill", show_default=True,
+    help="decode: feed the scored half token by token; simulated: faster, what a --deterministic run decides token by token.",
+)  # fmt: skip
 @click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")
 @click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory.")
 @click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion of moeoff convert. Default: MODEL.experts.gguf, if it is there.")
 @click.option("--no-experts", is_flag=True, help="Leave the companion beside the model alone.")
 @click.option("--tier", metavar="NAME", help="Precision of the companion to evaluate, as Q2_K. Default: the model's own.")
-@click.option("--max-loss", metavar="PERCENT", help="Evaluate the precision that calibrate --max-loss found to lose at most this, as 1%.")
-@click.option("--deterministic", is_flag=True, help="With --max-loss: as if no expert were in memory, the most that is ever given up.")
+@click.option("--max-loss", metavar="PERCENT", help="Evaluate what calibrate --max-loss found to lose at most this, as 1%.")
+@click.option("--deterministic", is_flag=True, help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @with_options(FLASH, BATCH, CACHE, GPU, ROPE, SYSTEM)
@@ -73,7 +76,10 @@ def eval_(
             **_fields(done.quality),
             "texts": [{"file": path, **_fields(quality)} for path, quality in zip(text, done.texts)],
             "precision": asdict(done.precision),
-            **{name: getattr(stats, name) for name in ("tier", "expert_uses", "served_low", "skipped", "max_loss", "estimated_loss")},
+            **{
+                name: getattr(stats, name)
+                for name in ("tier", "expert_uses", "served_low", "skipped", "rerouted", "rerouted_margin", "max_loss", "estimated_loss")
+            },
             "seconds": done.seconds,
             "bytes_read": done.bytes_read,
             "strategy": stats.strategy,

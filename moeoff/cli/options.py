@@ -57,13 +57,11 @@ _OPENING = (
         "--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Profile written by moeoff calibrate. Default: MODEL.profile.npz, if it is there."
     ),
     click.option("--no-profile", is_flag=True, help="Do not use the profile beside the model."),
-    click.option(
-        "--max-loss", metavar="PERCENT", help="Use the lower precision that calibrate --max-loss measured to cost at most this, as 1%. Default: lossless."
-    ),
+    click.option("--max-loss", metavar="PERCENT", help="Give up what calibrate --max-loss measured to cost at most this, as 1%. Default: lossless."),
     click.option(
         "--deterministic",
         is_flag=True,
-        help="With lower precision: decide by the gate weights alone and not by what is in memory, so that a run can be repeated.",
+        help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.",
     ),
     click.option(
         "--warm/--no-warm", default=True, show_default=True, help="Load in the background the experts that were in memory when the model was last closed."

@@ -252,7 +252,7 @@ class _Tuner:
     def _measure_loss(self, plan: Work, texts: Sequence[str]) -> bool:
         bound = self.request.max_loss or USUAL_LOSS
         try:
-            search_precision(self.request.model, texts, bound, tokens=plan.n_tokens, output=self.profile, thresholds=None, memory=self._pass_memory,
+            search_precision(self.request.model, texts, bound, tokens=plan.n_tokens, output=self.profile, thresholds=None, rerouting=False, memory=self._pass_memory,
                              progress=self._tell, n_threads=self.request.threads)  # fmt: skip
         except OptionError as error:  # too little text, say: the rest is worth having all the same
             self._note(f"what lower precision costs was not measured: {error}")
