@@ -56,7 +56,7 @@ struct context {
     std::vector<uint8_t> versions; // of each of them
     const tensor *       op   = nullptr;
     bool                 quit = false;
-    std::unique_ptr<std::atomic<int>[]> done { new std::atomic<int>[n_expert] };
+    std::unique_ptr<std::atomic<int>[]> done { new std::atomic<int>[n_expert * (SKIP + 1)] };
     std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0};
 
     // one thread's part of an op, as the MUL_MAT_ID kernel does it
@@ -124,25 +124,26 @@ struct context {
                 std::vector<float>   weights(ids.size(), 0.5f); // unimportance 0, 1/3, 2/3
                 std::vector<uint8_t> decided(n_expert, HIGH), said(n_expert);
                 std::vector<float>   input((size_t) n_tokens * 16, 1.0f);
-                std::vector<char>    is_in(n_expert, 0);
-                experts.clear();
+                std::vector<float>   scores((size_t) n_tokens * n_expert);
+                std::vector<uint8_t> of_row(ids.size()), by_row(ids.size());
                 for (auto & id : ids) {
                     id = (int32_t) std::min(rng() % n_expert, rng() % n_expert);
-                    if (!is_in[id]) {
-                        is_in[id] = 1;
-                        experts.push_back(id);
-                    }
+                }
+                for (auto & score : scores) {
+                    score = (float) (rng() % 100) / 100;
                 }
                 gate & g = s.experts().gate_at(layer);
                 const bool has_gate = rng() % 50 != 0; // some graphs have no gate node
                 const bool decides = has_gate && s.started();
                 if (decides) {
+                    const size_t row = n_expert * sizeof(float);
+                    s.route(g, { rng() % 4 ? scores.data() : nullptr, scores.data(), row, row, rng() % 2 == 0, n_expert, n_used, n_tokens, ids.data() });
                     moeoff_gate_event e = {};
                     e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16; e.n_expert = 4;
                     e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data(); e.logits = input.data();
-                    s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float) });
+                    s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float), 0 });
                     for (int i = 0; e.versions && i < n_tokens * n_used; i++) {
-                        decided[ids[i]] = e.versions[i];
+                        decided[ids[i]] = of_row[i] = e.versions[i];
                     }
                 }
                 if (rng() % 100 == 0) {
@@ -153,14 +154,21 @@ struct context {
                         continue;
                     }
                     op = &s.experts().tensor_at(t);
+                    const bool is_by_row = s.versions(*op, ids.data(), said.data(), by_row.data(), ids.size());
+                    experts.clear();
+                    versions.clear();
+                    std::vector<char> is_in(n_expert * (SKIP + 1), 0);
+                    for (size_t i = 0; i < ids.size(); i++) {
+                        const uint8_t v = is_by_row ? by_row[i] : said[ids[i]];
+                        REQUIRE(!decides || v == (is_by_row ? of_row[i] : decided[ids[i]]));
+                        if (!is_in[ids[i] * (SKIP + 1) + v]) {
+                            is_in[ids[i] * (SKIP + 1) + v] = 1;
+                            experts.push_back(ids[i]);
+                            versions.push_back(v);
+                        }
+                    }
                     for (size_t i = 0; i < experts.size(); i++) {
                         done[i] = 0;
-                    }
-                    s.versions(*op, ids.data(), said.data());
-                    versions.clear();
-                    for (const int32_t e : experts) {
-                        REQUIRE(!decides || said[e] == decided[e]);
-                        versions.push_back(said[e]);
                     }
                     s.pin(*op, experts.data(), versions.data(), (int32_t) experts.size());
                     meet.wait();
@@ -206,7 +214,7 @@ static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned s
 static void round_of(const std::string & path, double seconds, unsigned seed) {
     std::mt19937 rng(seed);
     moeoff_params params = {};
-    params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0) |
+    params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | MOEOFF_FLAG_ROUTING | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0) |
                          (rng() % 2 ? MOEOFF_FLAG_SERIAL : 0);
     params.n_io_workers     = 1 + (int32_t) (rng() % 4);
     params.read_chunk  = page_size;
@@ -289,6 +297,12 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                 }
                 case 3: {
                     std::string e;
+                    REQUIRE(s.set_routing({ (float) (r() % 3) / 2, (float) (r() % 2), (int32_t) (r() % 8), (int32_t) (r() % 3) }, e));
+                    REQUIRE(s.set_simulated_cache(r() % 2 ? (float) (r() % 5) / 4 : -1.0f, e));
+                    const int32_t forced[4] = { 0, n_expert - 1, 1, n_expert }; // the last is none
+                    if (r() % 4 == 0) {
+                        REQUIRE(s.force_experts(forced, 4, e) > 0);
+                    }
                     const uint8_t v[6] = { HIGH, SKIP, two_versions ? LOW : HIGH, HIGH, HIGH, two_versions ? LOW : SKIP };
                     REQUIRE(s.force(v, 1 + r() % 6, e) > 0);
                     break;
