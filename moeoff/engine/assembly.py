@@ -24,14 +24,10 @@ from ..binding import api
 from ..budget.dry_load import MemorySizes
 from ..budget.footprint import Footprint, require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.loss_contract import USUAL_SHARE, Candidate, LossContract, SelectedPrecision
 from ..budget.memory_plan import Needs
 from ..budget.micro_batch import USUAL, MicroBatch, choose
-from ..budget.precision import Precision
-from ..companion.file import KEEP
 from ..companion.profile import Profile
 from ..companion.settings import Settings
-from ..companion.source import ExpertSource
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from ..machine import machine_name
@@ -45,6 +41,7 @@ from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input, wants_gate_logits
 from .expert_buffer import ExpertBuffer
 from .llama_options import check_model
+from .precision_control import PrecisionControl
 from .prefetcher import SAMPLE
 from .process_priority import set_priority
 from .prompt_rates import PromptMeter, keep_rates, recall_rates
@@ -67,10 +64,10 @@ class Assembly:
         layout, footprint: of the model.
         keywords: of llama_cpp.Llama.
         budget: bytes of the whole process; None: the experts' arena alone is bounded.
+        lossy: what is given up.
         buffer: the expert buffer.
         driver: after `attach_driver`, if the strategy needs one.
         sizer, splitting: after `start`.
-        followed: tokens of the text that the simulated cache has seen (`simulates`).
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
@@ -81,9 +78,6 @@ class Assembly:
     sizer: ArenaSizer
     splitting: Splitting
     _prompt_meter: PromptMeter
-    _routing: bool  # graphs ask which experts to use
-    followed = 0
-    _contract: LossContract | None = None
     _ran = False  # arenas have their sizes: it may compute
 
     def __init__(self, config: Config, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0):
@@ -101,14 +95,11 @@ class Assembly:
         self._plan_memory()
         self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
-        self._select_experts()
+        self.lossy = PrecisionControl(
+            self.config, self.layout, self.profile, lambda budget: usual_share(self.footprint, budget, self.config.expert_memory), self.budget
+        )
         self.buffer = self._make_buffer()
         self.cancellation = Cancellation(self.buffer)
-
-    @property
-    def simulates(self) -> bool:
-        """Lossy decisions look at a simulated cache, which follows a text from its first token on."""
-        return self.config.deterministic and self.precision.resident > 0 and not self.precision.lossless
 
     # --- choosing ---
 
@@ -167,28 +158,8 @@ class Assembly:
             profile = Profile.read(wanted, self.layout) if wanted else None
         return profile and profile.only(sections(self.strategy) | {CONTRACT_SECTION})
 
-    def _select_experts(self) -> None:
-        """Where experts are read from, and their low versions if there are any."""
-        config = self.config
-        self.precision: Precision = config.precision
-        self.selected_precision: SelectedPrecision | None = None
-        tier = KEEP if config.tier is None and (self.precision.tier or config.max_loss) else config.tier
-        source = ExpertSource.make(self.layout, config.experts, tier, config.verify_reads)
-        if config.max_loss:
-            self._contract = LossContract.find(self.layout, self.profile, source, config.max_loss)
-            self.selected_precision = self._contract.select(config.max_loss, self._resident_share(self.budget))
-            self.precision = self.selected_precision.precision
-            source = replace(source, tier=self.selected_precision.tier)
-            config.check_precision(self.precision)
-        self.source, self.low_source = source, source.low(self.precision.tier) if self.precision.tier else None
-
-    def _resident_share(self, budget: int | None) -> float:
-        """Of the experts, in their own precision; what a lossy choice depends on."""
-        return USUAL_SHARE if self.config.deterministic else usual_share(self.footprint, budget, self.config.expert_memory)
-
     def _make_buffer(self) -> ExpertBuffer:
         config, strategy = self.config, self.strategy
-        self._routing = self.precision.reroute > 0 or self.simulates or config.replay is not None
         return ExpertBuffer(
             n_lanes=config.n_lanes,
             keep=strategy.keep,
@@ -197,7 +168,7 @@ class Assembly:
             direct_io=config.direct_io,
             gate_input=config.gate_input or wants_gate_input(strategy),
             gate_logits=wants_gate_logits(strategy, config.trace),
-            routing=self._routing,
+            routing=self.lossy.routing,
         )
 
     # --- around the load ---
@@ -211,7 +182,7 @@ class Assembly:
 
     def attach(self) -> None:
         """The model is loaded."""
-        self.buffer.attach(self.layout, self.source, self.low_source)
+        self.buffer.attach(self.layout, self.lossy.source, self.lossy.low_source)
 
     def start(self, size: MemorySizes, ctx: int) -> None:
         """Sizes the arenas from what the loaded model has left of the budget.
@@ -223,7 +194,7 @@ class Assembly:
         Raises:
             BudgetError: too little is left for experts.
         """
-        config, precision = self.config, self.precision
+        config, precision = self.config, self.lossy.precision
         self.splitting = Splitting.of(ctx)
         python = max(rss() - size.weights - size.state, 0)  # both are resident: the weights have been read, the state cleared
         needs = Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, api.llama_n_ctx(ctx), self.buffer.embedding_bytes, self._kept)
@@ -235,24 +206,7 @@ class Assembly:
         self._ran = True
         self._prompt_meter = PromptMeter(self.buffer, config.n_lanes)
         if not precision.lossless:
-            self.use_precision(precision)
-
-    def use_precision(self, precision: Precision) -> None:
-        """From the next batch on; between texts, if what it decides is simulated.
-
-        Raises:
-            OptionError: it reroutes and the model was opened with one that does not, or the low versions are not there.
-        """
-        self.precision, replays = precision, self.config.replay is not None
-        self.buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=self.config.deterministic)
-        if self._routing and not replays:  # which has what became of it
-            self.buffer.set_routing(precision.reroute, precision.reroute_margin)
-            self.buffer.simulate_cache(precision.resident if self.simulates else None)
-
-    def _simulate(self) -> None:
-        """A new text begins."""
-        if self._routing and self.config.replay is None:
-            self.buffer.simulate_cache(self.precision.resident)
+            self.lossy.use(self.buffer, precision)
 
     def attach_driver(self) -> None:
         """The strategy's policy and predictor; what their tables take, the experts lose."""
@@ -266,7 +220,7 @@ class Assembly:
             config.trace,
             n_lanes=config.n_lanes,
             profile=self.profile,
-            precision=self.precision,
+            precision=self.lossy.precision,
             replay=config.replay,
         )
         self.sizer.make_room(rss() - before)
@@ -289,10 +243,7 @@ class Assembly:
         """
         self.layout.check_unchanged()
         self.buffer.set_batch_kind(decodes)
-        if self.simulates:
-            if any(span.first == 0 for span in spans.values()):
-                self._simulate()
-            self.followed = max(span.end for span in spans.values())
+        self.lossy.begin(self.buffer, spans)
         if self.driver is not None:
             self.driver.begin(tokens, spans, decodes, rows)
         if not decodes:
@@ -315,25 +266,10 @@ class Assembly:
             BudgetError: below what the model needs; the old budget stays.
         """
         self.sizer.move(memory)
-        self._choose_again(memory)
+        self.lossy.choose_again(self.buffer, memory)
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
             self.set_gate_callback(self._listener)
-
-    def _choose_again(self, budget: int) -> None:
-        """Within the bound of loss: what was measured with other shares of the experts in memory may lose more with this one."""
-        before = self.selected_precision
-        if self._contract is None or before is None or self.config.deterministic:
-            return
-        low = self.precision.tier
-
-        def can(c: Candidate) -> bool:
-            """With the files and the graph that there are."""
-            return (c.tier if c.whole else KEEP) == before.tier and (self._routing or not c.reroute) and c.precision.tier in (None, low)
-
-        found = self._contract.select(before.max_loss, self._resident_share(budget), can)
-        self.selected_precision = replace(found, tier=before.tier)
-        self.use_precision(found.precision)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """A user's own; the driver keeps its."""
@@ -348,16 +284,20 @@ class Assembly:
         """What happened since the start, or since `reset_stats()`."""
         plan = self.sizer.plan
         stats = Stats.collect(
-            self.buffer, strategy=self.strategy.name, model=self.config.model_path, tier=self.source.tier, budget=plan.budget, peak=peak_rss()
+            self.buffer, strategy=self.strategy.name, model=self.config.model_path, tier=self.lossy.source.tier, budget=plan.budget, peak=peak_rss()
         )
-        stats = replace(stats, micro_batch=self.micro_batch.n_tokens, micro_batch_reason=self.micro_batch.reason, memory=plan.items(self.footprint.embedding))
-        stats = stats.timed(self.timing)
+        stats = replace(
+            stats.timed(self.timing),
+            micro_batch=self.micro_batch.n_tokens,
+            micro_batch_reason=self.micro_batch.reason,
+            memory=plan.items(self.footprint.embedding),
+        )
         prefetcher = self.driver.prefetcher if self.driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
-        if self.selected_precision is None:
+        if (promised := self.lossy.selected) is None:
             return stats
-        return replace(stats, max_loss=self.selected_precision.max_loss, estimated_loss=self.selected_precision.estimated_loss)
+        return replace(stats, max_loss=promised.max_loss, estimated_loss=promised.estimated_loss)
 
     def reset_stats(self) -> None:
         self.buffer.reset_stats()

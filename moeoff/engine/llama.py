@@ -146,7 +146,7 @@ class Llama(PatchedLlama):
         """As llama_cpp's, with a context shift if that was asked for; `on_stats` is told when it ends."""
         before, timing = self.stats(), replace(self.timing)
         answer = super().generate
-        if self._parts.simulates:
+        if self._parts.lossy.simulates:
             self._forget_what_was_not_followed(args[0] if args else kwargs["tokens"])
         self.cancellation.withdraw()
         with self.cancellation.in_progress():
@@ -159,7 +159,7 @@ class Llama(PatchedLlama):
     def _forget_what_was_not_followed(self, tokens: Sequence[int]) -> None:
         """The text must not depend on what was asked before: unless a prompt goes on behind all of it, it is computed from its start."""
         n = self.n_tokens
-        if n != self._parts.followed or len(tokens) <= n or self.input_ids[:n].tolist() != list(tokens[:n]):
+        if n != self._parts.lossy.followed or len(tokens) <= n or self.input_ids[:n].tolist() != list(tokens[:n]):
             self.clear_context()
 
     @property
@@ -221,7 +221,7 @@ class Llama(PatchedLlama):
 
     @property
     def precision(self) -> Precision:
-        return self._parts.precision
+        return self._parts.lossy.precision
 
     def use_precision(self, precision: Precision) -> None:
         """Another one than the model was opened with, from the next answer on.
@@ -229,12 +229,12 @@ class Llama(PatchedLlama):
         Raises:
             OptionError: it reroutes and the first one did not, or it needs low versions that are not there.
         """
-        self._parts.use_precision(precision)
+        self._parts.lossy.use(self._parts.buffer, precision)
 
     @property
     def selected_precision(self) -> SelectedPrecision | None:
         """What `max_loss` has chosen."""
-        return self._parts.selected_precision
+        return self._parts.lossy.selected
 
     @property
     def settings_summary(self) -> str:
