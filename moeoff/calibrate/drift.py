@@ -56,12 +56,11 @@ def write_freely(llm: Llama, windows: Sequence[Window], seed: int = 0, progress:
     n_ctx, rng = len(windows[0].tokens), np.random.default_rng(seed)
     tokens = np.array([window.tokens for window in windows], np.int32)
     log_p = np.empty((len(windows), n_ctx - OPENING))
-    uses: dict[int, np.ndarray] = {}
+    uses = np.zeros(llm.expert_buffer.priorities.shape, np.int64)
 
     def count(event: GateEvent) -> None:
         if event.decode:
-            row = uses.setdefault(event.gate, np.zeros(1 << 12, np.int64))
-            np.add.at(row, event.ids.ravel(), 1)
+            np.add.at(uses[event.gate], event.ids.ravel(), 1)
 
     before = llm.stats()
     llm.set_gate_callback(count)
@@ -82,8 +81,7 @@ def write_freely(llm: Llama, windows: Sequence[Window], seed: int = 0, progress:
         llm.set_gate_callback(None)
     llm.clear_context()
     after = llm.stats()
-    shares = [row[row > 0] / row.sum() for row in uses.values()]
-    entropy = float(np.mean([-(p * np.log2(p)).sum() for p in shares])) if shares else 0.0
+    entropy = float(np.mean([-(p * np.log2(p)).sum() for p in (row[row > 0] / row.sum() for row in uses)]))
     return FreeText(tokens, log_p, entropy, (after.rerouted - before.rerouted) / max(after.expert_uses - before.expert_uses, 1))
 
 

@@ -82,7 +82,7 @@ class ReroutingEvaluator:
 
     def _lossless_misses(self, resident: float) -> float:
         if resident not in self._lossless:
-            sample = self.windows[:_SAMPLE]
+            sample = self.windows[:: -(-len(self.windows) // _SAMPLE)]  # of every text
             self._llm.use_precision(Precision(reroute=_NEXT_TO_NOTHING, resident=resident))
             self._llm.reset_stats()
             evaluate(self._llm, sample, mode="simulated")

@@ -83,7 +83,7 @@ class Server:
         loaded = sum(_file_size(path) for path in (options.mmproj, options.draft) if path)
         kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel
         parts = Assembly(config, n_sequences=options.parallel, kept=kept, loaded=loaded)
-        if parts.simulates:
+        if parts.lossy.simulates:
             raise OptionError("deterministic: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return parts
 

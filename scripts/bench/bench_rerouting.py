@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import re
 import statistics
 from collections.abc import Sequence
@@ -26,6 +27,8 @@ from moeoff.budget.precision import Precision
 from moeoff.budget.statistics import interval
 from moeoff.calibrate.drift import lost, score, write_freely
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.calibrate.rerouting_search import ReroutingEvaluator
+from moeoff.companion.file import KEEP
 from moeoff.gguf.layout import Layout
 from moeoff.memory import format_size, parse_size
 from results_file import HELP, ResultsFile
@@ -67,22 +70,14 @@ def cache(
 ) -> None:
     ctx = ctx_of(model)
     with open_model(model, ctx, precision=REROUTES, deterministic=True, flash_attn=True, profile=False) as llm, ResultsFile(json_file) as results:
-        parts = read_windows(llm, text, ctx, windows)
-        llm.use_precision(Precision())
-        with Reference.record(llm, parts, "simulated") as reference:
+        evaluator = ReroutingEvaluator(llm, read_windows(llm, text, ctx, windows), KEEP, 1.0)
+        with evaluator.reference() as reference:
             for share in resident:
-                columns = ["λ", "T", "misses a token", "of lossless", "rerouted", "skipped", *QUALITY]
+                columns = ["λ", "T", "misses, of lossless", "rerouted", "skipped", *QUALITY]
                 table = results.table(f"cache-{share:g}", f"{share:.0%} of each layer's experts in a simulated cache", columns)
-                base = None
-                for reroute, skip in [(1e-9, 1.0), *itertools.product(shares, skips)]:
-                    llm.use_precision(Precision(skip, skip, reroute=reroute, resident=share))
-                    llm.reset_stats()
-                    found, s = evaluate(llm, parts, reference, mode="simulated").quality(), llm.stats()
-                    n, uses = len(parts) * (ctx // 2 - 1), s.expert_uses / 2
-                    misses = s.simulated_misses / n
-                    base = base or misses
-                    cells = [f"{misses:.2f}", f"{misses / base:.2f}", f"{s.rerouted / uses:.1%}", f"{s.skipped / uses:.1%}", *quality(found)]
-                    table.row("0" if reroute < 1e-6 else f"{reroute:g}", f"{skip:g}", *cells)
+                for reroute, skip in itertools.product(shares, skips):
+                    c = evaluator.measure(reference, reroute, skip, share)
+                    table.row(f"{reroute:g}", f"{skip:g}", f"{c.cost:.2f}", f"{c.rerouted:.1%}", f"{c.skipped:.1%}", *quality(c))
 
 
 @main.command()
@@ -171,7 +166,7 @@ def free(model: str, text: Sequence[str], shares: Sequence[float], tokens: int, 
             written = write_freely(llm, parts)
             llm.use_precision(Precision())
             by_lossless = score(llm, written)
-            perplexity = 2.718281828459045 ** -by_lossless.mean()
+            perplexity = math.exp(-by_lossless.mean())
             cells = [f"{perplexity:.2f}", f"{written.entropy:.2f}", f"{written.rerouted:.1%}", f"{written.repeated:.1%}"]
             table.row(f"{share:g}", interval(lost(written, by_lossless), "{:+.2%}"), *cells)
 
