@@ -45,7 +45,8 @@ class Config:
         gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
             tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
         trace: file that gets every gate event, for `moeoff simulate`; a trace of the same model is continued.
-        warm: remembers on closing which experts were resident, in which version, and loads them in the background on the next start.
+        warm: loads in the background: all experts if all fit, else those that were resident, in which version, when the model was last closed,
+            which closing remembers.
         precision: which experts may be served in lower precision, not at all, or by others; the default is lossless.
         max_loss: instead of `precision`: the bound of lost perplexity, 0.01 or for `make` "1%"; takes what `moeoff calibrate --max-loss` measured
             on this very model.

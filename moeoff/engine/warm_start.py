@@ -1,4 +1,4 @@
-"""Warm start: which slices were resident when a model was closed, so that the next start loads them in the background.
+"""Warm start: which slices were resident when a model was closed, so that the next start loads them in the background; all of them where all fit.
 
 One small file for each model in the user's cache folder, named after the model's path, size and time of change: another or
 changed model never finds it. It holds high and low versions, not tiers: a start with other tiers loads those.
@@ -42,6 +42,8 @@ def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int
     Args:
         arenas: bytes for high and for low versions.
     """
+    if arenas[0] >= buffer.arena_full and not arenas[1]:
+        return _preload(buffer, np.full_like(buffer.residency(), 0xFF), arenas[0], False)
     try:
         with np.load(_file(layout), allow_pickle=False) as saved:
             high = saved["residency"]

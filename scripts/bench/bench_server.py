@@ -3,7 +3,8 @@
 usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 3] [--stock] [--json FILE]
 
 Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
-are answered, from the last one's first token to the first one's last. *alone* is `moeoff.Llama` in a process, on the first client's prompt.
+are answered, from the last one's first token to the first one's last. *alone* is `moeoff.Llama` in a process, on the first client's prompt. Each has
+had some seconds to load in the background, and has given one answer of as many tokens to another prompt before.
 `--stock` runs llama-server of the same build beside it, with plain kernels (`--no-repack`), without its memory map and without a memory limit: for
 budgets that hold everything.
 """
@@ -31,13 +32,16 @@ from results_file import HELP, ResultsFile
 
 ROOT = Path(__file__).resolve().parents[2]
 N_PROMPT, N_HISTORY = 64, 2000  # tokens, about
+LOADING = 5.0  # seconds, for what is loaded in the background
 ALONE = """
 import json, sys, time
 import moeoff
 model, prompt, n, options = sys.argv[1], sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
-with moeoff.Llama(model, flash_attn=True, **options) as llm:
+with moeoff.Llama(model, flash_attn=True, warm=True, **options) as llm:
+    time.sleep(float(sys.argv[5]))
     bias = {llm.token_eos(): -1e9}
-    times = [time.perf_counter() for _ in llm.create_completion(prompt, max_tokens=n, temperature=0, stream=True, logit_bias=bias)]
+    for text in (prompt[::-1], prompt):
+        times = [time.perf_counter() for _ in llm.create_completion(text, max_tokens=n, temperature=0, stream=True, logit_bias=bias)]
 print((len(times) - 2) / (times[-2] - times[0]))
 """
 
@@ -135,7 +139,6 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
         memory,
         "--strategy",
         strategy,
-        "--no-warm",
         "--",
         *longer,
     ]
@@ -148,14 +151,15 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
     for index in range(rounds):
         console.print(f"round {index + 1}: alone", style="dim")
         options = json.dumps({"memory": memory, "n_ctx": n_ctx, "strategy": strategy, "n_threads": threads})
-        done = subprocess.run([sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options, str(LOADING)], capture_output=True, text=True)
         if done.returncode:
             raise click.ClickException(done.stderr[-500:])
         speeds["alone"].setdefault("1", []).append(float(done.stdout))
         for name, (command, pattern) in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
             console.print(f"round {index + 1}: {name}", style="dim")
             with served(command, pattern) as url:
-                ask(url, pieces[-1][::-1], 16)  # what a first token brings into memory
+                time.sleep(LOADING)
+                ask(url, pieces[0][::-1], n_decode)
                 speeds[name].setdefault("itself", []).append(itself(url, pieces[0], n_decode))
                 for n in counts if index % 2 == 0 else reversed(counts):
                     speeds[name].setdefault(str(n), []).append(together(url, pieces[:n], n_decode))

@@ -10,6 +10,7 @@
 #include <new>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifndef MAP_NORESERVE
 #define MAP_NORESERVE 0
@@ -42,6 +43,24 @@ const tensor * reserved_tensor(const ggml_tensor * t) {
 
 embedding * reserved_embedding(const ggml_tensor * t) {
     return is_reserved(t) && t->extra == reserved_store(t).token_embedding() ? (embedding *) t->extra : nullptr;
+}
+
+// Dense weights are read whole for every token, and are many times what a TLB of small pages reaches. All of a buffer is advised before
+// its first tensor is read, as huge pages are only made where nothing lies yet; advice given again is free.
+void advise_huge_pages(ggml_backend_buffer_t buffer) {
+#ifdef MADV_HUGEPAGE
+    if (loading && buffer) {
+        const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
+        const uintptr_t base  = (uintptr_t) ggml_backend_buffer_get_base(buffer);
+        const uintptr_t begin = (base + page - 1) / page * page;
+        const uintptr_t end   = (base + ggml_backend_buffer_get_size(buffer)) / page * page;
+        if (begin < end) {
+            madvise((void *) begin, end - begin, MADV_HUGEPAGE); // a kernel without them refuses, and nothing is lost
+        }
+    }
+#else
+    (void) buffer;
+#endif
 }
 
 // --- buffer ---

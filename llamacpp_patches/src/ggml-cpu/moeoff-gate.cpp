@@ -9,6 +9,8 @@
 
 bool moeoff_on_disk(const ggml_tensor * tensor) { return moeoff::is_reserved(tensor); }
 
+void moeoff_advise_huge_pages(ggml_backend_buffer_t buffer) { moeoff::advise_huge_pages(buffer); }
+
 void * moeoff_gate_of(const ggml_tensor * tensor) {
     const moeoff::tensor * t = moeoff::reserved_tensor(tensor);
     return t ? &t->owner->experts().gate_of(*t) : nullptr;

@@ -19,6 +19,10 @@ bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_on_disk(tensor);
 }
 
+void moeoff_use_huge_pages(const ggml_tensor * tensor) {
+    moeoff_advise_huge_pages(tensor->buffer);
+}
+
 // the gate that a block's experts belong to, or nullptr, and how many there are
 static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_t & n_expert) {
     for (const ggml_tensor * t : experts) {

@@ -1,6 +1,6 @@
 #pragma once
 
-// The two places where libllama meets the expert buffer. With ordinary tensors both do nothing.
+// The places where libllama meets the expert buffer. With ordinary tensors they do nothing.
 
 #include "ggml.h"
 #include "llama.h"
@@ -21,6 +21,9 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * route
 
 // true if the loader must not read this tensor
 bool moeoff_is_reserved(const ggml_tensor * tensor);
+
+// Before a tensor is read into memory: its buffer gets huge pages, where the system leaves that to programs. Only beside reserved tensors.
+void moeoff_use_huge_pages(const ggml_tensor * tensor);
 
 // Bytes in host memory: [0] weights, reserved tensors not counted, [1] KV and recurrent state, [2] compute buffers,
 // [3] the CPU backend's work area for the largest batch, [4] logits of as many tokens as a batch may give at most. Needs the experts' sources; not while ctx decodes. -1: out of memory.
