@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import shutil
@@ -327,6 +328,23 @@ def test_priced_rerouting(priced):
         llm("Natalia sold 48 clips", max_tokens=40, temperature=0)
         stats = llm.stats()
         assert stats.rerouted + stats.skipped > 10 and "bound 5.00%" in stats.precision_summary and stats.estimated_loss <= 0.05
+
+
+def test_low_precision_on_a_miss_is_priced_behind_a_cache(demo, text, tmp_path):
+    """Where no tier will do for all experts, it is tried for misses: the later it serves, the more is read and the less is lost."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    convert(model, tiers="Q2_K")
+    found = search_precision(model, [text], 0.03, tokens=2560, **OPTIONS).contract
+    assert all(c.loss.value > 0.03 for c in found.candidates if c.whole)
+    low = sorted((c for c in found.candidates if c.resident == 0.5 and c.t1 < c.t2 == 1), key=lambda c: (c.reroute, -c.t1))
+    assert low and all(c.tier == "Q2_K" and c.low > 0.01 and c.skipped == 0 and not c.whole for c in low)
+    for a, b in itertools.pairwise(c for c in low if c.reroute == low[0].reroute):
+        assert a.cost > b.cost and a.low < b.low
+    taken = found.select(0.2, 0.5, lambda c: c in low)
+    assert taken.tier == "keep" and taken.precision.tier == "Q2_K" and taken.precision.t1 < 1 == taken.precision.t2
+    with moeoff.Llama(model, n_ctx=64, precision=taken.precision, **OPTIONS | {"expert_memory": 7 << 20}) as llm:
+        llm("Natalia sold 48 clips", max_tokens=40, temperature=0)
+        assert llm.stats().served_low > 20 and llm.stats().skipped == 0
 
 
 def test_a_moved_budget_keeps_the_bound(priced):

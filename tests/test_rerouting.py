@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +14,7 @@ from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError
 from moeoff.budget.precision import Precision
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.companion.convert import convert
 from moeoff.gguf.layout import Layout
 from moeoff.predict.router import SOFTMAX_WEIGHT, Router
 from moeoff.simulate.rerouting import Rerouting
@@ -171,11 +173,14 @@ def test_replay(demo, tmp_path):
         logits(demo, prompt=PROMPT[::-1], replay=trace, precision=precision)
 
 
-@pytest.mark.parametrize("skip", [1.0, 0.6])
-def test_batches_are_priced_token_by_token(demo, text, skip):
+@pytest.mark.parametrize("t1, t2", [(1.0, 1.0), (0.6, 0.6), (0.4, 0.8)])
+def test_batches_are_priced_token_by_token(demo, text, t1, t2, tmp_path):
     """ "simulated" computes in batches what a deterministic run computes one by one: the same choices, and so the same loss."""
-    precision = Precision(skip, skip, reroute=0.2, resident=0.4)
-    with open_model(demo, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
+    model, low = shutil.copy(demo, tmp_path), "Q4_0" if t1 < t2 else None
+    if low:
+        convert(model, tiers=low)
+    precision = Precision(t1, t2, tier=low, reroute=0.2, resident=0.4)
+    with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
         windows, found = read_windows(llm, [text], 128, 6), {}
         for mode in ("decode", "simulated"):
             llm.use_precision(Precision())
@@ -184,9 +189,9 @@ def test_batches_are_priced_token_by_token(demo, text, skip):
                 llm.reset_stats()
                 scores = evaluate(llm, windows, reference, mode=mode)
             stats = llm.stats()
-            found[mode] = scores.nll, (stats.rerouted, stats.skipped, stats.simulated_misses)
+            found[mode] = scores.nll, (stats.rerouted, stats.skipped, stats.served_low, stats.simulated_misses)
     one, many = found["decode"], found["simulated"]
-    assert one[1][0] > 200 and (one[1][1] > 200) == (skip < 1)
+    assert one[1][0] > 200 and (one[1][1] > 100) == (t2 < 1) and (one[1][2] > 200) == bool(low)
     np.testing.assert_allclose(many[1], one[1], rtol=0.01)  # a sum may round otherwise in a batch, and two scores change places
     assert abs(many[0].mean() - one[0].mean()) < 2e-3
 

@@ -60,7 +60,7 @@ class Candidate:
     """One precision and what it was measured to cost.
 
     Attributes:
-        tier: of the companion, the low precision; measured behind a cache, the one that all experts are in.
+        tier: of the companion, the low precision; measured behind a cache without one, the one that all experts are in.
         t1, t2, share: `Precision.t1`, `t2`, `prefill_low_share`.
         decode: measured token by token after a prompt; else in batches, where t1 and t2 do nothing.
         loss, kl, top1: as in `Quality`.
@@ -92,7 +92,7 @@ class Candidate:
     @property
     def whole(self) -> bool:
         """All experts in the tier: in batches all of them low, which is the same computation one by one."""
-        return self.tier != KEEP if self.resident else not self.decode and self.share == 1
+        return self.tier != KEEP and self.t1 == self.t2 if self.resident else not self.decode and self.share == 1
 
     @property
     def rule(self) -> tuple[str, float, float, float, float, float]:
@@ -103,7 +103,8 @@ class Candidate:
     def precision(self) -> Precision:
         """Beside the tier that all experts are in."""
         if self.resident:
-            return Precision(self.t1, self.t2, reroute=self.reroute, reroute_margin=self.reroute_margin, resident=self.resident)
+            low = self.tier if self.t1 < self.t2 else None
+            return Precision(self.t1, self.t2, tier=low, reroute=self.reroute, reroute_margin=self.reroute_margin, resident=self.resident)
         return Precision() if self.whole else Precision(self.t1, self.t2, self.share, self.tier)
 
     def expected_bytes(self, resident: float) -> float:

@@ -1,14 +1,14 @@
 """`moeoff calibrate --max-loss`: tries precisions on a model and writes down what each costs.
 
-Lower precision is measured in its worst case: the rule applied to every expert as if none were resident
-(`ExpertBuffer.set_thresholds(blind=True)`). A resident expert is served in its own precision, so that any budget gives up less than what
-was measured. Rerouting and skipping, which live on what is resident, are measured behind a simulated cache
-(`moeoff.calibrate.rerouting_search`): in the model's own precision, and in the smallest tier that keeps the bound.
-
 First every tier of the companion in the place of all experts, which where it loses little enough reads the least, because more of it
-fits into memory; that takes batches alone. Only if none keeps the bound, or if asked to: the share of low experts in batches (Fate's p), then, behind prompts
-computed with that share, HOBBIT's T1 by bisection with T2 = 1, then lower T2 (skipping) as long as the bound holds. Thresholds act in
-decode: half of the text is computed token by token for each of them.
+fits into memory; that takes batches alone. Then what lives on what is resident, behind a simulated cache
+(`moeoff.calibrate.rerouting_search`): rerouting and skipping, in the model's own precision and in the smallest tier that keeps the bound; if none does,
+also low precision on misses.
+
+If asked to, or if no tier keeps the bound and nothing is to be rerouted: precisions in their worst case, the rule applied to every expert as if none were resident
+(`ExpertBuffer.set_thresholds(blind=True)`). A resident expert is served in its own precision, so that any budget gives up less than what
+was measured. The share of low experts in batches (Fate's p), then, behind prompts computed with that share, HOBBIT's T1 by bisection with T2 = 1, then lower T2
+(skipping) as long as the bound holds. Thresholds act in decode: half of the text is computed token by token for each of them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -75,7 +75,7 @@ def search_precision(
         max_loss: the bound to search for, 0.01 is 1 % of perplexity. Other bounds can be asked for later: they choose among
             what was measured.
         tier: low precision, of the companion. Default: all of them are tried in the place of all experts, the first with thresholds.
-        thresholds: measures them even if a tier keeps the bound; None: not even if none does.
+        thresholds: measures them in their worst case, too; None: not even if no tier keeps the bound and nothing is rerouted.
         rerouting: measures rerouting and skipping, too. Without a companion there is nothing else to measure.
         tokens: in all, as many from each text. Each candidate computes all of them, in decode half of them one by one.
         output: the profile; beside the model by default, where it is found.
@@ -122,18 +122,19 @@ def search_precision(
                 reference = reference or references.enter_context(call(evaluator.reference, "prefill"))
                 call(search.measure, evaluator, reference, 1.0, 1.0, 1.0, decode=False)
                 windows = evaluator.windows
-        if reference and (thresholds or (thresholds is not None and not any(search.holds(c, len(windows)) for c in search.candidates))):
+        whole = [c for c in search.candidates if search.holds(c, len(windows))]
+        if reference and (thresholds or (thresholds is not None and not rerouting and not whole)):
             with evaluator_of(tiers[0]) as (evaluator, call):
                 call(search.thresholds, evaluator, reference)
     if rerouting:
-        whole = [c for c in search.candidates if c.whole and search.holds(c, len(windows))]
         bases = [KEEP, *(c.tier for c in sorted(whole, key=lambda c: c.cost)[:1])]
+        low = tiers[0] if tiers and not whole else None
         with contextlib.ExitStack() as references:
             reference = None
             for base in bases:
-                with opened(_REROUTES, tier=base) as (llm, windows, call):
-                    size = 1.0 if base == KEEP or companion is None else relative_bytes(layout, companion, base)
-                    tried = ReroutingEvaluator(llm, windows, base, size, progress)
+                with opened(replace(_REROUTES, t1=0.0, tier=low) if low else _REROUTES, tier=base) as (llm, windows, call):
+                    sizes = {name: relative_bytes(layout, companion, name) for name in tiers} if companion else {}
+                    tried = ReroutingEvaluator(llm, windows, base, sizes.get(base, 1.0), (low, sizes[low]) if low else None, progress)
                     reference = reference or references.enter_context(call(tried.reference))
                     search.candidates += call(search_rerouting, tried, reference, max_loss)
     text_hash = hash64(np.array([window.tokens for window in windows], np.int32))

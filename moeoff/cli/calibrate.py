@@ -47,7 +47,7 @@ _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
     "--max-loss", metavar="PERCENT", help="Instead: measure what rerouting, skipping and a companion's low precision cost, for run --max-loss, as 1%."
 )
 @click.option("--tier", metavar="NAME", help="With --max-loss: the companion's low precision. Default: all of them are tried.")
-@click.option("--thresholds", is_flag=True, help="With --max-loss: search thresholds on misses even if a tier for all experts keeps the bound. Slow.")
+@click.option("--thresholds", is_flag=True, help="With --max-loss: also measure thresholds in their worst case, as if nothing were in memory. Slow.")
 @click.option("--no-rerouting", is_flag=True, help="With --max-loss: measure low precision alone.")
 @click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the companion. Default: MODEL.experts.gguf.")
 @click.option("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")

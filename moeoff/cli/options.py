@@ -64,7 +64,10 @@ _OPENING = (
         help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.",
     ),
     click.option(
-        "--warm/--no-warm", default=True, show_default=True, help="Load in the background all experts if all fit, else those that were in memory when the model was last closed."
+        "--warm/--no-warm",
+        default=True,
+        show_default=True,
+        help="Load in the background all experts if all fit, else those that were in memory when the model was last closed.",
     ),
     click.option("--io-workers", "n_lanes", type=click.IntRange(1, 64), help="Threads that read experts. Default: what tune found, or 4."),
     click.option(

@@ -29,6 +29,7 @@ from ..errors import MoeoffError, OptionError, Remedy
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import EMBEDDING
 from ..memory import parse_size, share_malloc_arenas
+from ..threads import CoreBinding
 from .arguments import ServerOptions, arguments
 from .draft_judge import DraftJudge
 from .library import After, Before, Hooks, Loaded, Metrics, Ready, library, write_text
@@ -70,6 +71,7 @@ class Server:
         self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
         self._judge = DraftJudge() if self._options.drafts else None
         self._drafting = c_int32(1)
+        self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
 
     def _assemble(self, config: Config) -> Assembly:
@@ -196,6 +198,8 @@ class Server:
                 stack.callback(parts.close)
                 stack.callback(parts.close_driver)
                 stack.callback(self._loading.close)
+                if self._core_binding is not None:
+                    stack.callback(self._core_binding.close)
 
     def _guarded(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
         """What is raised must not cross the C frames below: it is kept for `start()`."""
@@ -229,6 +233,8 @@ class Server:
         parts.start(MemorySizes(weights, state, compute, work, outputs), ctx)
         parts.attach_driver()
         parts.warm_up()
+        if parts.keywords.get("numa") is None:  # llama.cpp's strategies for NUMA place threads themselves
+            self._core_binding = CoreBinding(ctx)
         if self._stopping:
             return 1
         self.url = url.decode()
@@ -248,6 +254,8 @@ class Server:
                 rows = self._batch_rows(slots, is_prompt) if len(spans) > 1 else None
                 with self._between:
                     self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
+            if self._core_binding is not None:
+                self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch
         except Exception as error:  # the batch is computed all the same, and then fails with this
             self._batch_error = error
 
@@ -261,6 +269,8 @@ class Server:
 
     def _after(self, result: int, n: int, message: int, size: int) -> int:
         error, self._batch_error = self._batch_error, None
+        if self._core_binding is not None:
+            self._core_binding.__exit__()
         if self._ready.is_set():
             try:
                 with self._between:

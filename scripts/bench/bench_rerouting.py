@@ -1,27 +1,33 @@
 """Rerouting: what it costs in quality, what it spares, and what becomes of answers and of text that is written freely.
 
 usage: bench_rerouting.py cache   -m MODEL --text FILE [--share 0.05 ...] [--resident 0.25 ...]
-       bench_rerouting.py live    -m MODEL --text FILE --memory 1045M,760M [--share 0.05 ...] [--max-loss 1%]
+       bench_rerouting.py live    -m MODEL --text FILE --memory 1045M,760M [--share 0.05 ...] [--max-loss 1%] [--disk MB/S]
+       bench_rerouting.py simulator -m MODEL --text FILE [--share 0.05 ...] [--resident 0.25 ...]
        bench_rerouting.py answers -m MODEL --questions FILE.jsonl [--share 0.05 ...]
        bench_rerouting.py free    -m MODEL --text FILE [--share 0.05 ...]
 
 cache: behind a simulated cache, in batches, as calibrate prices it. live: token by token, cold, with what is resident in truth; the rules in turn, each with
-the model opened anew. answers: greedy answers to questions with a number at their end, behind a simulated cache that holds half. free:
+the model opened anew; --disk slows the disk (root). simulator: what `moeoff simulate --reroute` finds on a lossless trace, beside what a run reads. answers: greedy answers to questions with a number at their end, behind a simulated cache that holds half. free:
 text drawn at temperature 1 behind the same cache, and what the lossless model thinks of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
+import os
 import re
 import statistics
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 from rich.console import Console
 
+from cgroup import disk_cgroup
 from moeoff import Llama
 from moeoff.budget.precision import Precision
 from moeoff.budget.statistics import interval
@@ -31,6 +37,9 @@ from moeoff.calibrate.rerouting_search import ReroutingEvaluator
 from moeoff.companion.file import KEEP
 from moeoff.gguf.layout import Layout
 from moeoff.memory import format_size, parse_size
+from moeoff.simulate.rerouting import Rerouting
+from moeoff.simulate.simulator import simulate
+from moeoff.simulate.trace import Trace
 from results_file import HELP, ResultsFile
 from timing import drop_from_page_cache
 
@@ -51,6 +60,17 @@ def main() -> None:
 
 def ctx_of(model: str) -> int:
     return min(512, Layout.read(model).n_ctx_train or 512)
+
+
+@contextlib.contextmanager
+def slowed(model: str, disk: int | None) -> Iterator[None]:
+    """This process reads the model no faster than so many MB/s."""
+    if disk is None:
+        yield
+        return
+    with disk_cgroup(model, disk * 10**6) as group:
+        group.enter()
+        yield
 
 
 def quality(q) -> list[str]:
@@ -76,7 +96,7 @@ def cache(
                 columns = ["λ", "T", "misses, of lossless", "rerouted", "skipped", *QUALITY]
                 table = results.table(f"cache-{share:g}", f"{share:.0%} of each layer's experts in a simulated cache", columns)
                 for reroute, skip in itertools.product(shares, skips):
-                    c = evaluator.measure(reference, reroute, skip, share)
+                    c = evaluator.measure(reference, reroute, skip, skip, share)
                     table.row(f"{reroute:g}", f"{skip:g}", f"{c.cost:.2f}", f"{c.rerouted:.1%}", f"{c.skipped:.1%}", *quality(c))
 
 
@@ -88,8 +108,10 @@ def cache(
 @click.option("--max-loss", help="Also what the model's contract finds within this.")
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--windows", default=8, show_default=True, help="Of each text.")
+@click.option("--disk", type=int, metavar="MB/S", help="No faster than this.")
 @JSON
-def live(model: str, text: Sequence[str], memory: str, shares: Sequence[float], max_loss: str | None, rounds: int, windows: int, json_file: str | None) -> None:
+def live(model: str, text: Sequence[str], memory: str, shares: Sequence[float], max_loss: str | None, rounds: int, windows: int, disk: int | None,
+         json_file: str | None) -> None:  # fmt: skip
     ctx = ctx_of(model)
     rules: dict[str, dict] = {"lossless": {}} | {f"λ {share:g}": {"precision": Precision(reroute=share)} for share in shares}
     if max_loss:
@@ -98,7 +120,7 @@ def live(model: str, text: Sequence[str], memory: str, shares: Sequence[float], 
     with open_model(model, ctx, profile=False, **common) as llm:
         parts = read_windows(llm, text, ctx, windows)
         reference = Reference.record(llm, parts, "decode")
-    with reference, ResultsFile(json_file) as results:
+    with reference, ResultsFile(json_file) as results, slowed(model, disk):
         for budget in map(parse_size, memory.split(",")):
             rows: dict[str, list[tuple[float, float]]] = {name: [] for name in rules}
             last = {}
@@ -120,6 +142,49 @@ def live(model: str, text: Sequence[str], memory: str, shares: Sequence[float], 
                 q, stats = last[name]
                 given_up = stats.precision_summary.partition(" (")[0] or "nothing"
                 table.row(name, numbers[0], speed, numbers[1], given_up, *quality(q))
+
+
+@main.command()
+@MODEL
+@TEXT
+@SHARE
+@click.option("--resident", multiple=True, type=float, default=(0.25, 0.5, 0.75), show_default=True)
+@click.option("--strategy", multiple=True, default=("lru", "score"), show_default=True)
+@WINDOWS
+@JSON
+def simulator(model: str, text: Sequence[str], shares: Sequence[float], resident: Sequence[float], strategy: Sequence[str], windows: int,
+              json_file: str | None) -> None:  # fmt: skip
+    ctx = ctx_of(model)
+    rules = [0.0, *shares]
+    with tempfile.TemporaryDirectory() as folder, ResultsFile(json_file) as results:
+
+        def read(arena: int, name: str, share: float, **options: Any) -> tuple[int, int]:
+            """Bytes that a run reads, and how many it reroutes."""
+            drop_from_page_cache(model)
+            with open_model(model, ctx, expert_memory=arena, strategy=name, precision=Precision(reroute=share), profile=False, **options) as llm:
+                evaluate(llm, read_windows(llm, text, ctx, windows), mode="decode")
+                return llm.stats().bytes_read, llm.stats().rerouted
+
+        path = os.path.join(folder, "trace")
+        read(1 << 40, "lru", 0.0, trace=path)
+        trace = Trace.read(path)
+        by_logits = any(note.get("routers_choose_by") == "logits" for note in trace.notes)
+        for name in strategy:
+            columns = ["resident", "λ", "live: bytes, of lossless", "rerouted", "simulated: bytes, of lossless", "rerouted"]
+            table = results.table(f"simulator-{name}", f"{name}, {windows} windows of {ctx} tokens of each text, half of each token by token", columns)
+            for room in resident:
+                arena = int(room * trace.model.full_bytes)
+                live = [read(arena, name, share) for share in rules]
+                simulated = [simulate(trace, name, arena, rerouting=Rerouting(share, by_logits=by_logits)) for share in rules]
+                uses = sum(event.ids.size for event in trace.events if len(event.ids) == 1)
+                for share, (n_bytes, n), found in zip(rules[1:], live[1:], simulated[1:]):
+                    beside = [
+                        f"{n_bytes / live[0][0]:.2f}",
+                        f"{n / uses:.1%}",
+                        f"{found.bytes_read / simulated[0].bytes_read:.2f}",
+                        f"{found.rerouted / uses:.1%}",
+                    ]
+                    table.row(f"{room:.0%}", f"{share:g}", *beside)
 
 
 @main.command()

@@ -27,7 +27,11 @@ def disk_cgroup(path: str, bytes_per_second: int) -> Iterator[Cgroup]:
     which = f"{os.major(device)}:{os.minor(device)}"
     with make_folder(parent) as folder:
         set_value(folder, *(("blkio.throttle.read_bps_device", f"{which} {bytes_per_second}") if v1 else ("io.max", f"{which} rbps={bytes_per_second}")))
-        yield Cgroup(folder)
+        group = Cgroup(folder)
+        try:
+            yield group
+        finally:
+            Cgroup(parent).enter()  # this process, if it had entered: a cgroup with processes is not removed
 
 
 def main() -> int:
