@@ -1,12 +1,13 @@
 """The server under one client and several: tokens per second of all together, the first token of a second turn, and stock llama-server beside it.
 
-usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 3] [--stock] [--json FILE]
+usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 3] [--stock]
+                       [--drafts ngram-simple] [--disk MB/S] [--json FILE]
 
 Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
 are answered, from the last one's first token to the first one's last. *alone* is `moeoff.Llama` in a process, on the first client's prompt. Each has
 had some seconds to load in the background, and has given one answer of as many tokens to another prompt before.
 `--stock` runs llama-server of the same build beside it, with plain kernels (`--no-repack`), without its memory map and without a memory limit: for
-budgets that hold everything.
+budgets that hold everything. `--drafts` adds a second server of ours that may make drafts; `--disk` slows the disk of all (root).
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 import httpx
 from rich.console import Console
 
+from cgroup import disk_cgroup
 from moeoff.gguf.layout import Layout
 from results_file import HELP, ResultsFile
 
@@ -47,9 +50,9 @@ print((len(times) - 2) / (times[-2] - times[0]))
 
 
 @contextlib.contextmanager
-def served(command: list[str], pattern: str) -> Iterator[str]:
-    """The URL of a server that says it on its standard error."""
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace") as process:
+def served(command: list[str], pattern: str, **options: Any) -> Iterator[str]:
+    """The URL of a server that says it on its standard error. options: of the process."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, errors="replace", **options) as process:
         said = []
         try:
             for line in process.stderr:
@@ -118,9 +121,11 @@ def second_turn(url: str, text: str) -> tuple[float, float]:
 @click.option("--strategy", default="auto", show_default=True)
 @click.option("--turns/--no-turns", default=True, help="Measure the first token of a second turn, too.")
 @click.option("--stock", is_flag=True)
+@click.option("--drafts", metavar="TYPE", help="Of llama-server's --spec-type.")
+@click.option("--disk", type=int, metavar="MB/S", help="No faster than this.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds: int, threads: int, strategy: str, turns: bool, stock: bool,
-         json_file: str | None) -> None:  # fmt: skip
+         drafts: str | None, disk: int | None, json_file: str | None) -> None:  # fmt: skip
     console = Console(stderr=True)
     counts = [int(n) for n in clients.split(",")]
     threads = threads or len(os.sched_getaffinity(0))
@@ -139,38 +144,43 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
         memory,
         "--strategy",
         strategy,
-        "--",
-        *longer,
     ]
-    contenders = {"moeoff serve": (ours, r"on (http://\S+)/v1")}
+    said = r"on (http://\S+)/v1"
+    contenders = {"moeoff serve": ([*ours, "--", *longer], said)}
+    if drafts:
+        contenders[f"with {drafts}"] = ([*ours, "--spec-type", drafts, "--", *longer], said)
     if stock:
         binary = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
         program = [binary.stdout.split()[-1], *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
         contenders["llama-server"] = (program, r"listening on (http://\S+)")
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
-    for index in range(rounds):
-        console.print(f"round {index + 1}: alone", style="dim")
-        options = json.dumps({"memory": memory, "n_ctx": n_ctx, "strategy": strategy, "n_threads": threads})
-        done = subprocess.run([sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options, str(LOADING)], capture_output=True, text=True)
-        if done.returncode:
-            raise click.ClickException(done.stderr[-500:])
-        speeds["alone"].setdefault("1", []).append(float(done.stdout))
-        for name, (command, pattern) in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
-            console.print(f"round {index + 1}: {name}", style="dim")
-            with served(command, pattern) as url:
-                time.sleep(LOADING)
-                ask(url, pieces[0][::-1], n_decode)
-                speeds[name].setdefault("itself", []).append(itself(url, pieces[0], n_decode))
-                for n in counts if index % 2 == 0 else reversed(counts):
-                    speeds[name].setdefault(str(n), []).append(together(url, pieces[:n], n_decode))
-                if turns:
-                    first, second = second_turn(url, words[-4 * N_HISTORY :])
-                    speeds[name].setdefault("first turn", []).append(first)
-                    speeds[name].setdefault("second turn", []).append(second)
+    with disk_cgroup(model, disk * 10**6) if disk else contextlib.nullcontext() as group:
+        inside = {"preexec_fn": group.enter} if group else {}
+        for index in range(rounds):
+            console.print(f"round {index + 1}: alone", style="dim")
+            options = json.dumps({"memory": memory, "n_ctx": n_ctx, "strategy": strategy, "n_threads": threads})
+            done = subprocess.run(
+                [sys.executable, "-c", ALONE, model, pieces[0], str(n_decode), options, str(LOADING)], capture_output=True, text=True, **inside
+            )
+            if done.returncode:
+                raise click.ClickException(done.stderr[-500:])
+            speeds["alone"].setdefault("1", []).append(float(done.stdout))
+            for name, (command, pattern) in contenders.items() if index % 2 == 0 else reversed(list(contenders.items())):
+                console.print(f"round {index + 1}: {name}", style="dim")
+                with served(command, pattern, **inside) as url:
+                    time.sleep(LOADING)
+                    ask(url, pieces[0][::-1], n_decode)
+                    speeds[name].setdefault("itself", []).append(itself(url, pieces[0], n_decode))
+                    for n in counts if index % 2 == 0 else reversed(counts):
+                        speeds[name].setdefault(str(n), []).append(together(url, pieces[:n], n_decode))
+                    if turns:
+                        first, second = second_turn(url, words[-4 * N_HISTORY :])
+                        speeds[name].setdefault("first turn", []).append(first)
+                        speeds[name].setdefault("second turn", []).append(second)
     with ResultsFile(json_file) as results:
         table = results.table(
             "clients",
-            f"Tokens per second of all clients, {memory}",
+            f"Tokens per second of all clients, {memory}" + (f", a disk of {disk} MB/s" if disk else ""),
             ["", "1 client, not streamed", *(f"{n} client{'s' * (n > 1)}" for n in counts), "last over first"],
         )
         for name, found in speeds.items():
