@@ -1,9 +1,17 @@
 #include "moeoff-server-hooks.h"
 
 #include "../../../ggml/src/ggml-cpu/moeoff/moeoff.h"
+#include "../../../src/moeoff-llama.h"
 
+#include "llama.h"
+
+#include <algorithm>
 #include <cmath>
 #include <mutex>
+#include <stdexcept>
+
+// of stb_image, in libmtmd
+extern "C" int stbi_info_from_memory(const unsigned char * data, int size, int * width, int * height, int * n_channels);
 
 namespace moeoff {
 
@@ -11,6 +19,8 @@ static const moeoff_server_hooks * server_hooks  = nullptr;
 static moeoff_stats                seen          = {}; // by the decode before; one thread decodes
 static llama_context *             draft_context = nullptr;
 static const llama_model *         served_model  = nullptr;
+static bool                        can_draft     = false;
+static std::string                 no_drafts; // why
 
 // Answers that are computed in the decode of now, and whether it was ended because nobody waits for any of them.
 static std::mutex    tasks_mutex;
@@ -22,10 +32,24 @@ void server_attach(const moeoff_server_hooks * hooks) {
     seen          = {};
     draft_context = nullptr;
     served_model  = nullptr;
+    can_draft     = false;
+    no_drafts     = "";
 }
 
 bool server_has_host() {
     return server_hooks != nullptr;
+}
+
+void server_usage::add(const server_usage & share) {
+    hits += share.hits;
+    misses += share.misses;
+    bytes_read += share.bytes_read;
+    stall_ns += share.stall_ns;
+    uses += share.uses;
+    served_low += share.served_low;
+    skipped += share.skipped;
+    rerouted += share.rerouted;
+    rerouted_margin = share.rerouted > 0 ? share.rerouted_margin : rerouted_margin;
 }
 
 void server_usage::to_json(common_json & out) const {
@@ -100,6 +124,63 @@ std::string server_decode::finish(int result, server_usage & share) {
     return server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) != 0 ? text : "";
 }
 
+server_guard::server_guard() {
+    moeoff_guard_begin();
+}
+
+server_guard::~server_guard() {
+    moeoff_guard_end();
+}
+
+void server_media_decode::before(int32_t position, int32_t n_positions, size_t n_tokens, int32_t slot, int task) {
+    for (size_t i = 0; i < n_tokens; i++) { // of some models, a picture has more tokens than positions
+        decode.add(LLAMA_TOKEN_NULL, position + std::min((int32_t) i, std::max(n_positions - 1, 0)), slot, /* prompt */ true);
+    }
+    decode.add_task(task);
+    decode.before();
+}
+
+bool server_media_decode::after(int result) {
+    error = decode.after(result, [this](int32_t) -> server_usage & { return usage; });
+    return result == 0 && error.empty();
+}
+
+void server_media_decode::add_to(server_usage & to) const {
+    to.add(usage);
+}
+
+// mtmd_helper_bitmap_init_from_buf is generous: for a pixel at most 3 bytes of the bitmap and 3 of what it is copied from, 6 of a progressive
+// JPEG's coefficients and 3 of its planes; then 12 of the floats that the projector takes. Sound, compressed to 4 kB/s at best, becomes floats at 16 kHz, twice.
+static int64_t decoded_bytes(const std::vector<uint8_t> & file) {
+    int width, height, n_channels;
+    if (stbi_info_from_memory(file.data(), (int) file.size(), &width, &height, &n_channels)) {
+        return (int64_t) width * height * 16;
+    }
+    return (int64_t) file.size() * 32;
+}
+
+server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>> & files) {
+    if (server_hooks == nullptr || files.empty()) {
+        return;
+    }
+    int64_t wanted = 0;
+    for (const auto & file : files) {
+        wanted += decoded_bytes(file);
+    }
+    char text[1024] = "";
+    if (server_hooks->lend(wanted, text, sizeof(text)) != 0) {
+        throw std::invalid_argument(text);
+    }
+    nbytes = wanted;
+}
+
+server_media_memory::~server_media_memory() {
+    if (nbytes > 0) {
+        char text[1024];
+        server_hooks->lend(-nbytes, text, sizeof(text));
+    }
+}
+
 bool server_loaded(llama_model * model, llama_context * ctx) {
     served_model = model;
     return server_hooks == nullptr || server_hooks->loaded(model, ctx) == 0;
@@ -109,12 +190,17 @@ const llama_model * server_model() {
     return served_model;
 }
 
-void server_draft_loaded(llama_context * ctx) {
+void server_drafts_loaded(bool can, llama_context * ctx) {
+    can_draft     = can;
     draft_context = ctx;
 }
 
+void server_drafts_failed(const char * why) {
+    no_drafts = why;
+}
+
 bool server_ready(llama_context * ctx, const std::string & url) {
-    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, url.c_str()) == 0;
+    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, can_draft ? nullptr : no_drafts.c_str(), url.c_str()) == 0;
 }
 
 bool server_drafting() {
