@@ -103,7 +103,9 @@ def embedding_on_disk(layout: Layout, overrides: TensorOverrides) -> int:
     return 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else layout.embedding_bytes
 
 
-def dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1, nextn: bool = False) -> MemorySizes:
+def dry_load(
+    layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1, nextn: bool = False
+) -> MemorySizes:
     """What a model takes with these options, at a context of n_ctx tokens, without its experts.
 
     Args:

@@ -81,5 +81,7 @@ def _projector(layout: Layout, path: str, options: ServerOptions, flash_attn: bo
         why = " ".join((why.partition("': ")[2] or why).split())
         raise ModelError(f"{path}: no projector that llama.cpp can load{f' ({why})' if why else ''}")
     if width != (expected := embedding_width(layout)):
-        raise ModelError(f"{path}: makes embeddings of {width} numbers, expected {expected} as in {os.path.basename(layout.files[0])}: it belongs to another model")
+        raise ModelError(
+            f"{path}: makes embeddings of {width} numbers, expected {expected} as in {os.path.basename(layout.files[0])}: it belongs to another model"
+        )
     return bytes_[0], bytes_[1]

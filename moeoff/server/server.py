@@ -278,12 +278,12 @@ class Server:
         return error is not None
 
     def _lend(self, nbytes: int, message: int, size: int) -> int:
-        """A request's pictures and sounds are unpacked in memory that the experts have."""
+        """A request's pictures and sounds take memory that the experts have."""
         try:
             with self._between:
                 self._assembly.lend(nbytes)
         except BudgetError:
-            write_text(message, size, f"pictures and sounds that take {format_size(nbytes)} to unpack: more than the server's memory has room for")
+            write_text(message, size, f"the request's pictures and sounds take {format_size(nbytes)} to read, more than the server has room for: send smaller ones")
             return 1
         except Exception as error:
             write_text(message, size, f"{type(error).__name__}: {error}")

@@ -4,6 +4,7 @@
 #include "../../../src/moeoff-llama.h"
 
 #include "llama.h"
+#include "mtmd.h"
 
 #include <algorithm>
 #include <cmath>
@@ -132,11 +133,57 @@ server_guard::~server_guard() {
     moeoff_guard_end();
 }
 
-void server_media_decode::before(int32_t position, int32_t n_positions, size_t n_tokens, int32_t slot, int task) {
+server_loan::~server_loan() {
+    if (nbytes > 0) {
+        char text[1024];
+        server_hooks->lend(-nbytes, text, sizeof(text));
+    }
+}
+
+std::string server_loan::take(int64_t wanted) {
+    char text[1024] = "";
+    if (server_hooks == nullptr || wanted <= 0 || server_hooks->lend(wanted, text, sizeof(text)) == 0) {
+        nbytes = server_hooks == nullptr ? 0 : wanted;
+        return "";
+    }
+    return text;
+}
+
+// Of each byte, what the request holds: base64 in the body, in its JSON, and in the copies on the way. Of each pixel, what mtmd and stb_image hold
+// at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a progressive JPEG's coefficients, 3 of its planes; later 12 of floats. Sound, of
+// 4 kB for a second at least, becomes floats at 16 kHz, twice.
+static int64_t unpacked_bytes(const std::vector<uint8_t> & file) {
+    const int64_t size = (int64_t) file.size();
+    int width, height, n_channels;
+    if (stbi_info_from_memory(file.data(), (int) size, &width, &height, &n_channels)) {
+        return 8 * size + (int64_t) width * height * 16;
+    }
+    return (8 + 32) * size;
+}
+
+server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>> & files) {
+    int64_t wanted = 0;
+    for (const auto & file : files) {
+        wanted += unpacked_bytes(file);
+    }
+    const std::string why_not = loan.take(wanted);
+    if (!why_not.empty()) {
+        throw std::invalid_argument(why_not);
+    }
+}
+
+server_media_decode::server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task) {
+    const size_t  n_tokens    = mtmd_input_chunk_get_n_tokens(chunk);
+    const int32_t n_positions = mtmd_input_chunk_get_n_pos(chunk);
     for (size_t i = 0; i < n_tokens; i++) { // of some models, a picture has more tokens than positions
         decode.add(LLAMA_TOKEN_NULL, position + std::min((int32_t) i, std::max(n_positions - 1, 0)), slot, /* prompt */ true);
     }
     decode.add_task(task);
+    // from the projector's buffer they are copied three times: for the batch of pictures, in it, and into llama.cpp's own batch
+    error = loan.take(3 * sizeof(float) * (int64_t) n_tokens * llama_model_n_embd_inp(llama_get_model(ctx)));
+}
+
+void server_media_decode::before() {
     decode.before();
 }
 
@@ -147,38 +194,6 @@ bool server_media_decode::after(int result) {
 
 void server_media_decode::add_to(server_usage & to) const {
     to.add(usage);
-}
-
-// mtmd_helper_bitmap_init_from_buf is generous: for a pixel at most 3 bytes of the bitmap and 3 of what it is copied from, 6 of a progressive
-// JPEG's coefficients and 3 of its planes; then 12 of the floats that the projector takes. Sound, compressed to 4 kB/s at best, becomes floats at 16 kHz, twice.
-static int64_t decoded_bytes(const std::vector<uint8_t> & file) {
-    int width, height, n_channels;
-    if (stbi_info_from_memory(file.data(), (int) file.size(), &width, &height, &n_channels)) {
-        return (int64_t) width * height * 16;
-    }
-    return (int64_t) file.size() * 32;
-}
-
-server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>> & files) {
-    if (server_hooks == nullptr || files.empty()) {
-        return;
-    }
-    int64_t wanted = 0;
-    for (const auto & file : files) {
-        wanted += decoded_bytes(file);
-    }
-    char text[1024] = "";
-    if (server_hooks->lend(wanted, text, sizeof(text)) != 0) {
-        throw std::invalid_argument(text);
-    }
-    nbytes = wanted;
-}
-
-server_media_memory::~server_media_memory() {
-    if (nbytes > 0) {
-        char text[1024];
-        server_hooks->lend(-nbytes, text, sizeof(text));
-    }
 }
 
 bool server_loaded(llama_model * model, llama_context * ctx) {

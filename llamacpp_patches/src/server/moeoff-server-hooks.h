@@ -12,6 +12,7 @@
 #include <vector>
 
 struct common_params;
+struct mtmd_input_chunk;
 
 namespace moeoff {
 
@@ -55,30 +56,44 @@ struct server_guard {
     ~server_guard();
 };
 
-// A decode of a picture's or sound's embeddings by the main context, between the batches.
+// Memory for a while, from the experts.
+class server_loan {
+  public:
+    server_loan() = default;
+    ~server_loan();
+    server_loan(const server_loan &)             = delete;
+    server_loan & operator=(const server_loan &) = delete;
+
+    std::string take(int64_t wanted); // why there is not so much, or nothing
+
+  private:
+    int64_t nbytes = 0;
+};
+
+// While the files of a request are unpacked.
+class server_media_memory {
+  public:
+    explicit server_media_memory(const std::vector<std::vector<uint8_t>> & files); // throws: there is not so much
+
+  private:
+    server_loan loan;
+};
+
+// A picture's or sound's embeddings are made and decoded by the main context, between the batches.
 class server_media_decode {
   public:
     std::string error; // why it failed, if that is known
 
-    void before(int32_t position, int32_t n_positions, size_t n_tokens, int32_t slot, int task);
+    server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task);
+
+    void before();
     bool after(int result); // false: something of it could not be read, or the graph was ended
     void add_to(server_usage & usage) const;
 
   private:
+    server_loan   loan;
     server_decode decode;
     server_usage  usage;
-};
-
-// What it takes to decode the files of a request, which the expert buffer lends while this lives.
-class server_media_memory {
-  public:
-    explicit server_media_memory(const std::vector<std::vector<uint8_t>> & files); // throws: there is not so much
-    ~server_media_memory();
-
-    server_media_memory(const server_media_memory &) = delete;
-
-  private:
-    int64_t nbytes = 0;
 };
 
 bool        server_parse(int argc, char ** argv, common_params & params);
