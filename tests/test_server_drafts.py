@@ -12,7 +12,6 @@ import pytest
 
 from helpers.damage import flip_bit
 from helpers.served import SCRIPT, Served
-from helpers.small_models import write_nextn_model
 from helpers.stock_server import stock_server
 from moeoff.budget.footprint import Footprint
 from moeoff.companion.convert import convert
@@ -23,13 +22,6 @@ from moeoff.simulate import Trace
 
 OPTIONS = {"n_ctx": 256, "parallel": 1, "n_threads": 2, "expert_memory": 8 << 20}
 PROMPTS = ["one two three", "The heron stood in the", "4 + 4 ="]
-
-
-@pytest.fixture(scope="module")
-def nextn(tmp_path_factory) -> str:
-    path = tmp_path_factory.mktemp("nextn") / "nextn.gguf"
-    write_nextn_model(path)
-    return str(path)
 
 
 def complete(url: str, prompt: str) -> dict:

@@ -20,6 +20,7 @@ from .library import c_arguments, library
 _OWN_LAYERS = "draft-mtp"
 _DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
 _TOLD_BY_FILE = ("dflash",)  # and where it does
+_WANT_SECTIONS, _SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,8 @@ class Beside:
             resident += dry_load_whole(draft, n_ctx, shared, (), options.parallel, nextn).total
         elif nextn and not layout.n_nextn:
             raise OptionError(f"spec_type: {layout.files[0]} has no next-token layers to make drafts with")
+        elif nextn and layout.architecture in _WANT_SECTIONS and _SECTIONS in layout.hparams:  # it would abort at the first token
+            raise OptionError(f"spec_type: llama.cpp cannot make drafts with the next-token layers of a {layout.architecture} model for pictures")
         return cls(resident, computing, spec_type, nextn)
 
 
@@ -73,6 +76,8 @@ def _spec_type(draft: Layout) -> str | None:
 def _projector(layout: Layout, path: str, options: ServerOptions, flash_attn: bool) -> tuple[int, int]:
     """Bytes of its weights, and of what it computes with."""
     Layout.read(path)  # mtmd reads a file that ends too early without a word
+    if layout.architecture in _WANT_SECTIONS and _SECTIONS not in layout.hparams:  # llama.cpp would abort at the first picture
+        raise ModelError(f"{layout.files[0]}: converted for text alone (no {_SECTIONS}): convert the model again to use it with {path}")
     argv = ["llama-server", "-m", layout.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
     bytes_, message = (ctypes.c_uint64 * 2)(), ctypes.create_string_buffer(1024)
     width = library().moeoff_projector_memory(len(argv), c_arguments(argv), bytes_, message, len(message))

@@ -283,7 +283,9 @@ class Server:
             with self._between:
                 self._assembly.lend(nbytes)
         except BudgetError:
-            write_text(message, size, f"the request's pictures and sounds take {format_size(nbytes)} to read, more than the server has room for: send smaller ones")
+            write_text(
+                message, size, f"the request's pictures and sounds take {format_size(nbytes)} to read, more than the server has room for: send smaller ones"
+            )
             return 1
         except Exception as error:
             write_text(message, size, f"{type(error).__name__}: {error}")
