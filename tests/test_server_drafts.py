@@ -8,14 +8,17 @@ import subprocess
 import sys
 
 import httpx
+import numpy as np
 import pytest
 
 from helpers.damage import flip_bit
 from helpers.served import SCRIPT, Served
 from helpers.stock_server import stock_server
 from moeoff.budget.footprint import Footprint
+from moeoff.cache.score import NAMES
 from moeoff.companion.convert import convert
 from moeoff.companion.file import Companion
+from moeoff.companion.profile import Profile, profile_path
 from moeoff.engine.config import Config
 from moeoff.gguf.layout import Layout
 from moeoff.simulate import Trace
@@ -51,6 +54,16 @@ def test_the_models_own_layers(nextn, tmp_path):
     n_layers = Layout.read(nextn).n_layer - 1  # the first is dense
     assert recorded.model.n_gates == n_layers and {event.gate for event in recorded.events} == set(range(n_layers))
     assert any(event.decode and len(event.ids) > 1 for event in recorded.events)  # a draft that is checked is decoded, not read
+
+
+def test_a_profile_of_the_model_without_these_layers(nextn, tmp_path):
+    """As calibration measures it: what it says of gates has none for theirs, and is left out."""
+    model = shutil.copy(nextn, tmp_path / "nextn.gguf")
+    layout = Layout.read(model)
+    weights = {name: np.zeros((1, layout.n_layer - 2, layout.n_expert), np.float32) for name in NAMES}
+    Profile.write(profile_path(model), layout, {"score": weights})
+    with Served(str(model), spec_type="draft-mtp", strategy="score", **OPTIONS) as it:
+        assert texts(it.url)[1] > 0
 
 
 @pytest.mark.slow  # links llama-server

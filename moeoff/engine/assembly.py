@@ -158,7 +158,8 @@ class Assembly:
             profile = Profile.find(self.layout)
         else:
             profile = Profile.read(wanted, self.layout) if wanted else None
-        return profile and profile.only(sections(self.strategy) | {CONTRACT_SECTION})
+        # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
+        return profile and profile.only({CONTRACT_SECTION} | (set() if self._nextn else sections(self.strategy)))
 
     def _make_buffer(self) -> ExpertBuffer:
         config, strategy = self.config, self.strategy
