@@ -278,13 +278,13 @@ class Server:
         return error is not None
 
     def _lend(self, nbytes: int, message: int, size: int) -> int:
-        """A request's pictures and sounds take memory that the experts have."""
+        """A long request, and its pictures and sounds, take memory that the experts have."""
         try:
             with self._between:
                 self._assembly.lend(nbytes)
         except BudgetError:
             write_text(
-                message, size, f"the request's pictures and sounds take {format_size(nbytes)} to read, more than the server has room for: send smaller ones"
+                message, size, f"the request takes {format_size(nbytes)} to read, more than the server has room for: make it shorter, or its pictures smaller"
             )
             return 1
         except Exception as error:

@@ -149,16 +149,28 @@ std::string server_loan::take(int64_t wanted) {
     return text;
 }
 
-// Of each byte, what the request holds: base64 in the body, in its JSON, and in the copies on the way. Of each pixel, what mtmd and stb_image hold
-// at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a progressive JPEG's coefficients, 3 of its planes; later 12 of floats. Sound, of
-// 4 kB for a second at least, becomes floats at 16 kHz, twice.
-static int64_t unpacked_bytes(const std::vector<uint8_t> & file) {
-    const int64_t size = (int64_t) file.size();
-    int width, height, n_channels;
-    if (stbi_info_from_memory(file.data(), (int) size, &width, &height, &n_channels)) {
-        return 8 * size + (int64_t) width * height * 16;
+void server_loan::need(int64_t wanted) {
+    const std::string why_not = take(wanted);
+    if (!why_not.empty()) {
+        throw std::invalid_argument(why_not);
     }
-    return (8 + 32) * size;
+}
+
+// llama-server copies a body ten times before it is answered: as text, as JSON, and on its way from one to the other.
+server_body_memory::server_body_memory(size_t size) {
+    if (size > 1 << 16) { // less is in the reserve
+        loan.need(10 * (int64_t) size);
+    }
+}
+
+// Of each pixel, what mtmd and stb_image hold at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a progressive JPEG's coefficients,
+// 3 of its planes; later 12 of floats. Sound, of 4 kB for a second at least, becomes floats at 16 kHz, twice.
+static int64_t unpacked_bytes(const std::vector<uint8_t> & file) {
+    int width, height, n_channels;
+    if (stbi_info_from_memory(file.data(), (int) file.size(), &width, &height, &n_channels)) {
+        return (int64_t) width * height * 16;
+    }
+    return (int64_t) file.size() * 32;
 }
 
 server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>> & files) {
@@ -166,10 +178,7 @@ server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>>
     for (const auto & file : files) {
         wanted += unpacked_bytes(file);
     }
-    const std::string why_not = loan.take(wanted);
-    if (!why_not.empty()) {
-        throw std::invalid_argument(why_not);
-    }
+    loan.need(wanted);
 }
 
 server_media_decode::server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task) {
@@ -187,9 +196,9 @@ void server_media_decode::before() {
     decode.before();
 }
 
-bool server_media_decode::after(int result) {
+int server_media_decode::after(int result) {
     error = decode.after(result, [this](int32_t) -> server_usage & { return usage; });
-    return result == 0 && error.empty();
+    return result == 0 && !error.empty() ? -1 : result;
 }
 
 void server_media_decode::add_to(server_usage & to) const {

@@ -65,9 +65,19 @@ class server_loan {
     server_loan & operator=(const server_loan &) = delete;
 
     std::string take(int64_t wanted); // why there is not so much, or nothing
+    void        need(int64_t wanted); // throws that
 
   private:
     int64_t nbytes = 0;
+};
+
+// While a request is answered.
+class server_body_memory {
+  public:
+    explicit server_body_memory(size_t size); // throws: there is not so much
+
+  private:
+    server_loan loan;
 };
 
 // While the files of a request are unpacked.
@@ -87,7 +97,7 @@ class server_media_decode {
     server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task);
 
     void before();
-    bool after(int result); // false: something of it could not be read, or the graph was ended
+    int  after(int result); // as result; nonzero, too, where something of it could not be read
     void add_to(server_usage & usage) const;
 
   private:

@@ -39,8 +39,8 @@ struct moeoff_server_hooks {
     // result: llama_decode's. Nonzero, with a text in message, fails every answer in the batch.
     int (*after)(int32_t result, int32_t n, char * message, size_t size);
 
-    // For a while so many bytes are wanted for a request's pictures and sounds, or (negative) no longer; nonzero, with a text in message,
-    // refuses the request. Any thread.
+    // For a while so many bytes are wanted for a long request, or its pictures and sounds; or (negative) no longer. Nonzero, with a text in
+    // message, refuses the request. Any thread.
     int (*lend)(int64_t nbytes, char * message, size_t size);
 
     // Lines for /metrics; any thread.
