@@ -95,6 +95,7 @@ def test_a_read_error_while_a_picture_is_computed(demo, projector, tmp_path):
         assert ask(it.url, question(picture(0)))[0] == expected
 
 
+@pytest.mark.slow
 def test_the_budget_holds_with_a_picture(grown, tmp_path):
     """What its request and its pixels take, the experts lend; a picture that takes more is refused, and the next one is answered."""
     write_projector(tmp_path / "mmproj.gguf", Layout.read(grown).hparams["embedding_length"], side=256)
