@@ -213,6 +213,12 @@ class PatchedLlama(_AnyLlama):
         handle: int = self._ctx.ctx
         return handle
 
+    @property
+    def model_handle(self) -> int:
+        """struct llama_model *"""
+        handle: int = self._model.model
+        return handle
+
     def wrap_decode(self, wrapper: Callable[[Callable[[], None], Any], None]) -> None:
         """From now on every decode is `wrapper(decode, llama_batch)`, which calls decode() once; it raises RuntimeError if llama.cpp fails."""
         ctx = self._ctx

@@ -24,7 +24,7 @@ from moeoff.paths import demo_model
 from shape_table import SHAPES, Shape, metadata, tensors
 from shape_weights import Scales, Weights
 
-__all__ = ["find_shape", "shape_model"]
+__all__ = ["find_shape", "shape_model", "tokenizer"]
 
 _UNUSED = 5  # LLAMA_TOKEN_TYPE_UNUSED
 
@@ -50,7 +50,7 @@ def shape_model(
     Raises OptionError for a type of experts of which no random blocks are made, ModelError for one that does not fit the rows,
     WriteError if `out` exists (unless overwrite).
     """
-    tokens, vocabulary = _tokenizer(shape.n_vocab)
+    tokens, vocabulary = tokenizer(shape.n_vocab)
     shape = replace(shape, n_vocab=len(tokens))
     plan = tensors(shape)
     with ModelFile(demo_model()) as demo:
@@ -66,7 +66,7 @@ def shape_model(
                 progress(done, total)
 
 
-def _tokenizer(n_vocab: int) -> tuple[list[str], dict[str, bytes]]:
+def tokenizer(n_vocab: int) -> tuple[list[str], dict[str, bytes]]:
     """The demo model's tokens with unused ones up to n_vocab, and the keys of the tokenizer."""
     with ModelFile(demo_model()) as demo:
         keys = {key: raw for key, raw in demo.metadata.items() if key.startswith("tokenizer.")}

@@ -51,6 +51,16 @@ def grown(tmp_path_factory) -> str:
     return str(path)
 
 
+@pytest.fixture(scope="session")
+def nextn(tmp_path_factory) -> str:
+    """A model whose last layer is there to make drafts."""
+    from helpers.small_models import write_nextn_model
+
+    path = tmp_path_factory.mktemp("nextn") / "nextn.gguf"
+    write_nextn_model(path)
+    return str(path)
+
+
 @pytest.fixture
 def backend():
     """ggml's CPU backend, for single graphs."""

@@ -45,7 +45,7 @@ class Footprint:
         process: Python and the libraries, as resident in this process now.
         arena_floor, arena_full: the smallest arena for experts, and the one that holds all of them.
         token_bytes: slices that one token uses.
-        kept: of a server, prompts outside the context, and samplers.
+        kept: of a server, prompts outside the context, samplers, and other files.
     """
 
     n_ctx: int
@@ -60,11 +60,12 @@ class Footprint:
 
     @classmethod
     def of(cls, layout: Layout, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: TensorOverrides = (), *, n_sequences: int = 1,
-           kept: int = 0) -> Footprint:  # fmt: skip
+           kept: int = 0, nextn: bool = False) -> Footprint:  # fmt: skip
         """Of a model opened with these options of llama_cpp.Llama, by default those of the command line.
 
         Args:
             n_sequences: that share the context.
+            nextn: drafts are made with the model's next-token layers.
 
         Raises:
             OptionError: a context that llama.cpp cannot count.
@@ -72,11 +73,12 @@ class Footprint:
         """
         if not 0 < n_ctx <= MAX_CTX:
             raise OptionError(f"a context of {n_ctx} tokens is impossible: it lies between 1 and {MAX_CTX}")
+        layout = layout if nextn else layout.without_nextn()
         kinds = slice_kinds(layout)
         embedding, on_disk = layout.dense.get(EMBEDDING), embedding_on_disk(layout, overrides)
         return cls(
             n_ctx=n_ctx,
-            planned=dry_load(layout, n_ctx, {"flash_attn": True} if keywords is None else keywords, overrides, n_sequences),
+            planned=dry_load(layout, n_ctx, {"flash_attn": True} if keywords is None else keywords, overrides, n_sequences, nextn),
             embedding=embedding.nbytes - on_disk if embedding else 0,
             on_disk=on_disk,
             process=rss(),

@@ -25,7 +25,7 @@ from .options import CONTEXT, one_sentence, opening_arguments, opening_options
 @click.option("--cors", multiple=True, metavar="ORIGIN", help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")
 @click.option("--mmproj", type=click.Path(dir_okay=False), metavar="FILE", help="Projector for images and sound.")
 @click.option("-md", "--model-draft", "draft", type=click.Path(dir_okay=False), metavar="FILE", help="Draft model for speculative decoding.")
-@click.option("--spec-type", metavar="NAME", help="Speculative decoding without a draft model, as ngram-simple.")
+@click.option("--spec-type", metavar="NAME", help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another kind of llama-server's.")
 @click.option("--embedding", is_flag=True, help="Serve embeddings.")
 @opening_options
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")

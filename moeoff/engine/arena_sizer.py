@@ -72,6 +72,18 @@ class ArenaSizer:
         self.plan = self._divide(budget, replace(needs, python=needs.python + grown))
         self._buffer.set_arena_bytes(*self.arenas)
 
+    def lend(self, nbytes: int) -> None:
+        """The process needs so many bytes more for a while; negative: no longer.
+
+        Raises:
+            BudgetError: too little would be left for experts; nothing has changed.
+        """
+        if self.plan.budget:
+            needs = self.plan.needs
+            self.plan = self._divide(self.plan.budget, replace(needs, kept=needs.kept + nbytes))
+            self._buffer.set_arena_bytes(*self.arenas)
+            self.look()
+
     def look(self) -> None:
         """After each decode: if the rest of the process has grown into the reserve, the arenas shrink."""
         if not self.plan.budget:

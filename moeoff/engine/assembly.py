@@ -58,6 +58,7 @@ class Assembly:
     n_sequences: that share the context.
     kept: bytes of prompts outside the context, and of samplers.
     loaded: bytes of other files that will be loaded with the model.
+    nextn: drafts are made with the model's next-token layers.
 
     Attributes:
         config: with what settings have chosen; settings_summary says so in a line, empty if they have not.
@@ -80,8 +81,8 @@ class Assembly:
     _prompt_meter: PromptMeter
     _ran = False  # arenas have their sizes: it may compute
 
-    def __init__(self, config: Config, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0):
-        self._n_sequences, self._kept, self._loaded = n_sequences, kept, loaded
+    def __init__(self, config: Config, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0, nextn: bool = False):
+        self._n_sequences, self._kept, self._loaded, self._nextn = n_sequences, kept, loaded, nextn
         set_priority(config.priority)
         self.config = config
         self.timing = Timing()
@@ -125,7 +126,8 @@ class Assembly:
         require_room(self.footprint, self.budget or available())
 
     def _footprint(self, n_ctx: int) -> Footprint:
-        return Footprint.of(self.layout, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, kept=self._kept + self._loaded)
+        kept = self._kept + self._loaded
+        return Footprint.of(self.layout, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, kept=kept, nextn=self._nextn)
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -156,7 +158,8 @@ class Assembly:
             profile = Profile.find(self.layout)
         else:
             profile = Profile.read(wanted, self.layout) if wanted else None
-        return profile and profile.only(sections(self.strategy) | {CONTRACT_SECTION})
+        # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
+        return profile and profile.only({CONTRACT_SECTION} | (set() if self._nextn else sections(self.strategy)))
 
     def _make_buffer(self) -> ExpertBuffer:
         config, strategy = self.config, self.strategy
@@ -270,6 +273,14 @@ class Assembly:
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
             self.set_gate_callback(self._listener)
+
+    def lend(self, nbytes: int) -> None:
+        """For a while, takes so many bytes of the budget from the experts; negative: gives them back.
+
+        Raises:
+            BudgetError: they have not so much.
+        """
+        self.sizer.lend(nbytes)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """A user's own; the driver keeps its."""

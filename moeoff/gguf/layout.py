@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from ..errors import ModelError
 from .file import FileState, ModelFile, unpack
 from .split_name import SplitName
-from .tensor_name import EMBEDDING, OUTPUT, is_expert
+from .tensor_name import EMBEDDING, OUTPUT, is_expert, parse_block_name
 
 _T = TypeVar("_T", str, int)
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
@@ -113,6 +113,22 @@ class Layout:
             hparams=first.hparams,
             states=tuple(part.state for part in parts),
         )
+
+    @property
+    def n_nextn(self) -> int:
+        """Next-token (MTP) layers: the last ones, with which drafts can be made."""
+        return count(self.hparams, "nextn_predict_layers") if any(".nextn." in name for name in self.dense) else 0
+
+    def without_nextn(self) -> Layout:
+        """What llama.cpp loads where no drafts are made with next-token layers: it leaves them in the file."""
+        first = self.n_layer - count(self.hparams, "nextn_predict_layers")
+        if first == self.n_layer:
+            return self
+
+        def loaded(spans: dict[str, TensorSpan]) -> dict[str, TensorSpan]:
+            return {name: span for name, span in spans.items() if (block := parse_block_name(name)) is None or block[0] < first}
+
+        return replace(self, experts=loaded(self.experts), dense=loaded(self.dense))
 
     def require_experts(self) -> None:
         """Raises `ModelError` if there is nothing to offload."""

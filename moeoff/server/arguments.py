@@ -26,7 +26,7 @@ REFUSED: dict[str, str] = {
          "--flash-attn -ngl --gpu-layers --n-gpu-layers -np --parallel -cram --cache-ram --host --port --api-key --api-key-file -a --alias "
          "--cors-origins -mm --mmproj -md --model-draft --spec-draft-model --spec-type --spec-default --embedding --embeddings -v --verbose --metrics", _OURS),
         ("-fit --fit -fitt --fit-target -fitc --fit-ctx -lm --load-mode -lzm --lazy-mode --mlock --mmap --no-mmap -dio --direct-io --no-host "
-         "-ctxcp --ctx-checkpoints --swa-checkpoints --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --warmup --threads-http", _BUDGET),
+         "-ctxcp --ctx-checkpoints --mtmd-batch-max-tokens --swa-checkpoints --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --warmup --threads-http", _BUDGET),
         ("-mu --model-url -hf -hfr --hf-repo -hff --hf-file -hft --hf-token -hfd -hfrd --hf-repo-draft --spec-draft-hf -mmu --mmproj-url -dr "
          "--docker-repo --mtp --dflash --eagle3 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
          "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
@@ -124,6 +124,8 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
                         ("--spec-type", options.spec_type), ("--cors-origins", ",".join(options.cors))):  # fmt: skip
         if given:
             out += [flag, given]
+    if options.mmproj:
+        out += ["--mtmd-batch-max-tokens", "1"]  # one picture is computed at a time, and planned for
     if options.embedding:
         out.append("--embedding")
     return [*out, *options.args]

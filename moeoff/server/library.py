@@ -5,7 +5,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_size_t, c_uint8, c_void_p
+from collections.abc import Sequence
+from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint64, c_void_p
 
 from .. import native
 from ..errors import OptionError
@@ -13,9 +14,10 @@ from ..errors import OptionError
 _NAME = "libllama-server-impl.so"
 
 Loaded = CFUNCTYPE(c_int, c_void_p, c_void_p)
-Ready = CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p)
+Ready = CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p, c_char_p)
 Before = CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)
 After = CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)
+Lend = CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)
 Metrics = CFUNCTYPE(None, c_void_p, c_size_t)
 
 
@@ -30,6 +32,7 @@ class Hooks(Structure):
         ("ready", Ready),
         ("before", Before),
         ("after", After),
+        ("lend", Lend),
         ("metrics", Metrics),
     ]
 
@@ -46,9 +49,16 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise OptionError(f"the installed llama-cpp-python has no server ({error}): run `make env` to rebuild it") from None
     lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
+    lib.moeoff_projector_memory.restype = c_int32
+    lib.moeoff_projector_memory.argtypes = [c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t]
     lib.moeoff_serve_has_page.restype, lib.moeoff_serve_has_page.argtypes = c_bool, []
     lib.moeoff_serve_stop.restype, lib.moeoff_serve_stop.argtypes = None, []
     return lib
+
+
+def c_arguments(argv: Sequence[str]) -> ctypes.Array[c_char_p]:
+    """char ** argv, ended by a null."""
+    return (c_char_p * (len(argv) + 1))(*map(os.fsencode, argv), None)
 
 
 def write_text(address: int, size: int, text: str) -> None:

@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from ctypes import c_char_p, c_int32, c_uint64
+from ctypes import c_int32, c_uint64
 from dataclasses import replace
 from typing import Any
 
@@ -25,14 +25,15 @@ from ..engine.batch_rows import MAYBE, NO, YES, BatchRows
 from ..engine.batch_spans import is_decode, spans_of
 from ..engine.config import Config
 from ..engine.stats import Stats
-from ..errors import MoeoffError, OptionError, Remedy
+from ..errors import BudgetError, MoeoffError, OptionError, Remedy
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import EMBEDDING
-from ..memory import parse_size, share_malloc_arenas
+from ..memory import format_size, parse_size, share_malloc_arenas
 from ..threads import CoreBinding
 from .arguments import ServerOptions, arguments
+from .beside import Beside
 from .draft_judge import DraftJudge
-from .library import After, Before, Hooks, Loaded, Metrics, Ready, library, write_text
+from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, library, write_text
 from .metrics import metrics_text
 
 _POLL = 0.05  # seconds
@@ -82,9 +83,10 @@ class Server:
             config = replace(config, llama_cpp={**config.llama_cpp, "n_ctx": usual})
         embedding = layout.dense.get(EMBEDDING)
         n_vocab = embedding.shape[1] if embedding else _MANY
-        loaded = sum(_file_size(path) for path in (options.mmproj, options.draft) if path)
-        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel
-        parts = Assembly(config, n_sequences=options.parallel, kept=kept, loaded=loaded)
+        beside = Beside.of(layout, config.n_ctx, config.keywords, options)
+        self._options = replace(options, spec_type=beside.spec_type)
+        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel + beside.computing
+        parts = Assembly(config, n_sequences=options.parallel, kept=kept, loaded=beside.resident, nextn=beside.nextn)
         if parts.lossy.simulates:
             raise OptionError("deterministic: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return parts
@@ -175,7 +177,6 @@ class Server:
     def _serve(self) -> None:
         parts = self._assembly
         argv = arguments(parts.config, parts.footprint.n_ctx, parts.keywords, self._options)
-        c_argv = (c_char_p * (len(argv) + 1))(*[argument.encode() for argument in argv], None)
         try:
             overrides = self._loading.enter_context(parts.loading())  # of this thread, which loads
             hooks = Hooks(
@@ -186,9 +187,10 @@ class Server:
                 Ready(self._guarded(self._on_ready, 1)),
                 Before(self._before),
                 After(self._after),
+                Lend(self._lend),
                 Metrics(self._guarded(self._metrics, None)),
             )
-            self._lib.moeoff_serve(len(argv), c_argv, ctypes.byref(hooks))
+            self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(hooks))
         except BaseException as error:
             self._error = self._error or error
         finally:
@@ -222,8 +224,10 @@ class Server:
         api.llama_set_abort_callback(ctx, native.should_abort, parts.buffer.handle)
         return 0
 
-    def _on_ready(self, ctx: int, ctx_draft: int | None, url: bytes) -> int:
+    def _on_ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None, url: bytes) -> int:
         """Everything that the server allocates is allocated: the arena gets what is left."""
+        if self._options.drafts and no_drafts is not None:
+            raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         parts, out = self._assembly, (c_uint64 * 5)()
         if native.context_memory(ctx, out) != 0:
             raise MoeoffError("no memory for the graph of the largest batch")
@@ -233,7 +237,8 @@ class Server:
         parts.start(MemorySizes(weights, state, compute, work, outputs), ctx)
         parts.attach_driver()
         parts.warm_up()
-        if parts.keywords.get("numa") is None:  # llama.cpp's strategies for NUMA place threads themselves
+        # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
+        if parts.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:
             self._core_binding = CoreBinding(ctx)
         if self._stopping:
             return 1
@@ -283,15 +288,23 @@ class Server:
             write_text(message, size, str(error) if isinstance(error, MoeoffError) else f"{type(error).__name__}: {error}")
         return error is not None
 
+    def _lend(self, nbytes: int, message: int, size: int) -> int:
+        """A long request, and its pictures and sounds, take memory that the experts have."""
+        try:
+            with self._between:
+                self._assembly.lend(nbytes)
+        except BudgetError:
+            write_text(
+                message, size, f"the request takes {format_size(nbytes)} to read, more than the server has room for: make it shorter, or its pictures smaller"
+            )
+            return 1
+        except Exception as error:
+            write_text(message, size, f"{type(error).__name__}: {error}")
+            return 1
+        return 0
+
     def _metrics(self, text: int, size: int) -> None:
         write_text(text, size, metrics_text(self.stats()))
-
-
-def _file_size(path: str) -> int:
-    try:
-        return os.path.getsize(path)
-    except OSError as error:
-        raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
 
 
 def _check_address(hosts: str, port: int) -> None:

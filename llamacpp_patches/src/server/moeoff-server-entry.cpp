@@ -24,7 +24,7 @@ int  llama_server(common_params & params, int argc, char ** argv);
 void llama_server_terminate();
 
 // Options come from the host alone: LLAMA_ARG_* in the environment would get past what it checks.
-static bool parse(int argc, char ** argv, common_params & params) {
+bool moeoff::server_parse(int argc, char ** argv, common_params & params) {
     std::vector<std::pair<std::string, std::string>> hidden;
     for (char ** e = environ; *e != nullptr; e++) {
         const std::string entry = *e;
@@ -50,7 +50,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
         common_params params;
         common_init();
         server_stream_session_manager_start();
-        if (parse(argc, argv, params)) {
+        if (moeoff::server_parse(argc, argv, params)) {
             // what the buffer needs, whatever arguments and environment say
             auto at = params.tensor_buft_overrides.begin();
             for (const llama_model_tensor_buft_override * o = hooks->overrides; o->pattern != nullptr; o++) {

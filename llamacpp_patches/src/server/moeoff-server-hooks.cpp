@@ -1,9 +1,18 @@
 #include "moeoff-server-hooks.h"
 
 #include "../../../ggml/src/ggml-cpu/moeoff/moeoff.h"
+#include "../../../src/moeoff-llama.h"
 
+#include "llama.h"
+#include "mtmd.h"
+
+#include <algorithm>
 #include <cmath>
 #include <mutex>
+#include <stdexcept>
+
+// of stb_image, in libmtmd
+extern "C" int stbi_info_from_memory(const unsigned char * data, int size, int * width, int * height, int * n_channels);
 
 namespace moeoff {
 
@@ -11,6 +20,8 @@ static const moeoff_server_hooks * server_hooks  = nullptr;
 static moeoff_stats                seen          = {}; // by the decode before; one thread decodes
 static llama_context *             draft_context = nullptr;
 static const llama_model *         served_model  = nullptr;
+static bool                        can_draft     = false;
+static std::string                 no_drafts; // why
 
 // Answers that are computed in the decode of now, and whether it was ended because nobody waits for any of them.
 static std::mutex    tasks_mutex;
@@ -22,10 +33,24 @@ void server_attach(const moeoff_server_hooks * hooks) {
     seen          = {};
     draft_context = nullptr;
     served_model  = nullptr;
+    can_draft     = false;
+    no_drafts     = "";
 }
 
 bool server_has_host() {
     return server_hooks != nullptr;
+}
+
+void server_usage::add(const server_usage & share) {
+    hits += share.hits;
+    misses += share.misses;
+    bytes_read += share.bytes_read;
+    stall_ns += share.stall_ns;
+    uses += share.uses;
+    served_low += share.served_low;
+    skipped += share.skipped;
+    rerouted += share.rerouted;
+    rerouted_margin = share.rerouted > 0 ? share.rerouted_margin : rerouted_margin;
 }
 
 void server_usage::to_json(common_json & out) const {
@@ -100,6 +125,86 @@ std::string server_decode::finish(int result, server_usage & share) {
     return server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) != 0 ? text : "";
 }
 
+server_guard::server_guard() {
+    moeoff_guard_begin();
+}
+
+server_guard::~server_guard() {
+    moeoff_guard_end();
+}
+
+server_loan::~server_loan() {
+    if (nbytes > 0) {
+        char text[1024];
+        server_hooks->lend(-nbytes, text, sizeof(text));
+    }
+}
+
+std::string server_loan::take(int64_t wanted) {
+    char text[1024] = "";
+    if (server_hooks == nullptr || wanted <= 0 || server_hooks->lend(wanted, text, sizeof(text)) == 0) {
+        nbytes = server_hooks == nullptr ? 0 : wanted;
+        return "";
+    }
+    return text;
+}
+
+void server_loan::need(int64_t wanted) {
+    const std::string why_not = take(wanted);
+    if (!why_not.empty()) {
+        throw std::invalid_argument(why_not);
+    }
+}
+
+// llama-server copies a body ten times before it is answered: as text, as JSON, and on its way from one to the other.
+server_body_memory::server_body_memory(size_t size) {
+    if (size > 1 << 16) { // less is in the reserve
+        loan.need(10 * (int64_t) size);
+    }
+}
+
+// Of each pixel, what mtmd and stb_image hold at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a progressive JPEG's coefficients,
+// 3 of its planes; later 12 of floats. Sound, of 4 kB for a second at least, becomes floats at 16 kHz, twice.
+static int64_t unpacked_bytes(const std::vector<uint8_t> & file) {
+    int width, height, n_channels;
+    if (stbi_info_from_memory(file.data(), (int) file.size(), &width, &height, &n_channels)) {
+        return (int64_t) width * height * 16;
+    }
+    return (int64_t) file.size() * 32;
+}
+
+server_media_memory::server_media_memory(const std::vector<std::vector<uint8_t>> & files) {
+    int64_t wanted = 0;
+    for (const auto & file : files) {
+        wanted += unpacked_bytes(file);
+    }
+    loan.need(wanted);
+}
+
+server_media_decode::server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task) {
+    const size_t  n_tokens    = mtmd_input_chunk_get_n_tokens(chunk);
+    const int32_t n_positions = mtmd_input_chunk_get_n_pos(chunk);
+    for (size_t i = 0; i < n_tokens; i++) { // of some models, a picture has more tokens than positions
+        decode.add(LLAMA_TOKEN_NULL, position + std::min((int32_t) i, std::max(n_positions - 1, 0)), slot, /* prompt */ true);
+    }
+    decode.add_task(task);
+    // from the projector's buffer they are copied three times: for the batch of pictures, in it, and into llama.cpp's own batch
+    error = loan.take(3 * sizeof(float) * (int64_t) n_tokens * llama_model_n_embd_inp(llama_get_model(ctx)));
+}
+
+void server_media_decode::before() {
+    decode.before();
+}
+
+int server_media_decode::after(int result) {
+    error = decode.after(result, [this](int32_t) -> server_usage & { return usage; });
+    return result == 0 && !error.empty() ? -1 : result;
+}
+
+void server_media_decode::add_to(server_usage & to) const {
+    to.add(usage);
+}
+
 bool server_loaded(llama_model * model, llama_context * ctx) {
     served_model = model;
     return server_hooks == nullptr || server_hooks->loaded(model, ctx) == 0;
@@ -109,12 +214,17 @@ const llama_model * server_model() {
     return served_model;
 }
 
-void server_draft_loaded(llama_context * ctx) {
+void server_drafts_loaded(bool can, llama_context * ctx) {
+    can_draft     = can;
     draft_context = ctx;
 }
 
+void server_drafts_failed(const char * why) {
+    no_drafts = why;
+}
+
 bool server_ready(llama_context * ctx, const std::string & url) {
-    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, url.c_str()) == 0;
+    return server_hooks == nullptr || server_hooks->ready(ctx, draft_context, can_draft ? nullptr : no_drafts.c_str(), url.c_str()) == 0;
 }
 
 bool server_drafting() {

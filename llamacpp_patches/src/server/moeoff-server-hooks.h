@@ -11,6 +11,9 @@
 #include <unordered_set>
 #include <vector>
 
+struct common_params;
+struct mtmd_input_chunk;
+
 namespace moeoff {
 
 // What one answer took of the expert buffer: shares of the decodes that it had a part in.
@@ -18,6 +21,7 @@ struct server_usage {
     double hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0, rerouted = 0;
     double rerouted_margin = 0; // the largest so far
 
+    void add(const server_usage & share);
     void to_json(common_json & out) const; // adds a "moeoff" object if there are hooks
 };
 
@@ -33,16 +37,7 @@ class server_decode {
         server_usage share;
         const std::string error = finish(result, share);
         for (const int32_t slot : slots) {
-            server_usage & of = usage(slot);
-            of.hits += share.hits;
-            of.misses += share.misses;
-            of.bytes_read += share.bytes_read;
-            of.stall_ns += share.stall_ns;
-            of.uses += share.uses;
-            of.served_low += share.served_low;
-            of.skipped += share.skipped;
-            of.rerouted += share.rerouted;
-            of.rerouted_margin = share.rerouted > 0 ? share.rerouted_margin : of.rerouted_margin;
+            usage(slot).add(share);
         }
         return error;
     }
@@ -55,10 +50,68 @@ class server_decode {
     std::set<int>        tasks;
 };
 
+// While one lives, what ggml asserts on this thread is an exception.
+struct server_guard {
+    server_guard();
+    ~server_guard();
+};
+
+// Memory for a while, from the experts.
+class server_loan {
+  public:
+    server_loan() = default;
+    ~server_loan();
+    server_loan(const server_loan &)             = delete;
+    server_loan & operator=(const server_loan &) = delete;
+
+    std::string take(int64_t wanted); // why there is not so much, or nothing
+    void        need(int64_t wanted); // throws that
+
+  private:
+    int64_t nbytes = 0;
+};
+
+// While a request is answered.
+class server_body_memory {
+  public:
+    explicit server_body_memory(size_t size); // throws: there is not so much
+
+  private:
+    server_loan loan;
+};
+
+// While the files of a request are unpacked.
+class server_media_memory {
+  public:
+    explicit server_media_memory(const std::vector<std::vector<uint8_t>> & files); // throws: there is not so much
+
+  private:
+    server_loan loan;
+};
+
+// A picture's or sound's embeddings are made and decoded by the main context, between the batches.
+class server_media_decode {
+  public:
+    std::string error; // why it failed, if that is known
+
+    server_media_decode(llama_context * ctx, const mtmd_input_chunk * chunk, int32_t position, int32_t slot, int task);
+
+    void before();
+    int  after(int result); // as result; nonzero, too, where something of it could not be read
+    void add_to(server_usage & usage) const;
+
+  private:
+    server_loan   loan;
+    server_decode decode;
+    server_usage  usage;
+};
+
+bool        server_parse(int argc, char ** argv, common_params & params);
 void        server_attach(const moeoff_server_hooks * hooks); // null: an ordinary llama-server again
 bool        server_has_host();
 bool        server_loaded(llama_model * model, llama_context * ctx);
-void        server_draft_loaded(llama_context * ctx); // null: drafts need no context of their own
+void        server_drafts_loaded(bool can_draft, llama_context * ctx); // null: drafts need no context of their own
+void        server_drafts_failed(const char * why);
 bool        server_ready(llama_context * ctx, const std::string & url);
 bool        server_drafting();
 std::string server_metrics();

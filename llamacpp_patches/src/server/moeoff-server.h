@@ -28,14 +28,20 @@ struct moeoff_server_hooks {
     // The model is loaded and nothing has been computed; nonzero refuses it.
     int (*loaded)(struct llama_model * model, struct llama_context * ctx);
 
-    // All that the server allocates is allocated, and it listens at the url; nonzero ends it. ctx_draft may be null.
-    int (*ready)(struct llama_context * ctx, struct llama_context * ctx_draft, const char * url);
+    // All that the server allocates is allocated, and it listens at the url; nonzero ends it. ctx_draft may be null. no_drafts: why drafts
+    // cannot be made, empty if nobody asked for them; null: they can.
+    int (*ready)(struct llama_context * ctx, struct llama_context * ctx_draft, const char * no_drafts, const char * url);
 
-    // Around each decode of the main context: what the batch holds, [n] each; whether its tokens are read (a prompt) and not decoded.
+    // Around each decode of the main context: what the batch holds, [n] each; whether its tokens are read (a prompt) and not decoded. Pictures
+    // and sounds are decodes of their own; their tokens are -1.
     void (*before)(const int32_t * tokens, const int32_t * positions, const int32_t * slots, const uint8_t * is_prompt, int32_t n);
 
     // result: llama_decode's. Nonzero, with a text in message, fails every answer in the batch.
     int (*after)(int32_t result, int32_t n, char * message, size_t size);
+
+    // For a while so many bytes are wanted for a long request, or its pictures and sounds; or (negative) no longer. Nonzero, with a text in
+    // message, refuses the request. Any thread.
+    int (*lend)(int64_t nbytes, char * message, size_t size);
 
     // Lines for /metrics; any thread.
     void (*metrics)(char * text, size_t size);
@@ -46,6 +52,10 @@ __attribute__((visibility("default"))) int moeoff_serve(int argc, char ** argv, 
 
 // Whether the build has the web page.
 __attribute__((visibility("default"))) bool moeoff_serve_has_page(void);
+
+// Bytes in host memory of the projector that the arguments name: [0] its weights, [1] what it computes its largest picture or sound with,
+// one at a time. Returns the numbers of one embedding, which the model's must equal; or 0, with a text in message. Loads nothing.
+__attribute__((visibility("default"))) int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
 
 // Every answer ends, and then the server.
 __attribute__((visibility("default"))) void moeoff_serve_stop(void);
