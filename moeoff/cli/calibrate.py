@@ -68,7 +68,7 @@ def calibrate(
         click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
     elif max_loss:
         found = _search(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, rerouting=not no_rerouting, experts=experts)
-        kept = "" if found.contract.choose(found.max_loss) else "; nothing but lossless keeps the bound"
+        kept = "" if any(found.contract.choose(found.max_loss, share) for share in (0.0, *_RESIDENT)) else "; nothing but lossless keeps the bound"
         click.echo(f"{found.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{kept}")
     else:
         from ..calibrate import calibrate as command
