@@ -354,7 +354,7 @@ def test_a_moved_budget_keeps_the_bound(priced):
 import sys, moeoff
 with moeoff.Llama(sys.argv[1], n_ctx=64, max_loss="5%", memory="94M", n_threads=1) as llm:
     found = [llm.precision.reroute]
-    for memory in ("300M", "94M", "88M", "94M"):
+    for memory in ("300M", "94M", "85M", "94M"):
         llm.set_memory(memory)
         found.append(llm.precision.reroute)
         llm.eval([10, 300, 500])
