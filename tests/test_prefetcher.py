@@ -157,6 +157,25 @@ def test_a_text_begins_where_positions_go_back(demo):
         assert counted() == pytest.approx(4, abs=1)
 
 
+@pytest.mark.parametrize("strategy", ["hobbit+none", "lfu"])
+def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
+    """HOBBIT §3.4, through what applications call: a prompt that shares its beginning with the last one is a new sequence, a turn more of it is not."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, n_ctx=256, n_threads=2) as llm:
+        n_gates, n_used = llm.expert_buffer.priorities.shape[0], llm._parts.driver._model.n_used
+        policy = llm._parts.driver.policy
+
+        def counted():
+            llm.expert_buffer.drain()
+            return policy._tokens - 1 if strategy == "hobbit+none" else llm.expert_buffer.priorities.sum() / n_gates / n_used
+
+        answer = llm.create_completion(PROMPT[:12], max_tokens=4, temperature=0)["usage"]
+        assert counted() == pytest.approx(12 + answer["completion_tokens"] - 1, abs=1)
+        llm.create_completion([*PROMPT[:8], 20, 21, 22], max_tokens=1)  # of which eight tokens are in the context
+        assert counted() == pytest.approx(3, abs=1)
+        llm.create_completion([*llm.input_ids[: llm.n_tokens].tolist(), 30, 31], max_tokens=1)
+        assert counted() == pytest.approx(5, abs=1)
+
+
 def test_each_sequence_begins_by_itself():
     """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
     driver = Driver(Recorder())

@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.importance import LOW_COST
 from ..companion.profile import Profile, profile_path
+from ..companion.source import low_cost
 from ..engine.llama import Llama
 from ..errors import ModelError, OptionError, Remedy
 from ..gguf.layout import Layout
@@ -118,7 +120,7 @@ def calibrate(
         if not os.path.isfile(file):
             raise OptionError(f"{os.fspath(file)}: no such text file")
     recording = _run(model, layout, text, tokens, memory, threads, 60 * minutes, progress, announce, options)
-    sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router)), progress, only)
+    sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router), low_cost(layout) or LOW_COST), progress, only)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text]}
     Profile.write(path, layout, sections, info)
     gate = sections.get("gate")

@@ -295,6 +295,8 @@ class Assembly:
         prefetcher = self.driver.prefetcher if self.driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
+            if (meter := prefetcher.meter) is not None:
+                stats = replace(stats, prediction_accuracy=meter.accuracy, fetch_rate=meter.fetch_rate, good_pred=meter.good_pred)
         if (promised := self.lossy.selected) is None:
             return stats
         return replace(stats, max_loss=promised.max_loss, estimated_loss=promised.estimated_loss)

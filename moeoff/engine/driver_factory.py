@@ -76,7 +76,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     if policy_name is not None:
         kind = get_policy(policy_name)
         if not precision.lossless:
-            options = kind.precision_options(precision.t1, buffer.low_arena_full / buffer.arena_full) | options
+            options = kind.precision_options(precision.t1) | options
         measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
         policy = create(policy_name, model.shape(arena), buffer.priorities, profile=measured, **options)
         buffer.publish()  # what it has written at its start: a static policy is never published again

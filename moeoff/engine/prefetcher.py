@@ -15,6 +15,7 @@ from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
 from .ab_test import ABTest
 from .expert_buffer import ExpertBuffer
+from .prediction_meter import PredictionMeter
 from .read_ahead import ReadAhead
 from .usefulness import Usefulness
 
@@ -50,6 +51,8 @@ class Prefetcher:
         self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}  # by number of sequences: their times cannot be compared
         self._n_sequences = 1
         self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
+        # the papers' own presets are measured as their papers do; what is A/B-tested has its gain
+        self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
         self._read_ahead = ReadAhead(buffer, precision)
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
         for t in buffer.tensors:
@@ -88,6 +91,8 @@ class Prefetcher:
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
             usefulness.selected(event.gate, event.ids.ravel())
+        if self.meter is not None:
+            self.meter.selected(event)
         if event.gate == 0:
             self._next_token(event)
         self._missed += event.n_miss
@@ -135,12 +140,15 @@ class Prefetcher:
         self._token_t, self._n_rows, self._n_sequences, self._missed = now, n_rows, n_sequences, 0
 
     def _act(self, predictions: list[Prediction], decode: bool) -> None:
-        for p in predictions:
+        for n, p in enumerate(predictions, 1):
             if not decode:
-                self._read_union(p)
+                if self._read_union(p):
+                    return
                 continue
             top = p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1]
             best, places = _merged(top)
+            if self.meter is not None:
+                self.meter.predicted(p.gate, _merged(top[:, : self._n_used])[0])
             n_paying = len(best)
             if self._usefulness is not None:
                 self._usefulness.predicted(p.gate, best, places)
@@ -149,8 +157,22 @@ class Prefetcher:
                     n_paying = int(np.searchsorted(places, n_paying))
             queued = self._read(p, top, best, n_paying, int(self._credit))
             self._credit -= queued
-            if queued:
-                return  # something was absent: look no further ahead (HOBBIT §3.3)
+            if queued or (n < len(predictions) and self._lacks(p, top, best)):
+                return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
+
+    def _lacks(self, p: Prediction, top: np.ndarray, best: np.ndarray) -> bool:
+        """Whether a candidate is not in memory in the version that would serve it, or a better one."""
+        whole, absent = self._matrices[p.gate], best[self._buffer.residency()[p.gate, best] != self._matrices[p.gate]]
+        if self._precision.lossless or not len(absent):
+            return len(absent) > 0
+        versions = self._would_serve(p, top)[absent]
+        if (versions == native.HIGH).any():
+            return True
+        low = absent[versions == native.LOW]
+        return len(low) > 0 and bool((self._buffer.residency(low=True)[p.gate, low] != whole).any())
+
+    def _would_serve(self, p: Prediction, top: np.ndarray) -> np.ndarray:
+        return self._versions(self.predictor.router.gated(p.scores) if p.logits else p.scores, top)
 
     def _read(self, p: Prediction, top: np.ndarray, best: np.ndarray, n_paying: int, limit: int) -> int:
         """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many.
@@ -162,7 +184,7 @@ class Prefetcher:
         gate, prefetch = p.gate, self._buffer.prefetch
         if self._precision.lossless:
             return prefetch(gate, best.tolist(), n_paying, limit=limit)
-        versions = self._versions(self.predictor.router.gated(p.scores) if p.logits else p.scores, top)[best]
+        versions = self._would_serve(p, top)[best]
         pays = np.arange(len(best)) < n_paying
         high = (versions == native.HIGH) & pays
         queued = prefetch(gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit)  # others that are resident will serve
@@ -181,12 +203,12 @@ class Prefetcher:
         np.minimum.at(versions, top, wanted)
         return versions
 
-    def _read_union(self, p: Prediction) -> None:
-        """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3)."""
+    def _read_union(self, p: Prediction) -> int:
+        """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3); returns how many slices were absent."""
         chosen = np.argpartition(p.scores, -self._n_used, axis=1)[:, -self._n_used :] if self._n_used < p.scores.shape[1] else np.arange(p.scores.shape[1])
         count = np.bincount(chosen.ravel(), minlength=p.scores.shape[1])
         order = np.argsort(-count, kind="stable")
-        self._read_ahead.read(p.gate, order[count[order] > 0].tolist())
+        return self._read_ahead.read(p.gate, order[count[order] > 0].tolist())
 
     def reset_sequence(self, sequence: int = 0) -> None:
         """This sequence begins a new text."""

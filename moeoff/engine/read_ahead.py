@@ -56,9 +56,10 @@ class ReadAhead:
         room = int(self._buffer.stats().arena_bytes * self._slices_per_byte) - n_computing
         self.read(gate, np.argsort(-self._uses[gate], kind="stable").tolist(), max(room, 0))
 
-    def read(self, gate: int, order: list[int], limit: int = -1) -> None:
-        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all."""
+    def read(self, gate: int, order: list[int], limit: int = -1) -> int:
+        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all. Returns how many it has queued."""
         n_high = len(order) - int(self._precision.prefill_low_share * len(order))
         queued = self._buffer.prefetch(gate, order[:n_high], limit=limit)
         if n_high < len(order):
-            self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
+            queued += self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
+        return queued
