@@ -47,7 +47,7 @@ from .process_priority import set_priority
 from .prompt_rates import PromptMeter, keep_rates, recall_rates
 from .stats import Stats, Timing
 from .tensor_placement import tensor_buffers
-from .warm_start import recall, remember
+from .warm_start import fill, recall, remember
 
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
 
@@ -151,12 +151,10 @@ class Assembly:
         return found
 
     def _find_profile(self) -> Profile | None:
-        wanted = self.config.profile
+        wanted, needed = self.config.profile, sections(self.strategy) | {CONTRACT_SECTION}
         if wanted is True or wanted == "auto":
-            profile = Profile.find(self.layout)
-        else:
-            profile = Profile.read(wanted, self.layout) if wanted else None
-        return profile and profile.only(sections(self.strategy) | {CONTRACT_SECTION})
+            return Profile.find(self.layout, needed)
+        return Profile.read(wanted, self.layout, needed) if wanted else None
 
     def _make_buffer(self) -> ExpertBuffer:
         config, strategy = self.config, self.strategy
@@ -226,9 +224,12 @@ class Assembly:
         self.sizer.make_room(rss() - before)
 
     def warm_up(self) -> None:
-        """Loads in the background what was resident when the model was last closed, if that was asked for."""
-        if self.config.warm and self.strategy.keep:
-            recall(self.buffer, self.layout, self.sizer.arenas)
+        """Loads in the background what was resident when the model was last closed, if that was asked for; else what the strategy begins with."""
+        if self.config.warm and self.strategy.keep and recall(self.buffer, self.layout, self.sizer.arenas):
+            return
+        popular = None if self.profile is None or not self.strategy.fill else self.profile.section("popularity")
+        if popular is not None:
+            fill(self.buffer, popular["counts"], self.sizer.arenas[0])
 
     # --- around every decode ---
 
@@ -304,6 +305,8 @@ class Assembly:
     def reset_stats(self) -> None:
         self.buffer.reset_stats()
         self.timing.reset()
+        if self.driver is not None and self.driver.prefetcher is not None and self.driver.prefetcher.meter is not None:
+            self.driver.prefetcher.meter.reset()
 
     def close_driver(self) -> None:
         """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""

@@ -39,6 +39,10 @@ class PredictionMeter:
         self._n_selected = self._n_right = 0  # experts
         self._right_slices = self._late_slices = 0
 
+    def reset(self) -> None:
+        """Counts from here on; predictions that are waiting stay."""
+        self._n_selected = self._n_right = self._right_slices = self._late_slices = 0
+
     def predicted(self, gate: int, best: np.ndarray) -> None:
         """The experts [n] that this gate will select next, as many as serve its tokens."""
         self._predicted[gate] = frozenset(best.tolist())

@@ -81,6 +81,7 @@ class Predictor:
     wants_gate_input = False  # reads GateEvent.gate_input
     wants_tokens = False  # begin() must be called with the tokens of each batch
     profile_section: str | None = None
+    more_sections: tuple[str, ...] = ()  # of a profile, that only the strategy's own predictor is given, not one that stands in for it
     needs_profile = False  # predicts nothing without one
     defaults: dict[str, Any] = {}
 
