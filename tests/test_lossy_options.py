@@ -71,6 +71,26 @@ def test_thresholds_on_the_command_line(demo, moeoff_command, tmp_path):
     assert found["served_low"] > 0 == found["skipped"] and found["precision"]["prefill_low_share"] == 0.5 and found["kl"] is not None
 
 
+def test_fates_quantization(demo, moeoff_command, tmp_path):
+    """§4.5 and §5.3: int4 for all experts, int2 for the unpopular ones of a prompt, and in decode for what was not there in time."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q4_0", "Q2_0"])
+    options = ("-m", model, "--expert-memory", "3M", "--strategy", "fate", "--tier", "Q4_0", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
+    prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
+
+    def low_bytes(*given):
+        done = moeoff_command("run", *options, "-p", prompt, *given)
+        assert done.returncode == 0, done.stderr
+        stats = json.loads(done.stdout)["stats"]
+        assert stats["tier"] == "Q4_0" and stats["skipped"] == 0
+        return stats["low_bytes_read"]
+
+    in_prompt, in_decode = low_bytes("-n", "1", "--prompt-low", "0.25"), low_bytes("-n", "24", "--t1", "0")
+    assert in_prompt > 0 and in_decode > 0
+    assert low_bytes("-n", "1", "--prompt-low", "0.75") > 1.5 * in_prompt  # p acts in the prompt
+    assert low_bytes("-n", "1", "--t1", "0") == 0  # and T1 in decode alone
+
+
 def test_the_simulator_prices_misses_by_them(tmp_path):
     def penalty(*options):
         done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--strategy", "hobbit", "--memory", "50%", "--json", *options])

@@ -11,23 +11,24 @@ import pytest
 from helpers.files import CODE, PROSE
 from moeoff import BudgetError, Llama
 from moeoff.cache import create
+from moeoff.cache.importance import MissCost
+from moeoff.calibrate.clock import GATE_NS, on_clock
 from moeoff.calibrate.profile_fit import fit
 from moeoff.calibrate.record import record, sequences
 from moeoff.companion.profile import Profile
 from moeoff.engine.batch_spans import Span
 from moeoff.engine.driver_factory import attach_driver
 from moeoff.engine.prefetcher import Prefetcher
-from moeoff.engine.strategy import PRESETS
+from moeoff.engine.strategy import PRESETS, get_strategy
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
 from moeoff.predict import FitOptions, Prediction, Predictor
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
 from moeoff.simulate.simulator import simulate
-from moeoff.simulate.timed import TimedBuffer, replay
+from moeoff.simulate.timed import TimedBuffer
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
-GATE_NS = 1_000_000
 PAPERS = ("fate", "edgemoe", "hobbit", "promoe", "eap")
 
 
@@ -49,21 +50,10 @@ def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
     return recording.take(held), Profile.read(path, layout)
 
 
-def run(demo, learned, strategy, *, share=0.5, read_ns=GATE_NS // 8, tokens=192, **options):
+def run(demo, learned, strategy, *, share=0.5, read=1 / 8, tokens=192):
     """The held-out text, token by token, through what `Llama` would put together."""
     held, profile = learned
-    buffer = TimedBuffer(held.model, int(held.model.full_bytes * share), read_ns, GATE_NS)
-    driver = attach_driver(buffer, strategy, Layout.read(demo), n_lanes=1, profile=profile, **options)
-    n_gates, position = held.model.n_gates, 0
-
-    def begin(n):
-        nonlocal position
-        token = n // n_gates
-        position = 0 if held.starts[token] else position + 1
-        if driver is not None:
-            driver.begin(held.tokens[token : token + 1], {0: Span(position, position + 1, 1, True)}, True)
-
-    return replay(buffer, held.events(0, tokens), begin), driver
+    return on_clock(held, strategy, Layout.read(demo), share=share, read=read, profile=profile, tokens=tokens)
 
 
 def test_by_hand():
@@ -175,18 +165,43 @@ def test_looks_further_only_if_all_that_is_predicted_is_there(n_tokens):
     assert two_ahead(n_tokens, {1: [0]}, 99.0) == (2, [False, True, False])
     assert two_ahead(n_tokens, {}, 99.0) == (4, [False, True, False])
     if n_tokens == 1:  # a batch's reads are not rationed
-        assert two_ahead(1, {1: [0]}, 0.0) == (0, [False, True, False])
+        assert two_ahead(1, {1: [0], 2: [0]}, 0.0) == (0, [False, True, False])
         assert two_ahead(1, {1: [0, 1], 2: [0]}, 0.0) == (0, [False, True, True])
+
+
+def read_order(demo, learned, strategy, n_tokens=128):
+    """Of the gates of a prompt's first batch: what the strategy reads ahead of each, in order, and how many of its tokens select each expert."""
+    held, profile = learned
+    buffer = TimedBuffer(held.model, held.model.full_bytes // 2, GATE_NS // 8, GATE_NS)
+    driver = attach_driver(buffer, strategy, Layout.read(demo), n_lanes=1, profile=profile)
+    driver.begin(held.tokens[:n_tokens], {0: Span(0, n_tokens, n_tokens, False)}, False)
+    asked, prefetch = {}, buffer.prefetch
+    buffer.prefetch = lambda gate, experts, *rest, **options: [asked.setdefault(gate, list(experts)), prefetch(gate, experts, *rest, **options)][1]
+    for g in range(held.model.n_gates):
+        part = slice(0, n_tokens)
+        buffer.compute(GateEvent(g, held.ids[part, g], held.weights[part, g], None, held.inputs[part, g].astype(np.float32)))
+    return {g: (order, np.bincount(held.ids[:n_tokens, g].ravel(), minlength=32)) for g, order in asked.items() if g}
+
+
+def test_a_prompts_popular_experts_are_read_first(demo, learned):
+    """Fate §4.3, in the first prompt of a process, of which nothing is known but the layer before: the experts of the most tokens come first."""
+    share = {}
+    for name in ("fate", "lru+gate"):
+        orders = read_order(demo, learned, get_strategy(name))
+        assert len(orders) > 8 and all(len(order) == 32 for order, _ in orders.values())
+        share[name] = np.mean([count[order[:8]].sum() / count.sum() for order, count in orders.values()])
+    best = np.mean([np.sort(count)[-8:].sum() / count.sum() for _, count in read_order(demo, learned, PRESETS["fate"]).values()])
+    assert share["fate"] > 0.85 * best and share["fate"] > 1.4 * share["lru+gate"]
 
 
 def test_the_meter_counts_what_was_there_in_time(demo, learned):
     """GoodPred's two factors are counts: on a disk that takes no time everything predicted is there, on a slow one little, and accuracy is the
     predictor's own whatever the disk."""
     found = {}
-    for read_ns in (GATE_NS // 64, GATE_NS // 8, 3 * GATE_NS):
-        result, driver = run(demo, learned, PRESETS["promoe"], share=0.25, read_ns=read_ns)
+    for read in (1 / 64, 1 / 8, 3):
+        result, driver = run(demo, learned, PRESETS["promoe"], share=0.25, read=read)
         meter = driver.prefetcher.meter
-        found[read_ns] = meter.accuracy, meter.fetch_rate
+        found[read] = meter.accuracy, meter.fetch_rate
         assert meter.good_pred == pytest.approx(meter.accuracy * meter.fetch_rate)
         # of what was predicted and selected, what was not there is among the misses
         assert meter._late_slices <= result.misses
@@ -205,12 +220,35 @@ def test_strides_differ_as_promoe_says(demo, learned):
 def test_fate_reads_as_many_as_the_time_allows(demo, learned):
     """n = T / t_expert (Fate §4.3), on a real driver: a disk half as fast reads about half as many ahead, and never more than the gaps have room for."""
     reads = {}
-    for read_ns in (GATE_NS // 8, GATE_NS // 16):
-        result, driver = run(demo, learned, replace(PRESETS["fate"], policy="lru"), share=0.5, read_ns=read_ns)
-        reads[read_ns] = result.prefetched
-        room = (result.ns - result.misses * read_ns) / read_ns
+    for read in (1 / 8, 1 / 16):
+        result, _ = run(demo, learned, replace(PRESETS["fate"], policy="lru"), share=0.5, read=read)
+        reads[read] = result.prefetched
+        room = (result.ns - result.misses * read * GATE_NS) / (read * GATE_NS)
         assert 0 < result.prefetched <= room
-    assert reads[GATE_NS // 16] > 1.2 * reads[GATE_NS // 8]
+    assert reads[1 / 16] > 1.2 * reads[1 / 8]
+
+
+def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
+    """What was fitted on four fifths of the text is worth it on the last: fewer misses are paid, and more of what is selected is predicted."""
+    held, profile = learned
+    trace, hobbit = held.trace(400), profile.section("hobbit")
+    cost = MissCost(*(float(hobbit[name]) for name in ("t1", "t2", "low_cost")))
+    arena = trace.model.full_bytes // 2
+
+    def paid(**weights):
+        return simulate(trace, "hobbit", arena, cost=cost, t1=cost.t1, **weights).miss_penalty
+
+    fitted = paid(**{name: float(hobbit[name]) for name in ("lru", "lfu", "lhu", "fld")})
+    assert fitted < 0.98 * simulate(trace, "lru", arena, cost=cost).miss_penalty
+    assert all(fitted < 1.01 * paid(**{name: float(name == only) for name in ("lru", "lfu", "lhu", "fld")}) for only in ("lru", "lfu", "fld"))
+    accuracies = {}
+    for name in ("edgemoe", "promoe", "fate"):
+        for known in (profile, None):
+            if name != "promoe" or known:
+                _, driver = run(demo, (held, known), replace(PRESETS[name].ahead(1) if name == "promoe" else PRESETS[name], policy="lru"))
+                accuracies[name, known is not None] = driver.prefetcher.meter.accuracy
+    assert accuracies["edgemoe", True] > accuracies["edgemoe", False] + 0.1
+    assert accuracies["promoe", True] > accuracies["fate", True] + 0.03
 
 
 def test_presets_are_what_their_papers_say():

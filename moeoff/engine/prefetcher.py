@@ -54,6 +54,7 @@ class Prefetcher:
         # the papers' own presets are measured as their papers do; what is A/B-tested has its gain
         self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
         self._read_ahead = ReadAhead(buffer, precision)
+        self._popular: dict[int, list[int]] = {}  # of a prompt's batch, by gate: the experts that are foreseen
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
         for t in buffer.tensors:
             self._matrices[t.gate] |= 1 << t.matrix
@@ -85,8 +86,12 @@ class Prefetcher:
             self.predictor, self._fallback = self._fallback, None
         if not event.decode:
             self._token_t = 0
-            if not self._read_ahead.observe(event):
-                self._act(self.predictor.observe(event.sample(SAMPLE)), False)
+            # the papers' presets foresee the batch's own popularity; without a prediction that of earlier ones has to do
+            found = self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
+            for p in found or []:
+                self._popular[p.gate] = _by_popularity(p.scores, self._n_used)
+            if not self._read_ahead.observe(event, self._popular.pop(event.gate + 1, [])):
+                self._act(self.predictor.observe(event.sample(SAMPLE)) if found is None else found, False)
             return
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
@@ -110,7 +115,7 @@ class Prefetcher:
         if not decode and self._read_ahead.begin(len(tokens), self._n_used):
             return
         if self._predicts or not decode:
-            self._act(self.predictor.begin(tokens), decode)
+            self._act(self.predictor.begin(tokens), decode, stops=decode)
 
     def _next_token(self, event: GateEvent) -> None:
         """The first gate of a token: what the one before has taken, and what the disk can read beside demand."""
@@ -139,10 +144,11 @@ class Prefetcher:
             self.ab_test = self._ab_tests.setdefault(n_sequences, ABTest())
         self._token_t, self._n_rows, self._n_sequences, self._missed = now, n_rows, n_sequences, 0
 
-    def _act(self, predictions: list[Prediction], decode: bool) -> None:
+    def _act(self, predictions: list[Prediction], decode: bool, stops: bool = True) -> None:
+        """stops: where something of a gate is absent, later ones are left alone (HOBBIT §3.3); not before a prompt, whose layers all have to be read."""
         for n, p in enumerate(predictions, 1):
             if not decode:
-                if self._read_union(p):
+                if self._read_union(p) and stops:
                     return
                 continue
             top = p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1]
@@ -205,15 +211,22 @@ class Prefetcher:
 
     def _read_union(self, p: Prediction) -> int:
         """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3); returns how many slices were absent."""
-        chosen = np.argpartition(p.scores, -self._n_used, axis=1)[:, -self._n_used :] if self._n_used < p.scores.shape[1] else np.arange(p.scores.shape[1])
-        count = np.bincount(chosen.ravel(), minlength=p.scores.shape[1])
-        order = np.argsort(-count, kind="stable")
-        return self._read_ahead.read(p.gate, order[count[order] > 0].tolist())
+        return self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used))
 
     def reset_sequence(self, sequence: int = 0) -> None:
         """This sequence begins a new text."""
         self.predictor.reset_sequence(sequence)
         self._token_t = 0
+
+
+def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
+    """Of scores [n_tokens, n_experts] the experts that some token is likely to select, those of the most tokens first."""
+    n_experts = scores.shape[1]
+    chosen = np.argpartition(scores, -n_used, axis=1)[:, -n_used:] if n_used < n_experts else np.arange(n_experts)
+    count = np.bincount(chosen.ravel(), minlength=n_experts)
+    order = np.argsort(-count, kind="stable")
+    out: list[int] = order[count[order] > 0].tolist()
+    return out
 
 
 def _merged(top: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

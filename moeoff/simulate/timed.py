@@ -58,14 +58,17 @@ class TimedBuffer:
         arena_bytes: of the arena.
         read_ns: that the disk takes for a slice.
         gate_ns: from one router's selection to the next one's, if nothing has to be waited for.
+        keep, serial: as a strategy's: False drops slices after their use; True computes nothing of a gate before all of it is there.
         expert_share: of that, what computing the experts takes; the rest, attention above all, comes after it and needs no slice.
 
     Raises:
         BudgetError: the arena is too small for what one gate selects.
     """
 
-    def __init__(self, model: Model, arena_bytes: int, read_ns: int, gate_ns: int, expert_share: float = 0.5):
+    def __init__(self, model: Model, arena_bytes: int, read_ns: int, gate_ns: int, expert_share: float = 0.5, *,
+                 keep: bool = True, serial: bool = False):  # fmt: skip
         self._model, self._read_ns, self._gate_ns = model, read_ns, gate_ns
+        self._keep, self._serial = keep, serial
         self._experts_ns = int(expert_share * gate_ns)
         self._width = model.n_experts
         self.priorities = np.zeros((model.n_gates, model.n_experts), np.float32)
@@ -184,9 +187,11 @@ class TimedBuffer:
         while any(self._state[s] != _READY for s in self._want):
             last = self._finish_read()
         if last > began:  # what comes last is computed after it has come
-            end = max(end, last + self._experts_ns // len(self._want))
+            end = max(end, last + (self._experts_ns if self._serial else self._experts_ns // len(self._want)))
         self.counts["stall_ns"] += end - began - self._experts_ns
         self._wanted[self._want] = False
+        if not self._keep:
+            self._state[self._want] = _ABSENT
         self._until(end + self._gate_ns - self._experts_ns)
 
     def _until(self, t: int) -> None:
