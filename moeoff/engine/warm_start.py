@@ -20,6 +20,7 @@ from ..paths import cache_folder
 from .expert_buffer import ExpertBuffer
 
 _POLL = 0.002  # seconds
+_STUCK = 10.0  # seconds without a read that ends: what is still queued comes in the background, or is dropped by the first gate
 VERSION = 1  # "low" came later, and is not in every file
 
 
@@ -74,8 +75,11 @@ def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
     n = int(np.searchsorted(np.cumsum(sizes.ravel()[order]), arena, "right"))
     before = buffer.stats().reads
     queued = sum(buffer.preload(int(index) // counts.shape[1], [int(index) % counts.shape[1]]) for index in order[:n])
-    while buffer.running and buffer.stats().reads < before + queued:
+    done, since = before, time.monotonic()
+    while buffer.running and done < before + queued and time.monotonic() - since < _STUCK:
         time.sleep(_POLL)
+        if (reads := buffer.stats().reads) > done:
+            done, since = reads, time.monotonic()
     buffer.check()
     return queued
 
