@@ -70,6 +70,20 @@ def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
     assert quality == plan.quality
 
 
+def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
+    """EdgeMoE §3.2: an expert whose lower version saves more is lowered earlier than one that is as important; what saves nothing never is."""
+    trial = planner.trial
+    gained = trial.gained(plan.upper, plan.lower)
+    assert sum(gained.values()) == trial.n_bytes(plan.upper) - trial.n_bytes(plan.lower) and min(gained.values()) > 0
+    ranked = sorted(trial.experts, key=lambda key: plan.importance[key])
+    used = [key for key in ranked if plan.importance[key] > 0]
+    large, useless = used[-1], ranked[0]
+    others = gained | {large: gained[large] * 10**6, useless: 0}
+    monkeypatch.setattr(trial, "gained", lambda upper, lower: others)
+    found = planner.plan(plan.tolerance)
+    assert large in found.low and large not in plan.low and useless in plan.low and useless not in found.low
+
+
 def test_order_matters(planner, plan):
     """As many experts of the other end of the order lose more."""
     ranked = sorted(plan.importance, key=plan.importance.get)

@@ -11,7 +11,7 @@ from helpers.gate_events import SHAPE, random_events, update_cost
 from moeoff import OptionError
 from moeoff.cache import POLICIES, Policy, Shape, create, get_policy, names, register
 from moeoff.cache.arc import quotas
-from moeoff.cache.importance import miss_cost, unimportance
+from moeoff.cache.importance import MissCost, thresholds, unimportance
 from moeoff.gate_event import GateEvent
 
 
@@ -75,7 +75,7 @@ class TestContract:
     def test_options_of_a_calibration_and_of_a_precision(self, name):
         kind = get_policy(name)
         assert kind.profile_options({}) == {}
-        assert set(kind.precision_options(0.5, 0.25)) <= set(kind.defaults)
+        assert set(kind.precision_options(0.5)) <= set(kind.defaults)
 
     def test_unknown_option(self, name):
         with pytest.raises(OptionError, match="unknown option 'colour'"):
@@ -225,13 +225,33 @@ def test_hobbit_by_equation_3():
         assert np.allclose(policy.priorities, p * t, atol=1e-4)
 
 
-def test_the_penalty_enters_hobbits_priorities():
-    """With B_l/B_h a use counts by what its miss would have cost (HOBBIT §3.4): the high ones 1, the low ones B_l/B_h."""
-    policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, lfu=0.45, lhu=0.45, fld=0, t1=0.5, low_cost=0.3)
-    for ids, weights in (([0, 1], [0.9, 0.1]), ([0, 2], [0.6, 0.4]), ([3, 0], [0.8, 0.2])):
-        policy.update(GateEvent(0, np.array([ids], np.int32), np.array([weights], np.float32)))
-    both = 0.45 + 0.45  # 0 is first twice and second once, 3 first, 1 and 2 second: unimportance 0 or above 0.5
-    np.testing.assert_allclose(policy.priorities[0], both * np.array([2.3, 0.3, 0.3, 1.0]), rtol=1e-6)
+def hobbit_of(events, **options):
+    policy = create("hobbit", Shape(1, 4, 2, 2), lru=0, lfu=0.3, lhu=0.7, fld=0, t1=0.5, **options)
+    for ids, weights, versions in events:
+        versions = None if versions is None else np.array([versions], np.uint8)
+        policy.update(GateEvent(0, np.array([ids], np.int32), np.array([weights], np.float32), versions=versions))
+    return policy.priorities[0]
+
+
+def test_hobbit_counts_what_was_served_in_high_precision():
+    """H is the frequency of high-precision usage (HOBBIT §3.4): a resident expert is served high however unimportant, a low or a skipped one is not."""
+    events = [([0, 1], [0.9, 0.1], [0, 0]), ([0, 2], [0.6, 0.4], [0, 1]), ([3, 0], [0.8, 0.2], [0, 2]), ([0, 1], [0.9, 0.1], None)]
+    served = np.array([3, 2, 0, 1])  # of 4, 2, 1 and 1 uses; without versions all were high
+    np.testing.assert_allclose(hobbit_of(events, actual=True), 0.3 * np.array([4, 2, 1, 1]) + 0.7 * served, rtol=1e-6)
+
+
+def test_a_lossless_run_counts_what_needs_high_precision():
+    """Nothing is served low, and every use is a high one: H then counts the uses that T1 would have wanted so."""
+    events = [([0, 1], [0.9, 0.1], None), ([0, 2], [0.6, 0.4], None), ([3, 0], [0.8, 0.2], None)]
+    np.testing.assert_allclose(hobbit_of(events), 0.3 * np.array([3, 1, 1, 1]) + 0.7 * np.array([2, 0, 0, 1]), rtol=1e-6)
+
+
+def test_hobbit_keeps_both_fitted_weights():
+    """What a calibration found is what a lossy run uses: no part of it gives way to another formula."""
+    kind = get_policy("hobbit")
+    fitted = {"hobbit": {"lru": 0.1, "lfu": 0.2, "lhu": 0.6, "fld": 0.1}}
+    policy = create("hobbit", SHAPE, profile=fitted, **kind.precision_options(0.7))
+    assert {name: policy.options[name] for name in fitted["hobbit"]} == fitted["hobbit"] and policy.options["t1"] == 0.7
 
 
 def test_unimportance_by_brute_force():
@@ -247,10 +267,29 @@ def test_unimportance_by_brute_force():
                 assert found[k] == pytest.approx(sum(float(row[j]) for j in ranked[:i]) / total if total else 0, abs=1e-6)
 
 
+def test_thresholds_leave_the_shares_of_the_paper():
+    """Of 1,000 uses spread evenly, two thirds and 30 % as on Mixtral; where half of the scores are 0, T1 lies above them."""
+    scores = np.random.default_rng(0).permutation(np.linspace(0, 1, 1001))
+    t1, t2 = thresholds(scores)
+    assert (t1, t2) == pytest.approx((0.67, 0.97), abs=2e-3)
+    top_2 = np.concatenate([np.zeros(500), np.linspace(0.5, 1, 500)])
+    t1, t2 = thresholds(top_2)
+    assert np.mean(top_2 <= t1) == pytest.approx(0.67, abs=2e-3) and np.mean((top_2 > t1) & (top_2 <= t2)) == pytest.approx(0.3, abs=2e-3)
+    assert thresholds(np.zeros(9)) == (0, 0) and thresholds(scores, 1, 0) == (1, 1)
+    with pytest.raises(OptionError, match="thresholds need scores"):
+        thresholds(np.zeros(0))
+
+
 def test_unimportance_and_miss_cost():
     weights = np.array([[0.1, 0.6, 0.3]])
     assert np.allclose(unimportance(weights), [[0.9, 0.0, 0.6]])
-    assert miss_cost(np.array([[0.04, 0.5, 0.2, 0.26]])).tolist() == [[0.0, 1.0, 0.25, 1.0]]
+    assert MissCost().decoded(np.array([[0.04, 0.5, 0.2, 0.26]])).tolist() == [[0.0, 1.0, 0.25, 1.0]]
+    assert MissCost(0.4, 0.7, 0.5).decoded(np.array([[0.04, 0.5, 0.2, 0.26]])).tolist() == [[0.0, 1.0, 0.0, 0.5]]
+    prompt = GateEvent(0, np.array([[0, 1], [0, 2], [0, 3], [2, 3]]), np.full((4, 2), 0.5, np.float32))
+    assert MissCost(low=0.5, prompt_low=0.5).of(prompt, 5).tolist() == [1, 0.5, 0.5, 1, 0]  # chosen by 3, 1, 2 and 2 tokens; of equals the first
+    for wrong in ({"t1": 0.8, "t2": 0.5}, {"low": 2}, {"prompt_low": -1}):
+        with pytest.raises(OptionError, match="a miss costs by"):
+            MissCost(**wrong)
 
 
 def test_quotas_favour_shallow_layers():
@@ -376,5 +415,5 @@ def test_register_refuses(name):
 
 
 def test_unknown_policy():
-    with pytest.raises(OptionError, match="unknown policy 'fifo'; there are: lru, lfu, .*, lfu-model, "):
+    with pytest.raises(OptionError, match="unknown policy 'fifo'; there are: lru, lru-layer, lfu, .*, lfu-model, "):
         get_policy("fifo")

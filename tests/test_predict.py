@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 
 import numpy as np
@@ -14,12 +15,13 @@ from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.layout import Layout
-from moeoff.predict import PREDICTORS, FitOptions, Prediction, Predictor, create, get_predictor, names, register, top_k, widened
+from moeoff.predict import PREDICTORS, FitOptions, Prediction, Predictor, create, get_predictor, names, pairs, register, top_k, widened
 from moeoff.predict.gate import shallow_boundary
-from moeoff.predict.path import PRIOR_ONE, PRIOR_TWO
+from moeoff.predict.pairs import PRIOR as PRIOR_TWO
+from moeoff.predict.path import PRIOR_ONE
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
-from moeoff.predict.tokens import PRIOR
+from moeoff.predict.tokens import PRIOR, fit_first
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
 TEXTS = [PROSE, CODE]
@@ -298,6 +300,104 @@ def test_path_of_a_large_model_keeps_what_matters_of_pairs(monkeypatch):
         errors.append([np.abs(x - x.mean() - (found[0] - found[0].mean())).mean() for x in found[1:]])
     kept, without = np.mean(errors, axis=0)
     assert kept < 0.5 * without
+
+
+def followed(recording, gate, a, b):
+    """[E] how many tokens followed expert a in the last layer and b in the one before with each expert, by brute force."""
+    n, out, seen = recording.model.n_gates, np.zeros(recording.router.n_experts, int), 0
+    for t in range(recording.n_tokens):
+        places = [t * n + gate - 2, t * n + gate - 1]
+        if places[0] < 0 or (recording.starts[t] and gate < 2):
+            continue
+        (tb, gb), (ta, ga) = (divmod(place, n) for place in places)
+        if b in recording.ids[tb, gb] and a in recording.ids[ta, ga]:
+            seen += 1
+            out[recording.ids[t, gate]] += 1
+    return out, seen
+
+
+def test_path_of_a_large_model_stays_exact(monkeypatch):
+    """Counts of the pairs that were seen give what the table of all triples gives, to its rounding, in every layer and batch."""
+    recording = tiny()
+    dense = get_predictor("activation-path").fit(recording)
+    assert pairs.fit(recording, FitOptions()) is None  # the table is small enough
+    monkeypatch.setattr(pairs, "TRIPLES", 0)
+    sparse = pairs.fit(recording, FitOptions())
+    arrays = {name: array for name, array in dense.items() if name != "two"} | sparse
+    exact, found = (create("activation-path", recording.router, a) for a in (dense, arrays))
+    compared = 0
+    for event in [*recording.events(0, 40), *recording.events(7, 9)]:
+        for p, q in zip(exact.observe(event), found.observe(event), strict=True):
+            np.testing.assert_allclose(q.scores, p.scores, rtol=6e-3, atol=1e-4)
+            compared += 1
+    assert compared > 120
+    counts = pairs.PairCounts(sparse)
+    for gate in range(3):
+        for a, b in ((0, 1), (3, 3), (5, 2)):
+            out, seen = followed(recording, gate, a, b)
+            joint = counts.joint(gate, np.array([[a]]), np.array([[b]]), np.full((1, 1, 6), 0.25, np.float32))[0, 0, 0]
+            np.testing.assert_allclose(joint, (out + PRIOR_TWO * 0.25) / (seen + PRIOR_TWO), rtol=1e-6)
+
+
+def test_path_of_128_experts_and_48_layers():
+    """The table of all triples would be 192 MiB: the counts take what was seen, and a prediction takes no longer than a layer."""
+    rng, n, e, k, t = np.random.default_rng(3), 48, 128, 8, 300
+    topic = rng.integers(0, 6, t // 20).repeat(20)
+    ranks = np.stack([[rng.permutation(e) for _ in range(n)] for _ in range(6)])  # each topic has its experts in every layer
+    ids = np.stack([[ranks[topic[i], g, :24][rng.permutation(24)[:k]] for g in range(n)] for i in range(t)]).astype(np.int32)
+    model = Model("wide", k, tuple(TensorInfo(g, g, 0, e, 1) for g in range(n)))
+    recording = Recording(
+        model, Router([None] * n, [k] * n, n_experts=e), np.zeros(t, np.int32), np.arange(t) % 20 == 0, ids, np.ones(ids.shape, np.float32), None, None
+    )
+    sparse = pairs.fit(recording, FitOptions())
+    assert 2 * n * e**3 > pairs.TRIPLES and sum(a.nbytes for a in sparse.values()) < 64 << 20
+    for gate, a, b in ((5, int(ids[0, 4, 0]), int(ids[0, 3, 1])), (47, int(ids[9, 46, 2]), int(ids[9, 45, 7]))):
+        out, seen = followed(recording, gate, a, b)
+        joint = pairs.PairCounts(sparse).joint(gate, np.array([[a]]), np.array([[b]]), np.zeros((1, 1, e), np.float32))[0, 0, 0]
+        assert seen > 0 and np.allclose(joint * (seen + PRIOR_TWO), out)
+    predictor = create("activation-path", recording.router, get_predictor("activation-path").fit(recording) | sparse)
+    events = recording.events(0, 4)
+    best = float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        found = [p for event in events for p in predictor.observe(event)]
+        best = min(best, (time.perf_counter() - started) / len(events))
+    assert best < 1.5e-3
+    hits = [len(set(top_k(p.scores, k)[0]) & set(ids[i // n + (p.gate == 0), p.gate])) / k for i, p in enumerate(found) if i % n > 1]
+    assert np.mean(hits) > 0.3, "24 of 128 experts are likely: 8 of them at random are right by a third, 8 of all by a sixteenth"
+
+
+def test_static_layers_are_known_from_the_token(recording):
+    """EdgeMoE §3.1: a layer that routes by the token needs no prediction; it is asked for before the batch, and not predicted from the path."""
+    table = np.array([[0, 1], [2, 3], [4, 5]], np.int32)
+    router = Router([None] * 3, [2] * 3, n_experts=6, tables=[table, None, None])
+    predictor = create("activation-path", router, None)
+    assert predictor.wants_tokens and not create("activation-path", recording.router, None).wants_tokens
+    (p,) = predictor.begin(np.array([2, 0]))
+    assert p.gate == 0 and set(top_k(p.scores, 2)[0]) == {4, 5} and set(top_k(p.scores, 2)[1]) == {0, 1}
+    said = [q.gate for g in (0, 1, 2) for q in predictor.observe(GateEvent(g, np.array([[0, 1]]), np.ones((1, 2), np.float32)))]
+    assert said == [1, 2]
+
+
+def test_the_first_layer_begins_with_the_token(recording):
+    """What tokens chose in the first layer of other text predicts it better than the token before does."""
+    train, held = recording.split(0.2)
+    part, rest = recording.take(train), recording.take(held)
+    arrays = get_predictor("activation-path").fit(part)
+    plain, with_tokens = (create("activation-path", recording.router, a) for a in (arrays, arrays | fit_first(part)))
+    k, right = recording.router.n_used[0], {}
+    for name, predictor in (("plain", plain), ("tokens", with_tokens)):
+        hits = []
+        for t in range(rest.n_tokens):
+            if rest.starts[t]:
+                predictor.reset_sequence()
+                said = []
+            said = [*said, *predictor.begin(rest.tokens[t : t + 1])] if rest.tokens[t] in with_tokens._first["first_tokens"] else []
+            if said and not rest.starts[t]:
+                hits.append(len(set(top_k(said[-1].scores, k)[0]) & set(rest.ids[t, 0])) / k)
+            said = [p for event in rest.events(t, t + 1) for p in predictor.observe(event) if p.gate == 0]
+        right[name] = np.mean(hits)
+    assert right["tokens"] > right["plain"] + 0.1, right
 
 
 def test_path_learns_while_it_runs():

@@ -11,6 +11,7 @@ import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError, cache, native
 from moeoff.budget.precision import Precision
+from moeoff.companion.profile import Profile
 from moeoff.engine.ab_test import BLOCK, ORDER
 from moeoff.engine.batch_rows import BatchRows
 from moeoff.engine.batch_spans import batch_spans, is_decode, spans_of
@@ -157,6 +158,25 @@ def test_a_text_begins_where_positions_go_back(demo):
         assert counted() == pytest.approx(4, abs=1)
 
 
+@pytest.mark.parametrize("strategy", ["hobbit+none", "lfu"])
+def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
+    """HOBBIT §3.4, through what applications call: a prompt that shares its beginning with the last one is a new sequence, a turn more of it is not."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, n_ctx=256, n_threads=2) as llm:
+        n_gates, n_used = llm.expert_buffer.priorities.shape[0], llm._parts.driver._model.n_used
+        policy = llm._parts.driver.policy
+
+        def counted():
+            llm.expert_buffer.drain()
+            return policy._tokens - 1 if strategy == "hobbit+none" else llm.expert_buffer.priorities.sum() / n_gates / n_used
+
+        answer = llm.create_completion(PROMPT[:12], max_tokens=4, temperature=0)["usage"]
+        assert counted() == pytest.approx(12 + answer["completion_tokens"] - 1, abs=1)
+        llm.create_completion([*PROMPT[:8], 20, 21, 22], max_tokens=1)  # of which eight tokens are in the context
+        assert counted() == pytest.approx(3, abs=1)
+        llm.create_completion([*llm.input_ids[: llm.n_tokens].tolist(), 30, 31], max_tokens=1)
+        assert counted() == pytest.approx(5, abs=1)
+
+
 def test_each_sequence_begins_by_itself():
     """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
     driver = Driver(Recorder())
@@ -230,6 +250,22 @@ def test_a_decode_batch_is_predicted_row_by_row():
     event.decode = True
     prefetcher.observe(event)
     assert buffer.prefetched == [(1, [0, 4, 1, 3], False, 3)]
+
+
+def test_edgemoe_begins_with_the_most_frequent_experts(calibrated):
+    """EdgeMoE §3.3.3: the buffer is full of them before the first token, and the policy evicts the least frequent of them first."""
+    model, _, _ = calibrated
+    counts = Profile.find(Layout.read(model)).section("popularity")["counts"]
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="edgemoe", **OPTIONS) as llm:
+        resident, stats = llm.expert_buffer.residency(), llm.stats()
+        slots = llm.expert_buffer.slots()
+        held = sum(int(slots[i][resident[t.gate, : len(slots[i])] & (1 << t.matrix) > 0].sum()) for i, t in enumerate(llm.expert_buffer.tensors))
+        assert stats.evictions == 0 and 0.97 * stats.arena_bytes < held <= stats.arena_bytes
+        assert counts[resident > 0].min() >= counts[resident == 0].max()
+        priorities = llm.expert_buffer.priorities
+        assert priorities[0, counts[0].argmax()] == priorities[0].max() and priorities.max() < 1
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="edgemoe", profile=False, **OPTIONS) as llm:
+        assert not llm.expert_buffer.residency().any()
 
 
 def test_learned_needs_a_profile(demo):

@@ -126,7 +126,7 @@ class ARC(Policy):
 
 def quotas(shape: Shape, shallow: int) -> list[int]:
     """Experts that each layer may keep: Fate §4.4's cache_deep, and shallow layers in turn when there is less room."""
-    total, out = int(shape.capacity), []
+    total, out = int(shape.capacity + 1e-6), []  # a share of a whole number may lie below it
     for _ in range(shallow):
         out.append(min(shape.n_experts, total))
         total -= out[-1]

@@ -102,12 +102,11 @@ class Policy:
         return {}
 
     @classmethod
-    def precision_options(cls, t1: float, low_cost: float) -> dict[str, Any]:
-        """Options for a run in which not every miss costs the same (HOBBIT §3.2).
+    def precision_options(cls, t1: float) -> dict[str, Any]:
+        """Options for a run in which experts may be served in low precision (HOBBIT §3.2).
 
         Args:
             t1: largest unimportance that is read in high precision, 0 to 1.
-            low_cost: bytes of a low version, as a share of the high one's.
         """
         return {}
 

@@ -15,6 +15,7 @@ from .edgemoe import EdgeMoE
 from .hobbit import Hobbit
 from .lfu import LFU
 from .lru import LRU
+from .lru_layer import LayerLRU
 from .score import Score
 from .static import Static
 
@@ -25,7 +26,9 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "edgemoe-printed": ("edgemoe", {"printed": True}),
 }
 # two names of strategies that have no policy of their own
-_registry = Registry(Policy, "policy", (LRU, LFU, Static, Decay, ARC, EdgeMoE, Hobbit, Score, Belady), variants=VARIANTS, reserved=("on-demand", "none"))
+_registry = Registry(
+    Policy, "policy", (LRU, LayerLRU, LFU, Static, Decay, ARC, EdgeMoE, Hobbit, Score, Belady), variants=VARIANTS, reserved=("on-demand", "none")
+)
 POLICIES = _registry.classes
 
 

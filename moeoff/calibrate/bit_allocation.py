@@ -44,7 +44,7 @@ class BitsPlan:
 
     Attributes:
         upper, lower: types; KEEP is the model's own. Equal if one type for all does.
-        low: (layer, expert) of those that get the lower one, the least important first.
+        low: (layer, expert) of those that get the lower one, those first that lose the least for each byte that it saves.
         n_experts: in all.
         n_bytes: of the experts as planned.
         quality: as planned, on the calibration text.
@@ -89,6 +89,16 @@ class Trial:
     def n_bytes(self, default: str, others: dict[tuple[int, int], str] = {}) -> int:  # noqa: B006
         composite = CompositeCompanion(self.companion, default, others)
         return sum(s.nbytes for span in self.layout.experts.values() for s in composite.sources(span, composite.tiers[0]))
+
+    def gained(self, upper: str, lower: str) -> dict[tuple[int, int], int]:
+        """Bytes that each (layer, expert) saves in the lower tier: what it would no longer have to be read for (EdgeMoE §3.2)."""
+        out = dict.fromkeys(self.experts, 0)
+        sizes = [CompositeCompanion(self.companion, tier, {}) for tier in (upper, lower)]
+        for span in self.layout.experts.values():
+            layer = parse_tensor_name(span.name).layer
+            for expert, (high, low) in enumerate(zip(*(c.sources(span, c.tiers[0]) for c in sizes))):
+                out[layer, expert] += high.nbytes - low.nbytes
+        return out
 
 
 def default_types(layout: Layout) -> list[str]:
@@ -195,8 +205,8 @@ class Planner:
         if within == len(order):
             return BitsPlan(upper, upper, (), len(trial.experts), *uniform[upper], uniform, {}, tolerance)
         lower = order[within]
-        importance = self.importance(lower)
-        ranked = sorted(trial.experts, key=lambda key: importance[key])
+        importance, gained = self.importance(lower), trial.gained(upper, lower)
+        ranked = sorted((key for key in trial.experts if gained[key] > 0), key=lambda key: importance[key] / gained[key])
         best, quality = 0, uniform[upper][1]
         bad, step = len(ranked), 0
         while bad - best > 1:
@@ -209,7 +219,7 @@ class Planner:
             else:
                 bad = middle
         low = tuple(ranked[:best])
-        return BitsPlan(upper, lower, low, len(ranked), trial.n_bytes(upper, dict.fromkeys(low, lower)), quality, uniform, importance, tolerance)
+        return BitsPlan(upper, lower, low, len(trial.experts), trial.n_bytes(upper, dict.fromkeys(low, lower)), quality, uniform, importance, tolerance)
 
 
 def measure_importance(trial: Trial, lower: str, progress: Callable[[int, int], None] | None = None) -> dict[tuple[int, int], float]:

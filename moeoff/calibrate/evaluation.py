@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..budget.precision import Precision
+from ..budget.precision import LOSSLESS, Precision
 from ..budget.statistics import Quality
 from ..companion.file import KEEP
 from ..engine.stats import Stats
@@ -43,7 +43,7 @@ class Evaluation:
 
 
 def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill", tier: str | None = None,
-                   max_loss: str | float | None = None, deterministic: bool = False, progress: Callable[[str, int, int], None] | None = None,
+                   precision: Precision = LOSSLESS, max_loss: str | float | None = None, deterministic: bool = False, progress: Callable[[str, int, int], None] | None = None,
                    **options: Any) -> Evaluation:  # fmt: skip
     """Measures perplexity, and with a lower precision the distance from the lossless model on the same windows.
 
@@ -59,14 +59,14 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     """
     if mode == "simulated" and not deterministic:
         raise OptionError("mode simulated is for deterministic runs: others decide by what is in memory, token by token")
-    lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic}
+    lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic} | ({} if precision is LOSSLESS else {"precision": precision})
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
         return progress and functools.partial(lambda total, done: progress(stage, done, total), len(windows) * ctx)
 
     with contextlib.ExitStack() as stack:
         reference = None
-        if max_loss is not None or (tier is not None and tier.lower() != KEEP):
+        if max_loss is not None or not precision.lossless or (tier is not None and tier.lower() != KEEP):
             with open_model(model, ctx, **lower, **options):
                 pass  # what is wrong with the options comes before minutes of computing
             with open_model(model, ctx, **(options | {"experts": False, "verify_reads": False})) as llm, interruptible(llm) as call:

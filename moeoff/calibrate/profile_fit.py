@@ -11,15 +11,18 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.importance import LOW_COST
 from ..companion.profile import Profile, profile_path
+from ..companion.source import low_cost
 from ..engine.llama import Llama
 from ..errors import ModelError, OptionError, Remedy
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import EMBEDDING
-from ..predict import PREDICTORS, FitOptions, Predictor
+from ..predict import PREDICTORS, FitOptions, Predictor, pairs
 from ..predict.base import Progress
 from ..predict.recording import Recording
 from ..predict.router import Router
+from ..predict.tokens import fit_first
 from . import fit_hobbit, fit_score
 from .record import LENGTH, batch_size, record, recording_bytes, seconds_of, sequences
 
@@ -118,7 +121,7 @@ def calibrate(
         if not os.path.isfile(file):
             raise OptionError(f"{os.fspath(file)}: no such text file")
     recording = _run(model, layout, text, tokens, memory, threads, 60 * minutes, progress, announce, options)
-    sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router)), progress, only)
+    sections = fit(recording, FitOptions(seed, hidden or cap_hidden(layout, recording.router), low_cost(layout) or LOW_COST), progress, only)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text]}
     Profile.write(path, layout, sections, info)
     gate = sections.get("gate")
@@ -187,7 +190,7 @@ def fits() -> dict[str, Fit]:
     """
     # The policies' fits stand here and not beside the policies, which know neither recordings nor the simulator.
     policies: dict[str, Fit] = {"score": fit_score.fit, "hobbit": fit_hobbit.fit}
-    out: dict[str, Fit] = {"popularity": _popularity}
+    out: dict[str, Fit] = {"popularity": _popularity, "pairs": pairs.fit, "first": fit_first}
     owners: dict[str, type[Predictor]] = {}
     for predictor in PREDICTORS.values():
         section, learns = predictor.profile_section, _function(predictor) is not _function(Predictor)
@@ -195,7 +198,7 @@ def fits() -> dict[str, Fit]:
             raise OptionError(f"predictor {predictor.name} has a fit, but no profile_section to keep what it learns")
         if section is None or not learns:
             continue
-        if section in {"popularity", *policies} or _function(owners.setdefault(section, predictor)) is not _function(predictor):
+        if section in {"popularity", "pairs", "first", *policies} or _function(owners.setdefault(section, predictor)) is not _function(predictor):
             raise OptionError(f"predictor {predictor.name} fits section {section!r} of a profile in a way of its own: it needs another profile_section")
         out.setdefault(section, predictor.fit)
     return out | policies

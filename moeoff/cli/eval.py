@@ -14,7 +14,7 @@ from ..console import progress_bar, remark
 from ..memory import peak_rss
 from ..paths import demo_model
 from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SYSTEM, llama_arguments, with_options
-from .options import CONTEXT, companion, one_sentence
+from .options import CONTEXT, PRECISION, companion, one_sentence, precision_argument
 
 if TYPE_CHECKING:
     from ..budget.statistics import Quality
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 @click.option("--max-loss", metavar="PERCENT", help="Evaluate what calibrate --max-loss found to lose at most this, as 1%.")
 @click.option("--deterministic", is_flag=True, help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
+@click.option("--stride", type=int, metavar="N", help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2.")
+@with_options(PRECISION)
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @with_options(FLASH, BATCH, CACHE, GPU, ROPE, SYSTEM)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -44,7 +46,8 @@ if TYPE_CHECKING:
 @one_sentence
 def eval_(
     model: str | None, text: tuple[str, ...], ctx: int, mode: str, tier: str | None, max_loss: str | None, as_json: bool,
-    experts: str | None, no_experts: bool, threads: int | None, **options: Any,
+    experts: str | None, no_experts: bool, threads: int | None, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None,
+    low_tier: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
 
@@ -65,6 +68,7 @@ def eval_(
             experts=companion(experts, no_experts),
             n_threads=threads,
             progress=progress,
+            **precision_argument(t1=t1, t2=t2, prompt_low=prompt_low, reroute=reroute, low_tier=low_tier),
             **llama_arguments(**options),
         )
     stats = done.stats
@@ -89,7 +93,8 @@ def eval_(
         }
         click.echo(json.dumps(result))
         return
-    what = f"at most {max_loss} lost" if max_loss else tier or "lossless"
+    given_up = "as its thresholds say" if not done.precision.lossless else "lossless"
+    what = f"at most {max_loss} lost" if max_loss else tier or given_up
     rows = [(os.path.basename(path), quality) for path, quality in zip(text, done.texts)]
     _table(f"{os.path.basename(model)}, {what}, {mode}, windows of {ctx} tokens", [*rows, *([("all", done.quality)] if len(rows) > 1 else [])])
     remarks = [

@@ -39,6 +39,51 @@ def one_sentence(command: Callable[..., None]) -> Callable[..., None]:
     return click.option("--debug", is_flag=True, help="Show the traceback of an error.")(wrapped)
 
 
+# What is given up without a bound: thresholds of the papers, unmeasured. The same wherever a model is opened, and in `simulate`.
+def threshold_options(t1: str, t2: str) -> tuple[Callable[..., Any], ...]:
+    """HOBBIT's thresholds; the defaults in words."""
+    share = click.FloatRange(0, 1)
+    return (
+        click.option("--t1", type=share, metavar="S", help=f"Read absent experts whose unimportance is above S in low precision (HOBBIT's T1). Default: {t1}."),
+        click.option("--t2", type=share, metavar="S", help=f"Skip absent experts whose unimportance is above S (HOBBIT's T2). Default: {t2}."),
+    )
+
+
+PROMPT_LOW = click.option(
+    "--prompt-low",
+    type=click.FloatRange(0, 1),
+    metavar="P",
+    help="Of a prompt's experts, read this share, the least popular, in low precision (Fate's p). Default: 0.",
+)
+REROUTE = click.option(
+    "--reroute", type=click.FloatRange(0, 1), metavar="SHARE",
+    help="Let resident experts take the places of absent ones, as docs/rerouting.md has it: what they gain, of the scores' range (λ). Default: 0, never.",
+)  # fmt: skip
+PRECISION = (
+    *threshold_options("1, none", "1, none"),
+    PROMPT_LOW,
+    REROUTE,
+    click.option("--low-tier", metavar="NAME", help="Tier of the companion that --t1, --t2 and --prompt-low read, as Q2_K."),
+)
+
+
+def precision_argument(*, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None, low_tier: str | None) -> dict[str, Any]:
+    """`precision`, where one of `PRECISION` was given. Naming a threshold is asking for what it costs: no bound is promised, and `--max-loss` takes none of them.
+
+    Raises:
+        OptionError: out of range, a threshold that reads low versions without a tier, or a tier that none reads.
+    """
+    from ..budget.precision import Precision
+
+    if all(value is None for value in (t1, t2, prompt_low, reroute, low_tier)):
+        return {}
+    t1 = t1 if t1 is not None else min(t2 if t2 is not None else 1.0, 1.0)
+    precision = Precision(t1, 1.0 if t2 is None else t2, prompt_low or 0.0, low_tier, reroute=reroute or 0.0)
+    if low_tier and not precision.uses_low:
+        raise OptionError("--low-tier is read by --t1, --t2 or --prompt-low, and none of them is given")
+    return {"precision": precision}
+
+
 _OPENING = (
     click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available."),
     click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory."),
@@ -53,6 +98,7 @@ _OPENING = (
         metavar="NAME",
         help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md. Default: what tune found, or auto.",
     ),
+    click.option("--stride", type=int, metavar="N", help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2."),
     click.option(
         "--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Profile written by moeoff calibrate. Default: MODEL.profile.npz, if it is there."
     ),
@@ -81,12 +127,12 @@ _OPENING = (
 
 def opening_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that say how a model is opened, the same wherever one is; `opening_arguments` takes them."""
-    return with_options(_OPENING, FLASH, BATCH, CACHE, SHIFT, GPU, ROPE, SYSTEM)(command)
+    return with_options(_OPENING, PRECISION, FLASH, BATCH, CACHE, SHIFT, GPU, ROPE, SYSTEM)(command)
 
 
 def opening_arguments(
     *, experts: str | None, no_experts: bool, profile: str | None, no_profile: bool, settings: str | None, no_settings: bool, ctx_size: int | None,
-    threads: int | None, **options: Any,
+    threads: int | None, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None, low_tier: str | None, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The values of `opening_options`, and of any others, as `moeoff.engine.open.open_model` calls them."""
     if profile and no_profile:
@@ -94,6 +140,7 @@ def opening_arguments(
     if settings and no_settings:
         raise OptionError("give --settings or --no-settings, not both")
     arguments = llama_arguments(**options) | {"settings": settings or not no_settings}
+    arguments |= precision_argument(t1=t1, t2=t2, prompt_low=prompt_low, reroute=reroute, low_tier=low_tier)
     return {"experts": companion(experts, no_experts), "profile": profile or not no_profile, "n_ctx": ctx_size, "n_threads": threads, **arguments}
 
 

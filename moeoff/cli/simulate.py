@@ -10,7 +10,8 @@ import click
 from ..console import progress_bar
 from ..errors import OptionError
 from ..memory import format_size, parse_size
-from .options import CONTEXT, one_sentence
+from .llama_options import with_options
+from .options import CONTEXT, PROMPT_LOW, REROUTE, one_sentence, threshold_options
 
 if TYPE_CHECKING:
     from ..simulate.rerouting import Rerouting
@@ -23,24 +24,44 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
 @click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
+@REROUTE
+@with_options(threshold_options("0.6, for the penalty", "0.9"))
+@PROMPT_LOW
 @click.option(
-    "--reroute", type=click.FloatRange(0, 1), default=0.0, metavar="SHARE",
-    help="Let resident experts take the places of absent ones, as docs/rerouting.md has it: what they gain, of the scores' range.",
-)  # fmt: skip
+    "--low-cost",
+    type=click.FloatRange(0, 1),
+    metavar="SHARE",
+    help="What a low version has of a high one's bytes, for the penalty. Default: 0.25, int4 of float16.",
+)
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), metavar="FILE.png", help="Draw hit rates by size and layer, and the experts' use.")
+@click.option(
+    "--scores",
+    type=click.Path(dir_okay=False, writable=True),
+    metavar="FILE.png",
+    help="Draw how unimportant the selected experts are, and T1 and T2 by it (HOBBIT), instead of replaying.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
 @one_sentence
-def simulate(traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], reroute: float, plot: str | None, as_json: bool, seed: int) -> None:
+def simulate(
+    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], reroute: float | None, t1: float | None, t2: float | None,
+    prompt_low: float | None, low_cost: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
+) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
+    from ..cache.importance import MissCost
     from ..simulate.comparison import compare, gap_recovered, recorded_reads
     from ..simulate.trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])
+    if scores:
+        _draw_scores(trace, scores, as_json)
+        return
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
+    given = {"t1": t1, "t2": t2, "low": low_cost, "prompt_low": prompt_low}
+    cost = MissCost(**{name: value for name, value in given.items() if value is not None})
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
     with progress_bar("events") as progress:
-        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), progress=progress)
+        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute or 0.0), cost=cost, progress=progress)
     if plot:
         from ..simulate.plots import plot as draw
 
@@ -58,6 +79,31 @@ def simulate(traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[s
             f"\nin the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
             f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
         )
+
+
+def _draw_scores(trace: Trace, path: str, as_json: bool) -> None:
+    """HOBBIT's figure 5b of this model, and the thresholds that give the shares which the paper's give on Mixtral."""
+    import numpy as np
+
+    from ..cache.importance import T1, T2, thresholds, unimportance
+    from ..simulate.plots import plot_scores
+
+    weights = [event.weights for event in trace.events if event.decode]
+    if not weights:
+        raise OptionError("--scores needs tokens that were decoded, and the trace has none")
+    found = np.concatenate([unimportance(w).ravel() for w in weights])
+    t1, t2 = thresholds(found)
+    plot_scores(path, found, t1, t2)
+    rows: list[dict[str, Any]] = []
+    for name, first, second in (("of this model", t1, t2), ("of the paper", T1, T2)):
+        high, low = float(np.mean(found <= first)), float(np.mean((found > first) & (found <= second)))
+        rows.append({"thresholds": name, "t1": first, "t2": second, "high": high, "low": low, "skipped": 1 - high - low})
+    if as_json:
+        click.echo(json.dumps({"model": trace.model.name, "uses": len(found), "results": rows}, indent=2))
+        return
+    for row in rows:
+        shares = f"{100 * row['high']:.1f} % in high precision, {100 * row['low']:.1f} % in low, {100 * row['skipped']:.1f} % skipped"
+        click.echo(f"{row['thresholds']:<14} --t1 {row['t1']:.3f} --t2 {row['t2']:.3f}: of absent experts {shares}")
 
 
 def _rerouting(trace: Trace, share: float) -> Rerouting | None:

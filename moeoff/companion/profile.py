@@ -10,7 +10,7 @@ import json
 import os
 import zipfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -59,18 +59,24 @@ class Profile:
         return Profile(self.path, {key: array for key, array in self._arrays.items() if key.split("/", 1)[0] in wanted}, self.info)
 
     @classmethod
-    def find(cls, layout: Layout) -> Profile | None:
+    def find(cls, layout: Layout, only: Collection[str] | None = None) -> Profile | None:
         """The profile beside a model, or in the cache folder where nothing can be written beside it; None if there is none.
+
+        Args:
+            only: sections that are read; None: all.
 
         Raises:
             ModelError: as `read`.
         """
         path = existing_path(profile_path(layout.files[0]), layout, "profiles", "npz")
-        return cls.read(path, layout) if path is not None else None
+        return cls.read(path, layout, only) if path is not None else None
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], layout: Layout) -> Profile:
+    def read(cls, path: str | os.PathLike[str], layout: Layout, only: Collection[str] | None = None) -> Profile:
         """
+        Args:
+            only: sections that are read: those of predictors may be large. None: all.
+
         Raises:
             ModelError: missing, damaged, of another version, or of another model.
         """
@@ -86,7 +92,7 @@ class Profile:
                     raise ModelError(
                         f"{path}: was made of another model ({header['model']}), not of {layout.files[0]}: run moeoff calibrate, or move the profile away"
                     )
-                arrays = {key: file[key] for key in file.files if key != _HEADER}
+                arrays = {key: file[key] for key in file.files if key != _HEADER and (only is None or key.split("/", 1)[0] in only)}
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
         except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:

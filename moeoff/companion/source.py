@@ -68,3 +68,19 @@ class ExpertSource:
         if name is None:
             raise OptionError(f"{companion.path}: no tier {tier}; there are {', '.join(dict.fromkeys([*companion.tiers, KEEP]))}")
         return cls(companion, name, verify)
+
+
+def low_cost(layout: Layout) -> float | None:
+    """Bytes of the experts in the smallest tier of the companion beside a model, as a share of the model's own; None without one.
+
+    Raises:
+        ModelError: the companion is damaged, or of another model.
+    """
+    path = companion_path(layout.files[0])
+    if not os.path.exists(path):
+        return None
+    companion = Companion(path)
+    companion.check_belongs(layout)
+    tiers = [tier for tier in companion.tiers if tier != KEEP]
+    sizes = [sum(s.nbytes for span in layout.experts.values() for s in companion.sources(span, tier)) for tier in tiers]
+    return min(sizes) / layout.expert_bytes if sizes else None

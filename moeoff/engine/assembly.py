@@ -47,7 +47,7 @@ from .process_priority import set_priority
 from .prompt_rates import PromptMeter, keep_rates, recall_rates
 from .stats import Stats, Timing
 from .tensor_placement import tensor_buffers
-from .warm_start import recall, remember
+from .warm_start import fill, recall, remember
 
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
 
@@ -153,13 +153,11 @@ class Assembly:
         return found
 
     def _find_profile(self) -> Profile | None:
-        wanted = self.config.profile
-        if wanted is True or wanted == "auto":
-            profile = Profile.find(self.layout)
-        else:
-            profile = Profile.read(wanted, self.layout) if wanted else None
         # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
-        return profile and profile.only({CONTRACT_SECTION} | (set() if self._nextn else sections(self.strategy)))
+        wanted, needed = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.strategy))
+        if wanted is True or wanted == "auto":
+            return Profile.find(self.layout, needed)
+        return Profile.read(wanted, self.layout, needed) if wanted else None
 
     def _make_buffer(self) -> ExpertBuffer:
         config, strategy = self.config, self.strategy
@@ -229,9 +227,12 @@ class Assembly:
         self.sizer.make_room(rss() - before)
 
     def warm_up(self) -> None:
-        """Loads in the background what was resident when the model was last closed, if that was asked for."""
-        if self.config.warm and self.strategy.keep:
-            recall(self.buffer, self.layout, self.sizer.arenas)
+        """Loads in the background what was resident when the model was last closed, if that was asked for; else what the strategy begins with."""
+        if self.config.warm and self.strategy.keep and recall(self.buffer, self.layout, self.sizer.arenas):
+            return
+        popular = None if self.profile is None or not self.strategy.fill else self.profile.section("popularity")
+        if popular is not None:
+            fill(self.buffer, popular["counts"], self.sizer.arenas[0])
 
     # --- around every decode ---
 
@@ -306,6 +307,8 @@ class Assembly:
         prefetcher = self.driver.prefetcher if self.driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)
+            if (meter := prefetcher.meter) is not None:
+                stats = replace(stats, prediction_accuracy=meter.accuracy, fetch_rate=meter.fetch_rate, good_pred=meter.good_pred)
         if (promised := self.lossy.selected) is None:
             return stats
         return replace(stats, max_loss=promised.max_loss, estimated_loss=promised.estimated_loss)
@@ -313,6 +316,8 @@ class Assembly:
     def reset_stats(self) -> None:
         self.buffer.reset_stats()
         self.timing.reset()
+        if self.driver is not None and self.driver.prefetcher is not None and self.driver.prefetcher.meter is not None:
+            self.driver.prefetcher.meter.reset()
 
     def close_driver(self) -> None:
         """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""

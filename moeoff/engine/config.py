@@ -96,22 +96,29 @@ class Config:
 
     @classmethod
     def make(cls, model_path: Path, *, memory: str | int | None = None, expert_memory: str | int | None = None,
-             strategy: str | Strategy | None = None, max_loss: str | float | None = None, **options: Any) -> Config:  # fmt: skip
-        """Of the keyword arguments of `moeoff.Llama`: sizes, strategies and losses may be text; what is not ours is llama_cpp's."""
+             strategy: str | Strategy | None = None, stride: int | None = None, max_loss: str | float | None = None, **options: Any) -> Config:  # fmt: skip
+        """Of the keyword arguments of `moeoff.Llama`: sizes, strategies and losses may be text; what is not ours is llama_cpp's.
+
+        Args:
+            stride: how many layers ahead the strategy's predictor looks, where it can choose (ProMoE §4.4); None: as the strategy has it.
+        """
         ours = {f.name for f in fields(cls)} - {"llama_cpp", "open_options"}
         given = {name for name, value in options.items() if value is not None}
         given |= {name for name, value in (("strategy", strategy), ("max_loss", max_loss)) if value is not None}
+        if stride is not None:  # of the strategy that was named, or of the default
+            given.add("strategy")
         if options.get("profile") in (True, "auto"):  # what is there, if there is one
             given.discard("profile")
         if "n_batch" in given:
             given.add("n_ubatch")
         if given & {"precision", "tier"}:  # lossy or not, that has been said
             given.add("max_loss")
+        chosen = get_strategy("auto" if strategy is None else strategy)
         return cls(
             model_path=os.fspath(model_path),
             memory=None if memory is None else parse_size(memory),
             expert_memory=None if expert_memory is None else parse_size(expert_memory),
-            strategy=get_strategy("auto" if strategy is None else strategy),
+            strategy=chosen if stride is None else chosen.ahead(stride),
             open_options=frozenset(OPTIONS) - given,
             max_loss=None if max_loss is None else parse_loss(max_loss),
             llama_cpp=read_options({name: value for name, value in options.items() if name not in ours}),

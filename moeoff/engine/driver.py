@@ -61,7 +61,8 @@ class Driver:
             else:
                 self._wants_probs = True
         self.needed = any(part is not None for part in (self._updated, trace, prefetcher, replay))
-        if trace is not None:
+        self._logs = trace is not None or (prefetcher is not None and prefetcher.meter is not None)
+        if self._logs:
             buffer.log_reads()
         if self.needed:
             buffer.set_gate_callback(self.deliver)
@@ -77,12 +78,13 @@ class Driver:
         if self.listener is not None:
             self.listener(event)
         if self.trace is None and self._updated is None:
+            self._take_reads(event)
             return
         if (self._wants_probs or self.as_traced) and event.logits is not None and self._router is not None:
             event.probs = self._router.gated(event.logits)
         if self.trace is not None:
             self.trace.write(event)
-            self.trace.write_reads(self._buffer.take_reads())
+        self._take_reads(event)
         if self._updated is None:
             return
         if self.as_traced:
@@ -94,6 +96,16 @@ class Driver:
             changed = self._updated.update(event) is not False
         if changed:
             self._buffer.publish()
+
+    def _take_reads(self, event: GateEvent | None = None) -> None:
+        """What has been read, for the trace after each event, else once a token."""
+        if not self._logs or (self.trace is None and event is not None and event.gate):
+            return
+        reads = self._buffer.take_reads()
+        if self.trace is not None:
+            self.trace.write_reads(reads)
+        if self.prefetcher is not None and self.prefetcher.meter is not None:
+            self.prefetcher.meter.read(reads)
 
     def release(self) -> None:
         """Waits for the events so far and applies what was held."""
@@ -183,8 +195,8 @@ class Driver:
         if self.needed and self._buffer.running:
             self._buffer.drain()
             self._buffer.set_gate_callback(None)
-            if self.trace is not None:
-                self.trace.write_reads(self._buffer.take_reads())
+            self._take_reads()
+            if self._logs:
                 self._buffer.log_reads(False)
         if self.trace is not None:
             if note:

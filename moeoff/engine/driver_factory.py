@@ -26,7 +26,10 @@ _WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input
 def sections(strategy: Strategy) -> set[str]:
     """Of a profile, what a strategy may take."""
     names: set[str] = set() if strategy.policy is None else set(get_policy(strategy.policy).profile_sections)
+    if strategy.fill:
+        names.add("popularity")
     if strategy.predictor is not None:
+        names |= set(predict.get_predictor(strategy.predictor).more_sections)
         names |= {s for n in (strategy.predictor, _WITHOUT_INPUT) if (s := predict.get_predictor(n).profile_section) is not None}
     return names
 
@@ -71,12 +74,21 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
         router = Router.read(layout, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
     if predictor_name is not None and router is not None:
         predictor = _predictor(predictor_name, router, profile, layout, **strategy.options)
-        fallback = _predictor(_WITHOUT_INPUT, router, profile, layout) if predictor.wants_gate_input else None
-        prefetcher = Prefetcher(buffer, predictor, model.n_used, n_lanes, fallback, share=strategy.share, ab_tested=strategy.ab_tested, precision=precision)
+        fallback = _predictor(_WITHOUT_INPUT, router, profile, layout, small=True) if predictor.wants_gate_input else None
+        prefetcher = Prefetcher(
+            buffer,
+            predictor,
+            model.n_used,
+            n_lanes,
+            fallback,
+            share=strategy.share,
+            ab_tested=strategy.ab_tested,
+            precision=precision,
+        )
     if policy_name is not None:
         kind = get_policy(policy_name)
         if not precision.lossless:
-            options = kind.precision_options(precision.t1, buffer.low_arena_full / buffer.arena_full) | options
+            options = kind.precision_options(precision.t1) | options
         measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
         policy = create(policy_name, model.shape(arena), buffer.priorities, profile=measured, **options)
         buffer.publish()  # what it has written at its start: a static policy is never published again
@@ -90,9 +102,12 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, hold, model)
 
 
-def _predictor(name: str, router: Router, profile: Profile | None, layout: Layout, **options: Any) -> predict.Predictor:
+def _predictor(name: str, router: Router, profile: Profile | None, layout: Layout, small: bool = False, **options: Any) -> predict.Predictor:
+    """small: without what only a strategy's own predictor is given."""
     kind = predict.get_predictor(name)
     arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
+    if profile is not None and arrays is not None and not small:
+        arrays = dict(arrays) | {name: array for more in kind.more_sections for name, array in (profile.section(more) or {}).items()}
     if kind.needs_profile and arrays is None:
         raise OptionError(f"predictor {name} needs a calibration of this model", Remedy.CALIBRATE, model=layout.files[0])
     return predict.create(name, router, arrays, **options)

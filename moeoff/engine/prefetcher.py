@@ -15,6 +15,7 @@ from ..gate_event import GateEvent
 from ..predict import Prediction, Predictor
 from .ab_test import ABTest
 from .expert_buffer import ExpertBuffer
+from .prediction_meter import PredictionMeter
 from .read_ahead import ReadAhead
 from .usefulness import Usefulness
 
@@ -50,7 +51,10 @@ class Prefetcher:
         self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}  # by number of sequences: their times cannot be compared
         self._n_sequences = 1
         self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
+        # the papers' own presets are measured as their papers do; what is A/B-tested has its gain
+        self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
         self._read_ahead = ReadAhead(buffer, precision)
+        self._popular: dict[int, list[int]] = {}  # of a prompt's batch, by gate: the experts that are foreseen
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
         for t in buffer.tensors:
             self._matrices[t.gate] |= 1 << t.matrix
@@ -82,12 +86,18 @@ class Prefetcher:
             self.predictor, self._fallback = self._fallback, None
         if not event.decode:
             self._token_t = 0
-            if not self._read_ahead.observe(event):
-                self._act(self.predictor.observe(event.sample(SAMPLE)), False)
+            # the papers' presets foresee the batch's own popularity; without a prediction that of earlier ones has to do
+            found = self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
+            for p in found or []:
+                self._popular[p.gate] = _by_popularity(p.scores, self._n_used)
+            if not self._read_ahead.observe(event, self._popular.pop(event.gate + 1, [])):
+                self._act(self.predictor.observe(event.sample(SAMPLE)) if found is None else found, False)
             return
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
             usefulness.selected(event.gate, event.ids.ravel())
+        if self.meter is not None:
+            self.meter.selected(event)
         if event.gate == 0:
             self._next_token(event)
         self._missed += event.n_miss
@@ -105,7 +115,7 @@ class Prefetcher:
         if not decode and self._read_ahead.begin(len(tokens), self._n_used):
             return
         if self._predicts or not decode:
-            self._act(self.predictor.begin(tokens), decode)
+            self._act(self.predictor.begin(tokens), decode, stops=decode)
 
     def _next_token(self, event: GateEvent) -> None:
         """The first gate of a token: what the one before has taken, and what the disk can read beside demand."""
@@ -134,13 +144,17 @@ class Prefetcher:
             self.ab_test = self._ab_tests.setdefault(n_sequences, ABTest())
         self._token_t, self._n_rows, self._n_sequences, self._missed = now, n_rows, n_sequences, 0
 
-    def _act(self, predictions: list[Prediction], decode: bool) -> None:
-        for p in predictions:
+    def _act(self, predictions: list[Prediction], decode: bool, stops: bool = True) -> None:
+        """stops: where something of a gate is absent, later ones are left alone (HOBBIT §3.3); not before a prompt, whose layers all have to be read."""
+        for n, p in enumerate(predictions, 1):
             if not decode:
-                self._read_union(p)
+                if self._read_union(p) and stops:
+                    return
                 continue
             top = p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1]
             best, places = _merged(top)
+            if self.meter is not None:
+                self.meter.predicted(p.gate, _merged(top[:, : self._n_used])[0])
             n_paying = len(best)
             if self._usefulness is not None:
                 self._usefulness.predicted(p.gate, best, places)
@@ -149,8 +163,22 @@ class Prefetcher:
                     n_paying = int(np.searchsorted(places, n_paying))
             queued = self._read(p, top, best, n_paying, int(self._credit))
             self._credit -= queued
-            if queued:
-                return  # something was absent: look no further ahead (HOBBIT §3.3)
+            if queued or (n < len(predictions) and self._lacks(p, top, best)):
+                return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
+
+    def _lacks(self, p: Prediction, top: np.ndarray, best: np.ndarray) -> bool:
+        """Whether a candidate is not in memory in the version that would serve it, or a better one."""
+        whole, absent = self._matrices[p.gate], best[self._buffer.residency()[p.gate, best] != self._matrices[p.gate]]
+        if self._precision.lossless or not len(absent):
+            return len(absent) > 0
+        versions = self._would_serve(p, top)[absent]
+        if (versions == native.HIGH).any():
+            return True
+        low = absent[versions == native.LOW]
+        return len(low) > 0 and bool((self._buffer.residency(low=True)[p.gate, low] != whole).any())
+
+    def _would_serve(self, p: Prediction, top: np.ndarray) -> np.ndarray:
+        return self._versions(self.predictor.router.gated(p.scores) if p.logits else p.scores, top)
 
     def _read(self, p: Prediction, top: np.ndarray, best: np.ndarray, n_paying: int, limit: int) -> int:
         """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many.
@@ -162,7 +190,7 @@ class Prefetcher:
         gate, prefetch = p.gate, self._buffer.prefetch
         if self._precision.lossless:
             return prefetch(gate, best.tolist(), n_paying, limit=limit)
-        versions = self._versions(self.predictor.router.gated(p.scores) if p.logits else p.scores, top)[best]
+        versions = self._would_serve(p, top)[best]
         pays = np.arange(len(best)) < n_paying
         high = (versions == native.HIGH) & pays
         queued = prefetch(gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit)  # others that are resident will serve
@@ -181,17 +209,24 @@ class Prefetcher:
         np.minimum.at(versions, top, wanted)
         return versions
 
-    def _read_union(self, p: Prediction) -> None:
-        """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3)."""
-        chosen = np.argpartition(p.scores, -self._n_used, axis=1)[:, -self._n_used :] if self._n_used < p.scores.shape[1] else np.arange(p.scores.shape[1])
-        count = np.bincount(chosen.ravel(), minlength=p.scores.shape[1])
-        order = np.argsort(-count, kind="stable")
-        self._read_ahead.read(p.gate, order[count[order] > 0].tolist())
+    def _read_union(self, p: Prediction) -> int:
+        """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3); returns how many slices were absent."""
+        return self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used))
 
     def reset_sequence(self, sequence: int = 0) -> None:
         """This sequence begins a new text."""
         self.predictor.reset_sequence(sequence)
         self._token_t = 0
+
+
+def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
+    """Of scores [n_tokens, n_experts] the experts that some token is likely to select, those of the most tokens first."""
+    n_experts = scores.shape[1]
+    chosen = np.argpartition(scores, -n_used, axis=1)[:, -n_used:] if n_used < n_experts else np.arange(n_experts)
+    count = np.bincount(chosen.ravel(), minlength=n_experts)
+    order = np.argsort(-count, kind="stable")
+    out: list[int] = order[count[order] > 0].tolist()
+    return out
 
 
 def _merged(top: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

@@ -6,6 +6,8 @@ most tokens selected before first, and the disk works while layers compute. The 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from ..budget.precision import Precision
@@ -32,8 +34,12 @@ class ReadAhead:
         self._uses = [np.zeros(n, np.float32) for n in self._n_experts]
         self._slices_per_byte = sum(self._n_slices) / buffer.arena_full
 
-    def observe(self, event: GateEvent) -> bool:
-        """After a batch's router has selected; False if it selected too few experts to tell what the next gate needs."""
+    def observe(self, event: GateEvent, first: Sequence[int] = ()) -> bool:
+        """After a batch's router has selected; False if it selected too few experts to tell what the next gate needs.
+
+        Args:
+            first: of the next gate, what a predictor expects, the most popular first (Fate §4.3); the others follow.
+        """
         uses, n = self._uses[event.gate], self._n_experts[event.gate]
         count = np.bincount(event.ids.ravel(), minlength=n)
         uses *= _KEEP
@@ -41,7 +47,7 @@ class ReadAhead:
         if np.count_nonzero(count) < _MOST * n:
             return False
         if event.gate + 1 < len(self._uses):
-            self._read(event.gate + 1, self._n_slices[event.gate])
+            self._read(event.gate + 1, self._n_slices[event.gate], first)
         return True
 
     def begin(self, n_tokens: int, n_used: int) -> bool:
@@ -51,14 +57,15 @@ class ReadAhead:
         self._read(0, 0)
         return True
 
-    def _read(self, gate: int, n_computing: int) -> None:
+    def _read(self, gate: int, n_computing: int, first: Sequence[int] = ()) -> None:
         """As many as fit beside the slices of the gate that is computed: more would be evicted again before their turn."""
         room = int(self._buffer.stats().arena_bytes * self._slices_per_byte) - n_computing
-        self.read(gate, np.argsort(-self._uses[gate], kind="stable").tolist(), max(room, 0))
+        self.read(gate, list(dict.fromkeys([*first, *np.argsort(-self._uses[gate], kind="stable").tolist()])), max(room, 0))
 
-    def read(self, gate: int, order: list[int], limit: int = -1) -> None:
-        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all."""
+    def read(self, gate: int, order: list[int], limit: int = -1) -> int:
+        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all. Returns how many it has queued."""
         n_high = len(order) - int(self._precision.prefill_low_share * len(order))
         queued = self._buffer.prefetch(gate, order[:n_high], limit=limit)
         if n_high < len(order):
-            self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
+            queued += self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
+        return queued

@@ -50,6 +50,8 @@ class Stats:
     of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
+    prediction_accuracy is the share of the experts that were selected in decode that had been predicted, fetch_rate the share of
+    these that was resident when their router selected, good_pred their product (ProMoE §4.1); None: no preset of a paper predicts.
     drafts_on and drafts_gain say the same of a server's drafts; None: it makes none.
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
@@ -79,6 +81,9 @@ class Stats:
     gen_tps: float = 0.0
     prefetch_on: bool | None = None
     prefetch_gain: float | None = None
+    prediction_accuracy: float | None = None
+    fetch_rate: float | None = None
+    good_pred: float | None = None
     cpu_seconds: float = 0.0
     expert_uses: int = 0
     tier: str = KEEP

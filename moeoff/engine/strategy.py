@@ -7,7 +7,7 @@ it is one of those.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from .. import predict
@@ -28,6 +28,7 @@ class Strategy:
     predictor: name of the predictor (`moeoff.predict`), or None.
     options: of the predictor.
     share: of all experts, how many are candidates for a prefetch at least.
+    fill: the buffer begins with the experts that calibration text used most, where a profile says which.
     ab_tested: prefetching is switched off where token times with it are longer than without.
     """
 
@@ -41,6 +42,18 @@ class Strategy:
     options: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
     ab_tested: bool = False
+    fill: bool = False
+
+    def ahead(self, stride: int) -> Strategy:
+        """With a predictor that looks this many layers ahead (ProMoE §4.4).
+
+        Raises:
+            OptionError: its predictor has no stride, or not this one.
+        """
+        if self.predictor is None or "stride" not in (kind := predict.get_predictor(self.predictor)).defaults:
+            raise OptionError(f"strategy {self.name!r} has no stride to choose: promoe and POLICY+learned have")
+        kind.check(options := self.options | {"stride": stride})
+        return replace(self, options=options)
 
 
 PRESETS = {
@@ -51,10 +64,10 @@ PRESETS = {
         ),
         Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False, serial=True),
         Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25),
-        Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path"),
+        Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path", fill=True),
         Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy="hobbit", predictor="stacked"),
-        Strategy("promoe", "ProMoE: LRU, learned predictor", policy="lru", predictor="learned"),
-        Strategy("eap", "expert activation path of one layer (Fate's baseline): LRU", policy="lru", predictor="eap"),
+        Strategy("promoe", "ProMoE: LRU in each layer, learned predictor two layers ahead", policy="lru-layer", predictor="learned", options={"stride": 2}),
+        Strategy("eap", "Fate's baseline: its cache, and the expert activation path of one layer", policy="arc", predictor="eap"),
     )
 }
 

@@ -1,12 +1,14 @@
 """Warm start: which slices were resident when a model was closed, so that the next start loads them in the background; all of them where all fit.
 
 One small file for each model in the user's cache folder, named after the model's path, size and time of change: another or
-changed model never finds it. It holds high and low versions, not tiers: a start with other tiers loads those.
+changed model never finds it. It holds high and low versions, not tiers: a start with other tiers loads those. Where there is none, a strategy
+may begin with the experts that other text used most.
 """
 
 from __future__ import annotations
 
 import contextlib
+import time
 import zipfile
 from pathlib import Path
 
@@ -17,6 +19,8 @@ from ..gguf.layout import Layout
 from ..paths import cache_folder
 from .expert_buffer import ExpertBuffer
 
+_POLL = 0.002  # seconds
+_STUCK = 10.0  # seconds without a read that ends: what is still queued comes in the background, or is dropped by the first gate
 VERSION = 1  # "low" came later, and is not in every file
 
 
@@ -55,6 +59,31 @@ def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int
     # the few low ones first: once a high version is there, the native side leaves its low one out, and what is resident
     # would depend on the I/O workers' speed
     return _preload(buffer, low, arenas[1], True) + _preload(buffer, high, arenas[0], False)
+
+
+def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
+    """Reads the experts that were used most in other text, as many as the arena holds, and returns when they are there: how an expert buffer is
+    initialized (EdgeMoE §3.3.3).
+
+    Args:
+        counts: [n_gates, n_experts] uses.
+        arena: bytes.
+    """
+    sizes = np.zeros(counts.shape, np.int64)
+    for info, nbytes in zip(buffer.tensors, buffer.slots()):
+        sizes[info.gate, : len(nbytes)] += nbytes
+    order = np.argsort(-counts, axis=None, kind="stable")
+    order = order[(sizes.ravel()[order] > 0) & (counts.ravel()[order] > 0)]
+    n = int(np.searchsorted(np.cumsum(sizes.ravel()[order]), arena, "right"))
+    before = buffer.stats().reads
+    queued = sum(buffer.preload(int(index) // counts.shape[1], [int(index) % counts.shape[1]]) for index in order[:n])
+    done, since = before, time.monotonic()
+    while buffer.running and done < before + queued and time.monotonic() - since < _STUCK:
+        time.sleep(_POLL)
+        if (reads := buffer.stats().reads) > done:
+            done, since = reads, time.monotonic()
+    buffer.check()
+    return queued
 
 
 def _preload(buffer: ExpertBuffer, residency: np.ndarray, room: int, low: bool) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from ..cache.importance import LOW_COST
 from ..errors import OptionError
 from ..gate_event import GateEvent
 from .recording import Recording
@@ -27,6 +28,7 @@ class FitOptions:
     Attributes:
         seed: of whatever is random in the fit; the same seed gives the same arrays.
         hidden: units in the hidden layer of a network.
+        low_cost: bytes of a low version as a share of the model's own, HOBBIT's B_l/B_h (§3.4).
 
     Raises:
         OptionError: out of range.
@@ -34,6 +36,7 @@ class FitOptions:
 
     seed: int = 0
     hidden: int = 128
+    low_cost: float = LOW_COST
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 32:
@@ -78,16 +81,22 @@ class Predictor:
     wants_gate_input = False  # reads GateEvent.gate_input
     wants_tokens = False  # begin() must be called with the tokens of each batch
     profile_section: str | None = None
+    more_sections: tuple[str, ...] = ()  # of a profile, that only the strategy's own predictor is given, not one that stands in for it
     needs_profile = False  # predicts nothing without one
     defaults: dict[str, Any] = {}
 
     def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options: Any):
-        unknown = sorted(set(options) - set(self.defaults))
-        if unknown:
-            raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
+        self.check(options)
         self.router, self.arrays = router, arrays
         self.options = self.defaults | options
         self.start()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Raises OptionError for an option that is unknown or, where a predictor says so, out of range."""
+        unknown = sorted(set(options) - set(cls.defaults))
+        if unknown:
+            raise OptionError(f"{cls.name}: unknown option {unknown[0]!r}; there are: {', '.join(cls.defaults) or 'none'}")
 
     def start(self) -> None:
         """Sets up state; `router`, `arrays` and `options` are there."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -34,10 +35,14 @@ class Learned(Predictor):
     defaults = {"stride": 1}
     strides: tuple[int, ...] = STRIDES  # that `fit` trains for
 
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        super().check(options)
+        if (stride := options.get("stride", STRIDES[0])) not in STRIDES:
+            raise OptionError(f"{cls.name}: stride is one of {', '.join(map(str, STRIDES))}, not {stride}")
+
     def start(self) -> None:
         stride = self.options["stride"]
-        if stride not in STRIDES:
-            raise OptionError(f"learned: stride is one of {', '.join(map(str, STRIDES))}, not {stride}")
         self._steps: dict[int, tuple[Rows, np.ndarray, Rows, np.ndarray]] = {}
         if self.arrays is None:
             return

@@ -6,11 +6,12 @@ import numpy as np
 
 from ..gate_event import GateEvent
 from .base import DEFAULT_FIT, FitOptions, Prediction, Predictor, Progress
+from .pairs import PRIOR as PRIOR_TWO
+from .pairs import TRIPLES, PairCounts, earlier
 from .recording import Recording
 
 FLOOR = 1e-4  # under logarithms
-PRIOR_ONE, PRIOR_TWO = 8.0, 8.0  # observations that the back-off weighs as much as
-TRIPLES = 64 << 20  # bytes of the table of two layers; of a larger one only the entries are kept that differ most from one layer's
+PRIOR_ONE = 8.0  # observations that the back-off weighs as much as
 LEAST_KEPT = 4  # experts of a pair; with less room than that the two layers count as independent
 SKIP_WEIGHT = 0.7  # of the layer before the last in that case, measured on the demo model
 
@@ -19,16 +20,24 @@ class ActivationPath(Predictor):
     """EdgeMoE §3.3: P(E_n | E_{n-1}, E_{n-2}), from statistics of other text.
 
     EdgeMoE's models choose one expert; with k of them the probability is the geometric mean over the k x k pairs of one
-    expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. The first gates look back
-    into the token before, which is there where the same sequences are decoded again. Without a profile one layer is learned while it runs.
+    expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. The dictionary is a table where it is
+    small, else the counts of the pairs that were seen: the same numbers. Layers that route by the token alone are known before the batch
+    (§3.1); so is the first one, as far as text has shown what its tokens choose. Without that, and in the second layer, the path
+    goes back into the token before, which is there where the same sequences are decoded again. Without a profile one layer is learned
+    while it runs.
     """
 
     name, summary = "activation-path", "what followed the experts of the last two layers in other text"
     profile_section = "path"
+    more_sections: tuple[str, ...] = ("pairs", "first")
     layers = 2
 
     def start(self) -> None:
         n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays
+        self._pairs = PairCounts(arrays) if arrays is not None and self.layers == 2 and "pair_seen" in arrays else None
+        self._first = arrays if arrays is not None and self.layers == 2 and "first_tokens" in arrays else None
+        self._tables = {gate: table for gate, table in enumerate(self.router.tables) if table is not None}
+        self.wants_tokens = bool(self._tables) or self._first is not None
         self._skip: np.ndarray | None = None
         self._two: np.ndarray | None = None
         self._kept: tuple[np.ndarray, np.ndarray] | None = None
@@ -53,6 +62,20 @@ class ActivationPath(Predictor):
         if sequence in ((0,) if self._sequences is None else self._sequences):
             self._last = None  # the path of all rows: the others' next token begins it anew, and from its second gate on it is whole again
 
+    def begin(self, tokens: np.ndarray) -> list[Prediction]:
+        """What the tokens alone say: all of a static layer, and what the first has chosen for them in other text."""
+        tokens, out = np.asarray(tokens), []
+        if 0 not in self._tables and self._first is not None:
+            known = self._first["first_tokens"]
+            at = np.searchsorted(known, tokens).clip(max=len(known) - 1)
+            if (known[at] == tokens).all():  # of another token the path before it says more than popularity
+                out.append(Prediction(0, self._first["first_shares"][at].astype(np.float32)))
+        for gate, table in self._tables.items():
+            scores = np.zeros((len(tokens), self.router.n_experts), np.float32)
+            np.put_along_axis(scores, table[tokens], 1, axis=1)
+            out.append(Prediction(gate, scores))
+        return out
+
     def _follows(self, event: GateEvent) -> bool:
         """Whether the rows before are of the same tokens or, at the first gate, of the tokens before."""
         if self._last is None or len(self._last) != len(event.ids) or event.gate != (self._gate + 1) % self.router.n_gates:
@@ -71,7 +94,7 @@ class ActivationPath(Predictor):
             np.add.at(self._sums[event.gate], before.ravel(), ids.shape[1])
         self._gate, self._last, self._sequences = event.gate, ids, event.sequences
         target = (event.gate + 1) % n_gates
-        if target == 0 and not event.one_each:
+        if target in self._tables or (target == 0 and not event.one_each):
             return []
         return [Prediction(target, self._scores(target, ids, before))]
 
@@ -83,6 +106,10 @@ class ActivationPath(Predictor):
         if self._two is not None and before is not None:
             pairs = self._two[gate][last[:, :, None], before[:, None, :]]
             out = np.exp(pairs.mean(axis=(1, 2), dtype=np.float32))
+            return out
+        if self._pairs is not None and before is not None:
+            ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])  # P(x | last), with FLOOR
+            out = np.exp(np.log(self._pairs.joint(gate, last, before, ratio - FLOOR) + FLOOR).mean(axis=(1, 2)))
             return out
         if self._kept is not None and before is not None:
             experts, change = (part[gate][last[:, :, None], before[:, None, :]].reshape(len(last), -1) for part in self._kept)
@@ -121,7 +148,7 @@ class ActivationPath(Predictor):
         elif n_kept >= LEAST_KEPT:
             arrays |= {"kept": np.zeros((n, e, e, n_kept), small), "change": np.zeros((n, e, e, n_kept), np.float16)}
         for gate in range(n):
-            last, before = _earlier(used, recording.starts, gate, 1), _earlier(used, recording.starts, gate, 2)
+            last, before = earlier(used, recording.starts, gate, 1), earlier(used, recording.starts, gate, 2)
             y = used[:, gate].astype(np.float32)
             ratio = {}
             for name, x in (("one", last), ("skip", before)):
@@ -148,15 +175,5 @@ class EAP(ActivationPath):
     """Fate's baseline (§5): the expert activation path one layer back."""
 
     name, summary = "eap", "what followed the experts of the last layer in other text"
+    more_sections = ()
     layers = 1
-
-
-def _earlier(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) -> np.ndarray:
-    """[n_tokens, E] bool: the experts `steps` gates before, of the token before if need be; none before a text."""
-    at = gate - steps
-    if at >= 0:
-        return used[:, at]
-    out = np.zeros_like(used[:, 0])
-    out[1:] = used[:-1, at % used.shape[1]]
-    out[starts] = False
-    return out

@@ -10,6 +10,7 @@ from .recording import Recording
 
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
 LIMIT = 64 << 20  # bytes of the table; the most frequent tokens are kept
+FIRST_LIMIT = 8 << 20  # of the first layer's alone
 
 
 class TokenTable(Predictor):
@@ -58,6 +59,24 @@ class TokenTable(Predictor):
             if progress:
                 progress(row + 1, len(kept))
         return {"tokens": tokens[kept].astype(np.int32), "shares": shares, "popularity": popularity}
+
+
+def fit_first(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    """The section "first" of a profile: what tokens choose in the first layer, which no layer comes before.
+
+    Returns:
+        first_tokens [n] int32 ascending; first_shares [n, E] float16. The most frequent tokens, as many as `FIRST_LIMIT` allows.
+    """
+    used = recording.used()[:, 0].astype(np.float32)
+    popularity = used.mean(axis=0)
+    tokens, at, seen = np.unique(recording.tokens, return_inverse=True, return_counts=True)
+    counts = np.zeros((len(tokens), used.shape[1]), np.float32)
+    np.add.at(counts, at, used)
+    kept = np.sort(np.argsort(-seen, kind="stable")[: FIRST_LIMIT // (2 * used.shape[1])])
+    shares = (counts[kept] + PRIOR * popularity) / (seen[kept, None] + PRIOR)
+    if progress:
+        progress(1, 1)
+    return {"first_tokens": tokens[kept].astype(np.int32), "first_shares": shares.astype(np.float16)}
 
 
 class PreviousToken(Predictor):

@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from ..cache import get_policy
+from ..cache.importance import PAPERS_COST, MissCost
 from ..errors import OptionError
 from .read_log import DEMAND_LEVEL
 from .rerouting import Rerouting
@@ -19,13 +21,14 @@ __all__ = ["compare", "gap_recovered", "recorded_reads"]
 
 
 def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, rerouting: Rerouting | None = None,
-            progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
+            cost: MissCost = PAPERS_COST, progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
     """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
 
     Args:
         policies: names; those of LRU and Belady need not be given.
         arenas: bytes of the experts' arena.
         rerouting: of all but Belady's optimum, which knows what the routers chose.
+        cost: of misses, for the penalty; a policy that weighs precision gets its T1.
         progress: called with what is replayed, events done, and all.
 
     Raises:
@@ -42,8 +45,18 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     for i, (arena, name) in enumerate(runs, 1):
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
         # a variant's result is named after the variant, not after its policy
-        results.append(replace(simulate(trace, name, arena, seed=seed, rerouting=None if name == "belady" else rerouting, progress=report), policy=name))
+        results.append(
+            replace(
+                simulate(trace, name, arena, seed=seed, rerouting=None if name == "belady" else rerouting, cost=cost, progress=report, **_options(name, cost)),
+                policy=name,
+            )
+        )
     return results
+
+
+def _options(name: str, cost: MissCost) -> dict[str, Any]:
+    """Of the policy, that follow from what misses cost."""
+    return {"t1": cost.t1} if "t1" in get_policy(name).defaults else {}
 
 
 def recorded_reads(trace: Trace) -> dict[str, float] | None:

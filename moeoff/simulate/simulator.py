@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..cache import Policy, create
-from ..cache.importance import miss_cost
+from ..cache.importance import PAPERS_COST, MissCost
 from ..gate_event import GateEvent
 from .arena import SimulatedArena
 from .rerouting import Rerouting
@@ -70,7 +70,7 @@ class Result:
 
 
 def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", events: bool = False,
-             rerouting: Rerouting | None = None, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+             rerouting: Rerouting | None = None, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
@@ -79,6 +79,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before (`Driver(hold=True)`).
         events: also returns hits of each event.
         rerouting: what routers chose is changed by what is in the simulated arena; what follows in the trace stays as it was recorded.
+        cost: of misses, for the penalty.
         progress: called with the number of events done, now and then.
 
     Raises:
@@ -90,7 +91,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     if isinstance(policy, str):
         policy = create(policy, model.shape(arena_bytes), seed=seed, **options)
     if rerouting is None and policy.static and type(policy).update is Policy.update and len({t.slot_bytes for t in model.tensors}) == 1:
-        return _simulate_lru(trace, policy.name, arena_bytes, events, progress)
+        return _simulate_lru(trace, policy.name, arena_bytes, events, cost, progress)
     policy.prepare(trace.events)
     replay = SimulatedArena(model, arena_bytes)
     table = policy.priorities if lag == "event" else policy.priorities.copy()
@@ -98,7 +99,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
     bytes_read, penalty, n_changed = 0, 0.0, 0
-    costs = _costs(trace)
+    costs = _costs(trace, cost)
     sequences = {0}  # so far
     for n, event in enumerate(trace.events):
         if trace.starts[n]:
@@ -128,7 +129,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     return Result(policy.name, arena_bytes, trace.n_tokens, hits, misses, replay.evictions, bytes_read, float(penalty), replay.resident, event_hits, n_changed)
 
 
-def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progress: Callable[[int], None] | None) -> Result:
+def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, cost: MissCost, progress: Callable[[int], None] | None) -> Result:
     """All priorities equal, all slots of one size: what was used last is in.
 
     The slices that one event used are equally recent and go by their index: tensor after tensor, expert after expert. So all
@@ -140,7 +141,7 @@ def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progr
     if any(len(np.unique(e.ids)) * len(firsts[e.gate]) > capacity for e in trace.events if len(e.ids) > 1) or capacity < max(
         model.n_used * len(f) for f in firsts
     ):
-        return simulate(trace, _Zero(model.shape(arena_bytes)), arena_bytes, events=events, progress=progress)
+        return simulate(trace, _Zero(model.shape(arena_bytes)), arena_bytes, events=events, cost=cost, progress=progress)
     nbytes = [t.nbytes for t in model.tensors]
     whole = [sum(nbytes[f // width] for f in first) for first in firsts]
     hits, misses = [0] * model.n_gates, [0] * model.n_gates
@@ -148,7 +149,7 @@ def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, progr
     recent: OrderedDict[int, int] = OrderedDict()  # gate and expert, whole: the event that used it last
     half: dict[int, None] = {}  # what is left of the oldest event's slices, in eviction order
     n_resident, bytes_read, penalty, evictions = 0, 0, 0.0, 0
-    costs = _costs(trace)
+    costs = _costs(trace, cost)
     touch, pop = recent.move_to_end, recent.popitem
     for n, event in enumerate(trace.events):
         gate = event.gate
@@ -219,18 +220,16 @@ def _first_seen(ids: np.ndarray) -> np.ndarray:
     return distinct[np.argsort(first)]
 
 
-def _costs(trace: Trace) -> np.ndarray:
-    """[n_events, n_experts] float32: what a miss of each expert costs, the dearest token's if several chose it."""
-    cached = trace.miss_costs
-    if cached is None:
-        cached = np.zeros((len(trace.events), trace.model.n_experts), np.float32)
-        single = [n for n, e in enumerate(trace.events) if e.ids.shape == (1, trace.model.n_used)]
-        if single:
-            ids = np.concatenate([trace.events[n].ids for n in single])
-            cached[np.array(single)[:, None], ids] = miss_cost(np.concatenate([trace.events[n].weights for n in single]))
-        rest = set(range(len(trace.events))) - set(single)
-        for n in rest:
-            event = trace.events[n]
-            np.maximum.at(cached[n], event.ids.ravel(), miss_cost(event.weights).ravel())
-        trace.miss_costs = cached
-    return cached
+def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
+    """[n_events, n_experts] float32: what a miss of each expert costs."""
+    if trace.miss_costs is not None and trace.miss_costs[0] == cost:
+        return trace.miss_costs[1]
+    out = np.zeros((len(trace.events), trace.model.n_experts), np.float32)
+    single = [n for n, e in enumerate(trace.events) if e.ids.shape == (1, trace.model.n_used) and e.decode]
+    if single:
+        ids = np.concatenate([trace.events[n].ids for n in single])
+        out[np.array(single)[:, None], ids] = cost.decoded(np.concatenate([trace.events[n].weights for n in single]))
+    for n in set(range(len(trace.events))) - set(single):
+        out[n] = cost.of(trace.events[n], out.shape[1])
+    trace.miss_costs = cost, out
+    return out

@@ -206,7 +206,7 @@ class Trace:
     reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
     reads_lost: int = 0
     begins: dict[int, list[int]] = field(default_factory=dict)
-    miss_costs: np.ndarray | None = field(default=None, init=False, repr=False)  # the simulator's, kept from one replay to the next
+    miss_costs: tuple[object, np.ndarray] | None = field(default=None, init=False, repr=False)  # the simulator's, kept from one replay to the next
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Trace:

@@ -1,0 +1,106 @@
+"""What a person gives up by hand: the same options wherever a model is opened, and in the simulator; each does something, or is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from helpers.files import PROSE, SMALL_TRACE
+from moeoff import OptionError
+from moeoff.cli.main import main
+from moeoff.cli.options import precision_argument
+from moeoff.companion.convert import convert
+from moeoff.engine.config import Config
+from moeoff.engine.strategy import PRESETS
+
+NAMES = ("--t1", "--t2", "--prompt-low", "--reroute", "--stride", "--low-tier")
+NONE = dict.fromkeys(("t1", "t2", "prompt_low", "reroute", "low_tier"))
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "eval", "report"])
+def test_the_same_everywhere(command):
+    said = CliRunner().invoke(main, [command, "--help"]).output
+    assert all(name in said for name in NAMES), command
+
+
+def test_what_they_make():
+    assert precision_argument(**NONE) == {}
+    found = precision_argument(**NONE | {"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})["precision"]
+    assert (found.t1, found.t2, found.tier, found.prefill_low_share, found.reroute) == (0.6, 0.9, "Q2_0", 0, 0)
+    skipping = precision_argument(**NONE | {"t2": 0.9})["precision"]  # nothing is read low: T1 follows
+    assert (skipping.t1, skipping.t2, skipping.uses_low) == (0.9, 0.9, False)
+    assert precision_argument(**NONE | {"reroute": 0.1})["precision"].reroute == 0.1
+    for wrong, why in (
+        ({"t1": 0.6}, "needs the name of a tier"),
+        ({"prompt_low": 0.25}, "needs the name of a tier"),
+        ({"t1": 0.9, "t2": 0.6, "low_tier": "Q2_0"}, "0 <= t1 <= t2"),
+        ({"low_tier": "Q2_0"}, "none of them is given"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            precision_argument(**NONE | wrong)
+
+
+def test_stride_reaches_the_predictor(demo):
+    assert Config.make(demo, strategy="promoe").strategy.options == {"stride": 2}
+    assert Config.make(demo, strategy="promoe", stride=1).strategy.options == {"stride": 1}
+    assert Config.make(demo, strategy="lru+learned", stride=2).strategy.options == {"stride": 2}
+    assert PRESETS["promoe"].options == {"stride": 2}, "the preset itself stays"
+    for strategy, stride, why in (("auto", 2, "no stride to choose"), ("lru", 1, "no stride to choose"), ("promoe", 3, "one of 1, 2, not 3")):
+        with pytest.raises(OptionError, match=why):
+            Config.make(demo, strategy=strategy, stride=stride)
+
+
+def test_refused_beside_a_bound(moeoff_command):
+    done = moeoff_command("run", "-p", "x", "--t2", "0.9", "--max-loss", "1%")
+    assert done.returncode == 1 and "give no other" in done.stderr
+
+
+def test_thresholds_on_the_command_line(demo, moeoff_command, tmp_path):
+    """run and eval give up what was asked for and say so; p acts in prompts, T1 and T2 where tokens are decoded."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q2_0"])
+    options = ("-m", model, "--expert-memory", "6M", "--low-tier", "Q2_0")
+    done = moeoff_command("run", *options, "-p", "Once", "-n", "12", "--temp", "0", "--json", "--t1", "0.4", "--t2", "0.7", "--strategy", "hobbit")
+    stats = json.loads(done.stdout)["stats"]
+    assert stats["served_low"] > 0 and stats["skipped"] > 0, done.stderr
+    done = moeoff_command("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prompt-low", "0.5", "--json")
+    found = json.loads(done.stdout)
+    assert found["served_low"] > 0 == found["skipped"] and found["precision"]["prefill_low_share"] == 0.5 and found["kl"] is not None
+
+
+def test_fates_quantization(demo, moeoff_command, tmp_path):
+    """§4.5 and §5.3: int4 for all experts, int2 for the unpopular ones of a prompt, and in decode for what was not there in time."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q4_0", "Q2_0"])
+    options = ("-m", model, "--expert-memory", "3M", "--strategy", "fate", "--tier", "Q4_0", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
+    prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
+
+    def low_bytes(*given):
+        done = moeoff_command("run", *options, "-p", prompt, *given)
+        assert done.returncode == 0, done.stderr
+        stats = json.loads(done.stdout)["stats"]
+        assert stats["tier"] == "Q4_0" and stats["skipped"] == 0
+        return stats["low_bytes_read"]
+
+    in_prompt, in_decode = low_bytes("-n", "1", "--prompt-low", "0.25"), low_bytes("-n", "24", "--t1", "0")
+    assert in_prompt > 0 and in_decode > 0
+    assert low_bytes("-n", "1", "--prompt-low", "0.75") > 1.5 * in_prompt  # p acts in the prompt
+    assert low_bytes("-n", "1", "--t1", "0") == 0  # and T1 in decode alone
+
+
+def test_the_simulator_prices_misses_by_them(tmp_path):
+    def penalty(*options):
+        done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--strategy", "hobbit", "--memory", "50%", "--json", *options])
+        assert done.exit_code == 0, done.output
+        return [row["miss_penalty_per_token"] for row in json.loads(done.output)["results"]]
+
+    usual, none, cheap = penalty(), penalty("--t1", "1", "--t2", "1"), penalty("--low-cost", "0.1")
+    assert penalty("--t1", "0.6", "--t2", "0.9", "--low-cost", "0.25") == usual
+    assert all(a > b > c for a, b, c in zip(none, usual, cheap))
+    done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--scores", str(tmp_path / "scores.png"), "--json"])
+    (own, papers) = json.loads(done.output)["results"]
+    assert own["high"] == pytest.approx(0.67, abs=0.03) and own["low"] == pytest.approx(0.3, abs=0.03)
+    assert (papers["t1"], papers["t2"]) == (0.6, 0.9) and (tmp_path / "scores.png").stat().st_size > 5000

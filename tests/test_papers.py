@@ -1,0 +1,109 @@
+"""The script that puts the papers' claims beside ours: figures on made-up routing whose answers are known, and all of them on the demo model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import paper_figures
+import papers
+from helpers.recordings import random_recording
+from moeoff.engine.strategy import get_strategy
+from paper_figures import FIGURES, PROMPT, Data
+
+
+def made_up(ids, starts=None):
+    """Routing as given [n_tokens, n_gates, k]: nothing else of the recording means anything."""
+    n = len(ids)
+    recording = random_recording(n_tokens=n, n_gates=ids.shape[1], n_used=ids.shape[2])
+    starts = np.arange(n) % 64 == 0 if starts is None else starts
+    recording = replace(
+        recording, ids=ids.astype(np.int32), weights=np.tile(np.linspace(0.7, 0.3, ids.shape[2], dtype=np.float32), (*ids.shape[:2], 1)), starts=starts
+    )
+    return Data(None, recording, recording, {})
+
+
+def test_one_path_is_all_paths():
+    same = made_up(np.tile(np.array([[[0, 1], [2, 3], [4, 5], [6, 7]]]), (2 * PROMPT, 1, 1)))
+    assert paper_figures.edgemoe_4(same).ours.startswith("100.0 %") and paper_figures.edgemoe_4(same).holds
+    found = paper_figures.hobbit_10(same)
+    assert found.ours.startswith("100.0 % (chance 25.0 %); at least one: 100.0 %") and found.holds
+    assert paper_figures.fate_9(same).ours.endswith(f"25.0 % of the experts active in {PROMPT} tokens")
+
+
+def test_even_routing_holds_nothing():
+    rng = np.random.default_rng(0)
+    even = made_up(np.argsort(rng.random((4 * PROMPT, 4, 8)), axis=2)[:, :, :2])
+    assert not paper_figures.edgemoe_4(even).holds and not paper_figures.hobbit_10(even).holds and not paper_figures.hobbit_10b(even).holds
+    assert not paper_figures.fate_9(even).holds  # 2 of 8 experts, the least popular: about their share
+    assert paper_figures.promoe_5(even).holds
+
+
+def test_what_two_layers_tell():
+    """The third layer is a function of the two before: alone each says nothing, together everything."""
+    rng = np.random.default_rng(1)
+    a, b = rng.integers(0, 2, (2, 4096))
+    ids = np.stack([a, b, 2 + (a ^ b)], axis=1)[:, :, None]
+    found = paper_figures.edgemoe_8(made_up(np.concatenate([ids, ids + 4], axis=2)))
+    none, one, two = (float(part.rstrip(" %").strip()) for part in found.ours.split(" knowing")[0].replace("%", "").split(","))
+    assert two > 99 and none < 60 and one < 60
+
+
+def test_ratios_are_of_each_round():
+    rows = []
+
+    class Results:
+        def table(self, name, title, columns):
+            return self
+
+        def row(self, *cells):
+            rows.append(cells)
+
+    speeds = {"Fate": [10.0, 12.0, 11.0], "LoD": [5.0, 4.0, 5.0], "EAP": [10.0, 12.0, 11.0]}
+    papers.ratios(Results(), "x", "x", speeds)
+    found = {row[2]: row[4:] for row in rows}
+    assert len(found) == 2
+    assert found["with prefetching and cache, over load on demand (Fate / LoD)"] == ("2.20 (2.00 to 3.00)", "yes")
+    assert found["the same, lossless (Fate / EAP)"] == ("1.00 (1.00 to 1.00)", "no")
+
+
+def test_contenders_are_strategies():
+    names = {name for ratio in papers.RATIOS for name in (ratio.fast, ratio.slow)}
+    assert names <= set(papers.CONTENDERS)
+    for strategy, _ in papers.CONTENDERS.values():
+        get_strategy(strategy)
+
+
+@pytest.mark.slow
+def test_quick(monkeypatch, tmp_path):
+    """Every figure and every ratio, with its claim, in a data file."""
+    monkeypatch.setattr(papers, "_data", lambda model, text, quick: DATA.setdefault("d", papers.collect(papers_demo(), tuple(papers.TEXTS), 2048, 16)))
+    tables = {}
+    for command, extra in (("figures", ("--plots", str(tmp_path))), ("clock", ())):
+        done = CliRunner().invoke(papers.main, [command, "--quick", "--json", str(tmp_path / "x.json"), *extra], catch_exceptions=False)
+        assert done.exit_code == 0
+        tables[command] = json.loads((tmp_path / "x.json").read_text())["tables"][0]["rows"]
+    assert len(tables["figures"]) == len(FIGURES) and len(tables["clock"]) == len(papers.RATIOS)
+    assert all(cell for row in tables["figures"] for cell in row)
+    assert (tmp_path / "papers.svg").stat().st_size > 5000 and (tmp_path / "papers.png").stat().st_size > 5000
+    speed = {row[2].split(" (")[-1]: float(row[4]) for row in tables["clock"]}
+    assert speed["Fate / LoD)"] > 1.5 and speed["Fate, int4 / LoD)"] > speed["Fate / LoD)"]
+
+
+DATA: dict[str, Data] = {}
+
+
+def papers_demo():
+    from moeoff.paths import demo_model
+
+    return demo_model()
+
+
+@pytest.mark.parametrize("wrong", [["live"], ["live", "--quick"]])
+def test_live_needs_a_model(wrong):
+    done = CliRunner().invoke(papers.main, wrong)
+    assert done.exit_code == 2 and "needs -m MODEL" in done.output

@@ -1,0 +1,256 @@
+"""Strategies against a clock: the live driver, policies and predictors on a simulated disk, where every preset must be worth its reads."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from helpers.files import CODE, PROSE
+from moeoff import BudgetError, Llama
+from moeoff.cache import create
+from moeoff.cache.importance import MissCost
+from moeoff.calibrate.clock import GATE_NS, on_clock
+from moeoff.calibrate.profile_fit import fit
+from moeoff.calibrate.record import record, sequences
+from moeoff.companion.profile import Profile
+from moeoff.engine.batch_spans import Span
+from moeoff.engine.driver_factory import attach_driver
+from moeoff.engine.prefetcher import Prefetcher
+from moeoff.engine.strategy import PRESETS, get_strategy
+from moeoff.gate_event import GateEvent
+from moeoff.gguf.layout import Layout
+from moeoff.predict import FitOptions, Prediction, Predictor
+from moeoff.predict.recording import Recording
+from moeoff.predict.router import Router
+from moeoff.simulate.simulator import simulate
+from moeoff.simulate.timed import TimedBuffer
+from moeoff.simulate.trace import Model, TensorInfo, Trace
+
+PAPERS = ("fate", "edgemoe", "hobbit", "promoe", "eap")
+
+
+@pytest.fixture(scope="module")
+def recording(demo) -> Recording:
+    with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
+        layers = {t.gate: t.layer for t in model.expert_buffer.tensors}
+        router = Router.read(Layout.read(demo), [layers[g] for g in sorted(layers)], model.expert_buffer.priorities.shape[1])
+        return record(model, sequences(model, [PROSE, CODE], 3072), router, "demo")
+
+
+@pytest.fixture(scope="module")
+def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
+    """What was held out, and a profile of the rest."""
+    train, held = recording.split(0.2)
+    path = str(tmp_path_factory.mktemp("timed") / "demo.profile.npz")
+    layout = Layout.read(demo)
+    Profile.write(path, layout, fit(recording.take(train), FitOptions(hidden=64), only={"gate", "path", "learned", "hobbit", "popularity", "tokens"}))
+    return recording.take(held), Profile.read(path, layout)
+
+
+def run(demo, learned, strategy, *, share=0.5, read=1 / 8, tokens=192):
+    """The held-out text, token by token, through what `Llama` would put together."""
+    held, profile = learned
+    return on_clock(held, strategy, Layout.read(demo), share=share, read=read, profile=profile, tokens=tokens)
+
+
+def test_by_hand():
+    """One matrix, one expert a token: what is absent is waited for, what was asked for in time is not, and late is late by the rest."""
+    model = Model("one", 1, tuple(TensorInfo(g, g, 0, 4, 5000) for g in range(2)))
+    buffer = TimedBuffer(model, 4 * model.tensors[0].slot_bytes, read_ns=30, gate_ns=20, expert_share=1)
+
+    def event(gate, expert):
+        return GateEvent(gate, np.array([[expert]], np.int32), np.ones((1, 1), np.float32))
+
+    buffer.compute(event(0, 0))
+    assert (buffer.now, buffer.counts["stall_ns"]) == (50, 30)
+    assert buffer.prefetch(1, [2, 3]) == 2  # read from 50 to 80
+    buffer.compute(event(0, 0))
+    assert (buffer.now, buffer.counts["stall_ns"]) == (70, 30)
+    buffer.compute(event(1, 2))  # 10 of its 30 are left, and the other is given up
+    assert (buffer.now, buffer.counts["stall_ns"]) == (100, 40)
+    buffer.compute(event(1, 2))
+    assert buffer.now == 120 and buffer.counts == {
+        "hits": 2,
+        "misses": 2,
+        "reads": 2,
+        "prefetched": 2,
+        "useful": 1,
+        "in_time": 0,
+        "stall_ns": 40,
+        "busy_ns": 60,
+    }
+    assert buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
+    with pytest.raises(BudgetError, match="fewer experts than a gate selects"):
+        TimedBuffer(model, model.tensors[0].slot_bytes, 30, 20)
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "score", "arc", "lru-layer"])
+def test_the_clock_changes_no_hit(recording, name):
+    """Without prefetches the timed buffer finds and evicts what the simulator does."""
+    events = recording.events(0, 150, inputs=False)
+    starts = np.zeros(len(events), bool)
+    trace = Trace(recording.model, events, starts)
+    arena = recording.model.full_bytes // 3
+    buffer = TimedBuffer(recording.model, arena, 1000, 1000)
+    policy = create(name, recording.model.shape(arena), buffer.priorities)
+    for event in events:
+        buffer.compute(event)
+        policy.update(event)  # behind its gate's reads, as the simulator has it
+    expected = simulate(trace, name, arena)
+    found = buffer.counts
+    assert (found["hits"], found["misses"]) == (expected.gate_hits.sum(), expected.gate_misses.sum()) and found["stall_ns"] > 0
+
+
+def test_lru_layer_by_brute_force(recording):
+    """As many experts in each layer, the last used of it: once the arena is full, what each layer has is what its own LRU would have."""
+    model, quota = recording.model, 10
+    events = recording.events(0, 200, inputs=False)
+    arena = quota * model.n_gates * 3 * model.tensors[0].slot_bytes
+    result = simulate(Trace(model, events, np.zeros(len(events), bool)), "lru-layer", arena)
+    caches = [OrderedDict() for _ in range(model.n_gates)]
+    for event in events:
+        cache = caches[event.gate]
+        for expert in event.ids[0].tolist():
+            cache[expert] = None
+            cache.move_to_end(expert)
+            if len(cache) > quota:
+                cache.popitem(last=False)
+    found = result.resident.reshape(len(model.tensors), -1)
+    for i, t in enumerate(model.tensors):
+        assert set(np.flatnonzero(found[i])) == set(caches[t.gate]), (t.gate, t.matrix)
+    assert result.resident.sum() == quota * len(model.tensors)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_prefetching_beats_none(demo, learned, name, share):
+    preset = PRESETS[name]
+    (with_it, _), (without, _) = (run(demo, learned, s, share=share) for s in (preset, replace(preset, predictor=None)))
+    assert with_it.hit_rate > without.hit_rate + 0.02, (with_it, without)
+    assert with_it.stall_ns < 0.97 * without.stall_ns, (with_it, without)
+
+
+class TwoAhead(Predictor):
+    """Always the same experts, of the next two gates."""
+
+    def observe(self, event):
+        scores = np.tile(np.linspace(1, 0, 8, dtype=np.float32), (len(event.ids), 1))
+        return [Prediction(event.gate + ahead, scores) for ahead in (1, 2) if event.gate + ahead < 3]
+
+
+def two_ahead(n_tokens, resident, credit):
+    """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each, experts 0 and 1."""
+    model = Model("three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2)))
+    buffer = TimedBuffer(model, 16 * model.tensors[0].slot_bytes, read_ns=10, gate_ns=100)
+    prefetcher = Prefetcher(buffer, TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)), n_used=2, n_lanes=1, ab_tested=False)
+    for gate, experts in resident.items():
+        buffer.prefetch(gate, experts)
+        buffer.compute(GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32)))
+    buffer.set_gate_callback(prefetcher.observe)
+    prefetcher._credit = prefetcher._earned = credit
+    before = buffer.counts["prefetched"]
+    buffer.select(event := GateEvent(0, np.tile([[6, 7]], (n_tokens, 1)), np.ones((n_tokens, 2), np.float32)))
+    prefetcher.observe(event)
+    expected = buffer._expected.reshape(3, 2, 8).any(axis=(1, 2))
+    return buffer.counts["prefetched"] - before, expected.tolist()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3], ids=["decode", "batch"])
+def test_looks_further_only_if_all_that_is_predicted_is_there(n_tokens):
+    """HOBBIT §3.3, on a buffer that knows what it has: also where nothing may be read."""
+    assert two_ahead(n_tokens, {1: [0, 1]}, 99.0) == (4, [False, True, True])
+    assert two_ahead(n_tokens, {1: [0]}, 99.0) == (2, [False, True, False])
+    assert two_ahead(n_tokens, {}, 99.0) == (4, [False, True, False])
+    if n_tokens == 1:  # a batch's reads are not rationed
+        assert two_ahead(1, {1: [0], 2: [0]}, 0.0) == (0, [False, True, False])
+        assert two_ahead(1, {1: [0, 1], 2: [0]}, 0.0) == (0, [False, True, True])
+
+
+def read_order(demo, learned, strategy, n_tokens=128):
+    """Of the gates of a prompt's first batch: what the strategy reads ahead of each, in order, and how many of its tokens select each expert."""
+    held, profile = learned
+    buffer = TimedBuffer(held.model, held.model.full_bytes // 2, GATE_NS // 8, GATE_NS)
+    driver = attach_driver(buffer, strategy, Layout.read(demo), n_lanes=1, profile=profile)
+    driver.begin(held.tokens[:n_tokens], {0: Span(0, n_tokens, n_tokens, False)}, False)
+    asked, prefetch = {}, buffer.prefetch
+    buffer.prefetch = lambda gate, experts, *rest, **options: [asked.setdefault(gate, list(experts)), prefetch(gate, experts, *rest, **options)][1]
+    for g in range(held.model.n_gates):
+        part = slice(0, n_tokens)
+        buffer.compute(GateEvent(g, held.ids[part, g], held.weights[part, g], None, held.inputs[part, g].astype(np.float32)))
+    return {g: (order, np.bincount(held.ids[:n_tokens, g].ravel(), minlength=32)) for g, order in asked.items() if g}
+
+
+def test_a_prompts_popular_experts_are_read_first(demo, learned):
+    """Fate §4.3, in the first prompt of a process, of which nothing is known but the layer before: the experts of the most tokens come first."""
+    share = {}
+    for name in ("fate", "lru+gate"):
+        orders = read_order(demo, learned, get_strategy(name))
+        assert len(orders) > 8 and all(len(order) == 32 for order, _ in orders.values())
+        share[name] = np.mean([count[order[:8]].sum() / count.sum() for order, count in orders.values()])
+    best = np.mean([np.sort(count)[-8:].sum() / count.sum() for _, count in read_order(demo, learned, PRESETS["fate"]).values()])
+    assert share["fate"] > 0.85 * best and share["fate"] > 1.4 * share["lru+gate"]
+
+
+def test_the_meter_counts_what_was_there_in_time(demo, learned):
+    """GoodPred's two factors are counts: on a disk that takes no time everything predicted is there, on a slow one little, and accuracy is the
+    predictor's own whatever the disk."""
+    found = {}
+    for read in (1 / 64, 1 / 8, 3):
+        result, driver = run(demo, learned, PRESETS["promoe"], share=0.25, read=read)
+        meter = driver.prefetcher.meter
+        found[read] = meter.accuracy, meter.fetch_rate
+        assert meter.good_pred == pytest.approx(meter.accuracy * meter.fetch_rate)
+        # of what was predicted and selected, what was not there is among the misses
+        assert meter._late_slices <= result.misses
+    accuracies, rates = zip(*found.values())
+    assert max(accuracies) - min(accuracies) < 1e-9 and 0.4 < accuracies[0] < 0.95
+    assert rates[0] > 0.97 > rates[1] > rates[2] + 0.05
+
+
+def test_strides_differ_as_promoe_says(demo, learned):
+    """One layer more of distance costs accuracy and leaves more time (ProMoE §4.4)."""
+    meters = [run(demo, learned, PRESETS["promoe"].ahead(stride), share=0.25)[1].prefetcher.meter for stride in (1, 2)]
+    assert meters[0].accuracy > meters[1].accuracy + 0.02
+    assert meters[1].fetch_rate > meters[0].fetch_rate
+
+
+def test_fate_reads_as_many_as_the_time_allows(demo, learned):
+    """n = T / t_expert (Fate §4.3), on a real driver: a disk half as fast reads about half as many ahead, and never more than the gaps have room for."""
+    reads = {}
+    for read in (1 / 8, 1 / 16):
+        result, _ = run(demo, learned, replace(PRESETS["fate"], policy="lru"), share=0.5, read=read)
+        reads[read] = result.prefetched
+        room = (result.ns - result.misses * read * GATE_NS) / (read * GATE_NS)
+        assert 0 < result.prefetched <= room
+    assert reads[1 / 16] > 1.2 * reads[1 / 8]
+
+
+def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
+    """What was fitted on four fifths of the text is worth it on the last: fewer misses are paid, and more of what is selected is predicted."""
+    held, profile = learned
+    trace, hobbit = held.trace(400), profile.section("hobbit")
+    cost = MissCost(*(float(hobbit[name]) for name in ("t1", "t2", "low_cost")))
+    arena = trace.model.full_bytes // 2
+
+    def paid(**weights):
+        return simulate(trace, "hobbit", arena, cost=cost, t1=cost.t1, **weights).miss_penalty
+
+    fitted = paid(**{name: float(hobbit[name]) for name in ("lru", "lfu", "lhu", "fld")})
+    assert fitted < 0.98 * simulate(trace, "lru", arena, cost=cost).miss_penalty
+    assert all(fitted < 1.01 * paid(**{name: float(name == only) for name in ("lru", "lfu", "lhu", "fld")}) for only in ("lru", "lfu", "fld"))
+    accuracies = {}
+    for name in ("edgemoe", "promoe", "fate"):
+        for known in (profile, None):
+            if name != "promoe" or known:
+                _, driver = run(demo, (held, known), replace(PRESETS[name].ahead(1) if name == "promoe" else PRESETS[name], policy="lru"))
+                accuracies[name, known is not None] = driver.prefetcher.meter.accuracy
+    assert accuracies["edgemoe", True] > accuracies["edgemoe", False] + 0.1
+    assert accuracies["promoe", True] > accuracies["fate", True] + 0.03
+
+
+def test_presets_are_what_their_papers_say():
+    assert PRESETS["eap"].policy == PRESETS["fate"].policy == "arc"
+    assert PRESETS["promoe"].policy == "lru-layer" and PRESETS["promoe"].options == {"stride": 2}
