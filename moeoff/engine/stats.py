@@ -10,7 +10,8 @@ from .expert_buffer import ExpertBuffer
 
 _COUNTERS = (
     "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
-    "expert_uses served_low skipped rerouted simulated_misses low_bytes_read events_dropped"
+    "expert_uses served_low skipped rerouted simulated_misses low_bytes_read events_dropped device_hits device_uploads device_bytes "
+    "device_upload_seconds"
 ).split()
 
 
@@ -52,6 +53,9 @@ class Stats:
     when it was last compared; None: the strategy does not prefetch or does not compare.
     drafts_on and drafts_gain say the same of a server's drafts; None: it makes none.
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
+    device_hits: of demand_hits, the slices that a device holds; device_uploads: experts that were written into a device's slot, of device_bytes bytes, in
+    device_upload_seconds; device_experts: on devices now; device_memory: of each device with slots, their number for each layer, their bytes, and
+    what llama.cpp takes there.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
     events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
@@ -98,6 +102,12 @@ class Stats:
     drafts_on: bool | None = None
     drafts_gain: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
+    device_hits: int = 0
+    device_uploads: int = 0
+    device_bytes: int = 0
+    device_upload_seconds: float = 0.0
+    device_experts: int = 0
+    device_memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def precision_summary(self) -> str:
@@ -147,6 +157,11 @@ class Stats:
             low_arena_bytes=s.low_arena_bytes,
             embedding_disk_bytes=buffer.embedding_bytes,
             events_dropped=s.events_dropped,
+            device_hits=s.device_hits,
+            device_uploads=s.device_uploads,
+            device_bytes=s.device_bytes,
+            device_upload_seconds=s.device_upload_ns / 1e9,
+            device_experts=s.device_experts,
         )
 
     def timed(self, timing: Timing) -> Stats:

@@ -221,6 +221,7 @@ class Server:
     def _on_ready(self, ctx: int, ctx_draft: int | None, url: bytes) -> int:
         """Everything that the server allocates is allocated: the arena gets what is left."""
         parts, out = self._assembly, (c_uint64 * 5)()
+        parts.start_devices(ctx)
         if native.context_memory(ctx, out) != 0:
             raise MoeoffError("no memory for the graph of the largest batch")
         weights, state, compute, work, outputs = out

@@ -23,6 +23,7 @@ bool slice_table::start(uint64_t high_limit, uint64_t low_limit) {
     written.assign((size_t) map.n_gates() * map.n_experts(), 0.0f);
     all.keys.assign(written.size(), eviction_rank::key_of(0.0f));
     published.assign(written.size(), 0.0f);
+    all.on_device.assign(written.size(), 0);
     keys_of_row.resize((size_t) all.n_experts);
     queue.resize(all.slices.size());
     for (auto & list : wants) {
@@ -328,13 +329,46 @@ void slice_table::wake_workers() {
     }
 }
 
-bool slice_table::is_resident(const gate & g, int32_t expert, version v) const {
+bool slice_table::is_ready(const gate & g, int32_t expert, version v) const {
     for (const int32_t ti : g.tensors) {
         if (ti >= 0 && at(map.tensor_at(ti), expert, v).state.load(std::memory_order_relaxed) != READY) {
             return false;
         }
     }
     return true;
+}
+
+bool slice_table::is_resident(const gate & g, int32_t expert, version v) const { return (v == HIGH && on_device(g, expert)) || is_ready(g, expert, v); }
+
+bool slice_table::is_in_memory(const gate & g, int32_t expert) const { return is_ready(g, expert, HIGH); }
+
+// --- devices ---
+
+void slice_table::count_on_device(const gate & g, moeoff_gate_event & event) {
+    for (const int32_t ti : g.tensors) {
+        stats.demand_hits += ti >= 0;
+        stats.device_hits += ti >= 0;
+        event.n_hit += ti >= 0;
+    }
+}
+
+void slice_table::set_on_device(const gate & g, int32_t expert, bool is_there) {
+    all.on_device[leaf_of(g, expert)] = is_there;
+    for (const int32_t ti : g.tensors) {
+        for (int v = 0; ti >= 0 && v < (all.has_low() ? 2 : 1); v++) {
+            reconsider(slice_at(map.tensor_at(ti), expert, (uint8_t) v));
+        }
+    }
+}
+
+void slice_table::clear_on_device() {
+    for (int32_t i = 0; i < map.n_gates(); i++) {
+        for (int32_t e = 0; e < map.gate_at(i).n_expert; e++) {
+            if (on_device(map.gate_at(i), e)) {
+                set_on_device(map.gate_at(i), e, false);
+            }
+        }
+    }
 }
 
 // --- reading ---
