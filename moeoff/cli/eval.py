@@ -13,7 +13,7 @@ import click
 from ..console import progress_bar, remark
 from ..memory import peak_rss
 from ..paths import demo_model
-from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SYSTEM, llama_arguments, with_options
+from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SYSTEM, VRAM, llama_arguments, with_options
 from .options import CONTEXT, companion, one_sentence
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 @click.option("--deterministic", is_flag=True, help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
-@with_options(FLASH, BATCH, CACHE, GPU, ROPE, SYSTEM)
+@with_options(FLASH, BATCH, CACHE, GPU, VRAM, ROPE, SYSTEM)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @one_sentence

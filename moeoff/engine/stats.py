@@ -110,6 +110,12 @@ class Stats:
     device_memory: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
+    def device_hit_rate(self) -> float:
+        """Of the slices that gates chose, the share that a device held."""
+        uses = self.demand_hits + self.demand_misses
+        return self.device_hits / uses if uses else 0.0
+
+    @property
     def precision_summary(self) -> str:
         """What was given up, in words; empty if nothing was."""
         uses = max(self.expert_uses, 1)

@@ -46,7 +46,8 @@ void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, sele
     }
 }
 
-void device_tier::assign(const gate & g, selection & all, slice_table & table) {
+void device_tier::assign(const gate & g, selection & all, slice_table & table, int32_t n_most) {
+    const int32_t  n = std::min(n_most, max_uploads);
     device_slots & s = *slots[(size_t) g.index];
     candidates.clear();
     for (const int32_t e : all.chosen) {
@@ -56,10 +57,10 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table) {
             candidates.push_back(e);
         }
     }
-    if (!uploads_all() && (int32_t) candidates.size() > max_uploads) {
+    if (!uploads_all() && (int32_t) candidates.size() > n) {
         const uint32_t * keys = table.keys_of(g);
-        std::partial_sort(candidates.begin(), candidates.begin() + max_uploads, candidates.end(), [keys](int32_t a, int32_t b) { return keys[a] > keys[b]; });
-        candidates.resize((size_t) max_uploads);
+        std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [keys](int32_t a, int32_t b) { return keys[a] > keys[b]; });
+        candidates.resize((size_t) n);
     }
     for (const int32_t e : candidates) {
         begin_upload(g, e, uploads_all(), all, table);

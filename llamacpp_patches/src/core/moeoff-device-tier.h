@@ -27,8 +27,9 @@ class device_tier {
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
     moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
 
-    // Fills slot_of of the experts in all.chosen, and all.uploads. Only what is to be served in high precision takes part
-    void assign(const gate & g, selection & all, slice_table & table) REQUIRES(store_mutex);
+    // Fills slot_of of the experts in all.chosen, and all.uploads: of the latter at most so many, unless every chosen expert is uploaded.
+    // Only what is to be served in high precision takes part
+    void assign(const gate & g, selection & all, slice_table & table, int32_t n_most) REQUIRES(store_mutex);
     void finish(const gate & g, const upload & u, bool is_complete, slice_table & table) REQUIRES(store_mutex);
 
   private:

@@ -145,7 +145,7 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
     decided.store(true, std::memory_order_release);
 }
 
-void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops) {
+void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops, int32_t n_uploads) {
     moeoff_stats & stats = table.counters();
     table.next_event();
     if (eager && select.active()) {
@@ -164,7 +164,7 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
     }
     table.drop_preloads();
     if (device_ops) {
-        device.assign(g, all, table);
+        device.assign(g, all, table, n_uploads);
         for (const int32_t e : all.chosen) {
             if (all.slot_of[e] >= 0) {
                 table.count_on_device(g, event);

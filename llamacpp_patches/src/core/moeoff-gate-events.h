@@ -37,8 +37,8 @@ class gate_events {
     // Before the weights: the experts that the block uses. Behind a simulated cache their versions are decided here, too
     void route(gate & g, const router_output & r, bool decode) REQUIRES(store_mutex);
     // Fills what event says of hits and misses, and its versions. eager: the slices are requested; the caller wakes the workers.
-    // device_ops: the indices that the ops of the graph have if a device computes with it, else nullptr
-    void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops) REQUIRES(store_mutex);
+    // device_ops: the indices that the ops of the graph have if a device computes with it, else nullptr; it then gets at most n_uploads
+    void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops, int32_t n_uploads) REQUIRES(store_mutex);
     // false: every expert is served high, in every graph
     bool has_decisions() const { return decided.load(std::memory_order_acquire); }
     // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts. True if it did so for each of

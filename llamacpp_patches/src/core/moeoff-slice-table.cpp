@@ -227,16 +227,36 @@ void slice_table::pin(const tensor & t, const int32_t * experts, const uint8_t *
 }
 
 void slice_table::unpin(slice & s, bool keep) {
-    if (--s.pins > 0) {
+    if (--s.pins > s.held) {
         return;
     }
     s.want_seq = 0;
-    if (s.size_class < 0) {
+    if (s.size_class < 0 || s.pins > 0) {
         return;
     }
     if (s.state.load(std::memory_order_relaxed) == FAILED) {
         s.state.store(ABSENT, std::memory_order_relaxed);
     } else if (!keep) {
+        evict(s);
+    } else {
+        reconsider(s);
+    }
+    fit_limits();
+    wake_workers();
+}
+
+void slice_table::hold(slice & s) {
+    s.pins++;
+    s.held++;
+    reconsider(s);
+}
+
+void slice_table::release(slice & s, bool keep) {
+    s.held--;
+    if (--s.pins > 0) {
+        return;
+    }
+    if (!keep && s.want_seq == 0) {
         evict(s);
     } else {
         reconsider(s);
@@ -570,6 +590,7 @@ void slice_table::check_invariants() const {
         assert((state == READY) == (s.data != nullptr) && (state == READY) == (s.resident_i >= 0));
         assert(s.resident_i < 0 || pools[s.version].residents()[s.resident_i] == i);
         assert((state == LOADING || state == READY) <= (s.slot >= 0) && (state == ABSENT || state == FAILED) <= (s.slot < 0));
+        assert(s.held <= s.pins && (s.held > 0) <= (state == READY));
         assert((state == ABSENT) <= (s.pins == 0) && (state == FAILED) <= (s.pins > 0));
         assert(!s.expected || state == READY || s.level == PREFETCH);
         n_resident[s.version] += s.resident_i >= 0;

@@ -53,6 +53,9 @@ class slice_table {
     // the op that begins uses these slices of t: they are requested, and none is evicted until it is unpinned
     void    pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) REQUIRES(store_mutex);
     void    unpin(slice & s, bool keep) REQUIRES(store_mutex);
+    // an upload to a device uses a READY slice: it is not evicted until it is released. No use by the graph
+    void    hold(slice & s) REQUIRES(store_mutex);
+    void    release(slice & s, bool keep) REQUIRES(store_mutex);
     // queues a slice that is expected, or preloads it: loads it whatever the routers select until the next event; true if it was absent
     bool    prefetch(slice & s, bool is_expected, bool may_queue, bool * may_evict) REQUIRES(store_mutex);
     // gives up what was expected of this gate and not chosen: is_chosen[e] has bit 1 << version set, nullptr: nothing is. Returns

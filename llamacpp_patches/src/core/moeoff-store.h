@@ -7,6 +7,7 @@
 //     gate_events    what follows when a router has selected       guarded
 //     device_tier    which experts are on devices                  guarded
 //     slot_memory    their bytes: exchanged between decodes, written by who got the slot
+//     uploader       the thread that writes them                   has a mutex of its own
 //     io_workers     the threads that read
 //     event_driver   tells the driver of gate events               has a mutex of its own
 //     embedding      rows of the token embedding                   has a mutex of its own
@@ -24,6 +25,7 @@
 #include "moeoff-io-worker.h"
 #include "moeoff-slice-table.h"
 #include "moeoff-slot-memory.h"
+#include "moeoff-uploader.h"
 
 #include <atomic>
 #include <memory>
@@ -123,7 +125,7 @@ class store {
   private:
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
-    void upload_expert(const gate & g, const upload & u, selection & all);
+    bool upload_expert(gate & g, const upload & u, bool is_held);
     int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
     bool check_routing(std::string & error) const;
@@ -137,6 +139,8 @@ class store {
     mutable device_tier        device;
     gate_events                events { map, table, device };
     std::unique_ptr<slot_memory> slots;
+    uploader                   uploads;
+    bool                       has_uploader = false; // started, with the first slots
     std::atomic<uint32_t>      flags;     // moeoff_flag
     io_workers                 workers { table, sync, flags };
     event_driver               driver;

@@ -34,6 +34,7 @@ void server_usage::to_json(common_json & out) const {
     }
     out["moeoff"] = {
         {"hits", std::llround(hits)},
+        {"device_hits", std::llround(device_hits)},
         {"misses", std::llround(misses)},
         {"hit_rate", hits + misses > 0 ? hits / (hits + misses) : 0.0},
         {"bytes_read", std::llround(bytes_read)},
@@ -93,6 +94,7 @@ std::string server_decode::finish(int result, server_usage & share) {
     share.uses       = (now.expert_uses - seen.expert_uses) / n;
     share.served_low = (now.served_low - seen.served_low) / n;
     share.skipped    = (now.skipped - seen.skipped) / n;
+    share.device_hits = (now.device_hits - seen.device_hits) / n;
     share.rerouted   = (now.rerouted - seen.rerouted) / n;
     share.rerouted_margin = now.rerouted_margin;
     seen = now;

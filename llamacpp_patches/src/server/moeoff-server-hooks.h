@@ -15,7 +15,7 @@ namespace moeoff {
 
 // What one answer took of the expert buffer: shares of the decodes that it had a part in.
 struct server_usage {
-    double hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0, rerouted = 0;
+    double hits = 0, device_hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0, rerouted = 0;
     double rerouted_margin = 0; // the largest so far
 
     void to_json(common_json & out) const; // adds a "moeoff" object if there are hooks
@@ -42,6 +42,7 @@ class server_decode {
             of.served_low += share.served_low;
             of.skipped += share.skipped;
             of.rerouted += share.rerouted;
+            of.device_hits += share.device_hits;
             of.rerouted_margin = share.rerouted > 0 ? share.rerouted_margin : of.rerouted_margin;
         }
         return error;
