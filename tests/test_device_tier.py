@@ -1,19 +1,113 @@
 """Models on a device: with the experts on the CPU, and with some of them in slots of its memory."""
 
+import os
+import subprocess
+import sys
+
+import numpy as np
 import pytest
 
-from helpers.device_runs import device_runs, why_no_device
+from helpers.device_runs import ENVIRONMENT, device_runs, why_no_device
 from helpers.logits import assert_bit_equal
 
 pytestmark = pytest.mark.skipif(bool(why_no_device()), reason=why_no_device())
 
 BATCHES = [40, 1, 2, 9, *[1] * 12]
+SINGLE = [1] * 64
+ALL = {"vram": "1G", "slots": 32, "batches": BATCHES}
 
 
 def test_experts_on_the_cpu_are_stocks(demo, tmp_path):
-    """Everything else is on the device: with all experts in memory, and with a few."""
-    runs = {"stock": {"stock": "CPU"}, "ours": {}, "small": {"memory": None, "expert_memory": "3M"}}
-    logits, stats = device_runs(demo, tmp_path, {name: run | {"batches": BATCHES} for name, run in runs.items()})
-    assert_bit_equal(logits["ours"], logits["stock"])
-    assert_bit_equal(logits["small"], logits["stock"])
+    """Everything else is on the device: with all experts in memory, and with a few; and where every expert could be on the device and none is."""
+    runs = {"stock": {"stock": "CPU"}, "ours": {}, "small": {"memory": None, "expert_memory": "3M"}, "misses": {"vram": "1G", "uploads": 0}}
+    logits, stats = device_runs(demo, tmp_path, {name: {"batches": BATCHES} | run for name, run in runs.items()})
+    for name in ("ours", "small", "misses"):
+        assert_bit_equal(logits[name], logits["stock"])
     assert stats["small"]["evictions"] > 0
+    assert stats["misses"]["device_hits"] == stats["misses"]["device_uploads"] == 0 < stats["misses"]["demand_hits"]
+
+
+def test_experts_on_the_device_are_stocks(demo, tmp_path):
+    """Where a device has all that is chosen, in both modes, and with a floor of host memory."""
+    runs = {
+        "stock": {"stock": "device", "batches": BATCHES},
+        "centric": ALL | {"vram_mode": "centric"},
+        "small": ALL | {"vram_mode": "centric", "memory": None, "expert_memory": "64K"},
+        "cooperative": ALL | {"uploads": 32, "passes": 40},
+    }
+    logits, stats = device_runs(demo, tmp_path, runs)
+    for name in ("centric", "small", "cooperative"):
+        assert_bit_equal(logits[name], logits["stock"])
+        assert stats[name]["device_memory"]["Vulkan0"]["n_slots"] == 32
+    assert stats["cooperative"]["device_hit_rate"] == 1
+    assert stats["small"]["evictions"] > 0 and stats["small"]["device_uploads"] == stats["centric"]["device_uploads"] > 0
+
+
+@pytest.mark.parametrize("slots", [4, 8, 16, 32])
+def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
+    """Every chosen expert is uploaded before its use: as if all had been there."""
+    runs = {"stock": {"stock": "device", "batches": SINGLE}, "ours": ALL | {"vram_mode": "centric", "batches": SINGLE, "slots": slots}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    assert_bit_equal(logits["ours"], logits["stock"])
+    n_chosen = stats["ours"]["expert_uses"]
+    assert (stats["ours"]["device_uploads"] + stats["ours"]["device_hits"] // 3) == n_chosen
+    assert stats["ours"]["device_experts"] <= slots * 12
+
+
+@pytest.mark.parametrize("slots", [4, 8, 16, 32])
+def test_a_part_on_the_device(demo, tmp_path, slots):
+    """As far from stock as stock on one device is from stock on another."""
+    runs = {
+        "CPU": {"stock": "CPU", "batches": BATCHES},
+        "device": {"stock": "device", "batches": BATCHES},
+        "ours": ALL | {"slots": slots},
+        "centric": ALL | {"slots": slots, "vram_mode": "centric"},  # small batches on the device, others on the CPU
+        "scarce": ALL | {"slots": slots, "memory": None, "expert_memory": "3M"},
+    }
+    logits, stats = device_runs(demo, tmp_path, runs)
+    usual = np.abs(logits["CPU"] - logits["device"]).max()
+    assert usual > 0
+    for name in ("ours", "centric", "scarce"):
+        assert len(logits[name]) == 64
+        np.testing.assert_array_equal(logits[name].argmax(1), logits["CPU"].argmax(1))
+        assert np.abs(logits[name] - logits["CPU"]).max() <= 3 * usual
+        s = stats[name]
+        assert 0 < s["device_hits"] < s["demand_hits"] + s["demand_misses"] and s["device_experts"] <= 12 * slots
+        assert s["device_bytes"] > 0 and s["device_memory"]["Vulkan0"]["n_slots"] == slots
+
+
+REFUSED = [
+    (["--vram", "1M"], r"1\.00 MiB on Vulkan0 is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M or more"),
+    (["--vram", "9000G"], r"is more than Vulkan0 has: .* free: give --vram \d+M or less"),
+    (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
+    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, cpu, not 'fast'"),
+    (["--vram", "1G", "-ngl", "0"], "vram has no effect while no layer goes to the GPU"),
+    (["--vram", "1G", "-ot", "blk=CPU", "-sm", "none", "-ngl", "1"], "no layer with experts is computed on a device"),
+]
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
+def test_refused(demo, tmp_path, options, words):
+    import re
+
+    done = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "--no-fa", "-ngl", "99", *options], tmp_path)
+    assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 4  # ggml-vulkan tells of its devices in three
+
+
+def run_command(arguments: list[str], folder) -> subprocess.CompletedProcess:
+    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+    env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(folder)}
+    return subprocess.run([command, *arguments], env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+
+
+def test_what_is_said_of_it(demo, tmp_path):
+    done = run_command(
+        ["run", "-m", demo, "-p", "x", "-n", "4", "--no-flash-attn", "-ngl", "99", "--vram", "80%", "--stats-json", str(tmp_path / "s.json")], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on the GPU" in done.stderr and '"Vulkan0"' in (tmp_path / "s.json").read_text()
+    doctor = run_command(["doctor"], tmp_path)
+    assert "Vulkan0" in doctor.stdout and "free of" in doctor.stdout
+    inspect = run_command(["inspect", demo, "--no-probe"], tmp_path)
+    assert "Vulkan0" in inspect.stdout

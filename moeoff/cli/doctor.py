@@ -83,10 +83,10 @@ def check_cpu() -> Iterator[Finding]:
         return
     from ..devices import devices
 
-    found = devices()
-    if not found:
+    gpus = devices()
+    if not gpus:
         yield Finding("gpu", WARNING, "this build can use one, and its driver finds none", "install the driver, or build without: make env")
-    for device in found:
+    for device in gpus:
         free, total = device.memory
         yield Finding("gpu", OK, f"{device.name}, {device.description}: {format_size(free)} free of {format_size(total)} (-ngl, --vram)")
 

@@ -97,7 +97,10 @@ def _print(r: Report) -> None:
         console.print()
         for device in r.devices:
             share = min(device.free / r.expert_bytes, 1.0) if r.expert_bytes else 1.0
-            line(device.name, f"{device.description}: {format_size(device.free)} free of {format_size(device.total)}, room for at most {share:.0%} of the experts (-ngl, --vram)")
+            line(
+                device.name,
+                f"{device.description}: {format_size(device.free)} free of {format_size(device.total)}, room for at most {share:.0%} of the experts (-ngl, --vram)",
+            )
     if r.disk:
         how = "direct reads" if r.disk.direct_io else "reads through the page cache, which may flatter it"
         text = (

@@ -39,7 +39,9 @@ GPU = (
     click.option("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...", help="Memory for tensors outside the experts whose names match, as CPU or CUDA0."),
 )
 VRAM = (
-    click.option("--vram", metavar="SIZE", help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts."),
+    click.option(
+        "--vram", metavar="SIZE", help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts."
+    ),
     click.option("--vram-mode", metavar="MODE", help="How a GPU computes with experts: cooperative, centric or cpu. See docs/gpu.md. Default: cooperative."),
 )
 ROPE = (

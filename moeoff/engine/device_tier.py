@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import native
@@ -99,8 +100,8 @@ class DeviceTier:
                 rooms[device.handle] = DeviceRoom(device.name, limit, self._taken(device.handle) + max(less.get(device.handle, 0), 0), free)
         return rooms
 
-    def _bytes_of(self, handle: int) -> list:
-        def of(gate: int):
+    def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
+        def of(gate: int) -> Callable[[int], int]:
             return lambda n: self._buffer.device_slot_bytes(handle, gate, n, self._n_used)
 
         return [of(gate) for gate, device in enumerate(self._devices) if device == handle]
@@ -115,6 +116,4 @@ class DeviceTier:
     def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, int], reason: str) -> BudgetError:
         handle = max(rooms, key=lambda h: sum(of(slots[h]) for of in self._bytes_of(h)))
         half = rooms[handle].taken + sum(of(max(slots[handle] // 2, 1)) for of in self._bytes_of(handle))
-        return BudgetError(
-            f"{format_size(rooms[handle].bound)} on {rooms[handle].name}: {reason}", Remedy.LESS_VRAM, needed=-(-half // MIB) * MIB
-        )
+        return BudgetError(f"{format_size(rooms[handle].bound)} on {rooms[handle].name}: {reason}", Remedy.LESS_VRAM, needed=-(-half // MIB) * MIB)

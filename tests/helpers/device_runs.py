@@ -37,11 +37,14 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
     """(logits [positions, n_vocab], stats) of each run by its name.
 
     Args:
-        runs: options, and "batches": how many tokens each batch has.
+        runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
+            each step, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
-    done = subprocess.run([sys.executable, __file__, str(out), str(stats)], input=job, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(
+        [sys.executable, __file__, str(out), str(stats)], input=job, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     with np.load(out) as arrays:
         return {name: arrays[name] for name in arrays}, json.loads(stats.read_text())
@@ -52,6 +55,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from dataclasses import asdict
 
     import moeoff
+    import moeoff.engine.device_tier as device_tier
     from moeoff.binding import buffer_types
     from moeoff.gguf.tensor_name import EXPERT_PATTERN
     from moeoff.native import tensor_overrides
@@ -64,15 +68,24 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
                 self._overrides = tensor_overrides([(EXPERT_PATTERN, buffer_types()["CPU"])])
                 params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
-    where, batches = run.pop("stock", None), run.pop("batches")
+    where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
+    device_tier._UPLOADS = run.pop("uploads", 2)
+    if slots:
+        device_tier.slots_that_fit = lambda *_: slots
     options = COMMON | run
     llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **({"memory": "6G", "strategy": "lru"} | options))
-    rows, first = [], 0
-    for n in batches:
-        llm.eval([(7 + 13 * i) % 300 for i in range(first, first + n)])
-        rows.append(llm.scores[first : first + n].copy())
-        first += n
-    stats = None if where else asdict(llm.stats()) | {"residency": int((llm.expert_buffer.residency() > 0).sum())}
+    for _ in range(passes):
+        llm.clear_context() if not where else llm.reset()
+        if not where:
+            llm.reset_stats()
+        rows, first = [], 0
+        for n in batches:
+            llm.eval([(7 + 13 * i) % 300 for i in range(first, first + n)])
+            rows.append(llm.scores[first : first + n].copy())
+            first += n
+        if not where and llm.stats().device_hit_rate == 1:
+            break
+    stats = None if where else asdict(llm.stats()) | {"device_hit_rate": llm.stats().device_hit_rate}
     llm.close()
     return np.concatenate(rows), stats
 
