@@ -17,7 +17,7 @@ MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
 MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);
 MOEOFF_API bool   moeoff_gate_wants_logits(const void * gate);
 MOEOFF_API bool   moeoff_gate_is_routed(const void * gate);
-// how the user's (a llama_context's) graph computes a batch with the gate's experts: a moeoff_device_mode
+// how a graph of the user (what all graphs of one llama_context have in common) computes a batch with the gate's experts: a moeoff_device_mode
 MOEOFF_API int    moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens);
 // MOEOFF_DEVICE_CENTRIC: the device computes with all
 MOEOFF_API bool   moeoff_gate_uploads_all(const void * gate);
