@@ -80,7 +80,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
             llm.reset_stats()
         rows, first = [], 0
         for n in batches:
-            llm.eval([(7 + 13 * i) % 300 for i in range(first, first + n)])
+            llm.eval([(7 + 13 * i) % min(300, llm.n_vocab()) for i in range(first, first + n)])
             rows.append(llm.scores[first : first + n].copy())
             first += n
         if not where and llm.stats().device_hit_rate == 1:

@@ -50,6 +50,8 @@ class meeting {
 };
 
 struct context {
+    context(store & s, std::atomic<bool> & stop, unsigned seed) : s(s), stop(stop), seed(seed) {}
+
     store &              s;
     std::atomic<bool> &  stop;
     unsigned             seed;
@@ -311,7 +313,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     std::vector<std::unique_ptr<context>> contexts;
     std::vector<std::thread> threads;
     for (int i = 0; i < n_contexts; i++) {
-        contexts.emplace_back(new context { s, stop, seed + (unsigned) i, {}, {}, {} });
+        contexts.emplace_back(new context { s, stop, seed + (unsigned) i });
         contexts.back()->device = i == 0 ? device : nullptr;
         threads.emplace_back([c = contexts.back().get()] { c->run(); });
     }

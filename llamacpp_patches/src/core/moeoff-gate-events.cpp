@@ -106,6 +106,12 @@ void gate_events::route(gate & g, const router_output & r, bool decode) {
 
 // --- with the weights ---
 
+// decisions of other graphs, long gone, that these addresses would lead to
+void gate_events::forget_others(gate & g, const void * graph, const void * ops) {
+    const auto is_stale = [&](const decision & d) { return d.graph != graph && ((ops && d.graph == ops) || (d.ops && (d.ops == graph || d.ops == ops))); };
+    g.decisions.erase(std::remove_if(g.decisions.begin(), g.decisions.end(), is_stale), g.decisions.end());
+}
+
 // fills version_of for the chosen experts and keeps it for the ops of this graph
 void gate_events::decide(gate & g, const choice & c, selection & all, const void * ops) {
     decision & d = decision_of(g, c.event.ids);
@@ -148,6 +154,7 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
 void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops, int32_t n_uploads) {
     moeoff_stats & stats = table.counters();
     table.next_event();
+    forget_others(g, event.ids, device_ops);
     if (eager && select.active()) {
         decide(g, c, all, device_ops);
         for (const uint8_t v : all.versions) {

@@ -55,6 +55,7 @@ class gate_events {
     void decide(gate & g, const choice & c, selection & all, const void * ops) REQUIRES(store_mutex);
     decision & decision_of(gate & g, const void * graph) REQUIRES(store_mutex);
     void route_token(gate & g, const router_output & r, int32_t t, uint8_t * versions) REQUIRES(store_mutex);
+    void forget_others(gate & g, const void * graph, const void * ops) REQUIRES(store_mutex);
     void take_forced(const router_output & r) REQUIRES(store_mutex);
 
     static constexpr size_t max_decisions = 64; // of one gate: contexts that may be inside the same block at once
