@@ -1,6 +1,8 @@
 """Models on a device: with the experts on the CPU, and with some of them in slots of its memory."""
 
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -53,6 +55,17 @@ def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
     n_chosen = stats["ours"]["expert_uses"]
     assert (stats["ours"]["device_uploads"] + stats["ours"]["device_hits"] // 3) == n_chosen
     assert stats["ours"]["device_experts"] <= slots * 12
+
+
+def test_the_bound_moves(demo, tmp_path):
+    """To fewer slots and to more, while the model is open."""
+    batches = SINGLE[:12]
+    centric = {"vram": "1G", "vram_mode": "centric", "batches": batches}
+    runs = {"stock": {"stock": "device", "batches": batches}, "less": centric | {"slots": 32, "then": 4}, "more": centric | {"slots": 4, "then": 16}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    assert_bit_equal(logits["less"], logits["stock"])
+    assert_bit_equal(logits["more"], logits["stock"])
+    assert [stats[name]["device_memory"]["Vulkan0"]["n_slots"] for name in ("less", "more")] == [4, 16]
 
 
 @pytest.mark.parametrize("slots", [4, 8, 16, 32])
@@ -117,7 +130,6 @@ REFUSED = [
 
 @pytest.mark.parametrize("options, words", REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
 def test_refused(demo, tmp_path, options, words):
-    import re
 
     done = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "--no-fa", "-ngl", "99", *options], tmp_path)
     assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
@@ -140,3 +152,26 @@ def test_what_is_said_of_it(demo, tmp_path):
     assert "Vulkan0" in doctor.stdout and "free of" in doctor.stdout
     inspect = run_command(["inspect", demo, "--no-probe"], tmp_path)
     assert "Vulkan0" in inspect.stdout
+
+
+SERVE = """
+import json, sys, urllib.request
+import moeoff
+with moeoff.Server(sys.argv[1], port=0, vram="1G", n_gpu_layers=99, flash_attn=False, memory="6G", n_threads=2, parallel=2) as server:
+    body = json.dumps({"prompt": "How many apples?", "n_predict": 12, "temperature": 0}).encode()
+    for _ in range(3):
+        with urllib.request.urlopen(urllib.request.Request(server.url + "/completion", body, {"Content-Type": "application/json"})) as reply:
+            answer = json.load(reply)
+    with urllib.request.urlopen(server.url + "/metrics") as reply:
+        print(json.dumps({"moeoff": answer["moeoff"], "metrics": reply.read().decode()}))
+"""
+
+
+def test_a_server_says_it_too(demo, tmp_path):
+    env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SERVE, demo], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < said["moeoff"]["device_hits"] <= said["moeoff"]["hits"]
+    assert re.search(r"^moeoff_device_hits_total [1-9]", said["metrics"], re.MULTILINE)
+    assert re.search(r'^moeoff_device_bytes\{device="Vulkan0"\} [1-9]', said["metrics"], re.MULTILINE)

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..binding import api
+from ..budget.device_plan import DeviceBound
 from ..budget.dry_load import MemorySizes
 from ..budget.footprint import Footprint, require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
@@ -29,6 +30,7 @@ from ..budget.micro_batch import USUAL, MicroBatch, choose
 from ..companion.profile import Profile
 from ..companion.settings import Settings
 from ..devices import devices
+from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from ..machine import machine_name
@@ -289,6 +291,18 @@ class Assembly:
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
             self.set_gate_callback(self._listener)
+
+    def set_vram(self, vram: str | int) -> None:
+        """Moves the bound of what is allocated on each device, between answers.
+
+        Raises:
+            OptionError: not a size, or the model was opened without experts on devices.
+            BudgetError: too small, or more than a device has; the old bound stays.
+        """
+        bound = DeviceBound.parse(vram)
+        if self.device_tier is None:
+            raise OptionError("vram: the model was opened without experts on devices; open it with vram")
+        self.device_tier.move(bound)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """A user's own; the driver keeps its."""

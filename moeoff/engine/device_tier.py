@@ -59,10 +59,23 @@ class DeviceTier:
             raise OptionError("vram: no layer with experts is computed on a device: give n_gpu_layers")
         self._n_experts = buffer.priorities.shape[1]
         self.uses: tuple[DeviceUse, ...] = ()
-        self.move(bound)
+        self._place(bound)
+        self._bound = bound
 
     def move(self, bound: DeviceBound) -> None:
-        """Other numbers of slots, all of them empty."""
+        """Another bound, between answers: other numbers of slots, all of them empty.
+
+        Raises:
+            BudgetError: as above; the old bound stays.
+        """
+        try:
+            self._place(bound)
+        except BudgetError:
+            self._place(self._bound)
+            raise
+        self._bound = bound
+
+    def _place(self, bound: DeviceBound) -> None:
         self._buffer.set_device_slots([])
         self._replan()
         less: dict[int, int] = {}

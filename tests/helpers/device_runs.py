@@ -38,7 +38,8 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
 
     Args:
         runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
-            each step, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts.
+            each step, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
+            after the first pass, of two.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
@@ -69,12 +70,16 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
                 params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
+    then = run.pop("then", None)
     device_tier._UPLOADS = run.pop("uploads", 2)
     if slots:
         device_tier.slots_that_fit = lambda *_: slots
     options = COMMON | run
     llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **({"memory": "6G", "strategy": "lru"} | options))
-    for _ in range(passes):
+    for turn in range(2 if then else passes):
+        if then and turn:
+            device_tier.slots_that_fit = lambda *_: then
+            llm.set_memory(vram="1G")
         llm.clear_context() if not where else llm.reset()
         if not where:
             llm.reset_stats()
@@ -83,7 +88,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
             llm.eval([(7 + 13 * i) % min(300, llm.n_vocab()) for i in range(first, first + n)])
             rows.append(llm.scores[first : first + n].copy())
             first += n
-        if not where and llm.stats().device_hit_rate == 1:
+        if not where and not then and llm.stats().device_hit_rate == 1:
             break
     stats = None if where else asdict(llm.stats()) | {"device_hit_rate": llm.stats().device_hit_rate}
     llm.close()

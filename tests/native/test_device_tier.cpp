@@ -195,6 +195,9 @@ TEST(what_a_device_holds_leaves_memory_first) {
     y.event({ 0, 1 });
     y.event({ 0, 1 });
     y.wait_for(1);
+    std::vector<uint8_t> resident(n_expert);
+    y.s.residency(HIGH, resident.data());
+    REQUIRE(resident[0] == resident[1] && resident[0] == (1u << MOEOFF_MATRIX_UP | 1u << MOEOFF_MATRIX_DOWN) && resident[2] == 0);
     const auto t = y.event({ 0, 1 });
     const int32_t there = t.host[0] < 0 ? 0 : 1;
     y.event({ 2, 1 - there }); // needs two slices: those of the expert on the device go

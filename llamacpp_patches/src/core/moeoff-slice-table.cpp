@@ -550,6 +550,11 @@ void slice_table::set_low_spare(bool spare) {
 void slice_table::residency(version v, uint8_t * out) const {
     memset(out, 0, written.size());
     std::copy(pools[v].matrices().begin(), pools[v].matrices().end(), out);
+    for (size_t leaf = 0; v == HIGH && leaf < all.on_device.size(); leaf++) {
+        for (int matrix = 0; all.on_device[leaf] && matrix < MOEOFF_N_MATRIX; matrix++) {
+            out[leaf] |= (uint8_t) (all.firsts[leaf / (size_t) all.n_experts][(size_t) matrix] >= 0 ? 1u << matrix : 0u);
+        }
+    }
 }
 
 void slice_table::get_stats(moeoff_stats & out) const {
