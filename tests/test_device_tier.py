@@ -20,6 +20,11 @@ SINGLE = [1] * 64
 ALL = {"vram": "1G", "slots": 32, "batches": BATCHES}
 
 
+def n_slots(stats: dict) -> int:
+    (use,) = stats["device_memory"].values()
+    return use["n_slots"]
+
+
 def test_experts_on_the_cpu_are_stocks(demo, tmp_path):
     """Everything else is on the device: with all experts in memory, and with a few; and where every expert could be on the device and none is."""
     runs = {"stock": {"stock": "CPU"}, "ours": {}, "small": {"memory": None, "expert_memory": "3M"}, "misses": {"vram": "1G", "uploads": 0}}
@@ -41,7 +46,7 @@ def test_experts_on_the_device_are_stocks(demo, tmp_path):
     logits, stats = device_runs(demo, tmp_path, runs)
     for name in ("centric", "small", "cooperative"):
         assert_bit_equal(logits[name], logits["stock"])
-        assert stats[name]["device_memory"]["Vulkan0"]["n_slots"] == 32
+        assert n_slots(stats[name]) == 32
     assert stats["cooperative"]["device_hit_rate"] == 1
     assert stats["small"]["evictions"] > 0 and stats["small"]["device_uploads"] == stats["centric"]["device_uploads"] > 0
 
@@ -65,7 +70,7 @@ def test_the_bound_moves(demo, tmp_path):
     logits, stats = device_runs(demo, tmp_path, runs)
     assert_bit_equal(logits["less"], logits["stock"])
     assert_bit_equal(logits["more"], logits["stock"])
-    assert [stats[name]["device_memory"]["Vulkan0"]["n_slots"] for name in ("less", "more")] == [4, 16]
+    assert [n_slots(stats[name]) for name in ("less", "more")] == [4, 16]
 
 
 @pytest.mark.parametrize("slots", [4, 8, 16, 32])
@@ -87,7 +92,7 @@ def test_a_part_on_the_device(demo, tmp_path, slots):
         assert np.abs(logits[name] - logits["CPU"]).max() <= 3 * usual
         s = stats[name]
         assert 0 < s["device_hits"] < s["demand_hits"] + s["demand_misses"] and s["device_experts"] <= 12 * slots
-        assert s["device_bytes"] > 0 and s["device_memory"]["Vulkan0"]["n_slots"] == slots
+        assert s["device_bytes"] > 0 and n_slots(s) == slots
 
 
 # biases, a fused matrix, weights before the experts, two blocks in a layer, selection by groups, shared experts
@@ -119,8 +124,8 @@ def test_architectures(architecture, writer, folder):
 
 
 REFUSED = [
-    (["--vram", "1M"], r"1\.00 MiB on Vulkan0 is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M or more"),
-    (["--vram", "9000G"], r"is more than Vulkan0 has: .* free: give --vram \d+M or less"),
+    (["--vram", "1M"], r"1\.00 MiB on \w+ is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M or more"),
+    (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M or less"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
     (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, cpu, not 'fast'"),
     (["--vram", "1G", "-ngl", "0"], "vram has no effect while no layer goes to the GPU"),
@@ -147,11 +152,11 @@ def test_what_is_said_of_it(demo, tmp_path):
         ["run", "-m", demo, "-p", "x", "-n", "4", "--no-flash-attn", "-ngl", "99", "--vram", "80%", "--stats-json", str(tmp_path / "s.json")], tmp_path
     )
     assert done.returncode == 0, done.stderr
-    assert "on the GPU" in done.stderr and '"Vulkan0"' in (tmp_path / "s.json").read_text()
+    assert "on the GPU" in done.stderr and json.loads((tmp_path / "s.json").read_text())["device_memory"]
     doctor = run_command(["doctor"], tmp_path)
-    assert "Vulkan0" in doctor.stdout and "free of" in doctor.stdout
+    assert re.search(r"ok +gpu +\w+\d, .* free of .* \(-ngl, --vram\)", doctor.stdout)
     inspect = run_command(["inspect", demo, "--no-probe"], tmp_path)
-    assert "Vulkan0" in inspect.stdout
+    assert re.search(r"\w+\d +.* free of .* room for at most 100% of the experts", inspect.stdout)
 
 
 SERVE = """
@@ -174,4 +179,4 @@ def test_a_server_says_it_too(demo, tmp_path):
     said = json.loads(done.stdout.splitlines()[-1])
     assert 0 < said["moeoff"]["device_hits"] <= said["moeoff"]["hits"]
     assert re.search(r"^moeoff_device_hits_total [1-9]", said["metrics"], re.MULTILINE)
-    assert re.search(r'^moeoff_device_bytes\{device="Vulkan0"\} [1-9]', said["metrics"], re.MULTILINE)
+    assert re.search(r'^moeoff_device_bytes\{device="\w+"\} [1-9]', said["metrics"], re.MULTILINE)

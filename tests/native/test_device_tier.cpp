@@ -35,17 +35,21 @@ TEST(a_failed_upload_gives_its_slot_back) {
     REQUIRE(s.find(0) < 0 && s.take(1, equal_keys.data(), needed.data(), false, displaced) == slot);
 }
 
-TEST(the_lowest_gives_way_by_priority_then_by_last_use_and_only_to_a_higher_one) {
+TEST(the_lowest_gives_way_by_priority_then_by_heat_and_only_to_a_higher_one) {
     device_slots s(n_expert, 2);
     std::vector<uint8_t>  needed(n_expert, 0);
     std::vector<uint32_t> keys(n_expert, eviction_rank::key_of(1.0f));
     int32_t displaced;
     for (const int32_t e : { 0, 1 }) {
-        s.use(e, 10 + (uint64_t) e);
+        s.next_step();
+        s.use(e);
         s.finish({ e, s.take(e, keys.data(), needed.data(), false, displaced) }, true);
     }
     keys[2] = eviction_rank::key_of(0.5f);
-    s.use(2, 20);
+    s.next_step();
+    for (int i = 0; i < 3; i++) {
+        s.use(2);
+    }
     REQUIRE(s.take(2, keys.data(), needed.data(), false, displaced) < 0 && displaced < 0); // of lower priority
     keys[2] = keys[0];
     needed[0] = 1;
@@ -53,9 +57,21 @@ TEST(the_lowest_gives_way_by_priority_then_by_last_use_and_only_to_a_higher_one)
     REQUIRE(slot >= 0 && displaced == 1 && s.find(1) < 0 && s.find(0) >= 0);
     s.finish({ 2, slot }, true);
     needed[0] = 0;
-    s.use(3, 5);
-    REQUIRE(s.take(3, keys.data(), needed.data(), false, displaced) < 0); // used before all that are there
-    REQUIRE(s.take(3, keys.data(), needed.data(), true, displaced) >= 0 && displaced == 0);
+    s.use(3);
+    REQUIRE(s.take(3, keys.data(), needed.data(), false, displaced) < 0); // not used more than once more often
+    s.use(3);
+    REQUIRE(s.is_below(0, 3, keys.data()) && s.is_below(3, 2, keys.data()));
+    slot = s.take(3, keys.data(), needed.data(), false, displaced);
+    REQUIRE(slot >= 0 && displaced == 0);
+    s.finish({ 3, slot }, true);
+    for (int i = 0; i < 180; i++) {
+        s.next_step();
+    }
+    s.use(4);
+    REQUIRE(s.take(4, keys.data(), needed.data(), false, displaced) < 0);
+    s.use(4);
+    s.use(4); // 3 has half of its two uses left
+    REQUIRE(s.take(4, keys.data(), needed.data(), false, displaced) >= 0 && displaced == 3);
 }
 
 // two matrices of one layer, and a device

@@ -50,8 +50,9 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table, i
     const int32_t  n = std::min(n_most, max_uploads);
     device_slots & s = *slots[(size_t) g.index];
     candidates.clear();
+    s.next_step();
     for (const int32_t e : all.chosen) {
-        s.use(e, table.n_events());
+        s.use(e);
         all.slot_of[e] = all.is_chosen[e] == 1u << HIGH ? s.find(e) : -1;
         if (all.slot_of[e] < 0 && all.is_chosen[e] == 1u << HIGH && (uploads_all() || table.is_in_memory(g, e))) {
             candidates.push_back(e);
@@ -59,7 +60,7 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table, i
     }
     if (!uploads_all() && (int32_t) candidates.size() > n) {
         const uint32_t * keys = table.keys_of(g);
-        std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [keys](int32_t a, int32_t b) { return keys[a] > keys[b]; });
+        std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
         candidates.resize((size_t) n);
     }
     for (const int32_t e : candidates) {
