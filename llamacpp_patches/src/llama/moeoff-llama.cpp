@@ -21,7 +21,8 @@ bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_on_disk(tensor);
 }
 
-static const char * const gate_name = "moeoff_gate";
+static const char * const gate_name  = "moeoff_gate";
+static const char * const fetch_name = "moeoff_fetch";
 
 // the gate that a block's experts belong to, or nullptr, and how many there are
 static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_t & n_expert) {
@@ -78,15 +79,30 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * route
     ggml_build_forward_expand(gf, node);
 }
 
-// the last gate node that has the experts' indices as its source, if it says what the device computes; else nullptr
-static ggml_tensor * find_gate(ggml_cgraph * gf, const ggml_tensor * ids) {
+// the last of our nodes with this name and first source, behind another one if that is given, or nullptr
+static ggml_tensor * find_node(ggml_cgraph * gf, const char * name, const ggml_tensor * src, const ggml_tensor * behind = nullptr) {
     for (int i = ggml_graph_n_nodes(gf) - 1; i >= 0; i--) {
         ggml_tensor * node = ggml_graph_node(gf, i);
-        if (node->op == GGML_OP_CUSTOM && node->src[0] == ids && strcmp(node->name, gate_name) == 0) {
-            return node->ne[2] == 2 ? node : nullptr;
+        if (node == behind) {
+            return nullptr;
+        }
+        if (node->op == GGML_OP_CUSTOM && node->src[0] == src && strcmp(node->name, name) == 0) {
+            return node;
         }
     }
     return nullptr;
+}
+
+static void do_nothing(ggml_tensor *, int, int, void *) {}
+
+// Has the scheduler copy x into host memory here, where the device has nothing else to do. It copies a tensor once, and waits for all
+// that the device has queued before: a CPU node with x behind the device's product would only begin when that has ended.
+static void build_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * x, const ggml_tensor * gate_node) {
+    if (!find_node(gf, fetch_name, x, gate_node)) {
+        ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, &x, 1, do_nothing, 1, nullptr);
+        ggml_set_name(node, fetch_name);
+        ggml_build_forward_expand(gf, node);
+    }
 }
 
 static ggml_tensor * build_product(ggml_context * ctx, const ggml_tensor * like, ggml_tensor * weights, ggml_tensor * gate_node, int plane) {
@@ -98,8 +114,8 @@ static ggml_tensor * build_product(ggml_context * ctx, const ggml_tensor * like,
 
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product) {
     ggml_tensor * slots     = moeoff_device_slots_of(product->src[0]);
-    ggml_tensor * gate_node = slots ? find_gate(gf, product->src[2]) : nullptr;
-    if (!gate_node) {
+    ggml_tensor * gate_node = slots ? find_node(gf, gate_name, product->src[2]) : nullptr;
+    if (!gate_node || gate_node->ne[2] != 2) {
         return product;
     }
     ggml_tensor * on_device = build_product(ctx, product, slots, gate_node, 0);
@@ -107,7 +123,10 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
         return on_device;
     }
     ggml_tensor * on_host = build_product(ctx, product, product->src[0], gate_node, 1);
-    ggml_build_forward_expand(gf, on_host); // early: with the gate node and the block's other products, without a change of device between them
+    // in this order both compute at the same time: the device's product is only queued, and the CPU's has all of its sources
+    build_fetch(ctx, gf, product->src[1], gate_node);
+    ggml_build_forward_expand(gf, on_device);
+    ggml_build_forward_expand(gf, on_host);
     return ggml_add(ctx, on_device, on_host);
 }
 
