@@ -128,6 +128,8 @@ REFUSED = [
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M or less"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
     (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, cpu, not 'fast'"),
+    (["--vram", "1G", "--vram-mode", "centric", "--max-loss", "1%"], "a device computes with experts in their own precision alone"),
+    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric"),
     (["--vram", "1G", "-ngl", "0"], "vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),
 ]
@@ -180,3 +182,24 @@ def test_a_server_says_it_too(demo, tmp_path):
     assert 0 < said["moeoff"]["device_hits"] <= said["moeoff"]["hits"]
     assert re.search(r"^moeoff_device_hits_total [1-9]", said["metrics"], re.MULTILINE)
     assert re.search(r'^moeoff_device_bytes\{device="\w+"\} [1-9]', said["metrics"], re.MULTILINE)
+
+
+OVERLAP = """
+import sys
+import moeoff
+llm = moeoff.Llama(sys.argv[1], vram="1G", n_gpu_layers=99, flash_attn=False, op_offload=False, memory="6G", n_threads=2, n_ctx=256, verbose=True)
+llm.eval([5, 6])
+llm.eval([7])
+"""
+
+
+def test_the_cpu_does_not_wait_for_what_the_device_computes(demo, tmp_path):
+    """The scheduler waits where it copies: behind each of the device's products the CPU's has nothing to be copied."""
+    env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path), "GGML_SCHED_DEBUG": "1"}
+    done = subprocess.run([sys.executable, "-c", OVERLAP, demo], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    splits = re.findall(r"## SPLIT #(\d+): (\w+) # (\d+) inputs", done.stderr)
+    last = max(i for i, (number, _, _) in enumerate(splits) if number == "0")
+    graph = [(backend, int(n_inputs)) for _, backend, n_inputs in splits[last:]]
+    free = [i for i, (backend, n_inputs) in enumerate(graph) if backend == "CPU" and n_inputs == 0 and i and graph[i - 1][0] != "CPU"]
+    assert len(free) == 3 * 12  # matrices, layers
