@@ -79,7 +79,7 @@ class DeviceTier:
         self._buffer.set_device_slots([])
         self._replan()
         less: dict[int, int] = {}
-        for _ in range(2):  # llama.cpp's buffers grow a little once its graphs have a device's part
+        for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
             rooms = self._rooms(bound, less)
             slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
             per_gate = [(handle, slots.get(handle, 0)) for handle in self._devices]
@@ -95,8 +95,8 @@ class DeviceTier:
                 for handle, room in rooms.items()
             )
             less = {handle: use.slots + use.taken - room.bound for (handle, room), use in zip(rooms.items(), self.uses)}
-            if max(less.values()) <= 0:
-                break
+            if is_last or max(less.values()) <= 0:
+                return
             self._buffer.set_device_slots([])
             self._replan()
 
