@@ -57,6 +57,10 @@ class DeviceTier:
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
         if not any(self._devices):
             raise OptionError("vram: no layer with experts is computed on a device: give n_gpu_layers")
+        # a block whose experts are of several types, or of one that its device cannot compute with, has no slots
+        self._devices = [handle if handle and buffer.device_slot_bytes(handle, gate, 1, n_used) else 0 for gate, handle in enumerate(self._devices)]
+        if not any(self._devices):
+            raise OptionError("vram: the experts of no layer are of one type that its device can compute with")
         self._n_experts = buffer.priorities.shape[1]
         self.uses: tuple[DeviceUse, ...] = ()
         self._place(bound)
