@@ -174,7 +174,7 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
         device.assign(g, all, table, n_uploads);
         for (const int32_t e : all.chosen) {
             if (all.slot_of[e] >= 0) {
-                table.count_on_device(g, event);
+                table.count_on_device(g, e, event);
             }
         }
     }

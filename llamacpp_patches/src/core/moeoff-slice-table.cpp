@@ -364,11 +364,14 @@ bool slice_table::is_in_memory(const gate & g, int32_t expert) const { return is
 
 // --- devices ---
 
-void slice_table::count_on_device(const gate & g, moeoff_gate_event & event) {
+void slice_table::count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) {
     for (const int32_t ti : g.tensors) {
-        stats.demand_hits += ti >= 0;
-        stats.device_hits += ti >= 0;
-        event.n_hit += ti >= 0;
+        if (ti >= 0) {
+            stats.demand_hits++;
+            stats.device_hits++;
+            event.n_hit++;
+            clear_expected(slice_at(map.tensor_at(ti), expert, HIGH)); // it was not yet on the device when it was
+        }
     }
 }
 

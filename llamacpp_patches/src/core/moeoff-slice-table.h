@@ -68,7 +68,7 @@ class slice_table {
     bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices; in high precision also on a device
     bool    is_in_memory(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same of host memory and high precision alone
     // counts the use of an expert that a router has selected and a device serves
-    void    count_on_device(const gate & g, moeoff_gate_event & event) REQUIRES(store_mutex);
+    void    count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) REQUIRES(store_mutex);
 
     // --- devices ---
     bool             on_device(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return all.on_device[leaf_of(g, expert)]; }
