@@ -17,12 +17,13 @@
 #include <mutex>
 #include <stdexcept>
 
+// of our nodes
+static const char * const gate_name  = "moeoff_gate";
+static const char * const fetch_name = "moeoff_fetch";
+
 bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_on_disk(tensor);
 }
-
-static const char * const gate_name  = "moeoff_gate";
-static const char * const fetch_name = "moeoff_fetch";
 
 // the gate that a block's experts belong to, or nullptr, and how many there are
 static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_t & n_expert) {
