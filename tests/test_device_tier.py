@@ -138,7 +138,7 @@ REFUSED = [
 @pytest.mark.parametrize("options, words", REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
 def test_refused(demo, tmp_path, options, words):
 
-    done = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "--no-fa", "-ngl", "99", *options], tmp_path)
+    done = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "--no-flash-attn", "-ngl", "99", *options], tmp_path)
     assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
     assert len(done.stderr.strip().splitlines()) <= 4  # ggml-vulkan tells of its devices in three
 
