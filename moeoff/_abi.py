@@ -46,6 +46,9 @@ __all__ = [
     "BATCH_BY_SIZE",
     "BATCH_PROMPT",
     "BATCH_DECODE",
+    "DEVICE_OFF",
+    "DEVICE_COOPERATIVE",
+    "DEVICE_CENTRIC",
     "THRESHOLDS_BLIND",
     "Thresholds",
     "Routing",
@@ -79,6 +82,8 @@ __all__ = [
     "set_arena_bytes",
     "set_flags",
     "clear",
+    "set_device_slots",
+    "device_slot_bytes",
     "priorities",
     "publish",
     "prefetch",
@@ -118,7 +123,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 10
+ABI_VERSION = 11
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
@@ -138,6 +143,9 @@ VERSION_SKIP = 2
 BATCH_BY_SIZE = 0
 BATCH_PROMPT = 1
 BATCH_DECODE = 2
+DEVICE_OFF = 0
+DEVICE_COOPERATIVE = 1
+DEVICE_CENTRIC = 2
 THRESHOLDS_BLIND = 1
 
 
@@ -259,6 +267,11 @@ class Stats(Structure):
         ("low_arena_committed", c_uint64),
         ("rerouted", c_uint64),
         ("simulated_misses", c_uint64),
+        ("device_hits", c_uint64),
+        ("device_uploads", c_uint64),
+        ("device_bytes", c_uint64),
+        ("device_upload_ns", c_uint64),
+        ("device_experts", c_uint64),
         ("rerouted_margin", c_double),
     ]
 
@@ -338,6 +351,10 @@ set_arena_bytes = function("moeoff_set_arena_bytes", c_int, c_void_p, c_uint64, 
 set_flags = function("moeoff_set_flags", c_int, c_void_p, c_uint32)
 # void moeoff_clear(moeoff_expert_buffer * eb);
 clear = function("moeoff_clear", None, c_void_p)
+# int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
+set_device_slots = function("moeoff_set_device_slots", c_int, c_void_p, c_int32, POINTER(c_uint64), POINTER(c_int32), c_int32, c_int32, c_int32)
+# uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t n_slots, int32_t n_spare);
+device_slot_bytes = function("moeoff_device_slot_bytes", c_uint64, c_void_p, c_void_p, c_int32, c_int32, c_int32)
 # float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);
 priorities = function("moeoff_priorities", POINTER(c_float), c_void_p, POINTER(c_int32), POINTER(c_int32))
 # void moeoff_publish(moeoff_expert_buffer * eb);

@@ -13,6 +13,8 @@ class Remedy(Enum):
 
     MORE_MEMORY = "give memory={needed}"
     MORE_MEMORY_OR_SMALLER_CONTEXT = "give memory={needed}, or n_ctx={n_ctx}"
+    MORE_VRAM = "give vram={needed}"
+    LESS_VRAM = "give vram={needed} at most"
     MAKE_COMPANION = "make one with moeoff.convert, or name it with experts="
     CONVERT_AGAIN = "convert the model again, or go without the companion: experts=False"
     CHOOSE_TIER = "choose it with tier={tier!r}"

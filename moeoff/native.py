@@ -31,7 +31,10 @@ __all__ = [
     "BuftOverride",
     "context_memory",
     "cpu_buffer_type",
+    "device_memory_of",
+    "layer_device",
     "lib",
+    "replan",
     "row_products",
     "tensor_overrides",
 ]
@@ -69,8 +72,21 @@ if abi_version() != ABI_VERSION or abi_layout().decode() != _layout():
 should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)
 # int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);  -- of moeoff-llama.h
 context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))
+# void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);  -- a ggml_backend_dev_t, or None: the CPU
+layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
+# int moeoff_replan(struct llama_context * ctx);
+replan = function("moeoff_replan", c_int, c_void_p)
+# void moeoff_device_memory(const struct llama_context * ctx, void * device, uint64_t * bytes);
+_device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POINTER(c_uint64))
 # int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
 # -- of moeoff-row-products.h
 row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
 cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
+
+
+def device_memory_of(ctx: int, device: int) -> int:
+    """Bytes that llama.cpp has allocated for a context on a device: weights, caches and buffers."""
+    out = (c_uint64 * 3)()
+    _device_memory(ctx, device, out)
+    return sum(out)

@@ -22,7 +22,7 @@ FLOORS = [
     {"simulate"},
     {"cache"},
     {"gguf"},
-    {"native", "threads", "machine"},
+    {"native", "threads", "machine", "devices"},
     {"_abi"},
     {"binding", "memory", "console", "paths"},
     {"registry", "gate_event", "atomic_file"},

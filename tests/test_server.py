@@ -94,6 +94,7 @@ def test_chat(server, alone):
     assert set(answer.model_extra["moeoff"]) == {
         "hit_rate",
         "hits",
+        "device_hits",
         "misses",
         "bytes_read",
         "stall_seconds",

@@ -127,6 +127,9 @@ _IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
     ("type_v", 6, lambda r: r.type_v),
     ("flash_attn", 10, lambda r: str(int(r.flash_attn))),
     ("n_gpu_layers", 12, lambda r: str(r.n_gpu_layers)),
+    ("vram", 6, lambda r: r.vram),
+    ("vram_mode", 11, lambda r: r.vram_mode),
+    ("on GPU", 7, lambda r: _percent(r.device_hit_rate)),
     ("n_lanes", 7, lambda r: str(r.n_lanes or "")),
 ]
 _RESULTS: list[tuple[str, int, Callable[[Row], str]]] = [
@@ -150,7 +153,7 @@ class Markdown:
 
     def __init__(self, varied: Iterable[str] = ()):
         chosen = set(varied)
-        self._columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in chosen), *_RESULTS]
+        self._columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in chosen or (column[0] == "on GPU" and "vram" in chosen)), *_RESULTS]
         self._notes: list[str] = []
 
     def begin(self) -> str:

@@ -84,6 +84,7 @@ class Sample:
     misses: int = 0
     driver_seconds: float = 0.0
     cpu_seconds: float = 0.0
+    device_hits: int = 0
 
     @property
     def tps(self) -> float:

@@ -26,7 +26,8 @@ class Row:
         strategy: or "stock llama.cpp".
         avg_ts, stddev_ts: tokens per second over the repetitions.
         mb_per_token: read from disk, in 10^6 bytes; of stock unknown, as other fields about experts: None.
-        hit_rate: of the slices that routers selected, those that were in memory.
+        vram, vram_mode: the bound of each GPU's memory, as it was given, and how it computes with experts; empty: no experts there.
+        hit_rate: of the slices that routers selected, those that were in memory; device_hit_rate: those that a GPU held.
         stall_share: of the time, in which compute waited for bytes.
         disk_mb_s: what the disk gave when it was asked for nothing else, measured right after the run.
         ceiling_share: the longer one of computing alone and of reading alone at that rate, over the time that was taken.
@@ -48,6 +49,8 @@ class Row:
     type_v: str
     flash_attn: bool
     n_gpu_layers: int
+    vram: str
+    vram_mode: str
     memory: int
     strategy: str
     n_lanes: int | None
@@ -62,6 +65,7 @@ class Row:
     stddev_ts: float | None
     mb_per_token: float | None
     hit_rate: float | None
+    device_hit_rate: float | None
     stall_share: float | None
     disk_mb_s: float | None
     ceiling_share: float | None
@@ -105,6 +109,8 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         type_v=str(options.get("type_v") or "f16"),
         flash_attn=bool(options.get("flash_attn")),
         n_gpu_layers=int(options.get("n_gpu_layers", 0)),
+        vram=str(options.get("vram") or "") if ours else "",
+        vram_mode=str(options.get("vram_mode") or "cooperative") if ours and options.get("vram") else "",
         memory=done.opened.get("budget_bytes") or memory,
         strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else STOCK_NAME,
         n_lanes=done.opened.get("n_lanes"),
@@ -119,6 +125,7 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         stddev_ts=_deviation(speeds),
         mb_per_token=sum(s.bytes_read for s in samples) / 1e6 / n if expert_facts else None,
         hit_rate=sum(s.hits for s in samples) / uses if uses else None,
+        device_hit_rate=sum(s.device_hits for s in samples) / uses if uses and options.get("vram") else None,
         stall_share=sum(s.stall_seconds for s in samples) / seconds if expert_facts else None,
         disk_mb_s=disk / 1e6 if disk else None,
         ceiling_share=ceiling_share(samples, disk) if expert_facts and disk else None,

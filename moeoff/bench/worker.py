@@ -127,7 +127,7 @@ class _Engine:
             return Sample(index, done, seconds, cpu_seconds=cpu)
         model.expert_buffer.drain()
         s = model.stats()
-        return Sample(index, done, seconds, s.bytes_read, s.stall_seconds, s.demand_hits, s.demand_misses, s.driver_seconds, cpu)
+        return Sample(index, done, seconds, s.bytes_read, s.stall_seconds, s.demand_hits, s.demand_misses, s.driver_seconds, cpu, s.device_hits)
 
     def closed(self) -> dict[str, Any]:
         from ..memory import peak_rss

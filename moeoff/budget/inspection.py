@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..devices import devices
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import parse_tensor_name
 from ..memory import MIB, available
@@ -36,6 +37,16 @@ class MemoryOption:
     resident_share: float
     tps_low: float | None
     tps_high: float | None
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Of a device that llama.cpp can compute on, beside the CPU: bytes, free as its driver tells."""
+
+    name: str
+    description: str
+    free: int
+    total: int
 
 
 @dataclass(frozen=True)
@@ -75,6 +86,7 @@ class Report:
     available_bytes: int
     disk: DiskRate | None
     budgets: tuple[MemoryOption, ...]
+    devices: tuple[DeviceMemory, ...]
 
 
 def speed(token_bytes: int, resident_share: float, bytes_per_second: float) -> tuple[float | None, float | None]:
@@ -146,4 +158,5 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True,
         available_bytes=available(),
         disk=disk,
         budgets=tuple(rows),
+        devices=tuple(DeviceMemory(device.name, device.description, *device.memory) for device in devices()),
     )

@@ -106,6 +106,8 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
 @_several("-ctv", "--cache-type-v", read=words, metavar="A,...", help="Types of the KV cache's values. Default: f16.")
 @_several("-fa", "--flash-attn", read=numbers(0, 1), metavar="0,1", help="Flash attention, 0 or 1. Default: 1.")
 @_several("-ngl", "--n-gpu-layers", read=numbers(0), help="Layers whose dense part goes to the GPU. Default: 0.")
+@_several("--vram", read=words, metavar="A,...", help="Bounds of what is allocated on each GPU, as 8G,80%. Default: no experts there.")
+@_several("--vram-mode", read=words, metavar="A,...", help="How a GPU computes with experts: cooperative, centric, cpu. Default: cooperative.")
 @click.option("-c", "--ctx-size", type=click.IntRange(min=8), help="Context in tokens. Default: what the largest test needs.")
 @click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion written by moeoff convert. Default: MODEL.experts.gguf.")
 @click.option("--no-experts", is_flag=True, help="Do not use the companion beside the model.")
@@ -163,7 +165,7 @@ def bench(
 
 # columns of the table, and the option that fills each
 _COLUMNS = {"n_batch": "batch_size", "n_ubatch": "ubatch_size", "type_k": "cache_type_k", "type_v": "cache_type_v", "flash_attn": "flash_attn",
-            "n_gpu_layers": "n_gpu_layers", "n_lanes": "io_workers"}  # fmt: skip
+            "n_gpu_layers": "n_gpu_layers", "vram": "vram", "vram_mode": "vram_mode", "n_lanes": "io_workers"}  # fmt: skip
 
 
 def _tests(prompts: list[int], singles: list[int], pairs: list[tuple[int, int]], depths: list[int]) -> tuple[BenchTest, ...]:
@@ -176,7 +178,7 @@ def _tests(prompts: list[int], singles: list[int], pairs: list[tuple[int, int]],
 
 
 def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, memory: Any, strategy: Any, threads: Any, io_workers: Any, batch_size: Any, ubatch_size: Any,
-           cache_type_k: Any, cache_type_v: Any, flash_attn: Any, n_gpu_layers: Any, repetitions: int, ctx_size: int | None, experts: str | None,
+           cache_type_k: Any, cache_type_v: Any, flash_attn: Any, n_gpu_layers: Any, vram: Any, vram_mode: Any, repetitions: int, ctx_size: int | None, experts: str | None,
            no_experts: bool, tier: str | None, max_loss: str | None, no_profile: bool, no_settings: bool, text: str | None, compare_stock: bool,
            no_warmup: bool) -> list[Any]:  # fmt: skip
     from ..bench.grid import Grid
@@ -197,7 +199,7 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, memory: Any
     axes = {
         "memory": memory or [None], "strategy": strategy or [None], "n_threads": threads or [None], "n_lanes": io_workers or [None],
         "n_batch": batch_size or [None], "n_ubatch": ubatch_size or [None], "type_k": cache_type_k or [None], "type_v": cache_type_v or [None],
-        "flash_attn": [bool(n) for n in flash_attn or [1]], "n_gpu_layers": n_gpu_layers or [None],
+        "flash_attn": [bool(n) for n in flash_attn or [1]], "n_gpu_layers": n_gpu_layers or [None], "vram": vram or [None], "vram_mode": vram_mode or [None],
     }  # fmt: skip
     common: dict[str, Any] = {"n_ctx": ctx_size, "experts": companion(experts, no_experts), "tier": tier, "max_loss": max_loss, "profile": not no_profile,
               "settings": not no_settings}  # fmt: skip

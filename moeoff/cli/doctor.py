@@ -78,8 +78,17 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
     else:
         yield Finding("cores", OK, str(n_cores()))
-    gpu = supports_gpu()
-    yield Finding("gpu", OK, "this build can offload layers to one (-ngl)" if gpu else "none in this build; experts are computed on the CPU anyway")
+    if not supports_gpu():
+        yield Finding("gpu", OK, "none in this build")
+        return
+    from ..devices import devices
+
+    gpus = devices()
+    if not gpus:
+        yield Finding("gpu", WARNING, "this build can use one, and its driver finds none", "install the driver, or build without: make env")
+    for device in gpus:
+        free, total = device.memory
+        yield Finding("gpu", OK, f"{device.name}, {device.description}: {format_size(free)} free of {format_size(total)} (-ngl, --vram)")
 
 
 def _cpu_quota() -> float | None:

@@ -8,6 +8,8 @@ from ..memory import MIB
 REMEDIES = {
     Remedy.MORE_MEMORY: "give --memory {needed} or more",
     Remedy.MORE_MEMORY_OR_SMALLER_CONTEXT: "give --memory {needed} or more, or a context of {n_ctx} tokens (-c {n_ctx})",
+    Remedy.MORE_VRAM: "give --vram {needed} or more",
+    Remedy.LESS_VRAM: "give --vram {needed} or less",
     Remedy.MAKE_COMPANION: "make one with moeoff convert, or name it with --experts",
     Remedy.CONVERT_AGAIN: "convert the model again, or go without the companion (--no-experts)",
     Remedy.CHOOSE_TIER: "choose it with --tier {tier}",

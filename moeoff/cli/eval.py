@@ -13,7 +13,7 @@ import click
 from ..console import progress_bar, remark
 from ..memory import peak_rss
 from ..paths import demo_model
-from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SYSTEM, llama_arguments, with_options
+from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SYSTEM, VRAM, llama_arguments, with_options
 from .options import CONTEXT, PRECISION, companion, one_sentence, precision_argument
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 @click.option("--stride", type=int, metavar="N", help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2.")
 @with_options(PRECISION)
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
-@with_options(FLASH, BATCH, CACHE, GPU, ROPE, SYSTEM)
+@with_options(FLASH, BATCH, CACHE, GPU, VRAM, ROPE, SYSTEM)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
 @one_sentence

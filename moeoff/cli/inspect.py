@@ -93,6 +93,14 @@ def _print(r: Report) -> None:
             cells.append("no reads" if row.tps_low is None or row.tps_high is None else f"{_rate(row.tps_low)} to {_rate(row.tps_high)}")
         bought.add_row(*cells)
     console.print(bought)
+    if r.devices:
+        console.print()
+        for device in r.devices:
+            share = min(device.free / r.expert_bytes, 1.0) if r.expert_bytes else 1.0
+            line(
+                device.name,
+                f"{device.description}: {format_size(device.free)} free of {format_size(device.total)}, room for at most {share:.0%} of the experts (-ngl, --vram)",
+            )
     if r.disk:
         how = "direct reads" if r.disk.direct_io else "reads through the page cache, which may flatter it"
         text = (

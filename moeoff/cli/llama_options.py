@@ -38,6 +38,12 @@ GPU = (
     click.option("-mg", "--main-gpu", type=click.IntRange(min=0), help="The GPU for -sm none."),
     click.option("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...", help="Memory for tensors outside the experts whose names match, as CPU or CUDA0."),
 )
+VRAM = (
+    click.option(
+        "--vram", metavar="SIZE", help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts."
+    ),
+    click.option("--vram-mode", metavar="MODE", help="How a GPU computes with experts: cooperative, centric or cpu. See docs/gpu.md. Default: cooperative."),
+)
 ROPE = (
     click.option("--rope-scaling", "rope_scaling_type", metavar="METHOD", help="Scaling of positions: none, linear or yarn. Default: the model's."),
     click.option("--rope-scale", type=click.FloatRange(0, min_open=True), metavar="N", help="Context scaling factor: expands the context N times."),
@@ -61,7 +67,7 @@ SHIFT = (
                  help="Tokens of the prompt that a context shift keeps; -1: all."),
 )  # fmt: skip
 _UNSET = {"n_batch", "n_ubatch", "type_k", "type_v", "swa_full", "tensor_split", "split_mode", "main_gpu", "rope_scaling_type", "rope_freq_base",
-          "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "numa", "n_lanes"}  # fmt: skip
+          "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "numa", "n_lanes", "vram", "vram_mode"}  # fmt: skip
 
 
 def with_options(*groups: tuple[Callable[..., Any], ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

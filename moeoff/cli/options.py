@@ -12,7 +12,7 @@ import click
 
 from ..errors import MoeoffError, OptionError
 from .errors import sentence
-from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SHIFT, SYSTEM, llama_arguments, with_options
+from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SHIFT, SYSTEM, VRAM, llama_arguments, with_options
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 
@@ -127,7 +127,7 @@ _OPENING = (
 
 def opening_options(command: Callable[..., None]) -> Callable[..., None]:
     """The options that say how a model is opened, the same wherever one is; `opening_arguments` takes them."""
-    return with_options(_OPENING, PRECISION, FLASH, BATCH, CACHE, SHIFT, GPU, ROPE, SYSTEM)(command)
+    return with_options(_OPENING, PRECISION, FLASH, BATCH, CACHE, SHIFT, GPU, VRAM, ROPE, SYSTEM)(command)
 
 
 def opening_arguments(

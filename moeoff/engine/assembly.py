@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from ..binding import api
+from ..budget.device_plan import DeviceBound
 from ..budget.dry_load import MemorySizes
 from ..budget.footprint import Footprint, require_room, usual_share
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
@@ -28,6 +29,8 @@ from ..budget.memory_plan import Needs
 from ..budget.micro_batch import USUAL, MicroBatch, choose
 from ..companion.profile import Profile
 from ..companion.settings import Settings
+from ..devices import devices
+from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout
 from ..machine import machine_name
@@ -37,6 +40,7 @@ from .batch_rows import BatchRows, Splitting
 from .batch_spans import Span
 from .cancellation import Cancellation
 from .config import Config
+from .device_tier import DeviceTier
 from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input, wants_gate_logits
 from .expert_buffer import ExpertBuffer
@@ -93,6 +97,8 @@ class Assembly:
         self.layout.require_experts()
         self.config, self.settings_summary = self._apply_settings()
         self.strategy = self.config.strategy
+        self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if self.config.vram is not None else {}
+        self.device_tier: DeviceTier | None = None
         self._plan_memory()
         self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
@@ -185,6 +191,20 @@ class Assembly:
         """The model is loaded."""
         self.buffer.attach(self.layout, self.lossy.source, self.lossy.low_source)
 
+    def start_devices(self, ctx: int) -> None:
+        """Before `start`, because llama.cpp's buffers in host memory depend on it: slots on devices, if that was asked for.
+
+        Raises:
+            OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
+            BudgetError: not one slot fits, or the bound is more than a device has.
+        """
+        config, buffer = self.config, self.buffer
+        if config.vram is None or config.vram_mode == "cpu":
+            return
+        if not buffer.running:
+            buffer.start(buffer.arena_floor, buffer.low_arena_floor)
+        self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.layout.n_expert_used, 1), self._free_on_devices)
+
     def start(self, size: MemorySizes, ctx: int) -> None:
         """Sizes the arenas from what the loaded model has left of the budget.
 
@@ -200,7 +220,7 @@ class Assembly:
         python = max(rss() - size.weights - size.state, 0)  # both are resident: the weights have been read, the state cleared
         needs = Needs(python, size.weights, size.state, size.compute, size.work, size.outputs, api.llama_n_ctx(ctx), self.buffer.embedding_bytes, self._kept)
         self.sizer = ArenaSizer(self.buffer, self.budget, config.expert_memory, needs, precision.low_share)
-        if self.buffer.running:  # a server has started it in the smallest arena
+        if self.buffer.running:  # in the smallest arena
             self.buffer.set_arena_bytes(*self.sizer.arenas)
         else:
             self.buffer.start(*self.sizer.arenas)
@@ -223,6 +243,7 @@ class Assembly:
             profile=self.profile,
             precision=self.lossy.precision,
             replay=config.replay,
+            on_devices=self.device_tier is not None,
         )
         self.sizer.make_room(rss() - before)
 
@@ -283,6 +304,18 @@ class Assembly:
         """
         self.sizer.lend(nbytes)
 
+    def set_vram(self, vram: str | int) -> None:
+        """Moves the bound of what is allocated on each device, between answers.
+
+        Raises:
+            OptionError: not a size, or the model was opened without experts on devices.
+            BudgetError: too small, or more than a device has; the old bound stays.
+        """
+        bound = DeviceBound.parse(vram)
+        if self.device_tier is None:
+            raise OptionError("vram: the model was opened without experts on devices; open it with vram")
+        self.device_tier.move(bound)
+
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """A user's own; the driver keeps its."""
         self._listener = callback
@@ -304,6 +337,8 @@ class Assembly:
             micro_batch_reason=self.micro_batch.reason,
             memory=plan.items(self.footprint.embedding),
         )
+        if self.device_tier is not None:
+            stats = replace(stats, device_memory=self.device_tier.items())
         prefetcher = self.driver.prefetcher if self.driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from ..binding import KEYWORDS
+from ..budget.device_plan import DeviceBound
 from ..budget.loss_contract import parse_loss
 from ..budget.precision import LOSSLESS, Precision
 from ..companion.file import KEEP, Companion
@@ -23,6 +24,7 @@ __all__ = ["Config"]
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
 
+VRAM_MODES = ("cooperative", "centric", "cpu")  # docs/gpu.md
 Path = str | os.PathLike[str]
 
 
@@ -59,6 +61,9 @@ class Config:
         n_keep: tokens of the prompt, beside the one that begins a text, that a context shift keeps; -1: all of them.
         override_tensor: where other tensors than routed experts go, as llama.cpp's --override-tensor has it: "PATTERN=BUFFER,...".
         priority: of the process, -1 (low) to 3 (realtime); it stays when the model is closed.
+        vram: bound of what is allocated on each device, experts and llama.cpp's own together, in bytes; `make` takes "2G" and "80%" (of what
+            is free there), too. None: no experts on devices. Needs `n_gpu_layers`.
+        vram_mode: how a device computes with experts (docs/gpu.md): "cooperative", "centric", or "cpu": not at all.
         settings: of `moeoff tune`; "auto" takes those beside the model if there are any, False none. They fill in what is in `open_options`.
         open_options: options that the user has said nothing about, of those that settings may choose; `make` knows them.
         llama_cpp: options of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
@@ -91,12 +96,15 @@ class Config:
     override_tensor: str | None = None
     priority: int = 0
     settings: Path | bool = "auto"
+    vram: DeviceBound | None = None
+    vram_mode: str = "cooperative"
     open_options: frozenset[str] = frozenset()
     llama_cpp: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def make(cls, model_path: Path, *, memory: str | int | None = None, expert_memory: str | int | None = None,
-             strategy: str | Strategy | None = None, stride: int | None = None, max_loss: str | float | None = None, **options: Any) -> Config:  # fmt: skip
+             strategy: str | Strategy | None = None, stride: int | None = None, max_loss: str | float | None = None, vram: str | int | None = None,
+             **options: Any) -> Config:  # fmt: skip
         """Of the keyword arguments of `moeoff.Llama`: sizes, strategies and losses may be text; what is not ours is llama_cpp's.
 
         Args:
@@ -121,6 +129,7 @@ class Config:
             strategy=chosen if stride is None else chosen.ahead(stride),
             open_options=frozenset(OPTIONS) - given,
             max_loss=None if max_loss is None else parse_loss(max_loss),
+            vram=None if vram is None else DeviceBound.parse(vram),
             llama_cpp=read_options({name: value for name, value in options.items() if name not in ours}),
             **{name: value for name, value in options.items() if name in ours},
         )
@@ -141,6 +150,19 @@ class Config:
         if self.max_loss is not None and (self.precision is not LOSSLESS or self.tier not in (None, KEEP)):
             raise OptionError("max_loss finds the precision by itself, measured against the model's own: give no other")
         self.check_precision(self.precision)
+        self._check_vram()
+
+    def _check_vram(self) -> None:
+        if self.vram_mode not in VRAM_MODES:
+            raise OptionError(f"vram_mode: one of {', '.join(VRAM_MODES)}, not {self.vram_mode!r}")
+        if self.vram is None:
+            return
+        if not self.llama_cpp.get("n_gpu_layers"):
+            raise OptionError("vram has no effect while no layer goes to the GPU: give n_gpu_layers")
+        if self.vram_mode != "centric" and (self.deterministic or self.replay is not None):
+            raise OptionError("vram: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs vram_mode centric")
+        if self.vram_mode == "centric" and (self.max_loss is not None or not self.precision.lossless):
+            raise OptionError("vram_mode centric: a device computes with experts in their own precision alone")
 
     def tuned(self, tuning: Tuning) -> Config:
         """With the tuning's choice for every option that the user has said nothing about."""

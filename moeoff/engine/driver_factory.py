@@ -45,13 +45,14 @@ def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) 
 
 
 def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trace: str | os.PathLike[str] | None = None, *, n_lanes: int = 4,
-                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, hold: bool = False, **options: Any) -> Driver | None:  # fmt: skip
+                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, hold: bool = False, on_devices: bool = False, **options: Any) -> Driver | None:  # fmt: skip
     """The driver of a started buffer, or None if the strategy needs none.
 
     A policy that weighs uses by the precision they need gets its options from `precision`.
 
     Args:
         profile: what calibration measured of the model.
+        on_devices: the policy also says which experts devices hold.
         options: of the policy.
 
     Raises:
@@ -61,7 +62,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     stats = buffer.stats()
     arena = stats.arena_bytes - stats.low_arena_bytes
     everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
-    policy_name = None if everything and not options else strategy.policy
+    policy_name = None if everything and not on_devices and not options else strategy.policy
     if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
         policy_name = None  # the buffer's own eviction order
     predictor_name = None if everything else strategy.predictor

@@ -239,6 +239,29 @@ class ExpertBuffer:
         """Between decodes; a smaller arena evicts at once. High and low versions have an arena each, and take nothing from the other."""
         self._check(native.set_arena_bytes(self.handle, arena_bytes, low_arena_bytes))
 
+    # --- devices ---
+
+    def set_device_slots(self, slots: Sequence[tuple[int, int]], mode: int = native.DEVICE_OFF, n_used: int = 1, n_uploads: int = 0) -> None:
+        """Between decodes: slots for experts in devices' memory; those that were there are given back first. `native.replan` must follow.
+
+        Args:
+            slots: of each gate, (ggml_backend_dev_t or 0, number). Empty: none.
+            mode: native.DEVICE_...
+            n_used: experts that serve a token.
+            n_uploads: experts that a gate may get at each of its events.
+
+        Raises:
+            MoeoffError: a device has no room for them.
+        """
+        n = self.priorities.shape[0]
+        given = list(slots) or [(0, 0)] * n
+        handles, numbers = (ctypes.c_uint64 * n)(*(device for device, _ in given)), (ctypes.c_int32 * n)(*(number for _, number in given))
+        self._check(native.set_device_slots(self.handle, mode, handles, numbers, n, n_used, n_uploads))
+
+    def device_slot_bytes(self, device: int, gate: int, n_slots: int, n_used: int) -> int:
+        """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot compute with these experts."""
+        return int(native.device_slot_bytes(self.handle, device, gate, n_slots, n_used))
+
     def clear(self) -> None:
         """Drops every resident slice."""
         native.clear(self.handle)

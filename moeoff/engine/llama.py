@@ -72,6 +72,7 @@ class Llama(PatchedLlama):
         try:
             self._load_model()
             parts.attach()
+            parts.start_devices(self.context_handle)
             parts.start(self.memory_sizes(), self.context_handle)
             parts.attach_driver()
             self.set_abort_callback(native.should_abort, parts.buffer.handle)
@@ -174,14 +175,20 @@ class Llama(PatchedLlama):
 
     # --- memory ---
 
-    def set_memory(self, memory: str | int) -> None:
+    def set_memory(self, memory: str | int | None = None, *, vram: str | int | None = None) -> None:
         """Moves the budget of a running model, between answers: the arena is resized at once.
 
+        Args:
+            vram: of what is allocated on each device, of a model that was opened with one: its slots are empty then.
+
         Raises:
-            BudgetError: below what the model needs; the old budget stays.
-            OptionError: not a size.
+            BudgetError: below what the model needs, or more than a device has; the old budget stays.
+            OptionError: not a size, or the model has no experts on devices.
         """
-        self._parts.set_memory(parse_size(memory))
+        if vram is not None:
+            self._parts.set_vram(vram)
+        if memory is not None:
+            self._parts.set_memory(parse_size(memory))
 
     @property
     def plan(self) -> Plan:

@@ -10,7 +10,8 @@ from .expert_buffer import ExpertBuffer
 
 _COUNTERS = (
     "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
-    "expert_uses served_low skipped rerouted simulated_misses low_bytes_read events_dropped"
+    "expert_uses served_low skipped rerouted simulated_misses low_bytes_read events_dropped device_hits device_uploads device_bytes "
+    "device_upload_seconds"
 ).split()
 
 
@@ -54,6 +55,9 @@ class Stats:
     these that was resident when their router selected, good_pred their product (ProMoE §4.1); None: no preset of a paper predicts.
     drafts_on and drafts_gain say the same of a server's drafts; None: it makes none.
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
+    device_hits: of demand_hits, the slices that a device holds; device_uploads: experts that were written into a device's slot, of device_bytes bytes, in
+    device_upload_seconds; device_experts: on devices now; device_memory: of each device with slots, their number for each layer, their bytes, and
+    what llama.cpp takes there.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
     events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
@@ -103,6 +107,18 @@ class Stats:
     drafts_on: bool | None = None
     drafts_gain: float | None = None
     memory: dict[str, int] = field(default_factory=dict)
+    device_hits: int = 0
+    device_uploads: int = 0
+    device_bytes: int = 0
+    device_upload_seconds: float = 0.0
+    device_experts: int = 0
+    device_memory: dict[str, dict[str, int]] = field(default_factory=dict)
+
+    @property
+    def device_hit_rate(self) -> float:
+        """Of the slices that gates chose, the share that a device held."""
+        uses = self.demand_hits + self.demand_misses
+        return self.device_hits / uses if uses else 0.0
 
     @property
     def precision_summary(self) -> str:
@@ -152,6 +168,11 @@ class Stats:
             low_arena_bytes=s.low_arena_bytes,
             embedding_disk_bytes=buffer.embedding_bytes,
             events_dropped=s.events_dropped,
+            device_hits=s.device_hits,
+            device_uploads=s.device_uploads,
+            device_bytes=s.device_bytes,
+            device_upload_seconds=s.device_upload_ns / 1e9,
+            device_experts=s.device_experts,
         )
 
     def timed(self, timing: Timing) -> Stats:

@@ -28,6 +28,18 @@ def metrics_text(stats: Stats) -> str:
         ('{precision="none"}', stats.skipped),
     )
     metric("expert_rerouted_total", "counter", "Of these, resident experts in the place of the router's choice.", ("", stats.rerouted))
+    if stats.device_memory:
+        metric("device_hits_total", "counter", "Of the hits, expert slices that a GPU held.", ("", stats.device_hits))
+        metric("device_uploads_total", "counter", "Experts written into a GPU's memory.", ("", stats.device_uploads))
+        metric("device_upload_bytes_total", "counter", "Bytes of these.", ("", stats.device_bytes))
+        metric("device_upload_seconds_total", "counter", "Time that writing them took.", ("", stats.device_upload_seconds))
+        metric("device_experts", "gauge", "Experts in GPUs' memory.", ("", stats.device_experts))
+        metric(
+            "device_bytes",
+            "gauge",
+            "GPU memory that experts may take.",
+            *((f'{{device="{name}"}}', use["experts"]) for name, use in stats.device_memory.items()),
+        )
     metric("stall_seconds_total", "counter", "Time compute waited for experts, mean over its threads.", ("", stats.stall_seconds))
     metric("prefetch_issued_total", "counter", "Expert slices read ahead.", ("", stats.prefetch_issued))
     metric("prefetch_useful_total", "counter", "Of these, slices that were then asked for.", ("", stats.prefetch_useful))

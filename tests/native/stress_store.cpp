@@ -1,13 +1,15 @@
 // Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, I/O workers whose
 // reads fail or dawdle, two threads that stop and start the driver, all at once, over arenas from two slots to everything. In most
 // rounds every slice has two versions and the thresholds change all the time: each op must get the versions that its own gate event
-// decided. Some rounds stop the store while the contexts go on computing. Every byte that a computing thread sees is checked,
+// decided. In most rounds one of the contexts has a device, whose slots must hold what its events say for as long as its ops take.
+// Some rounds stop the store while the contexts go on computing. Every byte that a computing thread sees is checked,
 // and the invariants of the table of slices all the time.
 // Built with ThreadSanitizer or AddressSanitizer by scripts/build/native_stress.sh.
 //
 // usage: stress_store SECONDS [SEED]
 
 #include "check.h"
+#include "fake_device.h"
 #include "slice_file.h"
 
 #include "moeoff-store.h"
@@ -48,6 +50,8 @@ class meeting {
 };
 
 struct context {
+    context(store & s, std::atomic<bool> & stop, unsigned seed) : s(s), stop(stop), seed(seed) {}
+
     store &              s;
     std::atomic<bool> &  stop;
     unsigned             seed;
@@ -57,7 +61,27 @@ struct context {
     const tensor *       op   = nullptr;
     bool                 quit = false;
     std::unique_ptr<std::atomic<int>[]> done { new std::atomic<int>[n_expert * (SKIP + 1)] };
-    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0};
+    std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0};
+    fake_device * device = nullptr;
+    std::vector<int32_t> slots, host; // of the last event; empty: the device has no part in it
+
+    void check_device(const gate & g, const std::vector<int32_t> & ids) {
+        for (size_t i = 0; i < host.size(); i++) {
+            REQUIRE(host[i] == (slots[i] < s.n_device_slots(g) ? -1 : ids[i]));
+            for (int m = 0; host[i] < 0 && m < MOEOFF_N_MATRIX; m++) {
+                if (g.tensors[m] < 0) {
+                    continue;
+                }
+                const moeoff_source & source = s.experts().sources_of(g.tensors[m], HIGH)[ids[i]];
+                const auto bytes = device->read(g.index, m, slots[i]);
+                REQUIRE(bytes.size() == source.nbytes);
+                for (uint64_t b = 0; b < source.nbytes; b += 97) {
+                    REQUIRE(bytes[b] == byte_at(source.offset + b));
+                }
+                on_device++;
+            }
+        }
+    }
 
     // one thread's part of an op, as the MUL_MAT_ID kernel does it
     void compute() {
@@ -135,13 +159,18 @@ struct context {
                 gate & g = s.experts().gate_at(layer);
                 const bool has_gate = rng() % 50 != 0; // some graphs have no gate node
                 const bool decides = has_gate && s.started();
+                const bool has_device = decides && device && s.device_mode(g, this, n_used, n_tokens) != MOEOFF_DEVICE_OFF;
+                slots.assign(has_device ? ids.size() : 0, 0);
+                host.assign(slots.size(), 0);
                 if (decides) {
                     const size_t row = n_expert * sizeof(float);
                     s.route(g, { rng() % 4 ? scores.data() : nullptr, scores.data(), row, row, rng() % 2 == 0, n_expert, n_used, n_tokens, ids.data() });
                     moeoff_gate_event e = {};
                     e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16; e.n_expert = 4;
                     e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data(); e.logits = input.data();
-                    s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float), 0 });
+                    const device_ids out = { slots.data(), host.data() };
+                    s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float), 0 }, has_device ? &out : nullptr);
+                    check_device(g, ids);
                     for (int i = 0; e.versions && i < n_tokens * n_used; i++) {
                         decided[ids[i]] = of_row[i] = e.versions[i];
                     }
@@ -154,11 +183,15 @@ struct context {
                         continue;
                     }
                     op = &s.experts().tensor_at(t);
-                    const bool is_by_row = s.versions(*op, ids.data(), said.data(), by_row.data(), ids.size());
+                    const void * const graph = has_device ? host.data() : ids.data();
+                    const bool is_by_row = s.versions(*op, graph, said.data(), by_row.data(), ids.size());
                     experts.clear();
                     versions.clear();
                     std::vector<char> is_in(n_expert * (SKIP + 1), 0);
                     for (size_t i = 0; i < ids.size(); i++) {
+                        if (has_device && host[i] < 0) {
+                            continue;
+                        }
                         const uint8_t v = is_by_row ? by_row[i] : said[ids[i]];
                         REQUIRE(!decides || v == (is_by_row ? of_row[i] : decided[ids[i]]));
                         if (!is_in[ids[i] * (SKIP + 1) + v]) {
@@ -175,6 +208,7 @@ struct context {
                     compute();
                     meet.wait();
                 }
+                check_device(g, ids);
             }
         }
         quit = true;
@@ -267,11 +301,20 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     });
     REQUIRE(s.start(error));
     s.set_gate_callback(on_gate, nullptr, 1 << 14);
+    const int mode = (int) (rng() % 4);
+    fake_device * device = nullptr;
+    if (mode == MOEOFF_DEVICE_COOPERATIVE || mode == MOEOFF_DEVICE_CENTRIC) {
+        auto memory = std::make_unique<fake_device>();
+        device = memory.get();
+        // not for the layer with an expert that has no bytes
+        s.set_device((moeoff_device_mode) mode, 1 + (int32_t) (rng() % 3), 3, { 4, n_expert, 0, 9, 3 }, std::move(memory));
+    }
 
     std::vector<std::unique_ptr<context>> contexts;
     std::vector<std::thread> threads;
     for (int i = 0; i < n_contexts; i++) {
-        contexts.emplace_back(new context { s, stop, seed + (unsigned) i, {}, {}, {} });
+        contexts.emplace_back(new context { s, stop, seed + (unsigned) i });
+        contexts.back()->device = i == 0 ? device : nullptr;
         threads.emplace_back([c = contexts.back().get()] { c->run(); });
     }
     threads.emplace_back([&] { // the policy
@@ -370,17 +413,20 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     }
     moeoff_stats stats;
     s.get_stats(stats);
-    uint64_t computed = 0, failed = 0, low = 0, skipped = 0;
+    uint64_t computed = 0, failed = 0, low = 0, skipped = 0, on_device = 0;
     for (auto & c : contexts) {
         computed += c->computed;
         failed   += c->failed;
         low      += c->low;
         skipped  += c->skipped;
+        on_device += c->on_device;
     }
-    REQUIRE(computed > 0);
+    REQUIRE(computed > 0 && (on_device > 0) <= (device != nullptr));
+    REQUIRE(!device || on_device > 0 || !(params.flags & MOEOFF_FLAG_KEEP)); // without it nothing is in memory to be uploaded when a router has selected
     const bool eager = params.flags & MOEOFF_FLAG_EAGER;
     REQUIRE((low > 0) == (two_versions && eager) && (skipped > 0) == eager);
     REQUIRE((low_reads > 0) >= (low > 0) && (stats.low_bytes_read > 0) >= (low > 0) && stats.low_bytes_read <= stats.bytes_read);
+    printf("device mode %d: %llu slices there, %llu experts uploaded; ", device ? mode : 0, (unsigned long long) on_device, (unsigned long long) stats.device_uploads);
     printf("flags %u, %d workers: %llu slices computed, %llu low, %llu skipped, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
            "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_io_workers,
            (unsigned long long) computed, (unsigned long long) low, (unsigned long long) skipped, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,

@@ -2,36 +2,21 @@
 // nothing.
 
 #include "moeoff-hash.h"
+#include "moeoff-last-error.h"
 #include "moeoff-store.h"
 
 #include <cstddef>
 #include <cstdio>
-#include <exception>
-#include <new>
 
-static thread_local std::string last_error;
-
-static int fail(const std::string & message) {
-    last_error = message;
-    return -1;
+std::string & moeoff::last_error() {
+    static thread_local std::string message;
+    return message;
 }
 
-// what f returns; if it throws, on_error, and moeoff_last_error() says why
-template <typename F, typename R>
-static R guarded(R on_error, F f) noexcept {
-    try {
-        return f();
-    } catch (const std::bad_alloc &) {
-        last_error = "out of memory"; // short enough to be stored in the string itself
-    } catch (const std::exception & e) {
-        try {
-            last_error = e.what();
-        } catch (...) {
-            last_error = "out of memory";
-        }
-    }
-    return on_error;
-}
+using moeoff::guarded;
+using moeoff::last_error;
+
+static int fail(const std::string & message) { return moeoff::set_last_error(message); }
 
 static bool is_version(int32_t v) { return v == moeoff::HIGH || v == moeoff::LOW; }
 
@@ -59,7 +44,7 @@ const char * moeoff_abi_layout(void) {
     });
 }
 
-const char * moeoff_last_error(void) { return last_error.c_str(); }
+const char * moeoff_last_error(void) { return last_error().c_str(); }
 
 uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed) { return moeoff::hash64((const uint8_t *) data, nbytes, seed); }
 
@@ -95,15 +80,15 @@ int moeoff_tensor(const moeoff_expert_buffer * eb, int32_t i, moeoff_tensor_info
 }
 
 int32_t moeoff_add_file(moeoff_expert_buffer * eb, const char * path) {
-    return guarded(-1, [&] { return eb->store->add_file(path, last_error); });
+    return guarded(-1, [&] { return eb->store->add_file(path, last_error()); });
 }
 
 int moeoff_set_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
-    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::HIGH, sources, n_expert, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::HIGH, sources, n_expert, last_error()) ? 0 : -1; });
 }
 
 int moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, const moeoff_source * sources, int32_t n_expert) {
-    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_sources(i, moeoff::LOW, sources, n_expert, last_error()) ? 0 : -1; });
 }
 
 int moeoff_embedding(const moeoff_expert_buffer * eb, moeoff_tensor_info * info) {
@@ -115,7 +100,7 @@ int moeoff_embedding(const moeoff_expert_buffer * eb, moeoff_tensor_info * info)
 }
 
 int moeoff_set_embedding_source(moeoff_expert_buffer * eb, moeoff_source source) {
-    return guarded(-1, [&] { return eb->store->set_embedding_source(source, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_embedding_source(source, last_error()) ? 0 : -1; });
 }
 
 uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version) {
@@ -127,15 +112,15 @@ uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version) {
 }
 
 int moeoff_start(moeoff_expert_buffer * eb) {
-    return guarded(-1, [&] { return eb->store->start(last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->start(last_error()) ? 0 : -1; });
 }
 
 int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low) {
-    return guarded(-1, [&] { return eb->store->set_limits(high, low, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_limits(high, low, last_error()) ? 0 : -1; });
 }
 
 int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags) {
-    return guarded(-1, [&] { return eb->store->set_flags(flags, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_flags(flags, last_error()) ? 0 : -1; });
 }
 
 void moeoff_clear(moeoff_expert_buffer * eb) { eb->store->clear(); }
@@ -175,25 +160,25 @@ int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t *
 }
 
 int moeoff_set_thresholds(moeoff_expert_buffer * eb, moeoff_thresholds thresholds) {
-    return guarded(-1, [&] { return eb->store->set_thresholds(thresholds, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_thresholds(thresholds, last_error()) ? 0 : -1; });
 }
 
 int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n) {
-    return guarded((int64_t) -1, [&] { return eb->store->force(versions, n, last_error); });
+    return guarded((int64_t) -1, [&] { return eb->store->force(versions, n, last_error()); });
 }
 
 // --- routing ---
 
 int moeoff_set_routing(moeoff_expert_buffer * eb, moeoff_routing routing) {
-    return guarded(-1, [&] { return eb->store->set_routing(routing, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_routing(routing, last_error()) ? 0 : -1; });
 }
 
 int moeoff_set_simulated_cache(moeoff_expert_buffer * eb, float share) {
-    return guarded(-1, [&] { return eb->store->set_simulated_cache(share, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_simulated_cache(share, last_error()) ? 0 : -1; });
 }
 
 int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n) {
-    return guarded((int64_t) -1, [&] { return eb->store->force_experts(ids, n, last_error); });
+    return guarded((int64_t) -1, [&] { return eb->store->force_experts(ids, n, last_error()); });
 }
 
 // --- events ---
@@ -208,7 +193,7 @@ int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback cal
 void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows) { eb->store->set_gate_rows(max_rows); }
 
 int moeoff_set_batch_kind(moeoff_expert_buffer * eb, int32_t kind) {
-    return guarded(-1, [&] { return eb->store->set_batch_kind(kind, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->set_batch_kind(kind, last_error()) ? 0 : -1; });
 }
 
 void moeoff_drain(moeoff_expert_buffer * eb) { eb->store->drain(); }
@@ -221,7 +206,7 @@ void moeoff_get_stats(const moeoff_expert_buffer * eb, moeoff_stats * stats) { e
 void moeoff_reset_stats(moeoff_expert_buffer * eb) { eb->store->reset_stats(); }
 
 int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates) {
-    return guarded(-1, [&] { return eb->store->get_stall(stall_ns, n_gates, last_error) ? 0 : -1; });
+    return guarded(-1, [&] { return eb->store->get_stall(stall_ns, n_gates, last_error()) ? 0 : -1; });
 }
 
 int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size) {

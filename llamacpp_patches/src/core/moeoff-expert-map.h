@@ -27,6 +27,7 @@ struct tensor {
 struct decision {
     const void *           graph;
     uint64_t               seq;
+    const void *           ops = nullptr;      // the indices that the ops have instead, where a device computes with the block, too
     std::vector<uint8_t>   version_of;         // by expert
     std::vector<uint8_t>   by_row;             // of each token's experts, where each token is decided by itself; else empty
     bool                   is_early = false;   // made before the weights: the gate event takes it as it is

@@ -6,28 +6,6 @@
 
 namespace moeoff {
 
-void selection::collect(const choice & c, int32_t n_experts) {
-    for (const int32_t e : chosen) {
-        is_chosen[e]  = 0;
-        version_of[e] = HIGH;
-    }
-    chosen.clear();
-    if (is_chosen.size() < (size_t) n_experts) {
-        is_chosen.resize(n_experts, 0);
-        version_of.resize(n_experts, HIGH);
-        chosen.reserve(n_experts);
-    }
-    for (int32_t t = 0; t < c.event.n_tokens; t++) {
-        for (int32_t k = 0; k < c.event.n_used; k++) {
-            const int32_t e = c.id(t, k);
-            if (!is_chosen[e]) {
-                is_chosen[e] = 1 << HIGH;
-                chosen.push_back(e);
-            }
-        }
-    }
-}
-
 // the decision that belongs to this graph, else a new one, else the oldest: of a context long freed
 decision & gate_events::decision_of(gate & g, const void * graph) {
     decision * oldest = nullptr;
@@ -40,7 +18,7 @@ decision & gate_events::decision_of(gate & g, const void * graph) {
         }
     }
     if (g.decisions.size() < max_decisions) {
-        g.decisions.push_back({ graph, 0, std::vector<uint8_t>(g.n_expert), {} });
+        g.decisions.push_back({ graph, 0, nullptr, std::vector<uint8_t>(g.n_expert), {} });
         return g.decisions.back();
     }
     return *oldest;
@@ -128,10 +106,17 @@ void gate_events::route(gate & g, const router_output & r, bool decode) {
 
 // --- with the weights ---
 
+// decisions of other graphs, long gone, that these addresses would lead to
+void gate_events::forget_others(gate & g, const void * graph, const void * ops) {
+    const auto is_stale = [&](const decision & d) { return d.graph != graph && ((ops && d.graph == ops) || (d.ops && (d.ops == graph || d.ops == ops))); };
+    g.decisions.erase(std::remove_if(g.decisions.begin(), g.decisions.end(), is_stale), g.decisions.end());
+}
+
 // fills version_of for the chosen experts and keeps it for the ops of this graph
-void gate_events::decide(gate & g, const choice & c, selection & all) {
+void gate_events::decide(gate & g, const choice & c, selection & all, const void * ops) {
     decision & d = decision_of(g, c.event.ids);
     d.graph = c.event.ids;
+    d.ops   = ops;
     d.seq   = table.n_events();
     all.versions.clear();
     const bool is_early = d.is_early && c.event.decode && simulated.is_on() && d.by_row.size() == (size_t) c.event.n_tokens * c.event.n_used;
@@ -166,11 +151,12 @@ void gate_events::decide(gate & g, const choice & c, selection & all) {
     decided.store(true, std::memory_order_release);
 }
 
-void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager) {
+void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops, int32_t n_uploads) {
     moeoff_stats & stats = table.counters();
     table.next_event();
+    forget_others(g, event.ids, device_ops);
     if (eager && select.active()) {
-        decide(g, c, all);
+        decide(g, c, all, device_ops);
         for (const uint8_t v : all.versions) {
             stats.served_low += v == LOW;
             stats.skipped    += v == SKIP;
@@ -184,13 +170,21 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
         table.cancel_unchosen(g, all.is_chosen.data());
     }
     table.drop_preloads();
+    if (device_ops) {
+        device.assign(g, all, table, n_uploads);
+        for (const int32_t e : all.chosen) {
+            if (all.slot_of[e] >= 0) {
+                table.count_on_device(g, e, event);
+            }
+        }
+    }
     if (eager) {
         // all are marked before the first is requested: none of them may be evicted for another
         const auto each_slice = [&](const auto & f) REQUIRES(store_mutex) {
             for (const int32_t ti : g.tensors) {
                 for (const int32_t e : all.chosen) {
                     for (const version v : { HIGH, LOW }) {
-                        if (ti >= 0 && all.is_chosen[e] & (1u << v)) {
+                        if (ti >= 0 && all.slot_of[e] < 0 && all.is_chosen[e] & (1u << v)) {
                             f(table.slice_at(map.tensor_at(ti), e, v));
                         }
                     }
@@ -208,11 +202,12 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
 
 bool gate_events::versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const {
     for (const auto & d : map.gate_of(t).decisions) {
-        if (d.graph == graph && d.by_row.size() == n_rows && n_rows > 0) {
+        const bool is_of_graph = d.graph == graph || d.ops == graph;
+        if (is_of_graph && d.by_row.size() == n_rows && n_rows > 0) {
             memcpy(by_row, d.by_row.data(), n_rows);
             return true;
         }
-        if (d.graph == graph) {
+        if (is_of_graph) {
             memcpy(out, d.version_of.data(), std::min(d.version_of.size(), (size_t) t.info.ne[2]));
         }
     }

@@ -3,6 +3,8 @@
 // What happens when a router has selected experts: resident ones may take others' places, versions are decided and kept for the ops
 // of the graph, what was expected and not selected is cancelled, what was selected is requested.
 
+#include "moeoff-device-tier.h"
+#include "moeoff-gate-selection.h"
 #include "moeoff-routing.h"
 #include "moeoff-simulated-cache.h"
 #include "moeoff-slice-table.h"
@@ -26,26 +28,17 @@ struct router_output {
     int32_t *     ids;            // [n_tokens, n_used], dense: its choice, best first, and what becomes of it
 };
 
-// What the tokens of one event chose together. Of one thread, and used again: a large batch is gone through without the store's mutex
-struct selection {
-    std::vector<int32_t> chosen;     // each expert once
-    std::vector<uint8_t> is_chosen;  // by expert: bit 1 << version, 0: not chosen
-    std::vector<uint8_t> version_of; // by expert, high unless it is decided otherwise
-    std::vector<uint8_t> versions;   // [n_tokens, n_used], what the event then points to
-
-    void collect(const choice & c, int32_t n_experts); // as if all were served high
-};
-
 class gate_events {
   public:
-    gate_events(const expert_map & map, slice_table & table) : map(map), table(table) {}
+    gate_events(const expert_map & map, slice_table & table, device_tier & device) : map(map), table(table), device(device) {}
 
     // Whether route() would change anything, or has to see it
     bool is_routed() const REQUIRES(store_mutex) { return routes.active() || simulated.is_on() || !forced.empty(); }
     // Before the weights: the experts that the block uses. Behind a simulated cache their versions are decided here, too
     void route(gate & g, const router_output & r, bool decode) REQUIRES(store_mutex);
-    // Fills what event says of hits and misses, and its versions. eager: the slices are requested; the caller wakes the workers
-    void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager) REQUIRES(store_mutex);
+    // Fills what event says of hits and misses, and its versions. eager: the slices are requested; the caller wakes the workers.
+    // device_ops: the indices that the ops of the graph have if a device computes with it, else nullptr; it then gets at most n_uploads
+    void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops, int32_t n_uploads) REQUIRES(store_mutex);
     // false: every expert is served high, in every graph
     bool has_decisions() const { return decided.load(std::memory_order_acquire); }
     // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts. True if it did so for each of
@@ -59,15 +52,17 @@ class gate_events {
     size_t             force(const int32_t * ids, size_t n) REQUIRES(store_mutex);
 
   private:
-    void decide(gate & g, const choice & c, selection & all) REQUIRES(store_mutex);
+    void decide(gate & g, const choice & c, selection & all, const void * ops) REQUIRES(store_mutex);
     decision & decision_of(gate & g, const void * graph) REQUIRES(store_mutex);
     void route_token(gate & g, const router_output & r, int32_t t, uint8_t * versions) REQUIRES(store_mutex);
+    void forget_others(gate & g, const void * graph, const void * ops) REQUIRES(store_mutex);
     void take_forced(const router_output & r) REQUIRES(store_mutex);
 
     static constexpr size_t max_decisions = 64; // of one gate: contexts that may be inside the same block at once
 
     const expert_map &   map;
     slice_table &        table;
+    device_tier &        device;
     version_selector     select GUARDED_BY(store_mutex);
     routing              routes GUARDED_BY(store_mutex);
     simulated_cache      simulated GUARDED_BY(store_mutex);

@@ -52,7 +52,7 @@ eviction_rank pool::rank_of(size_t leaf) const {
         if (s.pins > 0 || all.wanted(s)) {
             continue;
         }
-        const bool is_spare = v == LOW && all.low_spare && all.slices[index - all.n_high].resident_i >= 0;
+        const bool is_spare = all.on_device[leaf] || (v == LOW && all.low_spare && all.slices[index - all.n_high].resident_i >= 0);
         const eviction_rank rank = { s.expected ? eviction_rank::expected : is_spare ? eviction_rank::spare : all.keys[leaf], (uint32_t) index, s.last_use };
         if (rank < best) {
             best = rank;

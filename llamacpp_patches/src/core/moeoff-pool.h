@@ -26,6 +26,8 @@ struct catalog {
     std::vector<uint32_t> keys      GUARDED_BY(store_mutex);
     uint64_t           n_events  GUARDED_BY(store_mutex) = 0; // gate events so far
     bool               low_spare GUARDED_BY(store_mutex) = true; // a low version is of no use while the high one is resident
+    // [n_gates, n_experts], 1: a device holds the expert in high precision, and neither version is of use in memory
+    std::vector<uint8_t> on_device GUARDED_BY(store_mutex);
 
     static constexpr uint64_t want_window = 8; // gate events after which a choice that no op has used is forgotten
 

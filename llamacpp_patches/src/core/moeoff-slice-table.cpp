@@ -23,6 +23,7 @@ bool slice_table::start(uint64_t high_limit, uint64_t low_limit) {
     written.assign((size_t) map.n_gates() * map.n_experts(), 0.0f);
     all.keys.assign(written.size(), eviction_rank::key_of(0.0f));
     published.assign(written.size(), 0.0f);
+    all.on_device.assign(written.size(), 0);
     keys_of_row.resize((size_t) all.n_experts);
     queue.resize(all.slices.size());
     for (auto & list : wants) {
@@ -226,16 +227,36 @@ void slice_table::pin(const tensor & t, const int32_t * experts, const uint8_t *
 }
 
 void slice_table::unpin(slice & s, bool keep) {
-    if (--s.pins > 0) {
+    if (--s.pins > s.held) {
         return;
     }
     s.want_seq = 0;
-    if (s.size_class < 0) {
+    if (s.size_class < 0 || s.pins > 0) {
         return;
     }
     if (s.state.load(std::memory_order_relaxed) == FAILED) {
         s.state.store(ABSENT, std::memory_order_relaxed);
     } else if (!keep) {
+        evict(s);
+    } else {
+        reconsider(s);
+    }
+    fit_limits();
+    wake_workers();
+}
+
+void slice_table::hold(slice & s) {
+    s.pins++;
+    s.held++;
+    reconsider(s);
+}
+
+void slice_table::release(slice & s, bool keep) {
+    s.held--;
+    if (--s.pins > 0) {
+        return;
+    }
+    if (!keep && s.want_seq == 0) {
         evict(s);
     } else {
         reconsider(s);
@@ -328,13 +349,49 @@ void slice_table::wake_workers() {
     }
 }
 
-bool slice_table::is_resident(const gate & g, int32_t expert, version v) const {
+bool slice_table::is_ready(const gate & g, int32_t expert, version v) const {
     for (const int32_t ti : g.tensors) {
         if (ti >= 0 && at(map.tensor_at(ti), expert, v).state.load(std::memory_order_relaxed) != READY) {
             return false;
         }
     }
     return true;
+}
+
+bool slice_table::is_resident(const gate & g, int32_t expert, version v) const { return (v == HIGH && on_device(g, expert)) || is_ready(g, expert, v); }
+
+bool slice_table::is_in_memory(const gate & g, int32_t expert) const { return is_ready(g, expert, HIGH); }
+
+// --- devices ---
+
+void slice_table::count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) {
+    for (const int32_t ti : g.tensors) {
+        if (ti >= 0) {
+            stats.demand_hits++;
+            stats.device_hits++;
+            event.n_hit++;
+            clear_expected(slice_at(map.tensor_at(ti), expert, HIGH)); // it was not yet on the device when it was
+        }
+    }
+}
+
+void slice_table::set_on_device(const gate & g, int32_t expert, bool is_there) {
+    all.on_device[leaf_of(g, expert)] = is_there;
+    for (const int32_t ti : g.tensors) {
+        for (int v = 0; ti >= 0 && v < (all.has_low() ? 2 : 1); v++) {
+            reconsider(slice_at(map.tensor_at(ti), expert, (uint8_t) v));
+        }
+    }
+}
+
+void slice_table::clear_on_device() {
+    for (int32_t i = 0; i < map.n_gates(); i++) {
+        for (int32_t e = 0; e < map.gate_at(i).n_expert; e++) {
+            if (on_device(map.gate_at(i), e)) {
+                set_on_device(map.gate_at(i), e, false);
+            }
+        }
+    }
 }
 
 // --- reading ---
@@ -496,6 +553,11 @@ void slice_table::set_low_spare(bool spare) {
 void slice_table::residency(version v, uint8_t * out) const {
     memset(out, 0, written.size());
     std::copy(pools[v].matrices().begin(), pools[v].matrices().end(), out);
+    for (size_t leaf = 0; v == HIGH && leaf < all.on_device.size(); leaf++) {
+        for (int matrix = 0; all.on_device[leaf] && matrix < MOEOFF_N_MATRIX; matrix++) {
+            out[leaf] |= (uint8_t) (all.firsts[leaf / (size_t) all.n_experts][(size_t) matrix] >= 0 ? 1u << matrix : 0u);
+        }
+    }
 }
 
 void slice_table::get_stats(moeoff_stats & out) const {
@@ -536,6 +598,7 @@ void slice_table::check_invariants() const {
         assert((state == READY) == (s.data != nullptr) && (state == READY) == (s.resident_i >= 0));
         assert(s.resident_i < 0 || pools[s.version].residents()[s.resident_i] == i);
         assert((state == LOADING || state == READY) <= (s.slot >= 0) && (state == ABSENT || state == FAILED) <= (s.slot < 0));
+        assert(s.held <= s.pins && (s.held > 0) <= (state == READY));
         assert((state == ABSENT) <= (s.pins == 0) && (state == FAILED) <= (s.pins > 0));
         assert(!s.expected || state == READY || s.level == PREFETCH);
         n_resident[s.version] += s.resident_i >= 0;

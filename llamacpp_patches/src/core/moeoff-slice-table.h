@@ -53,6 +53,9 @@ class slice_table {
     // the op that begins uses these slices of t: they are requested, and none is evicted until it is unpinned
     void    pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) REQUIRES(store_mutex);
     void    unpin(slice & s, bool keep) REQUIRES(store_mutex);
+    // an upload to a device uses a READY slice: it is not evicted until it is released. No use by the graph
+    void    hold(slice & s) REQUIRES(store_mutex);
+    void    release(slice & s, bool keep) REQUIRES(store_mutex);
     // queues a slice that is expected, or preloads it: loads it whatever the routers select until the next event; true if it was absent
     bool    prefetch(slice & s, bool is_expected, bool may_queue, bool * may_evict) REQUIRES(store_mutex);
     // gives up what was expected of this gate and not chosen: is_chosen[e] has bit 1 << version set, nullptr: nothing is. Returns
@@ -62,7 +65,16 @@ class slice_table {
     void    drop_unpinned_requests() REQUIRES(store_mutex);
     void    wake_workers() REQUIRES(store_mutex);
     bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(); }
-    bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices
+    bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices; in high precision also on a device
+    bool    is_in_memory(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same of host memory and high precision alone
+    // counts the use of an expert that a router has selected and a device serves
+    void    count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) REQUIRES(store_mutex);
+
+    // --- devices ---
+    bool             on_device(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return all.on_device[leaf_of(g, expert)]; }
+    void             set_on_device(const gate & g, int32_t expert, bool is_there) REQUIRES(store_mutex);
+    void             clear_on_device() REQUIRES(store_mutex);
+    const uint32_t * keys_of(const gate & g) const REQUIRES(store_mutex) { return &all.keys[leaf_of(g, 0)]; } // [n_experts]
 
     // --- reading ---
     // the slice that a worker should read next, LOADING from now on; nullptr: nothing is queued that could get a slot. May evict
@@ -89,6 +101,8 @@ class slice_table {
 
   private:
     pool & pool_of(const slice & s) { return pools[s.version]; }
+    size_t leaf_of(const gate & g, int32_t expert) const { return (size_t) g.index * (size_t) all.n_experts + (size_t) expert; }
+    bool   is_ready(const gate & g, int32_t expert, version v) const;
     void   queue_first(slice & s) REQUIRES(store_mutex);
     void   unqueue(slice & s) REQUIRES(store_mutex);
     void   drop_queued(slice & s) REQUIRES(store_mutex);

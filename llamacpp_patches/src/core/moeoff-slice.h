@@ -51,6 +51,7 @@ struct slice {
     bool                   noted      GUARDED_BY(store_mutex) = false; // in its gate's list of what may be expected
     bool                   prefetched GUARDED_BY(store_mutex) = false; // read because it was expected, not chosen yet
     uint16_t               pins       GUARDED_BY(store_mutex) = 0;     // ops that have begun and use it; it is not evicted
+    uint16_t               held       GUARDED_BY(store_mutex) = 0;     // of the pins, those of uploads to a device
     int32_t                slot       GUARDED_BY(store_mutex) = -1;    // taken when it is queued, else by the worker
     int32_t                resident_i GUARDED_BY(store_mutex) = -1;    // place in its pool's list of residents
     uint64_t               want_seq   GUARDED_BY(store_mutex) = 0;     // gate event that chose it and whose op has not used it yet

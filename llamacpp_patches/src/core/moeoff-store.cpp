@@ -88,6 +88,7 @@ bool store::start(std::string & error) {
 
 void store::stop() {
     driver.stop();
+    uploads.stop();
     {
         store_lock lock(sync);
         phase = STOPPED;
@@ -97,6 +98,8 @@ void store::stop() {
 }
 
 // --- hot path ---
+
+static constexpr int32_t max_pending_uploads = 8; // each keeps an expert in host memory until it has ended
 
 bool store::is_decode(int32_t n_tokens) const {
     const int32_t kind = batch_kind.load(std::memory_order_relaxed);
@@ -110,19 +113,44 @@ void store::route(gate & g, const router_output & r) {
     }
 }
 
-void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides) {
+void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out) {
     static thread_local selection all; // it has the event's versions until the event is posted
     const choice c = { event, strides.ids, strides.weights, strides.weights_step };
     all.collect(c, map.n_experts());
     event.decode = is_decode(event.n_tokens);
-    bool has_requests;
+    bool has_requests, is_inline;
     {
         store_lock lock(sync);
-        events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER);
+        events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER, out ? out->host : nullptr, max_pending_uploads - uploads.n_pending());
+        is_inline = device.uploads_all();
+        for (const upload & u : all.uploads) {
+            for (int32_t m = 0; m < MOEOFF_N_MATRIX && !is_inline; m++) { // they are in memory, and have to stay there
+                if (g.tensors[m] >= 0) {
+                    table.hold(table.slice_at(map.tensor_at(g.tensors[m]), u.expert, HIGH));
+                }
+            }
+        }
         has_requests = table.has_requests();
     }
     if (has_requests) {
         sync.work.notify_all(); // a system call, and whom it wakes wants the mutex
+    }
+    if (out) {
+        for (const upload & u : all.uploads) {
+            if (!is_inline) {
+                uploads.add(g, u);
+            } else if (upload_expert(g, u, false)) {
+                all.slot_of[u.expert] = u.slot;
+            }
+        }
+        const int32_t n_slots = n_device_slots(g);
+        for (int32_t t = 0, i = 0; t < event.n_tokens; t++) {
+            for (int32_t k = 0; k < event.n_used; k++, i++) {
+                const int32_t e = c.id(t, k), slot = all.slot_of[e];
+                out->slots[i] = slot >= 0 ? slot : n_slots + k; // a device's kernels take a token's ids for distinct
+                out->host[i]  = slot >= 0 ? -1 : e;
+            }
+        }
     }
     if (driver.running()) {
         const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
@@ -131,6 +159,48 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         event.t_ns     = now_ns();
         driver.post(event, strides);
     }
+}
+
+// What is not held is waited for, one slice at a time: in the smallest arena there is room for no more
+bool store::upload_expert(gate & g, const upload & u, bool is_held) {
+    const uint8_t v = HIGH;
+    uint64_t nbytes = 0, ns = 0;
+    bool is_complete = true;
+    for (int32_t m = 0; m < MOEOFF_N_MATRIX && (is_complete || is_held); m++) {
+        if (g.tensors[m] < 0) {
+            continue;
+        }
+        const tensor & t = map.tensor_at(g.tensors[m]);
+        const slice &  s = at(t, u.expert, v);
+        if (!is_held) {
+            pin(t, &u.expert, &v, 1);
+        }
+        for (uint64_t seen = generation(); !s.settled(); seen = generation()) {
+            wait(seen, t, 1);
+        }
+        is_complete = is_complete && s.data != nullptr;
+        if (is_complete) {
+            const int64_t t0 = now_ns();
+            slots->write(g.index, m, u.slot, s.data, s.source.nbytes);
+            ns     += (uint64_t) (now_ns() - t0);
+            nbytes += s.source.nbytes;
+        }
+        if (is_held) {
+            store_lock lock(sync);
+            table.release(table.slice_at(t, u.expert, v), get_flags() & MOEOFF_FLAG_KEEP);
+        } else {
+            unpin(t, u.expert, v);
+        }
+    }
+    store_lock lock(sync);
+    device.finish(g, u, is_complete, table);
+    if (is_complete) {
+        moeoff_stats & stats = table.counters();
+        stats.device_uploads++;
+        stats.device_bytes     += nbytes;
+        stats.device_upload_ns += ns;
+    }
+    return is_complete;
 }
 
 bool store::versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const {
@@ -177,6 +247,34 @@ void store::fail(const char * message) {
     table.fail(message);
 }
 
+// --- devices ---
+
+void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory) {
+    if (memory && !has_uploader) {
+        uploads.start([this](gate & g, const upload & u) { upload_expert(g, u, true); });
+        has_uploader = true;
+    }
+    uploads.drain();
+    store_lock lock(sync);
+    device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, map, table);
+    slots = std::move(memory);
+}
+
+moeoff_device_mode store::device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const {
+    store_lock lock(sync);
+    return device.mode_for(g, user, n_used, n_tokens);
+}
+
+bool store::device_uploads_all() const {
+    store_lock lock(sync);
+    return device.uploads_all();
+}
+
+int32_t store::n_device_slots(const gate & g) const {
+    store_lock lock(sync);
+    return device.n_slots(g);
+}
+
 // --- policy ---
 
 int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit) {
@@ -193,7 +291,7 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
     for (const bool may_queue : { false, true }) { // what is resident is protected first: no read may evict it
         for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
             for (int32_t i = 0; i < (may_queue ? std::min(n, n_read) : n) && g.tensors[m] >= 0 && matrices & (1u << m); i++) {
-                n_queued += table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
+                n_queued += table.on_device(g, experts[i]) ? 0 : table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
             }
         }
     }
@@ -363,6 +461,7 @@ void store::get_stats(moeoff_stats & out) const {
         table.get_stats(out);
         out.arena_bytes     = limits[HIGH] + limits[LOW];
         out.low_arena_bytes = limits[LOW];
+        out.device_experts  = (uint64_t) device.n_served();
     }
     out.stall_ns = total_stall_ns.load(std::memory_order_relaxed);
     driver.add_stats(out);

@@ -5,6 +5,9 @@
 //     expert_map     tensors, gates, sources: written during set-up, then read by all
 //     slice_table    states of slices, requests, eviction          guarded
 //     gate_events    what follows when a router has selected       guarded
+//     device_tier    which experts are on devices                  guarded
+//     slot_memory    their bytes: exchanged between decodes, written by who got the slot
+//     uploader       the thread that writes them                   has a mutex of its own
 //     io_workers     the threads that read
 //     event_driver   tells the driver of gate events               has a mutex of its own
 //     embedding      rows of the token embedding                   has a mutex of its own
@@ -21,6 +24,8 @@
 #include "moeoff-gate-events.h"
 #include "moeoff-io-worker.h"
 #include "moeoff-slice-table.h"
+#include "moeoff-slot-memory.h"
+#include "moeoff-uploader.h"
 
 #include <atomic>
 #include <memory>
@@ -28,6 +33,12 @@
 #include <vector>
 
 namespace moeoff {
+
+// What the ops of a graph get of which a device computes a part: [n_tokens, n_used], dense
+struct device_ids {
+    int32_t * slots; // the slot that serves each expert; where none does, the k-th slot of zeros for the token's k-th
+    int32_t * host;  // the expert that the CPU computes, or -1: a slot serves it
+};
 
 class store {
   public:
@@ -52,8 +63,9 @@ class store {
 
     // --- hot path ---
     uint32_t get_flags() const { return flags.load(std::memory_order_relaxed); }
-    // event: what the graph knows, with a row of gate input and logits for each token
-    void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides);
+    // event: what the graph knows, with a row of gate input and logits for each token. out: of a graph of which a device computes a
+    // part, else nullptr
+    void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out = nullptr);
     // before gate_event(), where the graph has a node for it: the experts that the block uses
     void route(gate & g, const router_output & r);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
@@ -70,6 +82,15 @@ class store {
     void wait(uint64_t seen, const tensor & t, int32_t n_threads);
     bool should_abort() const { return table.failed() || cancelled.load(std::memory_order_acquire); }
     void fail(const char * message); // ends the graph
+
+    // --- devices ---
+    // between decodes; slots [n_gates] in memory, which has n_spare more of each gate. Without memory there are none
+    void set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory);
+    // how the user's graph computes a batch, see device_tier
+    moeoff_device_mode device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const;
+    bool device_uploads_all() const;
+    const slot_memory * device_memory() const { return slots.get(); }
+    int32_t n_device_slots(const gate & g) const;
 
     // --- policy ---
     float * priorities() { return table.priorities(); } // [n_gates, n_experts]
@@ -104,6 +125,7 @@ class store {
   private:
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
+    bool upload_expert(gate & g, const upload & u, bool is_held);
     int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
     bool check_routing(std::string & error) const;
@@ -114,7 +136,11 @@ class store {
     expert_map                 map;
     files                      sources;
     slice_table                table { map, sync };
-    gate_events                events { map, table };
+    mutable device_tier        device;
+    gate_events                events { map, table, device };
+    std::unique_ptr<slot_memory> slots;
+    uploader                   uploads;
+    bool                       has_uploader = false; // started, with the first slots
     std::atomic<uint32_t>      flags;     // moeoff_flag
     io_workers                 workers { table, sync, flags };
     event_driver               driver;

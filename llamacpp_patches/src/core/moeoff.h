@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 10
+#define MOEOFF_ABI_VERSION 11
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -63,6 +63,13 @@ enum moeoff_batch_kind {
     MOEOFF_BATCH_BY_SIZE = 0, // not told: a single token is decoded, several are a prompt
     MOEOFF_BATCH_PROMPT  = 1,
     MOEOFF_BATCH_DECODE  = 2,
+};
+
+// How a device computes with the experts that it holds
+enum moeoff_device_mode {
+    MOEOFF_DEVICE_OFF         = 0, // not at all
+    MOEOFF_DEVICE_COOPERATIVE = 1, // with those that are there; the CPU computes with the others
+    MOEOFF_DEVICE_CENTRIC     = 2, // with all that were chosen, each uploaded before its use; a batch that may need more than there are slots: the CPU
 };
 
 enum moeoff_thresholds_flag {
@@ -173,6 +180,11 @@ struct moeoff_stats {
     uint64_t low_arena_committed; // of arena_committed
     uint64_t rerouted;          // of expert_uses, in the place of one that the router had chosen
     uint64_t simulated_misses;  // of the experts that served decoded tokens, those that a simulated cache would have had to read in high precision
+    uint64_t device_hits;       // of demand_hits, slices on a device
+    uint64_t device_uploads;    // experts that were written into a device's slot
+    uint64_t device_bytes;      // of these
+    uint64_t device_upload_ns;  // of these, summed
+    uint64_t device_experts;    // on devices now
     double   rerouted_margin;   // the most that one of them lay below the one it displaced, as a share of the range of scores
 };
 
@@ -240,6 +252,16 @@ MOEOFF_API int     moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
 // evicts every resident slice that is neither pinned nor wanted by a recent gate event
 MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 
+// --- devices ---
+
+// Between decodes: of each gate on device devices[gate] (the address of a ggml_backend_dev_t, 0: none) n_slots[gate] slots that each hold all matrices of
+// an expert, and n_spare more, as many as experts serve a token. n_uploads: of a gate at each of its events (MOEOFF_DEVICE_COOPERATIVE). Slots
+// that were there are given back first. Graphs that were built before must not be computed again: moeoff_context_memory() plans new ones.
+// -1: no memory, or a device that cannot compute with these experts; then there are none
+MOEOFF_API int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
+// bytes of a gate's n slots and n_spare more on a device; 0 where that cannot compute with its experts, or where they are of several types
+MOEOFF_API uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t n_slots, int32_t n_spare);
+
 // --- policy ---
 
 // [n_gates, n_experts] f32, written in place by the policy: the lowest is evicted first, among equals the least recently used
@@ -254,7 +276,7 @@ MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, cons
 // queues what is absent, to be loaded until the next gate event, whatever it selects, and does not count it as prefetched: a warm start
 MOEOFF_API int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version);
 MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate); // gate < 0: all
-// [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident
+// [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident; the high one also where a device holds it
 MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
 
 // --- precision; without EAGER every expert is served high ---

@@ -28,6 +28,19 @@ bool moeoff_gate_is_routed(const void * gate) {
     return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_ROUTING;
 }
 
+int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens) {
+    const auto & g = *(const moeoff::gate *) gate;
+    return g.owner->device_mode(g, user, n_used, n_tokens);
+}
+
+bool moeoff_gate_uploads_all(const void * gate) { return ((const moeoff::gate *) gate)->owner->device_uploads_all(); }
+
+ggml_tensor * moeoff_device_slots_of(const ggml_tensor * tensor) {
+    const moeoff::tensor *      t     = moeoff::reserved_tensor(tensor);
+    const moeoff::slot_memory * slots = t ? t->owner->device_memory() : nullptr;
+    return slots ? (ggml_tensor *) slots->tensor(t->info.gate, t->info.matrix) : nullptr;
+}
+
 // whether some token's experts are not what the router chose
 static bool is_changed(const ggml_tensor * ids, const ggml_tensor * router_ids) {
     const size_t nbytes = (size_t) ids->ne[0] * sizeof(int32_t);
@@ -39,8 +52,24 @@ static bool is_changed(const ggml_tensor * ids, const ggml_tensor * router_ids) 
     return false;
 }
 
-static void post_event(moeoff::gate & gate, const ggml_tensor * ids, const ggml_tensor * weights, const ggml_tensor * input, const ggml_tensor * logits,
-                       const ggml_tensor * router_ids) {
+// where the device's ids and those of the CPU go; before they are known, all is the CPU's
+static moeoff::device_ids device_ids_of(const ggml_tensor * dst, const moeoff::gate & gate, const ggml_tensor * ids) {
+    const moeoff::device_ids out = { (int32_t *) dst->data, (int32_t *) ((char *) dst->data + dst->nb[2]) };
+    const int32_t n_slots = gate.owner->n_device_slots(gate), n_used = (int32_t) ids->ne[0];
+    for (int64_t t = 0; t < ids->ne[1]; t++) {
+        memcpy(out.host + t * n_used, (const char *) ids->data + t * ids->nb[1], (size_t) n_used * sizeof(int32_t));
+        for (int32_t k = 0; k < n_used; k++) {
+            out.slots[t * n_used + k] = n_slots + k;
+        }
+    }
+    return out;
+}
+
+static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor * input, const ggml_tensor * logits, const ggml_tensor * router_ids) {
+    const ggml_tensor * ids     = dst->src[0];
+    const ggml_tensor * weights = dst->src[1];
+    const bool               has_device = dst->ne[2] == 2;
+    const moeoff::device_ids out        = has_device ? device_ids_of(dst, gate, ids) : moeoff::device_ids {};
     moeoff_gate_event    event   = {};
     moeoff::gate_strides strides = { ids->nb[1], weights->nb[2], weights->nb[1] };
     event.gate     = gate.index;
@@ -65,7 +94,7 @@ static void post_event(moeoff::gate & gate, const ggml_tensor * ids, const ggml_
     }
     if (gate.owner->started() && event.n_tokens > 0) {
         try {
-            gate.owner->gate_event(gate, event, strides);
+            gate.owner->gate_event(gate, event, strides, has_device ? &out : nullptr);
         } catch (const std::bad_alloc &) { // ggml is C
             gate.owner->fail("out of memory");
         }
@@ -76,7 +105,7 @@ void moeoff_gate_node(ggml_tensor * dst, int ith, int, void * gate) {
     if (ith == 0) { // ggml runs a custom op on every thread
         const bool is_routed = moeoff_gate_is_routed(gate);
         const bool has_input = dst->src[is_routed ? 3 : 2] != nullptr;
-        post_event(*(moeoff::gate *) gate, dst->src[0], dst->src[1], has_input ? dst->src[2] : nullptr, nullptr, is_routed ? dst->src[2 + has_input] : nullptr);
+        post_event(dst, *(moeoff::gate *) gate, has_input ? dst->src[2] : nullptr, nullptr, is_routed ? dst->src[2 + has_input] : nullptr);
     }
 }
 
@@ -84,8 +113,7 @@ void moeoff_gate_node_with_logits(ggml_tensor * dst, int ith, int, void * gate) 
     if (ith == 0) {
         const bool is_routed = moeoff_gate_is_routed(gate);
         const bool has_input = dst->src[is_routed ? 4 : 3] != nullptr;
-        post_event(*(moeoff::gate *) gate, dst->src[0], dst->src[1], has_input ? dst->src[2] : nullptr, dst->src[2 + has_input],
-                   is_routed ? dst->src[3 + has_input] : nullptr);
+        post_event(dst, *(moeoff::gate *) gate, has_input ? dst->src[2] : nullptr, dst->src[2 + has_input], is_routed ? dst->src[3 + has_input] : nullptr);
     }
 }
 

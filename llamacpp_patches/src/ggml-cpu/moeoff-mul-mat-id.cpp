@@ -133,6 +133,10 @@ static void convert_rows(const ggml_compute_params * params, const ggml_tensor *
     }
 }
 
+static int32_t id_at(const ggml_tensor * ids, int64_t i1, int64_t i2) {
+    return *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
+}
+
 // groups the rows by expert and lists the experts that have any, resident ones first
 static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, const layout & l) {
     const ggml_tensor * ids  = op->src[2];
@@ -150,14 +154,17 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
     const bool    is_by_row = t.owner->versions(t, ids->data, versions, by_row, (size_t) (ids->ne[0] * ids->ne[1]));
     const int32_t n_each    = is_by_row ? n_versions : 1;
     const auto    key_of    = [&](int64_t i1, int64_t i2) {
-        const int32_t e = *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
-        GGML_ASSERT(e >= 0 && e < n_as);
-        return is_by_row ? e * n_versions + by_row[i2 * ids->ne[0] + i1] : e;
+        const int32_t e = id_at(ids, i1, i2);
+        GGML_ASSERT(e < n_as);
+        return e < 0 ? -1 : is_by_row ? e * n_versions + by_row[i2 * ids->ne[0] + i1] : e;
     };
     memset(counts, 0, n_as * n_each * sizeof(int32_t));
     for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
         for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
-            counts[key_of(i1, i2)]++;
+            const int32_t key = key_of(i1, i2);
+            if (key >= 0) {
+                counts[key]++;
+            }
         }
     }
     int32_t n_items = 0;
@@ -189,8 +196,11 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
     }
     for (int64_t i2 = 0; i2 < ids->ne[1]; i2++) {
         for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
-            work_item & item = items[item_i[key_of(i1, i2)]];
-            rows[item.first_row + item.n_rows++] = { (int32_t) i1, (int32_t) i2 };
+            const int32_t key = key_of(i1, i2);
+            if (key >= 0) {
+                work_item & item = items[item_i[key]];
+                rows[item.first_row + item.n_rows++] = { (int32_t) i1, (int32_t) i2 };
+            }
         }
     }
     header->n_items = n_items;
@@ -238,6 +248,18 @@ static void dot_chunk(const op_args & a, const work_item & item, const typed_op 
                     vec_dot((int) ne00, &tmp[r - rb], 0, weights + r * top.src0.nb[1], 0, col, 0, 1);
                 }
                 memcpy((char *) op->data + m.i1 * op->nb[1] + m.i2 * op->nb[2] + rb * sizeof(float), tmp, (r_end - rb) * sizeof(float));
+            }
+        }
+    }
+}
+
+// rows that a device computes; none, unless it does
+static void zero_device_rows(const op_args & a) {
+    const ggml_tensor * ids = a.op->src[2];
+    for (int64_t i2 = a.params->ith; i2 < ids->ne[1]; i2 += a.params->nth) {
+        for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
+            if (id_at(ids, i1, i2) < 0) {
+                memset((char *) a.op->data + i1 * a.op->nb[1] + i2 * a.op->nb[2], 0, a.op->ne[0] * sizeof(float));
             }
         }
     }
@@ -323,6 +345,7 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
     const size_t  n_act   = (l.scratch - l.done) / (size_t) params->nth;
     char *        done    = wdata + l.done + (size_t) params->ith * n_act;
     memset(done, 0, (size_t) n_items);
+    zero_device_rows(a);
 
     if ((owner.get_flags() & MOEOFF_FLAG_SERIAL) && owner.fits(t, n_items)) {
         for (int32_t i = 0; i < n_items; i++) {

@@ -3,6 +3,7 @@
 #include "llama-context.h"
 #include "llama-ext.h"
 #include "llama-memory.h"
+#include "llama-model.h"
 
 #include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
 
@@ -11,9 +12,14 @@
 
 #include <algorithm>
 #include <cstdio>
+#include <cstring>
 #include <exception>
 #include <mutex>
 #include <stdexcept>
+
+// of our nodes
+static const char * const gate_name  = "moeoff_gate";
+static const char * const fetch_name = "moeoff_fetch";
 
 bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_on_disk(tensor);
@@ -53,7 +59,7 @@ ggml_tensor * moeoff_build_route(ggml_context * ctx, ggml_tensor * ids, ggml_ten
 }
 
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * router_ids, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       ggml_tensor * logits, std::initializer_list<const ggml_tensor *> experts) {
+                       ggml_tensor * logits, const void * user, std::initializer_list<const ggml_tensor *> experts) {
     int64_t n_expert = 0;
     void *  gate     = gate_of(experts, n_expert);
     if (!gate) {
@@ -71,9 +77,62 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * route
     if (moeoff_gate_is_routed(gate)) {
         args[n_args++] = router_ids;
     }
-    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, args, n_args, with_logits ? moeoff_gate_node_with_logits : moeoff_gate_node, 1, gate);
-    ggml_set_name(node, "moeoff_gate");
+    const bool has_device = moeoff_gate_device_mode(gate, user, ids->ne[0], ids->ne[1]) != MOEOFF_DEVICE_OFF;
+    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, has_device ? ids->ne[0] : 1, has_device ? ids->ne[1] : 1, has_device ? 2 : 1, 1, args, n_args,
+                                        with_logits ? moeoff_gate_node_with_logits : moeoff_gate_node, 1, gate);
+    ggml_set_name(node, gate_name);
     ggml_build_forward_expand(gf, node);
+}
+
+// the last of our nodes with this name and first source, behind another one if that is given, or nullptr
+static ggml_tensor * find_node(ggml_cgraph * gf, const char * name, const ggml_tensor * src, const ggml_tensor * behind = nullptr) {
+    for (int i = ggml_graph_n_nodes(gf) - 1; i >= 0; i--) {
+        ggml_tensor * node = ggml_graph_node(gf, i);
+        if (node == behind) {
+            return nullptr;
+        }
+        if (node->op == GGML_OP_CUSTOM && node->src[0] == src && strcmp(node->name, name) == 0) {
+            return node;
+        }
+    }
+    return nullptr;
+}
+
+static void do_nothing(ggml_tensor *, int, int, void *) {}
+
+// Has the scheduler copy x into host memory here, where the device has nothing else to do. It copies a tensor once, and waits for all
+// that the device has queued before: a CPU node with x behind the device's product would only begin when that has ended.
+static void build_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * x, const ggml_tensor * gate_node) {
+    if (!find_node(gf, fetch_name, x, gate_node)) {
+        ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, 1, 1, 1, 1, &x, 1, do_nothing, 1, nullptr);
+        ggml_set_name(node, fetch_name);
+        ggml_build_forward_expand(gf, node);
+    }
+}
+
+static ggml_tensor * build_product(ggml_context * ctx, const ggml_tensor * like, ggml_tensor * weights, ggml_tensor * gate_node, int plane) {
+    ggml_tensor * ids  = ggml_view_2d(ctx, gate_node, gate_node->ne[0], gate_node->ne[1], gate_node->nb[1], (size_t) plane * gate_node->nb[2]);
+    ggml_tensor * node = ggml_mul_mat_id(ctx, weights, like->src[1], ids);
+    memcpy(node->op_params, like->op_params, sizeof(node->op_params));
+    return node;
+}
+
+ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product) {
+    ggml_tensor * slots     = moeoff_device_slots_of(product->src[0]);
+    ggml_tensor * gate_node = slots ? find_node(gf, gate_name, product->src[2]) : nullptr;
+    if (!gate_node || gate_node->ne[2] != 2) {
+        return product;
+    }
+    ggml_tensor * on_device = build_product(ctx, product, slots, gate_node, 0);
+    if (moeoff_gate_uploads_all(moeoff_gate_of(product->src[0]))) {
+        return on_device;
+    }
+    ggml_tensor * on_host = build_product(ctx, product, product->src[0], gate_node, 1);
+    // in this order both compute at the same time: the device's product is only queued, and the CPU's has all of its sources
+    build_fetch(ctx, gf, product->src[1], gate_node);
+    ggml_build_forward_expand(gf, on_device);
+    ggml_build_forward_expand(gf, on_host);
+    return ggml_add(ctx, on_device, on_host);
 }
 
 static void context_memory(llama_context * ctx, uint64_t * bytes) {
@@ -96,6 +155,32 @@ static void context_memory(llama_context * ctx, uint64_t * bytes) {
         bytes[3] = ggml_graph_plan(graph, n_threads, nullptr).work_size;
     }
     bytes[4] = sizeof(float) * llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))) * (uint64_t) ctx->get_cparams().n_outputs_max;
+}
+
+void * moeoff_layer_device(const llama_context * ctx, int32_t layer) {
+    ggml_backend_dev_t device = ctx->get_model().dev_layer(layer);
+    return device && ggml_backend_dev_type(device) != GGML_BACKEND_DEVICE_TYPE_CPU ? device : nullptr;
+}
+
+void moeoff_device_memory(const llama_context * ctx, void * device, uint64_t * bytes) {
+    std::fill(bytes, bytes + 3, 0);
+    for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
+        if (!ggml_backend_buft_is_host(buft) && ggml_backend_buft_get_device(buft) == device) {
+            bytes[0] += mb.model;
+            bytes[1] += mb.context;
+            bytes[2] += mb.compute;
+        }
+    }
+}
+
+int moeoff_replan(llama_context * ctx) {
+    try {
+        ctx->set_adapter_cvec(nullptr, 0, 0, 0, 0); // without a control vector all that it does is to ask for new plans
+        ctx->sched_reserve();
+        return 0;
+    } catch (const std::exception &) {
+        return -1;
+    }
 }
 
 int moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {

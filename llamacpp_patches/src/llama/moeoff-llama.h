@@ -15,9 +15,14 @@ ggml_tensor * moeoff_build_route(ggml_context * ctx, ggml_tensor * ids, ggml_ten
 
 // Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. router_ids: what the router chose. ids [n_used, n_tokens]
 // i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32 or nullptr where the router reads something else,
-// logits [n_expert, n_tokens] f32 of the router, before its gating function.
+// logits [n_expert, n_tokens] f32 of the router, before its gating function. user: what the graphs of one context have in common and
+// those of others have not, or nullptr: no device takes a part of the products.
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * router_ids, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       ggml_tensor * logits, std::initializer_list<const ggml_tensor *> experts);
+                       ggml_tensor * logits, const void * user, std::initializer_list<const ggml_tensor *> experts);
+
+// product: a MUL_MAT_ID that no other node uses, complete with its precision. Returned is what takes its place: itself, or if a device holds some of
+// its experts and the block has a gate node, the sum of the device's product with these and the CPU's with the others.
+ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product);
 
 // true if the loader must not read this tensor
 bool moeoff_is_reserved(const ggml_tensor * tensor);
@@ -28,6 +33,15 @@ void moeoff_use_huge_pages(const ggml_tensor * tensor);
 // Bytes in host memory: [0] weights, reserved tensors not counted, [1] KV and recurrent state, [2] compute buffers,
 // [3] the CPU backend's work area for the largest batch, [4] logits of as many tokens as a batch may give at most. Needs the experts' sources; not while ctx decodes. -1: out of memory.
 extern "C" LLAMA_API int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);
+
+// The device (ggml_backend_dev_t) that computes a layer, or NULL: the CPU does.
+extern "C" LLAMA_API void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);
+// Bytes that llama.cpp has allocated for ctx on a device, or would: [0] weights, [1] KV and recurrent state, [2] compute buffers.
+extern "C" LLAMA_API void moeoff_device_memory(const struct llama_context * ctx, void * device, uint64_t * bytes);
+
+// After moeoff_set_device_slots(): plans ctx's graphs and their buffers anew, with what devices now compute. Not while ctx decodes.
+// -1: no memory for the buffers.
+extern "C" LLAMA_API int moeoff_replan(struct llama_context * ctx);
 
 // Between the two, what ggml asserts on the calling thread is an exception, which llama.cpp's functions that load a model or
 // create a context catch, log, and answer with NULL: a bad file then does not end the process. On other threads, and on this

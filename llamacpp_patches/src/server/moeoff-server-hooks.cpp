@@ -43,6 +43,7 @@ bool server_has_host() {
 
 void server_usage::add(const server_usage & share) {
     hits += share.hits;
+    device_hits += share.device_hits;
     misses += share.misses;
     bytes_read += share.bytes_read;
     stall_ns += share.stall_ns;
@@ -59,6 +60,7 @@ void server_usage::to_json(common_json & out) const {
     }
     out["moeoff"] = {
         {"hits", std::llround(hits)},
+        {"device_hits", std::llround(device_hits)},
         {"misses", std::llround(misses)},
         {"hit_rate", hits + misses > 0 ? hits / (hits + misses) : 0.0},
         {"bytes_read", std::llround(bytes_read)},
@@ -118,6 +120,7 @@ std::string server_decode::finish(int result, server_usage & share) {
     share.uses       = (now.expert_uses - seen.expert_uses) / n;
     share.served_low = (now.served_low - seen.served_low) / n;
     share.skipped    = (now.skipped - seen.skipped) / n;
+    share.device_hits = (now.device_hits - seen.device_hits) / n;
     share.rerouted   = (now.rerouted - seen.rerouted) / n;
     share.rerouted_margin = now.rerouted_margin;
     seen = now;

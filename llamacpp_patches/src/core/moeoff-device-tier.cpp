@@ -1,0 +1,78 @@
+#include "moeoff-device-tier.h"
+
+#include <algorithm>
+
+namespace moeoff {
+
+void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots, const expert_map & map, slice_table & table) {
+    table.clear_on_device();
+    slots.clear();
+    user        = nullptr;
+    mode        = next;
+    max_uploads = n_uploads;
+    n_spare     = spare;
+    for (size_t i = 0; i < n_slots.size(); i++) {
+        slots.push_back(n_slots[i] > 0 ? std::make_unique<device_slots>(map.n_experts(), n_slots[i]) : nullptr);
+    }
+}
+
+int32_t device_tier::n_served() const {
+    int32_t n = 0;
+    for (const auto & s : slots) {
+        n += s ? s->n_served() : 0;
+    }
+    return n;
+}
+
+moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int64_t n_used, int64_t n_tokens) {
+    if (!is_on() || n_slots(g) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
+        return MOEOFF_DEVICE_OFF;
+    }
+    if (uploads_all() && std::min<int64_t>(n_used * n_tokens, g.n_expert) > n_slots(g)) {
+        return MOEOFF_DEVICE_OFF; // the batch may need more experts than there are slots
+    }
+    user = asker;
+    return mode;
+}
+
+void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, selection & all, slice_table & table) {
+    int32_t displaced;
+    const int32_t slot = slots[(size_t) g.index]->take(expert, table.keys_of(g), all.is_chosen.data(), forced, displaced);
+    if (displaced >= 0) {
+        table.set_on_device(g, displaced, false);
+    }
+    if (slot >= 0) {
+        all.uploads.push_back({ expert, slot });
+    }
+}
+
+void device_tier::assign(const gate & g, selection & all, slice_table & table, int32_t n_most) {
+    const int32_t  n = std::min(n_most, max_uploads);
+    device_slots & s = *slots[(size_t) g.index];
+    candidates.clear();
+    s.next_step();
+    for (const int32_t e : all.chosen) {
+        s.use(e);
+        all.slot_of[e] = all.is_chosen[e] == 1u << HIGH ? s.find(e) : -1;
+        if (all.slot_of[e] < 0 && all.is_chosen[e] == 1u << HIGH && (uploads_all() || table.is_in_memory(g, e))) {
+            candidates.push_back(e);
+        }
+    }
+    if (!uploads_all() && (int32_t) candidates.size() > n) {
+        const uint32_t * keys = table.keys_of(g);
+        std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
+        candidates.resize((size_t) n);
+    }
+    for (const int32_t e : candidates) {
+        begin_upload(g, e, uploads_all(), all, table);
+    }
+}
+
+void device_tier::finish(const gate & g, const upload & u, bool is_complete, slice_table & table) {
+    slots[(size_t) g.index]->finish(u, is_complete);
+    if (is_complete) {
+        table.set_on_device(g, u.expert, true);
+    }
+}
+
+} // namespace moeoff

@@ -1,0 +1,46 @@
+#pragma once
+
+// The third place of experts, beside disk and host memory: slots in devices' memory, of each gate on the device of its layer. Decides
+// which of the chosen experts a device serves and which are uploaded; the store carries that out. Knows neither ggml nor threads.
+//
+// One user, a llama_context, has the devices: what its graphs read is not overwritten while they run, because a gate's slots change
+// only between the gate's event, before which its device has finished all that was queued, and its ops, which read what the event says.
+
+#include "moeoff-device-slots.h"
+#include "moeoff-gate-selection.h"
+#include "moeoff-slice-table.h"
+
+#include <memory>
+#include <vector>
+
+namespace moeoff {
+
+class device_tier {
+  public:
+    // Between decodes. n_slots [n_gates], 0: the gate has none. n_spare: slots behind these that hold zeros, as many as experts serve a
+    // token. n_uploads: of a gate at each of its events, unless every chosen expert is uploaded
+    void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const expert_map & map, slice_table & table) REQUIRES(store_mutex);
+    bool is_on() const REQUIRES(store_mutex) { return mode != MOEOFF_DEVICE_OFF; }
+    bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC; }
+    int32_t n_slots(const gate & g) const REQUIRES(store_mutex) { return slots.empty() || !slots[(size_t) g.index] ? 0 : slots[(size_t) g.index]->n_slots(); }
+    int32_t n_served() const REQUIRES(store_mutex);
+    // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
+    moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
+
+    // Fills slot_of of the experts in all.chosen, and all.uploads: of the latter at most so many, unless every chosen expert is uploaded.
+    // Only what is to be served in high precision takes part
+    void assign(const gate & g, selection & all, slice_table & table, int32_t n_most) REQUIRES(store_mutex);
+    void finish(const gate & g, const upload & u, bool is_complete, slice_table & table) REQUIRES(store_mutex);
+
+  private:
+    void begin_upload(const gate & g, int32_t expert, bool forced, selection & all, slice_table & table) REQUIRES(store_mutex);
+
+    moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;
+    int32_t            max_uploads GUARDED_BY(store_mutex) = 0;
+    int32_t            n_spare   GUARDED_BY(store_mutex) = 0;
+    const void *       user      GUARDED_BY(store_mutex) = nullptr;
+    std::vector<std::unique_ptr<device_slots>> slots GUARDED_BY(store_mutex); // by gate, nullptr: none
+    std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
+};
+
+} // namespace moeoff

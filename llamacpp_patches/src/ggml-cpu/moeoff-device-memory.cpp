@@ -1,0 +1,134 @@
+#include "moeoff-device-memory.h"
+
+#include "moeoff-last-error.h"
+
+#include "ggml-backend.h"
+
+#include <algorithm>
+
+namespace moeoff {
+
+using slot_tensors = std::array<ggml_tensor *, MOEOFF_N_MATRIX>;
+
+static ggml_context_ptr make_context() {
+    return ggml_context_ptr(ggml_init({ 16 * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
+}
+
+// the type that all of a tensor's experts are read in, or GGML_TYPE_COUNT
+static ggml_type type_of(const expert_map & map, int32_t tensor) {
+    const auto & sources = map.sources_of(tensor, HIGH);
+    const bool   is_one  = !sources.empty() && std::all_of(sources.begin(), sources.end(), [&](const moeoff_source & s) { return s.type == sources[0].type; });
+    return is_one && sources[0].type >= 0 ? (ggml_type) sources[0].type : GGML_TYPE_COUNT;
+}
+
+// false: the device cannot compute with them
+static bool make_tensors(ggml_context * ctx, const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n, slot_tensors & out) {
+    static const char * const names[MOEOFF_N_MATRIX] = { "gate_up", "up", "gate", "down" };
+    const ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
+    for (int m = 0; m < MOEOFF_N_MATRIX; m++) {
+        if (g.tensors[m] < 0) {
+            continue;
+        }
+        const auto &    info = map.tensor_at(g.tensors[m]).info;
+        const ggml_type type = type_of(map, g.tensors[m]);
+        if (type == GGML_TYPE_COUNT || info.ne[0] % ggml_blck_size(type) != 0) {
+            return false;
+        }
+        ggml_tensor * t = ggml_new_tensor_3d(ctx, type, info.ne[0], info.ne[1], n);
+        ggml_tensor * x = ggml_new_tensor_3d(ctx, GGML_TYPE_F32, info.ne[0], 1, 1);
+        ggml_tensor * i = ggml_new_tensor_2d(ctx, GGML_TYPE_I32, 1, 1);
+        if (!ggml_backend_dev_supports_op(device, ggml_mul_mat_id(ctx, t, x, i)) || ggml_backend_buft_get_alloc_size(buft, t) > ggml_backend_buft_get_max_size(buft)) {
+            return false;
+        }
+        ggml_format_name(t, "blk.%d.ffn_%s_exps.slots", g.layer, names[m]);
+        out[(size_t) m] = t;
+    }
+    return true;
+}
+
+// bytes that the tensors take in a buffer of their own
+static size_t bytes_of(const slot_tensors & tensors, ggml_backend_dev_t device) {
+    const ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
+    size_t sum = 0;
+    for (ggml_tensor * t : tensors) {
+        sum += t ? GGML_PAD(ggml_backend_buft_get_alloc_size(buft, t), ggml_backend_buft_get_alignment(buft)) : 0;
+    }
+    return sum;
+}
+
+size_t device_slot_bytes(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare) {
+    const auto   ctx = make_context();
+    slot_tensors tensors {};
+    return ctx && make_tensors(ctx.get(), map, g, device, n_slots + n_spare, tensors) ? bytes_of(tensors, device) : 0;
+}
+
+bool device_memory::add(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error) {
+    const auto   planned = make_context();
+    const auto   name    = std::string(ggml_backend_dev_name(device));
+    slot_tensors tensors {};
+    if (!planned || !make_tensors(planned.get(), map, g, device, n_slots + n_spare, tensors)) {
+        error = name + " cannot compute with the experts of layer " + std::to_string(g.layer);
+        return false;
+    }
+    const size_t nbytes = bytes_of(tensors, device);
+    block &      b      = blocks[(size_t) g.index];
+    b.ctx.reset(ggml_init({ MOEOFF_N_MATRIX * ggml_tensor_overhead(), nullptr, /* no_alloc */ true }));
+    for (int m = 0; b.ctx && m < MOEOFF_N_MATRIX; m++) {
+        b.tensors[(size_t) m] = tensors[(size_t) m] ? ggml_dup_tensor(b.ctx.get(), tensors[(size_t) m]) : nullptr;
+        if (b.tensors[(size_t) m]) {
+            ggml_set_name(b.tensors[(size_t) m], tensors[(size_t) m]->name);
+        }
+    }
+    b.buffer.reset(b.ctx ? ggml_backend_alloc_ctx_tensors_from_buft(b.ctx.get(), ggml_backend_dev_buffer_type(device)) : nullptr);
+    if (!b.buffer) {
+        error = name + " has no room for " + std::to_string(nbytes) + " bytes of experts of layer " + std::to_string(g.layer);
+        return false;
+    }
+    ggml_backend_buffer_clear(b.buffer.get(), 0); // the slots of zeros stay so
+    ggml_backend_buffer_set_usage(b.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
+    return true;
+}
+
+void device_memory::write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) {
+    ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
+    GGML_ASSERT(nbytes == t->nb[2]);
+    ggml_backend_tensor_set(t, data, (size_t) slot * t->nb[2], nbytes);
+}
+
+} // namespace moeoff
+
+// --- moeoff.h: devices ---
+
+uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t n_slots, int32_t n_spare) {
+    const auto & map = eb->store->experts();
+    return gate < 0 || gate >= map.n_gates() || n_slots < 0 || n_spare < 0 ? 0 : moeoff::device_slot_bytes(map, map.gate_at(gate), (ggml_backend_dev_t) device, n_slots, n_spare);
+}
+
+int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads) {
+    return moeoff::guarded(-1, [&]() -> int {
+        moeoff::store & s   = *eb->store;
+        const auto &    map = s.experts();
+        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_CENTRIC || n_gates != map.n_gates() || n_spare < 1 || n_uploads < 0) {
+            return moeoff::set_last_error("the buffer is not running, or there is no such mode, or not as many gates");
+        }
+        s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr); // what was there gives its memory back first
+        auto        memory = std::make_unique<moeoff::device_memory>(n_gates);
+        std::string error;
+        bool        is_any = false;
+        std::vector<int32_t> slots((size_t) n_gates, 0);
+        for (int32_t i = 0; i < n_gates && mode != MOEOFF_DEVICE_OFF; i++) {
+            if (!devices[i] || n_slots[i] < 1) {
+                continue;
+            }
+            if (!memory->add(map, map.gate_at(i), (ggml_backend_dev_t) devices[i], n_slots[i], n_spare, error)) {
+                return moeoff::set_last_error(error);
+            }
+            slots[(size_t) i] = n_slots[i];
+            is_any = true;
+        }
+        if (is_any) {
+            s.set_device((moeoff_device_mode) mode, n_uploads, n_spare, slots, std::move(memory));
+        }
+        return 0;
+    });
+}

@@ -1,0 +1,57 @@
+"""GPUs and other devices that llama.cpp can compute on, beside the CPU: what they are and how much memory they have."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
+from dataclasses import dataclass
+from typing import Any
+
+from .binding import lib
+
+__all__ = ["Device", "devices"]
+
+_CPU = 0  # enum ggml_backend_dev_type
+
+
+def _function(name: str, result: Any, *arguments: Any) -> Any:
+    function = getattr(lib, name)
+    function.restype, function.argtypes = result, list(arguments)
+    return function
+
+
+# of ggml-backend.h
+_count = _function("ggml_backend_dev_count", c_size_t)
+_get = _function("ggml_backend_dev_get", c_void_p, c_size_t)
+_type = _function("ggml_backend_dev_type", c_int, c_void_p)
+_name = _function("ggml_backend_dev_name", c_char_p, c_void_p)
+_description = _function("ggml_backend_dev_description", c_char_p, c_void_p)
+_memory = _function("ggml_backend_dev_memory", None, c_void_p, POINTER(c_size_t), POINTER(c_size_t))
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    Attributes:
+        handle: ggml_backend_dev_t.
+        name: as llama.cpp's options take it: "CUDA0", "Vulkan0".
+        description: of the hardware.
+    """
+
+    handle: int
+    name: str
+    description: str
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes now, as its driver tells; a driver that does not tell what is free says that all of it is."""
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        _memory(self.handle, byref(free), byref(total))
+        return free.value, total.value
+
+
+def devices() -> list[Device]:
+    """All but the CPU, in llama.cpp's order."""
+    handles = [_get(i) for i in range(_count())]
+    return [Device(h, _name(h).decode(), _description(h).decode("utf-8", "replace")) for h in handles if _type(h) != _CPU]

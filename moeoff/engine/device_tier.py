@@ -1,0 +1,136 @@
+"""Experts in devices' memory: how many slots each layer gets, on the device that computes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .. import native
+from ..budget.device_plan import DeviceBound, DeviceRoom, slots_that_fit
+from ..devices import devices
+from ..errors import BudgetError, MoeoffError, OptionError, Remedy
+from ..memory import MIB, format_size
+from .expert_buffer import ExpertBuffer
+
+__all__ = ["DeviceTier", "DeviceUse"]
+
+# how devices compute with experts; docs/gpu.md
+MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC}
+_UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once
+
+
+@dataclass(frozen=True)
+class DeviceUse:
+    """What is allocated on one device, in bytes.
+
+    Attributes:
+        n_slots: of each of its layers with experts.
+        slots: bytes of these, with the slots of zeros.
+        taken: by llama.cpp.
+    """
+
+    name: str
+    n_slots: int
+    slots: int
+    taken: int
+
+
+class DeviceTier:
+    """Slots for the experts of a buffer that runs.
+
+    Args:
+        ctx: the llama_context that will compute; no other one's graphs use the slots.
+        n_used: experts that serve a token.
+        free: by device, bytes that were free before the model was loaded.
+
+    Attributes:
+        uses: of the devices that have slots.
+
+    Raises:
+        OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
+        BudgetError: not one slot fits, or the bound is more than a device has.
+    """
+
+    def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int]):
+        self._buffer, self._ctx, self._mode, self._n_used, self._free = buffer, ctx, mode, n_used, free
+        layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
+        self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
+        if not any(self._devices):
+            raise OptionError("vram: no layer with experts is computed on a device: give n_gpu_layers")
+        # a block whose experts are of several types, or of one that its device cannot compute with, has no slots
+        self._devices = [handle if handle and buffer.device_slot_bytes(handle, gate, 1, n_used) else 0 for gate, handle in enumerate(self._devices)]
+        if not any(self._devices):
+            raise OptionError("vram: the experts of no layer are of one type that its device can compute with")
+        self._n_experts = buffer.priorities.shape[1]
+        self.uses: tuple[DeviceUse, ...] = ()
+        self._place(bound)
+        self._bound = bound
+
+    def move(self, bound: DeviceBound) -> None:
+        """Another bound, between answers: other numbers of slots, all of them empty.
+
+        Raises:
+            BudgetError: as above; the old bound stays.
+        """
+        try:
+            self._place(bound)
+        except BudgetError:
+            self._place(self._bound)
+            raise
+        self._bound = bound
+
+    def _place(self, bound: DeviceBound) -> None:
+        self._buffer.set_device_slots([])
+        self._replan()
+        less: dict[int, int] = {}
+        for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
+            rooms = self._rooms(bound, less)
+            slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
+            per_gate = [(handle, slots.get(handle, 0)) for handle in self._devices]
+            try:
+                self._buffer.set_device_slots(per_gate, MODES[self._mode], self._n_used, _UPLOADS)
+                self._replan()
+            except MoeoffError as error:
+                self._buffer.set_device_slots([])
+                self._replan()
+                raise self._no_room(rooms, slots, str(error)) from None
+            self.uses = tuple(
+                DeviceUse(room.name, slots[handle], sum(of(slots[handle]) for of in self._bytes_of(handle)), self._taken(handle))
+                for handle, room in rooms.items()
+            )
+            less = {handle: use.slots + use.taken - room.bound for (handle, room), use in zip(rooms.items(), self.uses)}
+            if is_last or max(less.values()) <= 0:
+                return
+            self._buffer.set_device_slots([])
+            self._replan()
+
+    def items(self) -> dict[str, dict[str, int]]:
+        """`uses` by the devices' names."""
+        return {use.name: {"n_slots": use.n_slots, "experts": use.slots, "llama_cpp": use.taken} for use in self.uses}
+
+    def _rooms(self, bound: DeviceBound, less: dict[int, int]) -> dict[int, DeviceRoom]:
+        rooms = {}
+        for device in devices():
+            if device.handle in self._devices:
+                free = device.memory[0]
+                limit = bound.of(self._free.get(device.handle, free))
+                rooms[device.handle] = DeviceRoom(device.name, limit, self._taken(device.handle) + max(less.get(device.handle, 0), 0), free)
+        return rooms
+
+    def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
+        def of(gate: int) -> Callable[[int], int]:
+            return lambda n: self._buffer.device_slot_bytes(handle, gate, n, self._n_used)
+
+        return [of(gate) for gate, device in enumerate(self._devices) if device == handle]
+
+    def _taken(self, handle: int) -> int:
+        return native.device_memory_of(self._ctx, handle)
+
+    def _replan(self) -> None:
+        if native.replan(self._ctx) != 0:
+            raise MoeoffError("llama.cpp has no memory for its buffers beside them")
+
+    def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, int], reason: str) -> BudgetError:
+        handle = max(rooms, key=lambda h: sum(of(slots[h]) for of in self._bytes_of(h)))
+        half = rooms[handle].taken + sum(of(max(slots[handle] // 2, 1)) for of in self._bytes_of(handle))
+        return BudgetError(f"{format_size(rooms[handle].bound)} on {rooms[handle].name}: {reason}", Remedy.LESS_VRAM, needed=-(-half // MIB) * MIB)

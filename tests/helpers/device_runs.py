@@ -1,0 +1,103 @@
+"""Runs on a device, in a process of their own: ggml looks for devices once, and a software driver has to be asked for.
+
+As a program it takes {"model": path, "runs": {name: run}} on stdin and writes the runs' results to the files that it is given: logits as
+.npz, the rest as JSON. A run has the options of `moeoff.Llama`, or of stock llama.cpp with "stock": where the experts are, "CPU" or "device".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+ENVIRONMENT = {"GGML_VK_VISIBLE_DEVICES": "0"}  # ggml leaves software drivers out, unless they are named
+COMMON = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 99, "logits_all": True, "op_offload": False, "flash_attn": False}
+
+
+@cache
+def why_no_device() -> str:
+    """Empty, or what is missing on this machine."""
+    code = "from moeoff.binding import buffer_types, supports_gpu; print(supports_gpu(), [n for n in buffer_types() if n != 'CPU'])"
+    done = subprocess.run([sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
+    if done.returncode:
+        return f"devices cannot be listed: {done.stderr[-200:]}"
+    if not done.stdout.startswith("True"):
+        return "this build has no GPU backend (CMAKE_ARGS=-DGGML_VULKAN=ON make env)"
+    return "" if "['" in done.stdout else "no device and no software driver (Debian: mesa-vulkan-drivers)"
+
+
+def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeout: float = 600) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """(logits [positions, n_vocab], stats) of each run by its name.
+
+    Args:
+        runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
+            each step, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
+            after the first pass, of two.
+    """
+    out, stats = folder / "logits.npz", folder / "stats.json"
+    job = json.dumps({"model": model, "runs": runs})
+    done = subprocess.run(
+        [sys.executable, __file__, str(out), str(stats)], input=job, env=os.environ | ENVIRONMENT, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    with np.load(out) as arrays:
+        return {name: arrays[name] for name in arrays}, json.loads(stats.read_text())
+
+
+def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
+    import ctypes
+    from dataclasses import asdict
+
+    import moeoff
+    import moeoff.engine.device_tier as device_tier
+    from moeoff.binding import buffer_types
+    from moeoff.gguf.tensor_name import EXPERT_PATTERN
+    from moeoff.native import tensor_overrides
+    from stock import Stock
+
+    class StockOnDevice(Stock):
+        def _change_model_params(self, params: Any) -> None:
+            super()._change_model_params(params)
+            if where == "CPU":
+                self._overrides = tensor_overrides([(EXPERT_PATTERN, buffer_types()["CPU"])])
+                params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+
+    where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
+    then = run.pop("then", None)
+    device_tier._UPLOADS = run.pop("uploads", 2)
+    if slots:
+        device_tier.slots_that_fit = lambda *_: slots
+    options = COMMON | run
+    llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **({"memory": "6G", "strategy": "lru"} | options))
+    for turn in range(2 if then else passes):
+        if then and turn:
+            device_tier.slots_that_fit = lambda *_: then
+            llm.set_memory(vram="1G")
+        llm.clear_context() if not where else llm.reset()
+        if not where:
+            llm.reset_stats()
+        rows, first = [], 0
+        for n in batches:
+            llm.eval([(7 + 13 * i) % min(300, llm.n_vocab()) for i in range(first, first + n)])
+            rows.append(llm.scores[first : first + n].copy())
+            first += n
+        if not where and not then and llm.stats().device_hit_rate == 1:
+            break
+    stats = None if where else asdict(llm.stats()) | {"device_hit_rate": llm.stats().device_hit_rate}
+    llm.close()
+    return np.concatenate(rows), stats
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(SCRIPTS))
+    job = json.load(sys.stdin)
+    results = {name: _run(job["model"], run) for name, run in job["runs"].items()}
+    np.savez(sys.argv[1], **{name: logits for name, (logits, _) in results.items()})
+    Path(sys.argv[2]).write_text(json.dumps({name: stats for name, (_, stats) in results.items()}))

@@ -1,0 +1,262 @@
+// Experts in slots of a device: who gets one, what graphs are told, and that the bytes are theirs.
+
+#include "check.h"
+#include "fake_device.h"
+#include "slice_file.h"
+
+#include <algorithm>
+
+using namespace moeoff;
+
+static constexpr int      n_expert = 6;
+static constexpr uint64_t nbytes   = 5000;
+
+static const std::vector<uint32_t> equal_keys(n_expert, eviction_rank::key_of(0.0f));
+
+TEST(a_slot_serves_once_its_upload_has_ended) {
+    device_slots s(n_expert, 2);
+    const std::vector<uint8_t> needed(n_expert, 0);
+    int32_t displaced;
+    const int32_t slot = s.take(3, equal_keys.data(), needed.data(), false, displaced);
+    REQUIRE(slot >= 0 && displaced < 0 && s.find(3) < 0);
+    REQUIRE(s.take(3, equal_keys.data(), needed.data(), true, displaced) < 0); // on its way
+    s.finish({ 3, slot }, true);
+    REQUIRE(s.find(3) == slot && s.n_served() == 1);
+    REQUIRE(s.take(3, equal_keys.data(), needed.data(), true, displaced) < 0); // there
+}
+
+TEST(a_failed_upload_gives_its_slot_back) {
+    device_slots s(n_expert, 1);
+    const std::vector<uint8_t> needed(n_expert, 0);
+    int32_t displaced;
+    const int32_t slot = s.take(0, equal_keys.data(), needed.data(), false, displaced);
+    REQUIRE(s.take(1, equal_keys.data(), needed.data(), true, displaced) < 0); // the only slot is being written
+    s.finish({ 0, slot }, false);
+    REQUIRE(s.find(0) < 0 && s.take(1, equal_keys.data(), needed.data(), false, displaced) == slot);
+}
+
+TEST(the_lowest_gives_way_by_priority_then_by_heat_and_only_to_a_higher_one) {
+    device_slots s(n_expert, 2);
+    std::vector<uint8_t>  needed(n_expert, 0);
+    std::vector<uint32_t> keys(n_expert, eviction_rank::key_of(1.0f));
+    int32_t displaced;
+    for (const int32_t e : { 0, 1 }) {
+        s.next_step();
+        s.use(e);
+        s.finish({ e, s.take(e, keys.data(), needed.data(), false, displaced) }, true);
+    }
+    keys[2] = eviction_rank::key_of(0.5f);
+    s.next_step();
+    for (int i = 0; i < 3; i++) {
+        s.use(2);
+    }
+    REQUIRE(s.take(2, keys.data(), needed.data(), false, displaced) < 0 && displaced < 0); // of lower priority
+    keys[2] = keys[0];
+    needed[0] = 1;
+    int32_t slot = s.take(2, keys.data(), needed.data(), false, displaced); // 0 is older, but needed
+    REQUIRE(slot >= 0 && displaced == 1 && s.find(1) < 0 && s.find(0) >= 0);
+    s.finish({ 2, slot }, true);
+    needed[0] = 0;
+    s.use(3);
+    REQUIRE(s.take(3, keys.data(), needed.data(), false, displaced) < 0); // not used more than once more often
+    s.use(3);
+    REQUIRE(s.is_below(0, 3, keys.data()) && s.is_below(3, 2, keys.data()));
+    slot = s.take(3, keys.data(), needed.data(), false, displaced);
+    REQUIRE(slot >= 0 && displaced == 0);
+    s.finish({ 3, slot }, true);
+    for (int i = 0; i < 180; i++) {
+        s.next_step();
+    }
+    s.use(4);
+    REQUIRE(s.take(4, keys.data(), needed.data(), false, displaced) < 0);
+    s.use(4);
+    s.use(4); // 3 has half of its two uses left
+    REQUIRE(s.take(4, keys.data(), needed.data(), false, displaced) >= 0 && displaced == 3);
+}
+
+// two matrices of one layer, and a device
+struct device_store {
+    slice_file    file { 1 << 17 };
+    store         s;
+    fake_device * device = nullptr;
+    const int     n_spare = 2;
+
+    explicit device_store(moeoff_device_mode mode, int n_slots, int n_uploads, uint64_t arena = 0)
+        : s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 2, 0, page_size }) {
+        std::string error;
+        REQUIRE(s.add_file(file.path, error) == 0);
+        for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
+            s.add_tensor(tensor_info(0, matrix, n_expert), false);
+            std::vector<moeoff_source> sources;
+            for (int e = 0; e < n_expert; e++) {
+                sources.push_back({ 0, 1, offset(matrix, e), nbytes, 0 });
+            }
+            REQUIRE(s.set_sources(s.experts().n_tensors() - 1, HIGH, sources.data(), n_expert, error));
+        }
+        REQUIRE(s.set_limits(arena ? arena : s.experts().arena_full(HIGH), 0, error));
+        REQUIRE(s.start(error));
+        auto memory = std::make_unique<fake_device>();
+        device = memory.get();
+        s.set_device(mode, n_uploads, n_spare, { n_slots }, std::move(memory));
+    }
+
+    static uint64_t offset(int matrix, int expert) { return (uint64_t) ((matrix == MOEOFF_MATRIX_DOWN ? n_expert : 0) + expert) * nbytes; }
+
+    gate & g() { return s.experts().gate_at(0); }
+
+    struct told {
+        std::vector<int32_t> slots, host;
+        int32_t n_hit, n_miss;
+    };
+
+    // one token's gate event; the ops that compute on the CPU follow it
+    told event(std::vector<int32_t> ids) {
+        std::vector<float> weights(ids.size(), 0.5f);
+        told t { std::vector<int32_t>(ids.size()), std::vector<int32_t>(ids.size()), 0, 0 };
+        moeoff_gate_event e = {};
+        e.n_tokens = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
+        const device_ids out = { t.slots.data(), t.host.data() };
+        s.gate_event(g(), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
+        t.n_hit = e.n_hit;
+        t.n_miss = e.n_miss;
+        for (size_t i = 0; i < ids.size(); i++) {
+            REQUIRE((t.host[i] < 0) == (t.slots[i] < s.n_device_slots(g())));
+            REQUIRE(t.host[i] < 0 || t.host[i] == ids[i]);
+            if (t.host[i] < 0) {
+                check(ids[i], t.slots[i]);
+            }
+        }
+        compute(t.host);
+        return t;
+    }
+
+    void check(int expert, int slot) {
+        for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
+            const auto bytes = device->read(0, matrix, slot);
+            REQUIRE(bytes.size() == nbytes);
+            for (uint64_t b = 0; b < nbytes; b++) {
+                REQUIRE(bytes[b] == byte_at(offset(matrix, expert) + b));
+            }
+        }
+    }
+
+    void compute(const std::vector<int32_t> & experts) {
+        const uint8_t v = HIGH;
+        for (int i = 0; i < s.experts().n_tensors(); i++) {
+            const tensor & t = s.experts().tensor_at(i);
+            for (const int32_t e : experts) {
+                if (e < 0) {
+                    continue;
+                }
+                s.pin(t, &e, &v, 1);
+                for (uint64_t seen = s.generation(); !s.at(t, e, v).settled(); seen = s.generation()) {
+                    s.wait(seen, t, 1);
+                }
+                s.unpin(t, e, v);
+            }
+        }
+    }
+
+    moeoff_stats stats() {
+        moeoff_stats all;
+        s.get_stats(all);
+        return all;
+    }
+
+    // until so many experts are on the device
+    void wait_for(uint64_t n) {
+        while (stats().device_experts < n) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+    }
+};
+
+TEST(centric_uploads_every_chosen_expert_before_its_use) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 3, 0);
+    for (const auto & ids : std::vector<std::vector<int32_t>> { { 0, 1 }, { 1, 2 }, { 3, 4 }, { 0, 1 }, { 5, 0 } }) {
+        const auto t = x.event(ids);
+        REQUIRE(t.host == (std::vector<int32_t> { -1, -1 }));
+    }
+    REQUIRE(x.stats().device_hits == 2 * 2 && x.stats().device_uploads == 8); // two matrices each: 1 in the second event, 0 in the last
+}
+
+TEST(centric_works_in_the_smallest_arena) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 4, 0, 2 * arena::slot_bytes(nbytes));
+    for (int i = 0; i < 20; i++) {
+        x.event({ i % n_expert, (i + 2) % n_expert });
+    }
+    REQUIRE(x.stats().evictions > 0);
+}
+
+TEST(cooperative_uploads_what_is_in_memory_and_the_next_graph_finds_it) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 3, 1);
+    REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { 0, 1 })); // nothing is in memory yet
+    REQUIRE(x.stats().device_uploads == 0);
+    REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { 0, 1 })); // one of the two is on its way from now on
+    x.wait_for(1);
+    const auto t = x.event({ 0, 1 });
+    REQUIRE((t.host[0] < 0) != (t.host[1] < 0) && t.n_hit == 4);
+    x.wait_for(2);
+    REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 }));
+    REQUIRE(x.stats().device_hits == 2 * 3 && x.stats().device_bytes == 2 * 2 * nbytes);
+}
+
+TEST(what_a_device_holds_leaves_memory_first) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 2, 0, 2 * 2 * arena::slot_bytes(nbytes)); // four slices in memory
+    x.event({ 0, 1 });
+    x.event({ 0, 1 });
+    x.s.set_device(MOEOFF_DEVICE_COOPERATIVE, 0, 2, { 2 }, std::make_unique<fake_device>());
+    REQUIRE(x.stats().device_experts == 0 && x.stats().resident_slices == 4);
+    device_store y(MOEOFF_DEVICE_COOPERATIVE, 1, 1, 2 * 2 * arena::slot_bytes(nbytes));
+    y.event({ 0, 1 });
+    y.event({ 0, 1 });
+    y.wait_for(1);
+    std::vector<uint8_t> resident(n_expert);
+    y.s.residency(HIGH, resident.data());
+    REQUIRE(resident[0] == resident[1] && resident[0] == (1u << MOEOFF_MATRIX_UP | 1u << MOEOFF_MATRIX_DOWN) && resident[2] == 0);
+    const auto t = y.event({ 0, 1 });
+    const int32_t there = t.host[0] < 0 ? 0 : 1;
+    y.event({ 2, 1 - there }); // needs two slices: those of the expert on the device go
+    REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).state.load() != READY && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).state.load() == READY);
+}
+
+TEST(one_user_has_the_device_and_a_batch_that_may_need_more_than_its_slots_does_not) {
+    device_store x(MOEOFF_DEVICE_CENTRIC, 3, 0);
+    const int user = 0, other = 0;
+    REQUIRE(x.s.device_mode(x.g(), nullptr, 2, 1) == MOEOFF_DEVICE_OFF);
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 2) == MOEOFF_DEVICE_OFF); // four experts
+    REQUIRE(x.s.device_mode(x.g(), &user, 3, 1) == MOEOFF_DEVICE_OFF); // more than slots of zeros
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_CENTRIC);
+    REQUIRE(x.s.device_mode(x.g(), &other, 2, 1) == MOEOFF_DEVICE_OFF);
+    x.s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr);
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_OFF && x.stats().device_experts == 0);
+}
+
+TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
+    device_store x(MOEOFF_DEVICE_OFF, 0, 0);
+    slice_file other { 1 << 17 };
+    store s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size });
+    std::string error;
+    REQUIRE(s.add_file(other.path, error) == 0);
+    s.add_tensor(tensor_info(0, MOEOFF_MATRIX_UP, n_expert), false);
+    std::vector<moeoff_source> sources;
+    for (int e = 0; e < n_expert; e++) {
+        sources.push_back({ 0, 1, (uint64_t) e * nbytes, nbytes, 0 });
+    }
+    REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error) && s.set_limits(s.experts().arena_full(HIGH), 0, error));
+    s.set_reader([](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
+        message = "scripted";
+        return source.offset == 0 ? 5 : 0;
+    });
+    REQUIRE(s.start(error));
+    s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::make_unique<fake_device>());
+    int32_t ids[2] = { 0, 1 }, slots[2], host[2];
+    float   weights[2] = { 0.5f, 0.5f };
+    moeoff_gate_event e = {};
+    e.n_tokens = 1; e.n_used = 2; e.ids = ids; e.weights = weights;
+    const device_ids out = { slots, host };
+    s.gate_event(s.experts().gate_at(0), e, { sizeof(ids), sizeof(weights), sizeof(float), 0, 0, 0 }, &out);
+    REQUIRE(s.should_abort() && slots[0] == 3 && host[1] == -1); // the slots of zeros begin behind the three
+    std::string message;
+    REQUIRE(s.take_error(message) && message == "scripted");
+}
