@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .. import native
+from ..binding import api
 from ..budget.device_plan import DeviceBound, DeviceRoom, slots_that_fit
 from ..devices import devices
 from ..errors import BudgetError, MoeoffError, OptionError, Remedy
@@ -80,6 +81,7 @@ class DeviceTier:
         self._bound = bound
 
     def _place(self, bound: DeviceBound) -> None:
+        api.llama_synchronize(self._ctx)  # the last batch's graph may still be reading the slots
         self._buffer.set_device_slots([])
         self._replan()
         less: dict[int, int] = {}
