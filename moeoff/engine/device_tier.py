@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_uint64
 from dataclasses import dataclass
 
 from .. import native
+from ..binding import api
 from ..budget.device_plan import DeviceBound, DeviceRoom, slots_that_fit
 from ..devices import devices
 from ..errors import BudgetError, MoeoffError, OptionError, Remedy
@@ -63,8 +65,9 @@ class DeviceTier:
             raise OptionError("vram: the experts of no layer are of one type that its device can compute with")
         self._n_experts = buffer.priorities.shape[1]
         self.uses: tuple[DeviceUse, ...] = ()
+        self._is_placed = False
         self._place(bound)
-        self._bound = bound
+        self._bound, self._is_placed = bound, True
 
     def move(self, bound: DeviceBound) -> None:
         """Another bound, between answers: other numbers of slots, all of them empty.
@@ -80,6 +83,7 @@ class DeviceTier:
         self._bound = bound
 
     def _place(self, bound: DeviceBound) -> None:
+        api.llama_synchronize(self._ctx)  # the last batch's graph may still be reading the slots
         self._buffer.set_device_slots([])
         self._replan()
         less: dict[int, int] = {}
@@ -127,7 +131,10 @@ class DeviceTier:
         return native.device_memory_of(self._ctx, handle)
 
     def _replan(self) -> None:
-        if native.replan(self._ctx) != 0:
+        """Buffers are planned anew only before anything is computed: afterwards graphs alone are, and llama.cpp's scheduler sees to their
+        buffers. A scheduler that is replaced after it has computed was seen to corrupt the heap on Mesa 22.3.6, also without slots."""
+        planned = native.context_memory(self._ctx, (c_uint64 * 5)()) if self._is_placed else native.replan(self._ctx)
+        if planned != 0:
             raise MoeoffError("llama.cpp has no memory for its buffers beside them")
 
     def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, int], reason: str) -> BudgetError:
