@@ -214,7 +214,7 @@ assert peak_rss() <= 190 << 20, peak_rss() / (1 << 20)
 
 def test_warm_start(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = OPTIONS | {"expert_memory": "30M"}
+    options = OPTIONS | {"expert_memory": "17M"}  # not quite all
     with moeoff.Llama(demo, warm=True, **options) as cold:
         text = without_identity(CALLS["completion"](cold))
         resident = cold.expert_buffer.residency()
@@ -231,6 +231,15 @@ def test_warm_start(demo, tmp_path, monkeypatch):
     path.write_bytes(b"damaged")
     with moeoff.Llama(demo, warm=True, **options) as llm:  # a cold start, no error
         assert without_identity(CALLS["completion"](llm)) == text
+
+
+def test_a_warm_start_loads_everything_where_it_fits(demo, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with moeoff.Llama(demo, warm=True, **OPTIONS | {"expert_memory": "100M"}) as llm:  # never closed before
+        buffer = llm.expert_buffer
+        wait_until(lambda: buffer.stats().resident_slices == len(buffer.tensors) * buffer.priorities.shape[1])
+        llm("Hello", max_tokens=8, temperature=0)
+        assert llm.stats().demand_misses == 0
 
 
 def test_a_warm_start_gives_way(grown):

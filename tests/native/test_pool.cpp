@@ -27,6 +27,9 @@ struct two_pools {
         all.n_experts = n_expert;
         priorities.assign((size_t) (n_gates * n_expert), 0.0f);
         all.keys.assign(priorities.size(), eviction_rank::key_of(0.0f));
+        for (size_t leaf = 0; leaf < priorities.size(); leaf++) {
+            all.on_device.push_back(leaf % 5 == 0);
+        }
         for (int g = 0; g < n_gates; g++) {
             const int64_t first = g * n_matrix * n_expert;
             all.firsts.push_back({ first, first + n_expert, first + 2 * n_expert, -1 });
@@ -56,7 +59,7 @@ struct two_pools {
                     continue;
                 }
                 float priority = priorities[(size_t) (s.gate * n_expert + s.expert)];
-                if (v == LOW && all.low_spare && all.slices[i - n_high].resident_i >= 0) {
+                if (all.on_device[(size_t) (s.gate * n_expert + s.expert)] || (v == LOW && all.low_spare && all.slices[i - n_high].resident_i >= 0)) {
                     priority = -std::numeric_limits<float>::infinity();
                 }
                 if (s.expected) {
