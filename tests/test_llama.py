@@ -214,7 +214,7 @@ assert peak_rss() <= 190 << 20, peak_rss() / (1 << 20)
 
 def test_warm_start(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    options = OPTIONS | {"expert_memory": "17M"}  # not quite all
+    options = OPTIONS | {"expert_memory": "17M", "strategy": "lru"}  # not quite all
     with moeoff.Llama(demo, warm=True, **options) as cold:
         text = without_identity(CALLS["completion"](cold))
         resident = cold.expert_buffer.residency()
@@ -225,7 +225,7 @@ def test_warm_start(demo, tmp_path, monkeypatch):
         wait_until(lambda: warm.expert_buffer.stats().resident_slices >= wanted)
         assert (warm.expert_buffer.residency() == resident).all()
         assert without_identity(CALLS["completion"](warm)) == text
-        assert misses > 500 and warm.stats().demand_misses == 0
+        assert misses > 500 and warm.stats().demand_misses < misses / 10  # of those that went before the end
         assert warm.stats().prefetch_issued == 0
     (path,) = (tmp_path / "moeoff" / "warm").glob("*.npz")
     path.write_bytes(b"damaged")

@@ -177,7 +177,8 @@ TEST(centric_uploads_every_chosen_expert_before_its_use) {
         const auto t = x.event(ids);
         REQUIRE(t.host == (std::vector<int32_t> { -1, -1 }));
     }
-    REQUIRE(x.stats().device_hits == 2 * 2 && x.stats().device_uploads == 8); // two matrices each: 1 in the second event, 0 in the last
+    // two matrices each: 1 in the second event and, used more often than what gave way, in the fourth; 0 in the last
+    REQUIRE(x.stats().device_hits == 3 * 2 && x.stats().device_uploads == 7);
 }
 
 TEST(centric_works_in_the_smallest_arena) {
