@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ import openai
 import pytest
 
 from helpers.served import SCRIPT, Served
+from helpers.waiting import wait_until
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
 from moeoff.budget.statistics import Estimate
 from moeoff.companion.profile import Profile, profile_path
@@ -53,6 +55,34 @@ def test_answers_say_what_was_rerouted(demo, tmp_path):
     assert all(block["rerouted"] > 10 and 0 < block["rerouted_margin"] <= 0.2 for block in said)
     counted = next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("moeoff_expert_rerouted_total "))
     assert counted == pytest.approx(sum(block["rerouted"] for block in said), abs=2)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_compute_threads_are_bound_while_an_answer_is_computed(demo):
+    """Each to a core of its own; in between the thread that serves is free again (docs/threads.md)."""
+    mine = os.sched_getaffinity(0)
+    cores = sorted(mine)[:2]
+    os.sched_setaffinity(0, cores)  # what the server inherits
+    try:
+        it = Served(demo, n_ctx=1024, n_threads=2)
+    finally:
+        os.sched_setaffinity(0, mine)
+
+    def bound() -> list[int]:
+        found = []
+        for task in os.listdir(f"/proc/{it.process.pid}/task"):
+            with contextlib.suppress(OSError):
+                allowed = os.sched_getaffinity(int(task))
+                found += allowed if len(allowed) == 1 else []
+        return sorted(found)
+
+    with it, ThreadPoolExecutor(1) as pool:
+        it.complete("The heron stood", 8)
+        wait_until(lambda: len(bound()) == 1)  # OpenMP's thread keeps its core
+        answer = pool.submit(it.complete, "Count to a hundred, slowly:", 512)
+        wait_until(lambda: bound() == cores)
+        answer.result()
+        wait_until(lambda: len(bound()) == 1)
 
 
 def test_a_trace_tells_the_slots_apart(demo, tmp_path):

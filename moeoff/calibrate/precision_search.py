@@ -24,10 +24,10 @@ import numpy as np
 from .. import native
 from ..budget.loss_contract import SECTION, Candidate, LossContract, upper_loss
 from ..budget.precision import Precision
-from ..companion.file import KEEP, Companion
+from ..companion.file import KEEP
 from ..companion.hashing import hash64
 from ..companion.profile import Profile, profile_path
-from ..companion.source import ExpertSource
+from ..companion.source import ExpertSource, relative_bytes
 from ..engine.llama import Llama
 from ..errors import OptionError, Remedy
 from ..gate_event import GateEvent
@@ -35,7 +35,7 @@ from ..gguf.layout import Layout
 from .perplexity import Call, Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 from .rerouting_search import ReroutingEvaluator, search_rerouting
 
-__all__ = ["SearchResult", "PrecisionEvaluator", "search_precision", "relative_bytes"]
+__all__ = ["SearchResult", "PrecisionEvaluator", "search_precision"]
 
 SHARES = (1.0, 0.9, 0.75, 0.5, 0.25, 0.1)
 T1S = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
@@ -197,13 +197,6 @@ class PrecisionEvaluator:
                 self._counts[native.HIGH] += event.ids.size
             else:
                 self._counts += np.bincount(event.versions.ravel(), minlength=3)
-
-
-def relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
-    """Bytes of the low versions for each byte of the high ones."""
-    name = companion.tier(tier) or tier
-    spans = layout.experts.values()
-    return sum(s.nbytes for span in spans for s in companion.sources(span, name)) / sum(span.nbytes for span in spans)
 
 
 class _Search:

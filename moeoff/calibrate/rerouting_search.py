@@ -2,8 +2,9 @@
 
 Measured behind a simulated cache (`Precision.resident`) that holds a share of each layer's experts: each token is decided as if it
 were decoded alone behind the ones before it, as an answer is computed, but batches compute many of them at once. Half of the experts
-are simulated first: rerouting alone by bisection; then less of it together with more skipping, as long as the bound holds, and likewise with more
-misses that are served by a low tier, if there is one. Of what holds there, what reads least is looked for with the other shares: a budget may use a rule that keeps the bound at the nearest shares below and above.
+are simulated first: rerouting alone by bisection; then less of it together with more skipping, as long as the bound holds, and likewise with
+more misses that are served by a low tier, if there is one. Of what holds there, what reads least is looked for with the other shares: a budget
+may use a rule that keeps the bound at the nearest shares below and above.
 
 Rerouting feeds on itself, so the best rule then writes text freely (`moeoff.calibrate.drift`): if it loses more than the bound on its own
 text, it is given up with all that gives up as much.

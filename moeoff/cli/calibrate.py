@@ -144,7 +144,12 @@ def _search(
 def _name(c: Candidate) -> str:
     if c.resident:
         parts = [f"all in {c.tier}"] if c.whole else []
-        return ", ".join([*parts, *([f"rerouting {c.reroute:g}"] if c.reroute else []), *([f"T {c.t2:g}"] if c.t2 < 1 else [])])
+        parts += [f"rerouting {c.reroute:g}"] if c.reroute else []
+        if c.t1 < c.t2:
+            parts.append(f"T1 {c.t1:g}, T2 {c.t2:g}, {c.tier}")
+        elif c.t2 < 1:
+            parts.append(f"T {c.t2:g}")
+        return ", ".join(parts)
     if c.whole:
         return f"all experts in {c.tier}"
     return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}, {c.tier}" if c.decode else f"batches: p {c.share:g}, {c.tier}"

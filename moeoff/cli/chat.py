@@ -190,7 +190,7 @@ class Chat:
         remark(
             f"{len(self._answers)} answers: {s.prompt_tokens} prompt tokens computed, {s.prompt_tps:.1f} tok/s; "
             f"{s.gen_tokens} generated, {s.gen_tps:.1f} tok/s\n"
-            f"experts: hit rate {s.hit_rate:.1%}{f' ({s.device_hit_rate:.1%} on the GPU)' if s.device_memory else ''}, {format_size(s.bytes_read)} read, {s.evictions} evictions, stalled {s.stall_seconds:.2f} s\n"
+            f"experts: {s.hit_summary}, {format_size(s.bytes_read)} read, {s.evictions} evictions, stalled {s.stall_seconds:.2f} s\n"
             f"context: {self._llm.n_tokens} of {self._llm.n_ctx()} tokens"
         )
         self._memory("")

@@ -109,7 +109,7 @@ class Completion:
         return (
             f"prompt {s.prompt_tokens} tokens{f' (+{self.reused_tokens} reused)' if self.reused_tokens else ''}, {s.prompt_tps:.1f} tok/s | "
             f"generated {self.completion_tokens}, {s.gen_tps:.1f} tok/s | "
-            f"hit rate {s.hit_rate:.1%}{f' ({s.device_hit_rate:.1%} on the GPU)' if s.device_memory else ''}, {s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1):.2f} MB/token read"
+            f"{s.hit_summary}, {s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1):.2f} MB/token read"
             f"{'' if s.direct_io else ' (through the page cache)'}, stalled {min(s.stall_seconds / max(self.seconds, 1e-9), 1):.0%} | "
             f"{f'{s.precision_summary} | ' if s.precision_summary else ''}"
             f"memory {format_size(self.rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")

@@ -14,7 +14,7 @@ from ..console import progress_bar, remark
 from ..memory import peak_rss
 from ..paths import demo_model
 from .llama_options import BATCH, CACHE, FLASH, GPU, ROPE, SYSTEM, VRAM, llama_arguments, with_options
-from .options import CONTEXT, PRECISION, companion, one_sentence, precision_argument
+from .options import CONTEXT, PRECISION, STRIDE, companion, one_sentence, precision_argument
 
 if TYPE_CHECKING:
     from ..budget.statistics import Quality
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--max-loss", metavar="PERCENT", help="Evaluate what calibrate --max-loss found to lose at most this, as 1%.")
 @click.option("--deterministic", is_flag=True, help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")
 @click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
-@click.option("--stride", type=int, metavar="N", help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2.")
+@STRIDE
 @with_options(PRECISION)
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
 @with_options(FLASH, BATCH, CACHE, GPU, VRAM, ROPE, SYSTEM)

@@ -84,6 +84,7 @@ def precision_argument(*, t1: float | None, t2: float | None, prompt_low: float 
     return {"precision": precision}
 
 
+STRIDE = click.option("--stride", type=int, metavar="N", help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2.")
 _OPENING = (
     click.option("--memory", metavar="SIZE", help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available."),
     click.option("--expert-memory", metavar="SIZE", help="Bound of the experts alone, instead of --memory."),
@@ -98,7 +99,7 @@ _OPENING = (
         metavar="NAME",
         help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md. Default: what tune found, or auto.",
     ),
-    click.option("--stride", type=int, metavar="N", help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2."),
+    STRIDE,
     click.option(
         "--profile", type=click.Path(dir_okay=False), metavar="FILE", help="Profile written by moeoff calibrate. Default: MODEL.profile.npz, if it is there."
     ),

@@ -70,8 +70,14 @@ class ExpertSource:
         return cls(companion, name, verify)
 
 
+def relative_bytes(layout: Layout, companion: Companion, tier: str) -> float:
+    """Bytes of the experts in a tier, for each byte of the model's own."""
+    name = companion.tier(tier) or tier
+    return sum(s.nbytes for span in layout.experts.values() for s in companion.sources(span, name)) / layout.expert_bytes
+
+
 def low_cost(layout: Layout) -> float | None:
-    """Bytes of the experts in the smallest tier of the companion beside a model, as a share of the model's own; None without one.
+    """`relative_bytes` of the smallest tier of the companion beside a model; None without one.
 
     Raises:
         ModelError: the companion is damaged, or of another model.
@@ -81,6 +87,4 @@ def low_cost(layout: Layout) -> float | None:
         return None
     companion = Companion(path)
     companion.check_belongs(layout)
-    tiers = [tier for tier in companion.tiers if tier != KEEP]
-    sizes = [sum(s.nbytes for span in layout.experts.values() for s in companion.sources(span, tier)) for tier in tiers]
-    return min(sizes) / layout.expert_bytes if sizes else None
+    return min((relative_bytes(layout, companion, tier) for tier in companion.tiers if tier != KEEP), default=None)

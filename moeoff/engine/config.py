@@ -16,6 +16,7 @@ from ..companion.settings import CHANGE_RESULTS, OPTIONS, Tuning
 from ..errors import OptionError
 from ..machine import n_cores
 from ..memory import parse_size
+from .device_tier import MODES
 from .llama_options import check_options, read_options
 from .strategy import Strategy, get_strategy
 
@@ -24,7 +25,7 @@ __all__ = ["Config"]
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
 
-VRAM_MODES = ("cooperative", "centric", "cpu")  # docs/gpu.md
+VRAM_MODES = (*MODES, "cpu")
 Path = str | os.PathLike[str]
 
 

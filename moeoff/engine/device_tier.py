@@ -14,7 +14,7 @@ from ..errors import BudgetError, MoeoffError, OptionError, Remedy
 from ..memory import MIB, format_size
 from .expert_buffer import ExpertBuffer
 
-__all__ = ["DeviceTier", "DeviceUse"]
+__all__ = ["MODES", "DeviceTier", "DeviceUse"]
 
 # how devices compute with experts; docs/gpu.md
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC}

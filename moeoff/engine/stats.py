@@ -121,6 +121,11 @@ class Stats:
         return self.device_hits / uses if uses else 0.0
 
     @property
+    def hit_summary(self) -> str:
+        """Hit rate, in words."""
+        return f"hit rate {self.hit_rate:.1%}" + (f" ({self.device_hit_rate:.1%} on the GPU)" if self.device_memory else "")
+
+    @property
     def precision_summary(self) -> str:
         """What was given up, in words; empty if nothing was."""
         uses = max(self.expert_uses, 1)

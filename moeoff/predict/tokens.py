@@ -46,19 +46,8 @@ class TokenTable(Predictor):
         Returns:
             tokens [n] int32 ascending; shares [n, n_gates, E] float16; popularity [n_gates, E] for other tokens.
         """
-        used = recording.used()
-        popularity = used.mean(axis=0, dtype=np.float32)
-        order = np.argsort(recording.tokens, kind="stable")
-        tokens, first, seen = np.unique(recording.tokens[order], return_index=True, return_counts=True)
-        room = max(LIMIT // (2 * popularity.size), 1)
-        kept = np.sort(np.argsort(-seen, kind="stable")[:room])
-        shares = np.empty((len(kept), *popularity.shape), np.float16)
-        for row, i in enumerate(kept):
-            count = used[order[first[i] : first[i] + seen[i]]].sum(axis=0)
-            shares[row] = (count + PRIOR * popularity) / (seen[i] + PRIOR)
-            if progress:
-                progress(row + 1, len(kept))
-        return {"tokens": tokens[kept].astype(np.int32), "shares": shares, "popularity": popularity}
+        tokens, shares, popularity = _shares(recording.tokens, recording.used(), LIMIT, progress)
+        return {"tokens": tokens, "shares": shares, "popularity": popularity}
 
 
 def fit_first(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
@@ -67,16 +56,29 @@ def fit_first(recording: Recording, options: FitOptions = DEFAULT_FIT, progress:
     Returns:
         first_tokens [n] int32 ascending; first_shares [n, E] float16. The most frequent tokens, as many as `FIRST_LIMIT` allows.
     """
-    used = recording.used()[:, 0].astype(np.float32)
-    popularity = used.mean(axis=0)
-    tokens, at, seen = np.unique(recording.tokens, return_inverse=True, return_counts=True)
-    counts = np.zeros((len(tokens), used.shape[1]), np.float32)
-    np.add.at(counts, at, used)
-    kept = np.sort(np.argsort(-seen, kind="stable")[: FIRST_LIMIT // (2 * used.shape[1])])
-    shares = (counts[kept] + PRIOR * popularity) / (seen[kept, None] + PRIOR)
-    if progress:
-        progress(1, 1)
-    return {"first_tokens": tokens[kept].astype(np.int32), "first_shares": shares.astype(np.float16)}
+    tokens, shares, _ = _shares(recording.tokens, recording.used()[:, :1], FIRST_LIMIT, progress)
+    return {"first_tokens": tokens, "first_shares": shares[:, 0]}
+
+
+def _shares(tokens: np.ndarray, used: np.ndarray, limit: int, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """What each token chooses, of the most frequent ones, as many as fit into so many bytes: tokens [n] int32 ascending, shares [n, n_gates, E]
+    float16; and popularity [n_gates, E].
+
+    Args:
+        tokens: [n_tokens] as they came.
+        used: [n_tokens, n_gates, E] bool.
+    """
+    popularity = used.mean(axis=0, dtype=np.float32)
+    order = np.argsort(tokens, kind="stable")
+    distinct, first, seen = np.unique(tokens[order], return_index=True, return_counts=True)
+    kept = np.sort(np.argsort(-seen, kind="stable")[: max(limit // (2 * popularity.size), 1)])
+    shares = np.empty((len(kept), *popularity.shape), np.float16)
+    for row, i in enumerate(kept):
+        count = used[order[first[i] : first[i] + seen[i]]].sum(axis=0)
+        shares[row] = (count + PRIOR * popularity) / (seen[i] + PRIOR)
+        if progress:
+            progress(row + 1, len(kept))
+    return distinct[kept].astype(np.int32), shares, popularity
 
 
 class PreviousToken(Predictor):

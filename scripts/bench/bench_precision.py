@@ -30,9 +30,10 @@ from moeoff.budget.statistics import Quality, interval, spearman
 from moeoff.calibrate.bit_allocation import Planner, measure_importance
 from moeoff.calibrate.expert_importance import estimate_importance
 from moeoff.calibrate.perplexity import open_model, read_windows
-from moeoff.calibrate.precision_search import PrecisionEvaluator, relative_bytes
+from moeoff.calibrate.precision_search import PrecisionEvaluator
 from moeoff.companion.convert import convert
 from moeoff.companion.file import KEEP, Companion
+from moeoff.companion.source import relative_bytes
 from moeoff.gguf.layout import Layout
 from results_file import HELP, ResultsFile
 
