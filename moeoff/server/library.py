@@ -49,6 +49,7 @@ def library() -> ctypes.CDLL:
     except OSError as error:
         raise OptionError(f"the installed llama-cpp-python has no server ({error}): run `make env` to rebuild it") from None
     lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
+    lib.moeoff_server_check.restype, lib.moeoff_server_check.argtypes = c_bool, [c_int, POINTER(c_char_p), c_char_p, c_size_t]
     lib.moeoff_projector_memory.restype = c_int32
     lib.moeoff_projector_memory.argtypes = [c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t]
     lib.moeoff_serve_has_page.restype, lib.moeoff_serve_has_page.argtypes = c_bool, []
@@ -59,6 +60,16 @@ def library() -> ctypes.CDLL:
 def c_arguments(argv: Sequence[str]) -> ctypes.Array[c_char_p]:
     """char ** argv, ended by a null."""
     return (c_char_p * (len(argv) + 1))(*map(os.fsencode, argv), None)
+
+
+def check_arguments(argv: Sequence[str]) -> None:
+    """
+    Raises:
+        OptionError: llama-server does not take them.
+    """
+    message = ctypes.create_string_buffer(1024)
+    if not library().moeoff_server_check(len(argv), c_arguments(argv), message, len(message)):
+        raise OptionError(" ".join(message.value.decode("utf-8", "replace").split()))
 
 
 def write_text(address: int, size: int, text: str) -> None:

@@ -33,7 +33,7 @@ from ..threads import CoreBinding
 from .arguments import ServerOptions, arguments
 from .beside import Beside
 from .draft_judge import DraftJudge
-from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, library, write_text
+from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, library, write_text
 from .metrics import metrics_text
 
 _POLL = 0.05  # seconds
@@ -62,6 +62,8 @@ class Server:
         self._options = ServerOptions(host, port, parallel, parse_size(cache_ram) if cache_ram else 0, alias, api_key, tuple(cors), mmproj, draft, spec_type,
                                       embedding, verbose, tuple(args))  # fmt: skip
         self._assembly = self._assemble(config_of(model, {"flash_attn": True} | options))
+        self._argv = arguments(self._assembly.config, self._assembly.footprint.n_ctx, self._assembly.keywords, self._options)
+        check_arguments(self._argv)
         self.url = ""
         self._error: BaseException | None = None
         self._ready, self._ended = threading.Event(), threading.Event()
@@ -176,7 +178,6 @@ class Server:
 
     def _serve(self) -> None:
         parts = self._assembly
-        argv = arguments(parts.config, parts.footprint.n_ctx, parts.keywords, self._options)
         try:
             overrides = self._loading.enter_context(parts.loading())  # of this thread, which loads
             hooks = Hooks(
@@ -190,7 +191,7 @@ class Server:
                 Lend(self._lend),
                 Metrics(self._guarded(self._metrics, None)),
             )
-            self._lib.moeoff_serve(len(argv), c_arguments(argv), ctypes.byref(hooks))
+            self._lib.moeoff_serve(len(self._argv), c_arguments(self._argv), ctypes.byref(hooks))
         except BaseException as error:
             self._error = self._error or error
         finally:

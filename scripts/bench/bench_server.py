@@ -7,7 +7,8 @@ Each server is a process of its own. Clients ask for tokens of different prompts
 are answered, from the last one's first token to the first one's last. *alone* is `moeoff.Llama` in a process, on the first client's prompt. Each has
 had some seconds to load in the background, and has given one answer of as many tokens to another prompt before.
 `--stock` runs llama-server of the same build beside it, with plain kernels (`--no-repack`), without its memory map and without a memory limit: for
-budgets that hold everything. `--drafts` adds a second server of ours that may make drafts; `--disk` slows the disk of all (root).
+budgets that hold everything; once with a context that all answers share, which is its default and ours, once with one divided among them.
+`--drafts` adds a second server of ours that may make drafts; `--disk` slows the disk of all (root).
 """
 
 from __future__ import annotations
@@ -152,7 +153,8 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
     if stock:
         binary = subprocess.run([sys.executable, str(ROOT / "scripts/build/fork.py"), "llama-server"], stdout=subprocess.PIPE, text=True, check=True)
         program = [binary.stdout.split()[-1], *common, "18080", "--no-repack", "--load-mode", "none", "-fa", "on", "-lv", "4", "--cache-ram", "0", *longer]
-        contenders["llama-server"] = (program, r"listening on (http://\S+)")
+        contenders["llama-server"] = ([*program, "--kv-unified"], r"listening on (http://\S+)")
+        contenders["llama-server, context divided"] = (program, r"listening on (http://\S+)")
     speeds: dict[str, dict[str, list[float]]] = {name: {} for name in [*contenders, "alone"]}
     with disk_cgroup(model, disk * 10**6) if disk else contextlib.nullcontext() as group:
         inside = {"preexec_fn": group.enter} if group else {}

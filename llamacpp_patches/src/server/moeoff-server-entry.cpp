@@ -4,7 +4,6 @@
 
 #include "../server-stream.h"
 
-#include "arg.h"
 #include "common.h"
 #include "llama.h"
 #include "log.h"
@@ -12,36 +11,10 @@
 
 #include <clocale>
 #include <cstdio>
-#include <cstdlib>
 #include <exception>
-#include <string>
-#include <utility>
-#include <vector>
-
-#include <unistd.h>
 
 int  llama_server(common_params & params, int argc, char ** argv);
 void llama_server_terminate();
-
-// Options come from the host alone: LLAMA_ARG_* in the environment would get past what it checks.
-bool moeoff::server_parse(int argc, char ** argv, common_params & params) {
-    std::vector<std::pair<std::string, std::string>> hidden;
-    for (char ** e = environ; *e != nullptr; e++) {
-        const std::string entry = *e;
-        const size_t      equal = entry.find('=');
-        if (entry.rfind("LLAMA_ARG_", 0) == 0 && equal != std::string::npos) {
-            hidden.emplace_back(entry.substr(0, equal), entry.substr(equal + 1));
-        }
-    }
-    for (const auto & [name, value] : hidden) {
-        unsetenv(name.c_str());
-    }
-    const bool parsed = common_params_parse(argc, argv, params, LLAMA_EXAMPLE_SERVER);
-    for (const auto & [name, value] : hidden) {
-        setenv(name.c_str(), value.c_str(), 1);
-    }
-    return parsed;
-}
 
 int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     int result = 1;

@@ -50,6 +50,9 @@ struct moeoff_server_hooks {
 // Arguments as llama-server's. Returns 0 after a stop, and else what llama-server returns.
 __attribute__((visibility("default"))) int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);
 
+// Whether llama-server takes these arguments; if not, why the first of them cannot be in message. Loads nothing.
+__attribute__((visibility("default"))) bool moeoff_server_check(int argc, char ** argv, char * message, size_t size);
+
 // Whether the build has the web page.
 __attribute__((visibility("default"))) bool moeoff_serve_has_page(void);
 

@@ -1,0 +1,105 @@
+// llama-server's options, as the host gives them.
+
+#include "moeoff-server-hooks.h"
+
+#include "arg.h"
+#include "common.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <map>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include <unistd.h>
+
+// Options come from the host alone: LLAMA_ARG_* in the environment would get past what it checks.
+bool moeoff::server_parse(int argc, char ** argv, common_params & params) {
+    std::vector<std::pair<std::string, std::string>> hidden;
+    for (char ** e = environ; *e != nullptr; e++) {
+        const std::string entry = *e;
+        const size_t      equal = entry.find('=');
+        if (entry.rfind("LLAMA_ARG_", 0) == 0 && equal != std::string::npos) {
+            hidden.emplace_back(entry.substr(0, equal), entry.substr(equal + 1));
+        }
+    }
+    for (const auto & [name, value] : hidden) {
+        unsetenv(name.c_str());
+    }
+    const bool parsed = common_params_parse(argc, argv, params, LLAMA_EXAMPLE_SERVER);
+    for (const auto & [name, value] : hidden) {
+        setenv(name.c_str(), value.c_str(), 1);
+    }
+    return parsed;
+}
+
+static void set_option(const common_arg & option, common_params & params, bool positive, const std::vector<std::string> & values) {
+    if (option.handler_void) {
+        option.handler_void(params);
+    } else if (option.handler_bool) {
+        option.handler_bool(params, positive);
+    } else if (option.handler_int) {
+        option.handler_int(params, std::stoi(values[0]));
+    } else if (option.handler_string) {
+        option.handler_string(params, values[0]);
+    } else if (option.handler_str_str) {
+        option.handler_str_str(params, values[0], values[1]);
+    }
+}
+
+static void check_options(int argc, char ** argv) {
+    common_params params;
+    common_params_context known = common_params_parser_init(params, LLAMA_EXAMPLE_SERVER);
+    std::map<std::string, std::pair<const common_arg *, bool>> options;
+    for (const common_arg & option : known.options) {
+        for (const char * name : option.args) {
+            options[name] = { &option, true };
+        }
+        for (const char * name : option.args_neg) {
+            options[name] = { &option, false };
+        }
+    }
+    for (int i = 1; i < argc; i++) {
+        const std::string given = argv[i];
+        std::string       name  = given;
+        if (name.compare(0, 2, "--") == 0) {
+            std::replace(name.begin(), name.end(), '_', '-');
+        }
+        const auto found = options.find(name);
+        if (found == options.end()) {
+            throw std::invalid_argument(given + ": llama-server has no such option");
+        }
+        const auto [option, positive] = found->second;
+        std::vector<std::string> values;
+        const bool takes_none = option->handler_void || option->handler_bool;
+        for (int n = takes_none ? 0 : option->handler_str_str ? 2 : 1; n > 0; n--) {
+            if (++i >= argc) {
+                throw std::invalid_argument(given + " needs a value");
+            }
+            values.push_back(argv[i]);
+        }
+        try {
+            set_option(*option, params, positive, values);
+        } catch (const std::exception & e) {
+            std::string all = given;
+            for (const std::string & value : values) {
+                all += " " + value;
+            }
+            throw std::invalid_argument(all + ": llama-server does not take this (" + e.what() + ")");
+        }
+    }
+}
+
+bool moeoff_server_check(int argc, char ** argv, char * message, size_t size) {
+    try {
+        check_options(argc, argv);
+        return true;
+    } catch (const std::exception & e) {
+        snprintf(message, size, "%s", e.what());
+        return false;
+    }
+}
