@@ -25,10 +25,10 @@ print("stopped", flush=True)
 
 
 class Served:
-    """A process that serves until it is told to stop."""
+    """A process that serves until it is told to stop. first: code that it runs before all else."""
 
-    def __init__(self, model: str, **options):
-        command = [sys.executable, "-c", SCRIPT, model, json.dumps(options)]
+    def __init__(self, model: str, first: str = "", **options):
+        command = [sys.executable, "-c", first + SCRIPT, model, json.dumps(options)]
         self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
         self.url = self.process.stdout.readline().strip()
