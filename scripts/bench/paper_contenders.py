@@ -90,6 +90,10 @@ class Ratio:
     slow: str
     prompt: bool = False
 
+    def of_rounds(self, speeds: Speeds) -> list[float]:
+        """Sorted, of each round in which both ended."""
+        return sorted(a / b for a, b in zip(speeds.get(self.fast, ()), speeds.get(self.slow, ())) if a and b)
+
 
 RATIOS = (
     Ratio("Fate", "11", "prompts, Fate over load on demand", "up to 4.5", "Fate, int4 and int2", "LoD", True),
@@ -128,8 +132,7 @@ def ratios(results: ResultsFile, name: str, title: str, speeds: Speeds, prompts:
     """
     table = results.table(name, title, [*HEAD[:-1], "direction holds"])
     for r in RATIOS:
-        of = (prompts or {}) if r.prompt else speeds
-        found = sorted(a / b for a, b in zip(of.get(r.fast, ()), of.get(r.slow, ())) if a and b)
+        found = r.of_rounds((prompts or {}) if r.prompt else speeds)
         if not found:
             continue
         spread = f" ({found[0]:.2f} to {found[-1]:.2f})" if len(found) > 1 else ""

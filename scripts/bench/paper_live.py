@@ -89,22 +89,23 @@ def draw(found: Mapping[str, list[dict]], folder: Path) -> None:
     from matplotlib.figure import Figure
 
     folder.mkdir(parents=True, exist_ok=True)
-    speeds = {name: [row["gen_tps"] for row in rows if "failed" not in row] for name, rows in found.items()}
-    speeds = {name: values for name, values in speeds.items() if values}
-    figure = Figure(figsize=(13, 0.28 * len(speeds) + 1.6), layout="constrained")
+    speeds = {name: [row.get("gen_tps") for row in rows] for name, rows in found.items()}
+    ended = {name: [x for x in values if x] for name, values in speeds.items() if any(values)}
+    figure = Figure(figsize=(13, 0.28 * len(ended) + 1.6), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for at, (name, values) in enumerate(reversed(speeds.items())):
+    for at, (name, values) in enumerate(reversed(ended.items())):
         left.barh(at, statistics.median(values), color="tab:orange" if name.startswith("stock") else "tab:blue")
         left.plot(values, [at] * len(values), "k.", markersize=4)
-    left.set_yticks(range(len(speeds)), list(reversed(speeds)))
+    left.set_yticks(range(len(ended)), list(reversed(ended)))
     left.set(xlabel="tokens per second, decode: median, and every round", title="Contenders")
-    rows = [(r, sorted(a / b for a, b in zip(speeds[r.fast], speeds[r.slow]))) for r in RATIOS if not r.prompt and r.fast in speeds and r.slow in speeds]
-    for at, (_, values) in enumerate(reversed(rows)):
+    rows = [(f"{r.paper} {r.figure}: {r.fast} / {r.slow}", values) for r in reversed(RATIOS) if not r.prompt and (values := r.of_rounds(speeds))]
+    for at, (_, values) in enumerate(rows):
         right.plot(values, [at] * len(values), "-", color="tab:gray")
         right.plot([statistics.median(values)], [at], "o", color="tab:blue")
     right.axvline(1, color="black", linewidth=0.8)
-    right.set_xscale("log")
-    right.set_yticks(range(len(rows)), [f"{r.paper} {r.figure}: {r.fast} / {r.slow}" for r, _ in reversed(rows)], fontsize=8)
+    right.set_xscale("log", base=2)
+    right.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
+    right.set_yticks(range(len(rows)), [title for title, _ in rows], fontsize=8)
     right.set(xlabel="times as fast: median and range", title="Ratios that the papers claim")
     for ending in ("png", "svg"):
         figure.savefig(folder / f"papers-live.{ending}", dpi=110)
