@@ -120,7 +120,7 @@ def clock(model: str | None, text: tuple[str, ...], quick: bool, json_file: str 
 @click.option("--share", default=0.5, show_default=True, help="Of the experts in memory, in the model's own precision.")
 @click.option("--io-workers", default=4, show_default=True, help="Of every contender.")
 @click.option("--n-prompt", default=128, show_default=True)
-@click.option("--n-decode", default=64, show_default=True)
+@click.option("--n-decode", default=48, show_default=True)
 @click.option("--int4", help="Tier of the companion beside the model for the contenders in four bits, as Q4_0. Without it they are left out.")
 @click.option("--int2", help="Its tier for what is read in two bits, as Q2_K; likewise.")
 @click.option("--stock/--no-stock", default=True, show_default=True, help="Stock llama.cpp beside them, on the same tokens.")
