@@ -50,6 +50,7 @@ __all__ = [
     "DEVICE_COOPERATIVE",
     "DEVICE_CENTRIC",
     "THRESHOLDS_BLIND",
+    "THRESHOLDS_MISPREDICTED",
     "Thresholds",
     "Routing",
     "Params",
@@ -123,7 +124,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 11
+ABI_VERSION = 12
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
@@ -147,6 +148,7 @@ DEVICE_OFF = 0
 DEVICE_COOPERATIVE = 1
 DEVICE_CENTRIC = 2
 THRESHOLDS_BLIND = 1
+THRESHOLDS_MISPREDICTED = 2
 
 
 class Thresholds(Structure):

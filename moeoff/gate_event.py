@@ -62,6 +62,15 @@ class GateEvent:
         """No two tokens are of the same sequence: the rows of the next token may be those of this one."""
         return len(self.ids) == 1 or (self.sequences is not None and len(set(self.sequences.tolist())) == len(self.ids))
 
+    def demand(self) -> np.ndarray:
+        """[n] the selected experts, each once, in the order in which the native store reads them: those of the most tokens first (Fate §4.3),
+        among equals as the tokens name them."""
+        found: np.ndarray = self.ids[0]
+        if len(self.ids) > 1:
+            distinct, first, count = np.unique(self.ids, return_index=True, return_counts=True)
+            found = distinct[np.lexsort((first, -count))]
+        return found
+
     def sample(self, n: int) -> GateEvent:
         """Itself, or a copy with at most n of its tokens, evenly spread, for each of which there are all rows: its row_step is 1."""
         k = -(-len(self.ids) // (n * self.row_step))

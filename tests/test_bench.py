@@ -131,6 +131,10 @@ def test_time_limit_cuts_a_test_short(demo):
 def test_ceiling_is_the_longer_of_both():
     assert ceiling_share([Sample(0, 10, 2.0, bytes_read=1000, stall_seconds=0.5)], 1000.0) == pytest.approx(0.75)  # computing 1.5 s, reading 1 s
     assert ceiling_share([Sample(0, 10, 2.0, bytes_read=1800, stall_seconds=0.5)], 1000.0) == pytest.approx(0.9)
+    # a disk that gave the run more than it gave beside it: never more than all of what there is
+    fast, slow = Sample(0, 10, 1.0, bytes_read=3000, stall_seconds=0.5), Sample(0, 10, 3.0, bytes_read=3000, stall_seconds=2.0)
+    assert ceiling_share([fast], 1000.0) == 1
+    assert ceiling_share([fast, slow], 1000.0) == pytest.approx(0.5)  # reading 6000 bytes in 2 of 4 s, computing 1.5 s
 
 
 def test_stock_beside_it(moeoff_command, grown):

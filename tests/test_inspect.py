@@ -1,10 +1,13 @@
 """`moeoff inspect`: what the headers say must be what the loaded model says."""
 
 import json
+import sys
 
 import pytest
 
+import cgroup
 import moeoff
+from helpers.files import PROSE
 from moeoff.budget.footprint import Footprint, slice_kinds
 from moeoff.budget.inspection import OVERLAP, examine, speed
 from moeoff.gguf.layout import Layout
@@ -58,6 +61,37 @@ def test_speed():
     low, high = speed(1000, 0.5, 1e6)
     assert low == pytest.approx(OVERLAP * 2000) and high == pytest.approx(4000)
     assert speed(1000, 0.9, 1e6) > speed(1000, 0.5, 1e6)
+
+
+@pytest.mark.cgroup
+@pytest.mark.skipif(cgroup.unavailable() is not None, reason=str(cgroup.unavailable()))
+def test_the_predicted_speed_is_that_of_a_run(demo):
+    """On a disk that is slow enough to be what limits, LRU is as fast as inspect says of that disk, at a quarter and at half of the experts."""
+    rate = 8 * MIB
+    code = """
+import json, sys, time, moeoff
+from moeoff.budget.disk_probe import probe
+from moeoff.gguf.layout import Layout
+model, text = sys.argv[1:]
+tps = {}
+for share in (0.25, 0.5):
+    with moeoff.Llama(model, expert_memory=int(share * Layout.read(model).expert_bytes), strategy="lru", n_ctx=256, settings=False) as llm:
+        tokens = llm.tokenize(open(text, "rb").read())[:224]
+        llm.eval(tokens[:32])
+        t0 = time.perf_counter()
+        for token in tokens[32:]:
+            llm.eval([token])
+        tps[share] = 192 / (time.perf_counter() - t0), llm.expert_buffer.stats().arena_bytes / llm.expert_buffer.arena_full
+print(json.dumps([probe(model, 1 << 20, 2.0).bytes_per_second, tps]))
+"""
+    with cgroup.disk_cgroup(demo, rate) as group:
+        done = group.run([sys.executable, "-c", code, demo, str(PROSE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    probed, found = json.loads(done.stdout)
+    assert probed == pytest.approx(rate, rel=0.3)
+    for tps, share in found.values():
+        low, high = speed(Layout.read(demo).expert_bytes // 8, share, probed)
+        assert 0.8 * low <= tps <= 1.2 * high, (low, tps, high)
 
 
 def test_probe(demo):

@@ -16,8 +16,8 @@ from moeoff.companion.convert import convert
 from moeoff.engine.config import Config
 from moeoff.engine.strategy import PRESETS
 
-NAMES = ("--t1", "--t2", "--prompt-low", "--reroute", "--stride", "--low-tier")
-NONE = dict.fromkeys(("t1", "t2", "prompt_low", "reroute", "low_tier"))
+NAMES = ("--t1", "--t2", "--prompt-low", "--mispredicted-low", "--reroute", "--stride", "--low-tier")
+NONE = dict.fromkeys(("t1", "t2", "prompt_low", "reroute", "low_tier")) | {"mispredicted_low": False}
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "eval", "report"])
@@ -38,6 +38,8 @@ def test_what_they_make():
         ({"prompt_low": 0.25}, "needs the name of a tier"),
         ({"t1": 0.9, "t2": 0.6, "low_tier": "Q2_0"}, "0 <= t1 <= t2"),
         ({"low_tier": "Q2_0"}, "none of them is given"),
+        ({"mispredicted_low": True}, "needs the name of a tier"),
+        ({"mispredicted_low": True, "t1": 0.5, "low_tier": "Q2_0"}, "no use for t1 and t2"),
     ):
         with pytest.raises(OptionError, match=why):
             precision_argument(**NONE | wrong)
@@ -89,6 +91,28 @@ def test_fates_quantization(demo, moeoff_command, tmp_path):
     assert in_prompt > 0 and in_decode > 0
     assert low_bytes("-n", "1", "--prompt-low", "0.75") > 1.5 * in_prompt  # p acts in the prompt
     assert low_bytes("-n", "1", "--t1", "0") == 0  # and T1 in decode alone
+
+
+def test_only_what_was_mispredicted(demo, moeoff_command, tmp_path):
+    """Fate §5.3 on a model: some of decode is served low, less than where every miss is, and no prompt is."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q2_0"])
+    options = ("-m", model, "--expert-memory", "6M", "--strategy", "fate", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
+
+    def served_low(*given, n=48):
+        done = moeoff_command("run", *options, "--no-warm", "-p", "The quick brown fox jumps over the lazy dog.", "-n", str(n), *given)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["stats"]["served_low"]
+
+    assert 0 < served_low("--mispredicted-low") < served_low("--t1", "0")
+    assert served_low("--mispredicted-low", n=1) == 0
+    for given, why in (
+        (("--strategy", "auto"), "does not always predict"),
+        (("--strategy", "lru"), "does not always predict"),
+        (("--deterministic",), "depends on time"),
+    ):
+        done = moeoff_command("run", *options, "-p", "x", "--mispredicted-low", *given)
+        assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr
 
 
 def test_the_simulator_prices_misses_by_them(tmp_path):

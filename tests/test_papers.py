@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
+import paper_contenders
 import paper_figures
 import papers
+from cgroup import unavailable
+from helpers.files import PROSE
 from helpers.recordings import random_recording
-from moeoff.engine.strategy import get_strategy
+from moeoff.companion.convert import convert
+from moeoff.companion.profile import profile_path
+from moeoff.predict import PREDICTORS
 from paper_figures import FIGURES, PROMPT, Data
 
 
@@ -64,18 +70,36 @@ def test_ratios_are_of_each_round():
             rows.append(cells)
 
     speeds = {"Fate": [10.0, 12.0, 11.0], "LoD": [5.0, 4.0, 5.0], "EAP": [10.0, 12.0, 11.0]}
-    papers.ratios(Results(), "x", "x", speeds)
+    papers.ratios(Results(), "x", "x", speeds | {"LRU": [None, 1.0, 2.0], "EdgeMoE": [3.0, 2.0, None]}, {"LRU by layer": [100.0], "ProMoE": [250.0]})
     found = {row[2]: row[4:] for row in rows}
-    assert len(found) == 2
+    assert len(found) == 4
+    assert found["lossless, EdgeMoE over its cache with LRU and no preloading (EdgeMoE / LRU)"] == ("2.00", "yes")  # of the round that both ended
+    assert found["prompts, ProMoE over LRU (ProMoE / LRU by layer)"] == ("2.50", "yes")
     assert found["with prefetching and cache, over load on demand (Fate / LoD)"] == ("2.20 (2.00 to 3.00)", "yes")
     assert found["the same, lossless (Fate / EAP)"] == ("1.00 (1.00 to 1.00)", "no")
 
 
 def test_contenders_are_strategies():
-    names = {name for ratio in papers.RATIOS for name in (ratio.fast, ratio.slow)}
-    assert names <= set(papers.CONTENDERS)
-    for strategy, _ in papers.CONTENDERS.values():
-        get_strategy(strategy)
+    names = {name for ratio in paper_contenders.RATIOS for name in (ratio.fast, ratio.slow)}
+    assert names - set(papers.CONTENDERS) == {paper_contenders.STOCK_LIMITED}
+    for name, contender in papers.CONTENDERS.items():
+        strategy = contender.made()
+        assert not strategy.ab_tested and strategy.predictor in (None, *PREDICTORS), name
+    assert papers.CONTENDERS["HOBBIT, int2"].options({"int4": "Q4_0"}) is None
+    assert papers.CONTENDERS["Fate, int4 and int2"].options({"int4": "Q4_0", "int2": "Q2_0"}) == {
+        "strategy": "fate", "ab_tested": False, "p": 0.25, "mispredicted": True, "tier": "Q4_0", "low": "Q2_0",
+    }  # fmt: skip
+
+
+def test_promoes_ablation_adds_one_part_at_a_time():
+    steps = [papers.CONTENDERS[name].made() for name in ("ProMoE, base", "ProMoE, + prefetch", "ProMoE, + preemption", "ProMoE")]
+    parts = [(s.policy, s.predictor, s.options.get("stride"), s.eager, not s.serial) for s in steps]
+    assert parts == [
+        ("lru-layer", None, None, False, False),
+        ("lru-layer", "learned", 2, False, False),
+        ("lru-layer", "learned", 2, True, False),
+        ("lru-layer", "learned", 2, True, True),
+    ]
 
 
 @pytest.mark.slow
@@ -87,11 +111,17 @@ def test_quick(monkeypatch, tmp_path):
         done = CliRunner().invoke(papers.main, [command, "--quick", "--json", str(tmp_path / "x.json"), *extra], catch_exceptions=False)
         assert done.exit_code == 0
         tables[command] = json.loads((tmp_path / "x.json").read_text())["tables"][-1]["rows"]
-    assert len(tables["figures"]) == len(FIGURES) and len(tables["clock"]) == len(papers.RATIOS)
+    assert len(tables["figures"]) == len(FIGURES) and len(tables["clock"]) == len(
+        [r for r in paper_contenders.RATIOS if not r.prompt and clocked(r.fast) and clocked(r.slow)]
+    )
     assert all(cell for row in tables["figures"] for cell in row)
     assert (tmp_path / "papers.svg").stat().st_size > 5000 and (tmp_path / "papers.png").stat().st_size > 5000
     speed = {row[2].split(" (")[-1]: float(row[4]) for row in tables["clock"]}
     assert speed["Fate / LoD)"] > 1.5 and speed["Fate, int4 / LoD)"] > speed["Fate / LoD)"]
+
+
+def clocked(name: str) -> bool:
+    return name in papers.CONTENDERS and not papers.CONTENDERS[name].precision
 
 
 DATA: dict[str, Data] = {}
@@ -107,3 +137,36 @@ def papers_demo():
 def test_live_needs_a_model(wrong):
     done = CliRunner().invoke(papers.main, wrong)
     assert done.exit_code == 2 and "needs -m MODEL" in done.output
+
+
+@pytest.mark.slow
+def test_live(calibrated, tmp_path):
+    """Every contender runs on a model, stock among them, and every claim has its ratio; those in low precision serve some low."""
+    model = shutil.copy(calibrated[0], tmp_path / "model.gguf")
+    shutil.copy(profile_path(calibrated[0]), profile_path(model))
+    convert(model, tiers=["Q4_0", "Q2_0"])
+    options = [
+        "-m",
+        str(model),
+        "--text",
+        str(PROSE),
+        "--int4",
+        "Q4_0",
+        "--int2",
+        "Q2_0",
+        "--quick",
+        "--json",
+        str(tmp_path / "x.json"),
+        "--plots",
+        str(tmp_path),
+    ]
+    done = CliRunner().invoke(papers.main, ["live", *options], catch_exceptions=False)
+    assert done.exit_code == 0
+    contenders, found = (json.loads((tmp_path / "x.json").read_text())["tables"][i] for i in (0, 1))
+    rows = {row[0]: dict(zip(contenders["columns"], row)) for row in contenders["rows"]}
+    ran = set(papers.CONTENDERS) | {paper_contenders.STOCK} | ({paper_contenders.STOCK_LIMITED} if unavailable() is None else set())
+    assert all(float(rows[name]["tok/s"]) > 0 for name in ran), rows
+    assert len(found["rows"]) == len([r for r in paper_contenders.RATIOS if {r.fast, r.slow} <= ran])
+    assert float(rows["HOBBIT, int2"]["served low"].rstrip("%")) > 0 == float(rows["HOBBIT"]["served low"].rstrip("%"))
+    assert float(rows["LoD"]["hits"].rstrip("%")) == 0 < float(rows["LRU"]["hits"].rstrip("%"))
+    assert all((tmp_path / f"papers-live.{ending}").stat().st_size > 5000 for ending in ("png", "svg"))

@@ -73,6 +73,34 @@ def test_large_batches_are_read_whole_gates_ahead(demo, part):
     assert stats.prefetch_issued < 1.2 * n_slices, "read twice"
 
 
+@pytest.mark.parametrize("strategy", ["lru", "lru+gate"])
+def test_a_prompts_demand_is_read_by_popularity(demo, strategy):
+    """Fate §4.3, behind the gate: of each matrix the experts of the most tokens are read first, also those that a prefetch had queued in another order."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 1), strategy=strategy, n_lanes=1, gate_input=True, **OPTIONS) as llm:
+        buffer, events = llm.expert_buffer, []
+        llm.set_gate_callback(events.append)
+        buffer.log_reads()
+        buffer.prefetch(6, range(32))  # by index
+        tokens = np.random.default_rng(0).integers(10, 2000, 96).tolist()
+        llm.eval(tokens)
+        buffer.drain()
+        reads, tensors = buffer.take_reads(), buffer.tensors
+        first_seen = 0
+        n_late = 0
+        for event in events:
+            count = np.bincount(event.ids.ravel(), minlength=32)
+            for i in (i for i, t in enumerate(tensors) if t.gate == event.gate):
+                late = reads[(reads["tensor"] == i) & (reads["t_start"] > event.t_ns)]
+                late = late[np.argsort(late["t_start"])]
+                found = count[late["expert"]]
+                assert (np.diff(found) <= 0).all(), (event.gate, i, found)
+                n_late += len(late)
+                appeared = np.array([event.ids.ravel().tolist().index(e) for e in late["expert"]])
+                first_seen += bool(len(late) > 2 and (np.diff(appeared) > 0).all())
+    assert n_late > (300 if strategy == "lru" else 30), "hardly anything had to be read behind a gate"
+    assert first_seen < 12, "the same order as the tokens'"
+
+
 def test_what_is_expected_stays(demo):
     """A full arena: residents that are expected outlive others of the same rank, until their router has selected."""
     with moeoff.Llama(demo, expert_memory=share(demo, 0.25), strategy="lru", **OPTIONS) as llm:

@@ -87,6 +87,20 @@ def test_by_hand():
         TimedBuffer(model, model.tensors[0].slot_bytes, 30, 20)
 
 
+def test_a_prompts_demand_is_read_by_popularity():
+    """As the native store has it (Fate §4.3): the experts of the most tokens first, among equals as the tokens name them, also what a prefetch had queued."""
+    model = Model("one", 2, (TensorInfo(0, 0, 0, 8, 5000),))
+    buffer = TimedBuffer(model, 8 * model.tensors[0].slot_bytes, read_ns=30, gate_ns=20)
+    buffer.log_reads()
+    event = GateEvent(0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32))
+    assert event.demand().tolist() == [5, 3, 7, 1, 0]
+    assert GateEvent(0, np.array([[6, 2]], np.int32), np.ones((1, 2), np.float32)).demand().tolist() == [6, 2]
+    buffer.prefetch(0, [1, 0, 3, 2])  # the first is being read when the router selects, and 2 is given up
+    buffer.compute(event)
+    reads = buffer.take_reads()
+    assert reads["expert"][np.argsort(reads["t_start"])].tolist() == [1, 5, 3, 7, 0]
+
+
 @pytest.mark.parametrize("name", ["lru", "lfu", "score", "arc", "lru-layer"])
 def test_the_clock_changes_no_hit(recording, name):
     """Without prefetches the timed buffer finds and evicts what the simulator does."""

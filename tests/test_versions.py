@@ -303,6 +303,35 @@ def test_low_versions_of_resident_experts_go_first(tmp_path, backend):
         assert block.resident(True).nonzero()[0].tolist() == [0, 1, 5]
 
 
+@pytest.mark.parametrize("n_tokens", [1, 3])
+def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
+    """Fate §5.3: low versions serve those that are neither resident nor asked for by a prefetch, read or not, whatever their weight; where tokens are
+    decoded, and not in a prompt."""
+    rng = np.random.default_rng(8)
+    seen, predicted_late = np.zeros(2, int), 0
+    with Block(tmp_path / "experts", rng, n_slots=8, n_low=6) as block, Graph(block, n_tokens) as graph:
+        buffer = block.buffer
+        buffer.set_thresholds(mispredicted_low=True)
+        for i in range(300):
+            buffer.set_batch_kind(decode=True)
+            graph.choose(rng)
+            guess = int(rng.choice(graph.ids[0]) if rng.random() < 0.7 else rng.integers(N_EXPERT))
+            buffer.prefetch(0, [guess])
+            high = block.resident(False)  # what the prefetch has evicted is gone
+            late, high[guess] = not high[guess], True
+            versions = graph.speak(backend)
+            np.testing.assert_array_equal(versions, np.where(high[graph.ids], HIGH, LOW))
+            graph.compute(backend, versions, n_threads=1 + i % 2)
+            seen += np.bincount(versions.ravel(), minlength=2)
+            predicted_late += late and guess in graph.ids
+            if i % 10 == 0:
+                buffer.set_batch_kind(decode=False)
+                graph.choose(rng)
+                assert not graph.speak(backend).any()
+                graph.compute(backend, np.zeros_like(graph.ids))
+    assert (seen > 50).all() and predicted_late > 20
+
+
 def test_native_refusals(tmp_path):
     with Block(tmp_path / "experts", np.random.default_rng(7), n_slots=4, n_low=4) as block:
         buffer = block.buffer
@@ -316,7 +345,11 @@ def test_native_refusals(tmp_path):
                 buffer.set_arena_bytes(4 * block.slots[HIGH], low)
         buffer.set_thresholds(0, 0)  # skips, and needs no low versions
         buffer.set_arena_bytes(4 * block.slots[HIGH], 0)
-        with pytest.raises(OptionError, match="need low versions"):
-            buffer.set_thresholds(0, 1)
+        for rule in [{"t1": 0.0}, {"mispredicted_low": True}]:
+            with pytest.raises(OptionError, match="need low versions"):
+                buffer.set_thresholds(**rule)
+        for rule in [{"t1": 0.5}, {"blind": True}]:
+            with pytest.raises(OptionError, match="neither thresholds nor the gates alone"):
+                buffer.set_thresholds(mispredicted_low=True, **rule)
         with pytest.raises(OptionError, match="no such versions"):
             buffer.prefetch(0, [0], low=True)

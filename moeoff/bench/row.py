@@ -30,7 +30,8 @@ class Row:
         hit_rate: of the slices that routers selected, those that were in memory; device_hit_rate: those that a GPU held.
         stall_share: of the time, in which compute waited for bytes.
         disk_mb_s: what the disk gave when it was asked for nothing else, measured right after the run.
-        ceiling_share: the longer one of computing alone and of reading alone at that rate, over the time that was taken.
+        ceiling_share: the longer one of computing alone and of reading alone at that rate, or what the run itself got if that was more, over the
+            time that was taken.
         peak_rss: of the process.
         mode: how it ran, in words.
         error: why there are no samples, or fewer; empty: nothing went wrong.
@@ -141,10 +142,15 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
 
 
 def ceiling_share(samples: list[Sample], disk: float) -> float:
-    """max(computing, reading) / time: what is left to win by overlapping both is what is missing to 1."""
+    """max(computing, reading) / time: what is left to win by overlapping both is what is missing to 1, at most 1.
+
+    Args:
+        disk: bytes per second that it gave beside the run. A disk that gave the run more, in a burst, can give that.
+    """
     seconds = sum(s.seconds for s in samples)
     compute = seconds - sum(s.stall_seconds for s in samples)
-    return max(compute, sum(s.bytes_read for s in samples) / disk) / seconds
+    rate = max([disk, *(s.bytes_read / s.seconds for s in samples if s.seconds)])
+    return max(compute, sum(s.bytes_read for s in samples) / rate) / seconds
 
 
 def _deviation(values: list[float]) -> float | None:

@@ -25,6 +25,8 @@ class Precision:
             first expert is always read in high precision.
         prefill_low_share: for a prompt's batch (Fate §4.5). Of the experts chosen, this share is read in low precision: those
             that the fewest tokens chose, rounded down. Nothing is skipped.
+        mispredicted_low: for tokens that are decoded, instead of t1 and t2: an expert that is neither resident nor asked for by a prefetch is
+            served low, whatever its weight; what was predicted is read as it is (Fate §5.3).
         reroute: for tokens that are decoded, what being resident adds to an expert's score, as a share of the range of the token's scores: an
             expert of the router's choice that is not resident gives its place to a resident one that scored almost as high. The
             first of the choice stays. 0: none. docs/rerouting.md has the rule.
@@ -46,6 +48,7 @@ class Precision:
     reroute: float = 0.0
     reroute_margin: float = 1.0
     resident: float = 0.0
+    mispredicted_low: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.t1, self.t2, self.prefill_low_share, self.low_share, self.reroute, self.reroute_margin, self.resident)
@@ -59,18 +62,20 @@ class Precision:
             raise OptionError(f"precision: rerouting's shares lie between 0 and 1, not {self.reroute}, {self.reroute_margin} and {self.resident}")
         if not 0 < self.low_share < 1:
             raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
+        if self.mispredicted_low and self.t1 < 1:
+            raise OptionError("precision: what is served low because it was not predicted has no use for t1 and t2: give one or the other")
         if self.uses_low and not self.tier:
             raise OptionError("precision: low precision needs the name of a tier, as Q2_K")
 
     @property
     def uses_low(self) -> bool:
         """Something may be served by low versions."""
-        return self.t1 < self.t2 or self.prefill_low_share > 0
+        return self.t1 < self.t2 or self.prefill_low_share > 0 or self.mispredicted_low
 
     @property
     def lossless(self) -> bool:
         """Every token gets the experts of its router, in their own precision."""
-        return self.t1 >= 1 and self.prefill_low_share <= 0 and self.reroute <= 0
+        return self.t1 >= 1 and self.prefill_low_share <= 0 and self.reroute <= 0 and not self.mispredicted_low
 
 
 LOSSLESS = Precision()

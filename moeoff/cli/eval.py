@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 def eval_(
     model: str | None, text: tuple[str, ...], ctx: int, mode: str, tier: str | None, max_loss: str | None, as_json: bool,
     experts: str | None, no_experts: bool, threads: int | None, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None,
-    low_tier: str | None, **options: Any,
+    low_tier: str | None, mispredicted_low: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
 
@@ -68,7 +68,7 @@ def eval_(
             experts=companion(experts, no_experts),
             n_threads=threads,
             progress=progress,
-            **precision_argument(t1=t1, t2=t2, prompt_low=prompt_low, reroute=reroute, low_tier=low_tier),
+            **precision_argument(t1=t1, t2=t2, prompt_low=prompt_low, reroute=reroute, low_tier=low_tier, mispredicted_low=mispredicted_low),
             **llama_arguments(**options),
         )
     stats = done.stats

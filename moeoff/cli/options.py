@@ -63,11 +63,13 @@ PRECISION = (
     *threshold_options("1, none", "1, none"),
     PROMPT_LOW,
     REROUTE,
-    click.option("--low-tier", metavar="NAME", help="Tier of the companion that --t1, --t2 and --prompt-low read, as Q2_K."),
+    click.option("--mispredicted-low", is_flag=True, help="Where a preset predicts, read in low precision only what it did not ask for (Fate §5.3)."),
+    click.option("--low-tier", metavar="NAME", help="Tier of the companion that --t1, --t2, --prompt-low and --mispredicted-low read, as Q2_K."),
 )
 
 
-def precision_argument(*, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None, low_tier: str | None) -> dict[str, Any]:
+def precision_argument(*, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None, low_tier: str | None,
+                       mispredicted_low: bool) -> dict[str, Any]:  # fmt: skip
     """`precision`, where one of `PRECISION` was given. Naming a threshold is asking for what it costs: no bound is promised, and `--max-loss` takes none of them.
 
     Raises:
@@ -75,12 +77,12 @@ def precision_argument(*, t1: float | None, t2: float | None, prompt_low: float 
     """
     from ..budget.precision import Precision
 
-    if all(value is None for value in (t1, t2, prompt_low, reroute, low_tier)):
+    if all(value is None for value in (t1, t2, prompt_low, reroute, low_tier)) and not mispredicted_low:
         return {}
     t1 = t1 if t1 is not None else min(t2 if t2 is not None else 1.0, 1.0)
-    precision = Precision(t1, 1.0 if t2 is None else t2, prompt_low or 0.0, low_tier, reroute=reroute or 0.0)
+    precision = Precision(t1, 1.0 if t2 is None else t2, prompt_low or 0.0, low_tier, reroute=reroute or 0.0, mispredicted_low=mispredicted_low)
     if low_tier and not precision.uses_low:
-        raise OptionError("--low-tier is read by --t1, --t2 or --prompt-low, and none of them is given")
+        raise OptionError("--low-tier is read by --t1, --t2, --prompt-low or --mispredicted-low, and none of them is given")
     return {"precision": precision}
 
 
@@ -133,7 +135,8 @@ def opening_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def opening_arguments(
     *, experts: str | None, no_experts: bool, profile: str | None, no_profile: bool, settings: str | None, no_settings: bool, ctx_size: int | None,
-    threads: int | None, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None, low_tier: str | None, **options: Any,
+    threads: int | None, t1: float | None, t2: float | None, prompt_low: float | None, reroute: float | None, low_tier: str | None,
+    mispredicted_low: bool, **options: Any,
 ) -> dict[str, Any]:  # fmt: skip
     """The values of `opening_options`, and of any others, as `moeoff.engine.open.open_model` calls them."""
     if profile and no_profile:
@@ -141,7 +144,7 @@ def opening_arguments(
     if settings and no_settings:
         raise OptionError("give --settings or --no-settings, not both")
     arguments = llama_arguments(**options) | {"settings": settings or not no_settings}
-    arguments |= precision_argument(t1=t1, t2=t2, prompt_low=prompt_low, reroute=reroute, low_tier=low_tier)
+    arguments |= precision_argument(t1=t1, t2=t2, prompt_low=prompt_low, reroute=reroute, low_tier=low_tier, mispredicted_low=mispredicted_low)
     return {"experts": companion(experts, no_experts), "profile": profile or not no_profile, "n_ctx": ctx_size, "n_threads": threads, **arguments}
 
 

@@ -182,6 +182,10 @@ class Config:
         """Raises OptionError if the strategy cannot serve experts in this precision, or cannot repeat a run's decisions."""
         if not self.strategy.eager and not (precision.lossless and self.replay is None):
             raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
+        if precision.mispredicted_low and (self.strategy.predictor is None or self.strategy.ab_tested):
+            raise OptionError(f"strategy {self.strategy.name!r} does not always predict: only with those that do, as fate, is anything mispredicted")
+        if precision.mispredicted_low and self.deterministic:
+            raise OptionError("what is predicted in time depends on time: a deterministic run cannot serve what is not in low precision")
 
     @property
     def repeatable(self) -> bool:

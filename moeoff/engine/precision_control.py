@@ -60,7 +60,13 @@ class PrecisionControl:
             OptionError: it reroutes and the first one did not, or the low versions are not there.
         """
         self.precision, self.followed = precision, 0
-        buffer.set_thresholds(precision.t1, precision.t2, precision.prefill_low_share, blind=self._config.deterministic)
+        buffer.set_thresholds(
+            precision.t1,
+            precision.t2,
+            precision.prefill_low_share,
+            blind=self._config.deterministic,
+            mispredicted_low=precision.mispredicted_low,
+        )
         if self.routing and self._config.replay is None:  # which has what became of it
             buffer.set_routing(precision.reroute, precision.reroute_margin)
             buffer.simulate_cache(precision.resident if self.simulates else None)

@@ -41,6 +41,7 @@ class Prefetcher:
                  fallback: Predictor | None = None, *, share: float = 0.0, ab_tested: bool = True,
                  precision: Precision = LOSSLESS):  # fmt: skip
         self._buffer, self.predictor, self._fallback, self._precision = buffer, predictor, fallback, precision
+        self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
         self._n_gates, n_experts = buffer.priorities.shape
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
@@ -78,7 +79,7 @@ class Prefetcher:
     @property
     def _predicts(self) -> bool:
         """Whether this token's gates are predicted."""
-        return self.on and (self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
+        return self.on and (self._precision.mispredicted_low or self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
 
     def observe(self, event: GateEvent) -> None:
         """After a router has selected."""
@@ -169,7 +170,7 @@ class Prefetcher:
     def _lacks(self, p: Prediction, top: np.ndarray, best: np.ndarray) -> bool:
         """Whether a candidate is not in memory in the version that would serve it, or a better one."""
         whole, absent = self._matrices[p.gate], best[self._buffer.residency()[p.gate, best] != self._matrices[p.gate]]
-        if self._precision.lossless or not len(absent):
+        if not self._as_weighed or not len(absent):
             return len(absent) > 0
         versions = self._would_serve(p, top)[absent]
         if (versions == native.HIGH).any():
@@ -188,7 +189,7 @@ class Prefetcher:
             best: all of them.
         """
         gate, prefetch = p.gate, self._buffer.prefetch
-        if self._precision.lossless:
+        if not self._as_weighed:
             return prefetch(gate, best.tolist(), n_paying, limit=limit)
         versions = self._would_serve(p, top)[best]
         pays = np.arange(len(best)) < n_paying

@@ -100,9 +100,10 @@ def time_parts(session: Session) -> list[Part]:
 
 
 def ceiling(session: Session) -> float:
-    """The longer one of computing alone and reading alone, over the time that was taken."""
+    """The longer one of computing alone and reading alone, over the time that was taken; as `moeoff.bench.row.ceiling_share`."""
     seconds = session.seconds[1]
-    return max(seconds - session.decode.stall_seconds, session.decode.bytes_read / session.disk.bytes_per_second) / seconds
+    rate = max(session.disk.bytes_per_second, session.decode.bytes_read / seconds)
+    return max(seconds - session.decode.stall_seconds, session.decode.bytes_read / rate) / seconds
 
 
 def layers(session: Session) -> list[LayerUse]:

@@ -110,8 +110,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         if rerouting is not None:
             event = rerouting.apply(event, replay.resident_experts(event.gate))
             n_changed += 0 if event.router_ids is None else int(np.count_nonzero(event.ids != event.router_ids))
-        chosen = event.ids[0] if len(event.ids) == 1 else _first_seen(event.ids)
-        n_hit, missing = replay.gate(event.gate, chosen, table)
+        n_hit, missing = replay.gate(event.gate, event.demand(), table)
         hits[event.gate] += n_hit
         if missing.size:
             misses[event.gate] += missing.size
@@ -212,12 +211,6 @@ class _Zero(Policy):
 
     def update(self, event: GateEvent) -> None:
         pass
-
-
-def _first_seen(ids: np.ndarray) -> np.ndarray:
-    """The distinct experts of [n_tokens, n_used], in the order they appear."""
-    distinct, first = np.unique(ids, return_index=True)
-    return distinct[np.argsort(first)]
 
 
 def _costs(trace: Trace, cost: MissCost) -> np.ndarray:

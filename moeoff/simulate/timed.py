@@ -2,7 +2,7 @@
 
 What `simulator` leaves out: reads take time, a prefetch may be too late, and what was read for nothing has delayed what was needed.
 `TimedBuffer` is as much of an expert buffer as a policy and a prefetcher ask of one, so that the live objects run on it unchanged; it
-knows neither. Its rules are the native store's: demand before prefetches, the latest demand of a gate in the order of its tokens, a
+knows neither. Its rules are the native store's: demand before prefetches, of a prompt's demand that of the most tokens first, a
 prefetch that is not chosen is given up unless it is being read, and what is expected is evicted last.
 """
 
@@ -151,7 +151,7 @@ class TimedBuffer:
     def select(self, event: GateEvent) -> None:
         """A router selects, now: demand is queued, the event gets its hits, misses and time."""
         gate, self._clock = event.gate, self._clock + 1
-        chosen = list(dict.fromkeys(event.ids.ravel().tolist()))
+        chosen = event.demand().tolist()
         want = [i * self._width + e for i in self._of_gate[gate] for e in chosen]
         ready = self._state[want] == _READY
         hits = int(ready.sum())

@@ -79,8 +79,8 @@ def every_run(results: ResultsFile, result: dict[str, dict], n_prompt: int) -> N
             continue
         of_prompt = of_decode = driver = hits = read = disk = ""
         if "disk_mb_per_s" in row:
-            of_prompt = f"{row['prompt_tps'] / ceiling(in_memory.get('prompt_tps'), row, row['prompt_mb'] / n_prompt):.0%}"
-            of_decode = f"{row['gen_tps'] / ceiling(in_memory.get('gen_tps'), row, row['mb_per_token']):.0%}"
+            of_prompt = f"{row['prompt_tps'] / ceiling(in_memory.get('prompt_tps'), row, row['prompt_mb'] / n_prompt, row['prompt_tps']):.0%}"
+            of_decode = f"{row['gen_tps'] / ceiling(in_memory.get('gen_tps'), row, row['mb_per_token'], row['gen_tps']):.0%}"
             driver, hits, read = f"{row['driver_ms_per_token']:.1f}", f"{row['hit_rate']:.1%}", f"{row['mb_per_token']:.1f}"
             disk = f"{row['disk_mb_per_s']:.0f}"
         low, high = row["gen_tps_range"]
@@ -89,10 +89,14 @@ def every_run(results: ResultsFile, result: dict[str, dict], n_prompt: int) -> N
         table.row(name, *cells, hits, read, disk, f"{row['peak_rss_mib']:.0f}")
 
 
-def ceiling(in_memory: float | None, row: dict, mb_per_token: float) -> float:
-    """tok/s that neither the cores nor the disk beside `row` could have surpassed."""
+def ceiling(in_memory: float | None, row: dict, mb_per_token: float, measured: float) -> float:
+    """tok/s that neither the cores nor the disk beside `row` could have surpassed; where the run got more of either, what it got.
+
+    Args:
+        measured: tok/s of the row.
+    """
     by_disk = row["disk_mb_per_s"] / mb_per_token if mb_per_token else float("inf")
-    return by_disk if in_memory is None else min(in_memory, by_disk)
+    return max(measured, by_disk if in_memory is None else min(in_memory, by_disk))
 
 
 def summary(results: ResultsFile, result: dict[str, dict], limits: list[int], strategies: list[str]) -> None:

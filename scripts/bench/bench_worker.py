@@ -2,8 +2,8 @@
 
 usage: bench_worker.py ENGINE MODEL TEXT N_PROMPT N_DECODE [OPTION=VALUE ...]
 
-ENGINE: moeoff (options of moeoff.Llama; step=1..4 of the ladder from on-demand to everything; t1, t2, p
-and low, a tier of the companion, make a precision), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
+ENGINE: moeoff (options of moeoff.Llama; step=1..4 of the ladder from on-demand to everything; fields of the strategy, as serial or predictor,
+replace its own; t1, t2, p, mispredicted and low, a tier of the companion, make a precision), stock (llama_cpp.Llama from the same library: use_mmap, use_extra_bufts),
 disk (no model: random direct reads of the model's expert slices; option workers).
 The text is real and its tokens are fed as they are, so that every engine sees the same routing.
 """
@@ -34,6 +34,8 @@ def _ladder() -> list[dict]:
 def _value(text: str):
     if text in ("true", "false"):
         return text == "true"
+    if text == "None":
+        return None
     for kind in (int, float):
         try:
             return kind(text)
@@ -45,8 +47,18 @@ def _value(text: str):
 def _precision(options: dict):
     from moeoff.budget.precision import LOSSLESS, Precision
 
-    t1, t2, p, low = (options.pop(name, default) for name, default in (("t1", 1.0), ("t2", 1.0), ("p", 0.0), ("low", None)))
-    return Precision(t1, t2, p, low) if low else LOSSLESS
+    named = (("t1", 1.0), ("t2", 1.0), ("p", 0.0), ("low", None), ("mispredicted", False))
+    t1, t2, p, low, mispredicted = (options.pop(name, default) for name, default in named)
+    return Precision(t1, t2, p, low, mispredicted_low=mispredicted) if low else LOSSLESS
+
+
+def _strategy(options: dict) -> dict:
+    """With the strategy that its name and its changed parts make."""
+    from moeoff.engine.strategy import get_strategy
+
+    names = ("keep", "eager", "serial", "policy", "predictor", "share", "ab_tested", "fill")
+    changes = {name: options.pop(name) for name in names if name in options}
+    return options | {"strategy": replace(get_strategy(options["strategy"]), **changes)} if changes else options
 
 
 def open_engine(engine: str, model: str, options: dict):
@@ -59,7 +71,7 @@ def open_engine(engine: str, model: str, options: dict):
         if step := options.pop("step", None):
             options |= _ladder()[step - 1]
         options["precision"] = _precision(options)
-        return moeoff.Llama(model, **base | options)
+        return moeoff.Llama(model, **base | _strategy(options))
 
     from stock import Stock
 

@@ -4,77 +4,25 @@ usage: papers.py figures [-m MODEL] [--text FILE ...]     what they say of routi
        papers.py clock [-m MODEL] [--text FILE ...]       speed of their systems and baselines on a simulated disk: repeats exactly
        papers.py live -m MODEL --text FILE [--rounds 3]   the same on this machine, interleaved, each run cold in a process of its own
 
---quick takes few tokens: minutes become seconds, and the numbers rough. `live` wants a profile of `moeoff calibrate` beside the model.
+--quick takes few tokens: minutes become seconds, and the numbers rough. `live` wants, beside the model, a profile of `moeoff calibrate` and a companion with
+tiers for --int4 and --int2.
 """
 
 from __future__ import annotations
 
-import statistics
 import sys
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
 
+from paper_contenders import CONTENDERS, HEAD, INT2, INT4, ratios
 from paper_figures import FIGURES, Data, popularity_curves, score_curve
 from results_file import HELP, ResultsFile
-from timing import machine, measure
+from timing import machine
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXTS = [str(ROOT / "tests" / "data" / name) for name in ("prose.txt", "prose-2.txt", "code.txt")]
-INT4 = 18 / 34  # bytes of Q4_0 beside Q8_0
-
-
-@dataclass(frozen=True)
-class Ratio:
-    """A claim about speed: of one strategy over another.
-
-    Attributes:
-        claim: the paper's factor, as it reports it.
-        fast, slow: names of `CONTENDERS`.
-    """
-
-    paper: str
-    figure: str
-    what: str
-    claim: str
-    fast: str
-    slow: str
-
-
-# what each contender is: a strategy, and whether its experts are in four bits (the papers' quantization)
-CONTENDERS = {
-    "LoD": ("on-demand", False),
-    "LRU": ("lru", False),
-    "LRU by layer": ("lru-layer", False),
-    "static": ("static", False),
-    "EAP": ("eap", False),
-    "EAP, int4": ("eap", True),
-    "Fate": ("fate", False),
-    "Fate, int4": ("fate", True),
-    "IO-QEXP": ("lru", True),
-    "EdgeMoE": ("edgemoe", False),
-    "EdgeMoE, int4": ("edgemoe", True),
-    "Mixtral-offloading": ("lru+gate", False),
-    "HOBBIT": ("hobbit", False),
-    "HOBBIT, LRU": ("lru+stacked", False),
-    "ProMoE": ("promoe", False),
-}
-RATIOS = (
-    Ratio("Fate", "12", "decode, Fate over load on demand, int4 against full precision", "up to 4.1", "Fate, int4", "LoD"),
-    Ratio("Fate", "12", "decode, Fate over EAP, both int4", "up to 2.2", "Fate, int4", "EAP, int4"),
-    Ratio("Fate", "12", "the same, lossless", "", "Fate", "EAP"),
-    Ratio("Fate", "14", "with prefetching and cache, over load on demand", "up to 2 by the cache, 1.3 by prefetching alone", "Fate", "LoD"),
-    Ratio("EdgeMoE", "11", "per token, EdgeMoE over IO-EXP", "2.63 to 3.01", "EdgeMoE, int4", "LRU"),
-    Ratio("EdgeMoE", "11", "per token, EdgeMoE over IO-QEXP", "1.35 to 1.5", "EdgeMoE, int4", "IO-QEXP"),
-    Ratio("EdgeMoE", "13", "lossless, EdgeMoE over its cache with LRU and no preloading", "", "EdgeMoE", "LRU"),
-    Ratio("HOBBIT", "14", "lossless, HOBBIT over LRU with the next layer's gate", "3.2 and 3.3, with its low precision", "HOBBIT", "Mixtral-offloading"),
-    Ratio("HOBBIT", "18", "its cache over LRU, the same prefetching", "no speed; 4.7 to 8.7 % less miss penalty", "HOBBIT", "HOBBIT, LRU"),
-    Ratio("ProMoE", "11", "decode, ProMoE over LRU", "1.09 on average, up to 1.17 (llama.cpp)", "ProMoE", "LRU by layer"),
-    Ratio("ProMoE", "11", "decode, ProMoE over static", "1.49 on average, up to 1.79 (llama.cpp)", "ProMoE", "static"),
-)
-CLEARLY = 1.01  # of a ratio
-HEAD = ["paper", "figure", "what", "the paper's claim", "here", "holds"]
+INT4_BYTES = 18 / 34  # bytes of Q4_0 beside Q8_0
 
 
 def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Data:
@@ -138,18 +86,18 @@ def clock(model: str | None, text: tuple[str, ...], quick: bool, json_file: str 
     """Speed on a simulated disk: no noise, and no computing in four bits, which takes the same time here."""
     from moeoff.calibrate.clock import on_clock
     from moeoff.companion.profile import Profile
-    from moeoff.engine.strategy import get_strategy
 
     d = _data(model, text, quick)
     profile = Profile("", {f"{section}/{name}": array for section, named in d.sections.items() for name, array in named.items()}, {})
     print(f"simulated: {share:.0%} of the experts, a read takes {read:.3f} of a layer; {Path(d.layout.files[0]).name}")
     speeds, rows = {}, []
-    for name, (strategy, small) in CONTENDERS.items():
-        chosen = get_strategy(strategy)
-        factor = INT4 if small else 1.0
+    for name, contender in CONTENDERS.items():
+        if contender.precision:
+            continue  # the clock knows one size of slices
+        factor = INT4_BYTES if contender.tier else 1.0
         result, _ = on_clock(
             d.held,
-            replace(chosen, ab_tested=False),
+            contender.made(),
             d.layout,
             share=min(share / factor, 0.999),
             read=read * factor,
@@ -169,60 +117,32 @@ def clock(model: str | None, text: tuple[str, ...], quick: bool, json_file: str 
 @main.command()
 @shared
 @click.option("--rounds", default=3, show_default=True)
-@click.option("--share", default=0.5, show_default=True, help="Of the experts in memory.")
+@click.option("--share", default=0.5, show_default=True, help="Of the experts in memory, in the model's own precision.")
 @click.option("--io-workers", default=4, show_default=True, help="Of every contender.")
-@click.option("--n-prompt", default=64, show_default=True)
-@click.option("--n-decode", default=128, show_default=True)
-@click.option("--tier", help="Of the companion beside the model, for the contenders in four bits, as Q4_0. Without it they are left out.")
-@click.option("--stock/--no-stock", default=True, show_default=True, help="Stock llama.cpp beside them, on the same text, everything in its page cache.")
+@click.option("--n-prompt", default=128, show_default=True)
+@click.option("--n-decode", default=48, show_default=True)
+@click.option("--int4", help="Tier of the companion beside the model for the contenders in four bits, as Q4_0. Without it they are left out.")
+@click.option("--int2", help="Its tier for what is read in two bits, as Q2_K; likewise.")
+@click.option("--stock/--no-stock", default=True, show_default=True, help="Stock llama.cpp beside them, on the same tokens.")
+@click.option("--plots", type=click.Path(file_okay=False), help="Folder for a chart of speeds and ratios, as PNG and SVG.")
 def live(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, rounds: int, share: float, io_workers: int, n_prompt: int,
-         n_decode: int, tier: str | None, stock: bool) -> None:  # fmt: skip
+         n_decode: int, int4: str | None, int2: str | None, stock: bool, plots: str | None) -> None:  # fmt: skip
     """On this machine: contenders in turn, so that what the machine does meets all of them."""
+    import paper_live
     from bench_strategies import arena_full
 
     if model is None or len(text) != 1:
         raise click.UsageError("live needs -m MODEL and one --text FILE")
     if quick:
         rounds, n_prompt, n_decode = 1, 16, 24
-    arena = int(arena_full(model) * share)
-    chosen = {name: how for name, how in CONTENDERS.items() if tier or not how[1]}
+    tiers = {name: tier for name, tier in ((INT4, int4), (INT2, int2)) if tier}
+    run = paper_live.LiveRun(model, text[0], int(arena_full(model) * share), n_prompt, n_decode, io_workers, tiers, stock)
     print(f"{machine()}; {n_prompt} + {n_decode} tokens, {share:.0%} of the experts, {io_workers} I/O workers, {rounds} rounds")
-    speeds: dict[str, list[float]] = {}
-    for index in range(rounds):
-        for name, (strategy, small) in chosen.items():
-            options = {"strategy": strategy, "expert_memory": arena, "n_lanes": io_workers} | ({"tier": tier} if small else {})
-            _note(speeds, name, index, measure("moeoff", model, text[0], n_prompt, n_decode, 600, **options))
-        if stock:
-            _note(speeds, "stock llama.cpp", index, measure("stock", model, text[0], n_prompt, n_decode, 600))
+    found = paper_live.run_rounds(run, rounds)
     with ResultsFile(json_file) as results:
-        table = results.table("live-speeds", "Decoding, tok/s", ["contender", "median", "least", "most"])
-        for name, found in speeds.items():
-            table.row(name, *(f"{x:.1f}" for x in (statistics.median(found), min(found), max(found))))
-        ratios(results, "live", "Speed on this machine", speeds)
-
-
-def _note(speeds: dict[str, list[float]], name: str, index: int, row: dict) -> None:
-    print(f"round {index + 1}: {name} {row.get('failed') or format(row['gen_tps'], '.2f')}", file=sys.stderr, flush=True)
-    if "failed" not in row:
-        speeds.setdefault(name, []).append(row["gen_tps"])
-
-
-def ratios(results: ResultsFile, name: str, title: str, speeds: dict[str, list[float]]) -> None:
-    """A row for each claim whose contenders ran: the median of the rounds' ratios and their range. Its direction holds if every round is faster by `CLEARLY`."""
-    table = results.table(name, title, [*HEAD[:-1], "direction holds"])
-    for r in RATIOS:
-        if r.fast not in speeds or r.slow not in speeds:
-            continue
-        found = sorted(a / b for a, b in zip(speeds[r.fast], speeds[r.slow]))
-        spread = f" ({found[0]:.2f} to {found[-1]:.2f})" if len(found) > 1 else ""
-        table.row(
-            r.paper,
-            r.figure,
-            f"{r.what} ({r.fast} / {r.slow})",
-            r.claim or "-",
-            f"{statistics.median(found):.2f}{spread}",
-            "yes" if found[0] >= CLEARLY else "no",
-        )
+        paper_live.tables(results, found)
+    if plots:
+        paper_live.draw(found, Path(plots))
 
 
 def draw(d: Data, folder: Path) -> None:

@@ -169,6 +169,7 @@ struct bench {
         all.n_high    = n;
         all.n_experts = n_experts;
         all.keys.resize((size_t) n_gates * n_experts);
+        all.on_device.assign(all.keys.size(), 0);
         for (auto & key : all.keys) {
             key = eviction_rank::key_of(std::uniform_real_distribution<float>()(rng));
         }

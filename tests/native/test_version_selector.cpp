@@ -2,6 +2,7 @@
 
 #include "check.h"
 
+#include "moeoff-gate-selection.h"
 #include "moeoff-version-selector.h"
 
 #include <algorithm>
@@ -24,7 +25,8 @@ struct batch {
     }
 
     // the version of each expert; 9 for those that no token chose
-    std::vector<uint8_t> select(version_selector & selector, std::vector<int32_t> resident_high = {}, std::vector<int32_t> resident_low = {}) const {
+    std::vector<uint8_t> select(version_selector & selector, std::vector<int32_t> resident_high = {}, std::vector<int32_t> resident_low = {},
+                                std::vector<int32_t> predicted = {}) const {
         std::vector<uint8_t> version_of(n_expert, 9);
         std::vector<int32_t> chosen;
         for (const int32_t e : ids) {
@@ -36,8 +38,9 @@ struct batch {
             const auto & list = v == HIGH ? resident_high : resident_low;
             return std::find(list.begin(), list.end(), e) != list.end();
         };
+        const auto is_predicted = [&](int32_t e) { return std::find(predicted.begin(), predicted.end(), e) != predicted.end(); };
         const size_t row = (size_t) event.n_used;
-        selector.select({ event, row * sizeof(int32_t), row * sizeof(float), sizeof(float) }, chosen, is_resident, version_of.data());
+        selector.select({ event, row * sizeof(int32_t), row * sizeof(float), sizeof(float) }, chosen, is_resident, is_predicted, version_of.data());
         return version_of;
     }
 };
@@ -108,6 +111,30 @@ TEST(of_several_tokens_that_are_decoded_each_says_what_it_wants) {
     REQUIRE(b.select(s) == (versions { 9, LOW, SKIP, 9, HIGH, 9, HIGH, 9 }));
     b.event.decode = 0; // chosen twice 1 and 6, once 2 and 4: of four, two are low
     REQUIRE(b.select(s) == (versions { 9, HIGH, LOW, 9, LOW, 9, HIGH, 9 }));
+}
+
+TEST(what_is_neither_resident_nor_predicted_is_served_low) {
+    batch b(2, { 1, 4, 6, 6, 2, 1 }, { 0.3f, 0.5f, 0.2f, 0.7f, 0.2f, 0.1f });
+    b.event.decode = 1;
+    version_selector s = selector_of(1, 1, 0.5f, MOEOFF_THRESHOLDS_MISPREDICTED);
+    REQUIRE(s.active() && s.uses_low());
+    REQUIRE(b.select(s, { 2 }, { 2, 4 }, { 1, 3 }) == (versions { 9, HIGH, HIGH, 9, LOW, 9, LOW, 9 })); // 4 is its token's heaviest
+    b.event.decode = 0;
+    REQUIRE(b.select(s) == (versions { 9, HIGH, LOW, 9, LOW, 9, HIGH, 9 })); // in a prompt the share decides
+}
+
+TEST(several_tokens_experts_are_collected_by_popularity) {
+    const batch b(3, { 0, 3, 5, 1, 5, 3 }, std::vector<float>(6, 0.5f)); // twice 3 and 5, once 0 and 1
+    const choice c { b.event, 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float) };
+    selection all;
+    for (int i = 0; i < 2; i++) { // it is used again
+        all.collect(c, n_expert);
+        REQUIRE(all.chosen == (std::vector<int32_t> { 3, 5, 0, 1 })); // among equals as the tokens name them
+        REQUIRE(all.count == (std::vector<int32_t> { 1, 1, 0, 2, 0, 2, 0, 0 }));
+    }
+    const batch one(1, { 6, 2 }, { 0.1f, 0.9f });
+    all.collect({ one.event, 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float) }, n_expert);
+    REQUIRE(all.chosen == (std::vector<int32_t> { 6, 2 }) && all.is_chosen[3] == 0 && all.count[3] == 0);
 }
 
 TEST(a_single_token_of_a_prompt_is_a_prompt) {

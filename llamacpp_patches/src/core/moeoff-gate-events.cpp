@@ -137,7 +137,8 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
     }
     d.by_row.clear();
     const auto is_resident = [&](int32_t e, version v) REQUIRES(store_mutex) { return (v == HIGH || table.has_low()) && table.is_resident(g, e, v); };
-    select.select(c, all.chosen, is_resident, all.version_of.data());
+    const auto is_predicted = [&](int32_t e) REQUIRES(store_mutex) { return table.is_expected(g, e); };
+    select.select(c, all.chosen, is_resident, is_predicted, all.version_of.data());
     d.version_of.assign(g.n_expert, HIGH);
     for (const int32_t e : all.chosen) {
         d.version_of[e]  = all.version_of[e];

@@ -360,6 +360,15 @@ bool slice_table::is_ready(const gate & g, int32_t expert, version v) const {
 
 bool slice_table::is_resident(const gate & g, int32_t expert, version v) const { return (v == HIGH && on_device(g, expert)) || is_ready(g, expert, v); }
 
+bool slice_table::is_expected(const gate & g, int32_t expert) const {
+    for (const int32_t ti : g.tensors) {
+        if (ti >= 0 && all.slices[index_at(map.tensor_at(ti), expert, HIGH)].expected) {
+            return true;
+        }
+    }
+    return false;
+}
+
 bool slice_table::is_in_memory(const gate & g, int32_t expert) const { return is_ready(g, expert, HIGH); }
 
 // --- devices ---

@@ -66,6 +66,7 @@ class slice_table {
     void    wake_workers() REQUIRES(store_mutex);
     bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(); }
     bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices; in high precision also on a device
+    bool    is_expected(const gate & g, int32_t expert) const REQUIRES(store_mutex); // a prefetch has asked for its high version, or a part of it
     bool    is_in_memory(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same of host memory and high precision alone
     // counts the use of an expert that a router has selected and a device serves
     void    count_on_device(const gate & g, int32_t expert, moeoff_gate_event & event) REQUIRES(store_mutex);

@@ -350,6 +350,10 @@ bool store::set_thresholds(const moeoff_thresholds & next, std::string & error) 
         error = "thresholds need 0 <= t1 <= t2 <= 1 and a share between 0 and 1";
         return false;
     }
+    if (next.flags & MOEOFF_THRESHOLDS_MISPREDICTED && (next.t1 < 1.0f || next.flags & MOEOFF_THRESHOLDS_BLIND)) {
+        error = "what serves an expert that was not predicted depends on neither thresholds nor the gates alone";
+        return false;
+    }
     store_lock lock(sync);
     if (version_selector::uses_low(next) && limits[LOW] == 0) {
         error = "the thresholds need low versions and an arena for them";

@@ -59,7 +59,8 @@ void version_selector::by_popularity(const choice & c, const std::vector<int32_t
     }
 }
 
-void version_selector::select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of) {
+void version_selector::select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident,
+                              const std::function<bool(int32_t)> & predicted, uint8_t * version_of) {
     const size_t n = (size_t) c.event.n_tokens * c.event.n_used;
     if (!forced.empty() && forced.size() < n) {
         forced.clear(); // of another run: what moeoff_force_versions() returns tells that none are left
@@ -69,6 +70,12 @@ void version_selector::select(const choice & c, const std::vector<int32_t> & cho
             version_of[c.id((int32_t) (i / c.event.n_used), (int32_t) (i % c.event.n_used))] = forced[i];
         }
         forced.erase(forced.begin(), forced.begin() + (ptrdiff_t) n);
+        return;
+    }
+    if (c.event.decode && thresholds.flags & MOEOFF_THRESHOLDS_MISPREDICTED) {
+        for (const int32_t e : chosen) {
+            version_of[e] = resident(e, HIGH) || predicted(e) ? HIGH : LOW;
+        }
         return;
     }
     if (c.event.decode) {

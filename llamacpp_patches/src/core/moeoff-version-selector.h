@@ -1,7 +1,7 @@
 #pragma once
 
 // Which version serves each expert that a gate has chosen: the thresholds of HOBBIT §3.2 where tokens are decoded, the share of
-// Fate §4.5 in a prompt, or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
+// Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
 
 #include "moeoff-slice.h"
 
@@ -25,17 +25,18 @@ class version_selector {
     moeoff_thresholds thresholds = { 1.0f, 1.0f, 0.0f, 0 };
 
     // false: all is served in high precision, select() need not be called
-    bool active() const { return thresholds.t1 < 1.0f || thresholds.prefill_low_share > 0.0f || !forced.empty(); }
+    bool active() const { return thresholds.t1 < 1.0f || uses_low() || !forced.empty(); }
     bool uses_low() const { return uses_low(thresholds); }
-    static bool uses_low(const moeoff_thresholds & t) { return t.t1 < t.t2 || t.prefill_low_share > 0.0f; }
+    static bool uses_low(const moeoff_thresholds & t) { return t.t1 < t.t2 || t.prefill_low_share > 0.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED; }
 
     // appends decisions [n_tokens, n_used] of gate events to come
     void   force(const uint8_t * versions, size_t n) { forced.insert(forced.end(), versions, versions + n); }
     size_t n_forced() const { return forced.size(); }
 
-    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY?
-    // Experts that no token chose keep what they had.
-    void select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident, uint8_t * version_of);
+    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY? predicted(e): has a
+    // prefetch asked for its high version? Experts that no token chose keep what they had.
+    void select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident,
+                const std::function<bool(int32_t)> & predicted, uint8_t * version_of);
     // out [n]: what serves each of a token's experts with these weights if none is resident
     void of_token(const float * weights, int32_t n, uint8_t * out);
 

@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 11
+#define MOEOFF_ABI_VERSION 12
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -74,13 +74,14 @@ enum moeoff_device_mode {
 
 enum moeoff_thresholds_flag {
     MOEOFF_THRESHOLDS_BLIND = 1, // select without looking at what is resident, so that versions depend on the gates alone
+    MOEOFF_THRESHOLDS_MISPREDICTED = 2, // where tokens are decoded, instead of t1 and t2: what no prefetch has asked for is served low (Fate §5.3)
 };
 
 // Which version serves a chosen expert whose high version is not resident. Where tokens are decoded (HOBBIT §3.2): s is the sum
 // of the larger gate weights of the same token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped; an
 // expert that several tokens chose gets the best of what they say. In a prompt (Fate §4.5): of the experts chosen, this share
 // is served low, those that the fewest tokens chose.
-// Nothing is lost at t1 = 1, prefill_low_share = 0, the default.
+// Nothing is lost at t1 = 1, prefill_low_share = 0 and without flags, the default.
 struct moeoff_thresholds {
     float    t1;
     float    t2;

@@ -1,6 +1,7 @@
 // MUL_MAT_ID whose left matrices may still be on their way. Same grouping of rows and the same row kernels as ggml-cpu's
 // own, so the results are equal bit for bit; only the order of experts differs: those that are resident are computed first,
-// and a thread sleeps only when nothing it still has to do is there.
+// of several tokens those that most of them chose before the others (Fate §4.3), and a thread sleeps only when nothing it still has to
+// do is there.
 
 #include "moeoff-buffer-type.h"
 
@@ -44,7 +45,7 @@ struct activation {
 struct layout {
     activation activations[GGML_TYPE_COUNT];
     int        n_activations = 0;
-    size_t     header, items, counts, versions, by_row, rows, done, scratch, end;
+    size_t     header, items, counts, order, versions, by_row, rows, done, scratch, end;
 };
 
 static ggml_type activation_type(int32_t type) {
@@ -101,6 +102,7 @@ static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads)
     l.header  = area(sizeof(op_header));
     l.items   = area(n_act * sizeof(work_item));
     l.counts  = area(n_as * n_versions * 2 * sizeof(int32_t)); // rows of each expert's version, then its item
+    l.order   = area(n_as * n_versions * sizeof(int32_t)); // in which they are listed
     l.versions = area(n_as * n_versions);
     l.by_row  = area(n_row);
     l.rows    = area(n_row * sizeof(row_mapping));
@@ -137,7 +139,7 @@ static int32_t id_at(const ggml_tensor * ids, int64_t i1, int64_t i2) {
     return *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
 }
 
-// groups the rows by expert and lists the experts that have any, resident ones first
+// groups the rows by expert and lists the experts that have any: resident ones first, of both kinds those with most rows
 static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, const layout & l) {
     const ggml_tensor * ids  = op->src[2];
     const int64_t       n_as = op->src[0]->ne[2];
@@ -146,6 +148,7 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
     auto * items  = (work_item *) (wdata + l.items);
     auto * counts = (int32_t *) (wdata + l.counts);
     auto * item_i = counts + n_as * n_versions;
+    auto * order  = (int32_t *) (wdata + l.order);
     auto * versions = (uint8_t *) (wdata + l.versions);
     auto * by_row = (uint8_t *) (wdata + l.by_row);
     auto * rows   = (row_mapping *) (wdata + l.rows);
@@ -167,16 +170,23 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
             }
         }
     }
+    int32_t n_keys = 0;
+    for (int32_t key = 0; key < n_as * n_each; key++) {
+        item_i[key] = -1;
+        if (counts[key] > 0) {
+            order[n_keys++] = key;
+        }
+    }
+    if (ids->ne[1] > 1) {
+        std::sort(order, order + n_keys, [counts](int32_t a, int32_t b) { return counts[a] != counts[b] ? counts[a] > counts[b] : a < b; });
+    }
     int32_t n_items = 0;
     for (const bool ready : { true, false }) {
-        for (int32_t key = 0; key < n_as * n_each; key++) {
-            // a slice may become ready between the two passes: item_i tells that it is listed
-            if (ready) {
-                item_i[key] = -1;
-            }
-            const int32_t e = key / n_each;
+        for (int32_t i = 0; i < n_keys; i++) {
+            const int32_t key = order[i], e = key / n_each;
             const uint8_t v = is_by_row ? (uint8_t) (key % n_each) : versions[e];
-            if (counts[key] == 0 || item_i[key] >= 0 || (ready && !t.owner->at(t, e, v).settled())) {
+            // a slice may become ready between the two passes: item_i tells that it is listed
+            if (item_i[key] >= 0 || (ready && !t.owner->at(t, e, v).settled())) {
                 continue;
             }
             work_item * item = new (&items[n_items]) work_item;
