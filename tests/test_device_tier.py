@@ -127,7 +127,7 @@ REFUSED = [
     (["--vram", "1M"], r"1\.00 MiB on \w+ is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M or more"),
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M or less"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
-    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, cpu, not 'fast'"),
+    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, cpu, auto, not 'fast'"),
     (["--vram", "1G", "--vram-mode", "centric", "--max-loss", "1%"], "a device computes with experts in their own precision alone"),
     (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric"),
     (["--vram", "1G", "-ngl", "0"], "vram has no effect while no layer goes to the GPU"),
@@ -159,6 +159,17 @@ def test_what_is_said_of_it(demo, tmp_path):
     assert re.search(r"ok +gpu +\w+\d, .* free of .* \(-ngl, --vram\)", doctor.stdout)
     inspect = run_command(["inspect", demo, "--no-probe"], tmp_path)
     assert re.search(r"\w+\d +.* free of .* room for at most 100% of the experts", inspect.stdout)
+
+
+def test_a_build_without_a_device(demo, tmp_path, monkeypatch):
+    """A software driver that is not named is none; the build is not what is to blame."""
+    monkeypatch.setitem(ENVIRONMENT, "GGML_VK_VISIBLE_DEVICES", "")
+    doctor = run_command(["doctor"], tmp_path)
+    if re.search(r"ok +gpu", doctor.stdout):
+        pytest.skip("this machine has a GPU")
+    assert re.search(r"gpu +this build has \w+, and no driver offers a device", doctor.stdout) and "GGML_VK_VISIBLE_DEVICES=0" in doctor.stdout
+    failed = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "-ngl", "99"], tmp_path)
+    assert failed.returncode == 1 and "no driver offers a device" in failed.stderr and "rebuild" not in failed.stderr
 
 
 SERVE = """

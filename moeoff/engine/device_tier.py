@@ -14,7 +14,9 @@ from ..errors import BudgetError, MoeoffError, OptionError, Remedy
 from ..memory import MIB, format_size
 from .expert_buffer import ExpertBuffer
 
-__all__ = ["MODES", "DeviceTier", "DeviceUse"]
+__all__ = ["AUTO", "MODES", "DeviceTier", "DeviceUse"]
+
+AUTO = "auto"  # whichever is the fastest, by measuring
 
 # how devices compute with experts; docs/gpu.md
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC}
@@ -45,6 +47,8 @@ class DeviceTier:
         n_used: experts that serve a token.
         free: by device, bytes that were free before the model was loaded.
 
+        mode: of `MODES`, or `AUTO`: begins cooperative, and `use` says how it goes on.
+
     Attributes:
         uses: of the devices that have slots.
 
@@ -54,7 +58,8 @@ class DeviceTier:
     """
 
     def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int]):
-        self._buffer, self._ctx, self._mode, self._n_used, self._free = buffer, ctx, mode, n_used, free
+        self._buffer, self._ctx, self._n_used, self._free = buffer, ctx, n_used, free
+        self._mode = "cooperative" if mode == AUTO else mode
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
         if not any(self._devices):
@@ -82,8 +87,23 @@ class DeviceTier:
             raise
         self._bound = bound
 
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Of `MODES`, those that these slots allow; the first is the one that `AUTO` begins with."""
+        return ("cooperative", "centric") if min(use.n_slots for use in self.uses) >= self._n_used else ("cooperative",)
+
+    def use(self, mode: str) -> None:
+        """Between batches: one of `MODES`, or "cpu", without the slots; what they hold stays."""
+        if mode == self._mode:
+            return
+        api.llama_synchronize(self._ctx)
+        self._buffer.set_device_mode(MODES.get(mode, native.DEVICE_OFF))
+        self._mode = mode
+        self._replan()
+
     def _place(self, bound: DeviceBound) -> None:
         api.llama_synchronize(self._ctx)  # the last batch's graph may still be reading the slots
+        self._buffer.drain()  # nor may a prediction still come
         self._buffer.set_device_slots([])
         self._replan()
         less: dict[int, int] = {}
@@ -92,7 +112,9 @@ class DeviceTier:
             slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
             per_gate = [(handle, slots.get(handle, 0)) for handle in self._devices]
             try:
-                self._buffer.set_device_slots(per_gate, MODES[self._mode], self._n_used, _UPLOADS)
+                self._buffer.set_device_slots(per_gate, MODES.get(self._mode, native.DEVICE_COOPERATIVE), self._n_used, _UPLOADS)
+                if self._mode not in MODES:
+                    self._buffer.set_device_mode(native.DEVICE_OFF)
                 self._replan()
             except MoeoffError as error:
                 self._buffer.set_device_slots([])

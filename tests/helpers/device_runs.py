@@ -75,7 +75,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     if slots:
         device_tier.slots_that_fit = lambda *_: slots
     options = COMMON | run
-    llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **({"memory": "6G", "strategy": "lru"} | options))
+    llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **({"memory": "6G", "strategy": "lru", "vram_mode": "cooperative"} | options))
     for turn in range(2 if then else passes):
         if then and turn:
             device_tier.slots_that_fit = lambda *_: then
