@@ -175,8 +175,7 @@ class DeviceTier:
         while any(fewer.values()):
             fewer = {h: n // 2 for h, n in fewer.items()}
             if any(fewer.values()) and not self._allocate(fewer):
-                # beside the slots, what llama.cpp takes once it computes with them
-                needed = max(sum(of(fewer[h]) for of in self._bytes_of(h)) + self._taken(h) for h in rooms)
                 self._free_slots()
+                needed = max(sum(of(fewer[h]) for of in self._bytes_of(h)) + rooms[h].taken for h in rooms)
                 return BudgetError(said, Remedy.LESS_VRAM, needed=-(-needed // MIB) * MIB)
         return BudgetError(f"{said}, and not one expert of each layer has room beside them; open the model without vram")
