@@ -98,24 +98,19 @@ def test_two_contexts(demo, tmp_path):
 
 
 def test_adapters_of_experts(demo, tmp_path):
-    """A LoRA adapter of every matrix of the experts: on the device, and on the CPU."""
-    path = write_expert_adapter(demo, tmp_path / "adapter.gguf")
-    batches = [9, 1, 2, *[1] * 8]
-    base = {"batches": batches, "lora_path": path}
+    """A LoRA adapter of every matrix of the experts: right where the device computes with all of them, refused where it does with some."""
+    base = {"batches": [9, 1, 2, *[1] * 8], "lora_path": write_expert_adapter(demo, tmp_path / "adapter.gguf")}
     runs = {
-        "plain": {"stock": "device", "batches": batches},
+        "plain": {"stock": "device", "batches": base["batches"]},
         "device": base | {"stock": "device"},
-        "CPU": base | {"stock": "CPU"},
         "all": base | {"vram": "1G", "slots": 32, "vram_mode": "centric"},
-        "none": base | {"vram": "1G", "slots": 32, "uploads": 0},
-        "some": base | {"vram": "1G", "slots": 8},
     }
-    logits, stats = device_runs(demo, tmp_path, runs)
+    logits, _ = device_runs(demo, tmp_path, runs)
     assert np.abs(logits["plain"] - logits["device"]).max() > 0.1
     assert_bit_equal(logits["all"], logits["device"])
-    assert_bit_equal(logits["none"], logits["CPU"])
-    usual = np.abs(logits["CPU"] - logits["device"]).max()
-    assert 0 < stats["some"]["device_hits"] and np.abs(logits["some"] - logits["CPU"]).max() <= 3 * usual
+    for mode in ("cooperative", "auto"):
+        _, refused = device_runs(demo, tmp_path, {"run": base | {"vram": "1G", "vram_mode": mode}})
+        assert refused["run"]["error"] == f"vram_mode {mode}: adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu"
 
 
 def test_a_device_that_gives_less_than_it_said(demo, tmp_path):
@@ -133,10 +128,11 @@ def test_a_device_that_gives_less_than_it_said(demo, tmp_path):
 
 
 def test_auto_tries_all_ways(demo, tmp_path):
-    """Whatever is kept, the tokens are right; `test_device_judge.py` has what is kept when."""
-    runs = {"CPU": {"stock": "CPU", "batches": SINGLE}, "ours": ALL | {"vram_mode": "auto", "batches": SINGLE, "passes": 7}}
+    """In blocks of two tokens: after 64 all ways have been compared. The tokens are right whatever is kept; `test_device_judge.py` has what is kept when."""
+    batches = [1] * 66
+    runs = {"CPU": {"stock": "CPU", "batches": batches}, "ours": ALL | {"vram_mode": "auto", "slots": 8, "batches": batches, "block": 2}}
     logits, stats = device_runs(demo, tmp_path, runs)
-    np.testing.assert_array_equal(logits["ours"].argmax(1), logits["CPU"].argmax(1))
+    np.testing.assert_array_equal(logits["ours"][:64].argmax(1), logits["CPU"][:64].argmax(1))
     s = stats["ours"]
     assert s["device_mode"] in ("cooperative", "centric", "cpu") and s["device_gain"] is not None and s["device_experts"] > 0
 
@@ -148,7 +144,7 @@ def test_what_is_predicted_is_uploaded(demo, tmp_path):
     runs = {"CPU": {"stock": "CPU", "batches": batches}, "predicted": ours | {"strategy": "hobbit"}, "only": ours | {"strategy": "hobbit", "uploads": 0}}
     logits, stats = device_runs(demo, tmp_path, runs)
     np.testing.assert_array_equal(logits["predicted"][:64].argmax(1), logits["CPU"][:64].argmax(1))
-    assert stats["predicted"]["device_hits"] > 0 == stats["only"]["device_hits"] and stats["predicted"]["prefetch_issued"] == 0
+    assert stats["predicted"]["device_hits"] > 0 == stats["only"]["device_hits"]
 
 
 def test_the_bound_moves(demo, tmp_path):

@@ -165,6 +165,12 @@ class Config:
             raise OptionError("vram: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs vram_mode centric")
         if self.vram_mode == "centric" and (self.max_loss is not None or not self.precision.lossless):
             raise OptionError("vram_mode centric: a device computes with experts in their own precision alone")
+        self.check_adapters(bool(self.llama_cpp.get("lora_path")))
+
+    def check_adapters(self, given: bool) -> None:
+        """Raises OptionError if there are adapters and both a device and the CPU compute with experts."""
+        if given and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
+            raise OptionError(f"vram_mode {self.vram_mode}: adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu")
 
     def tuned(self, tuning: Tuning) -> Config:
         """With the tuning's choice for every option that the user has said nothing about."""

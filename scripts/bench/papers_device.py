@@ -49,8 +49,11 @@ def agreeing_pairs(found: dict[tuple[str, str], float]) -> tuple[int, int]:
 @click.command(help=__doc__)
 @shared
 @click.option("--share", default=0.25, show_default=True, help="Of the experts' bytes in 16 bits, what the GPU has for experts.")
+@click.option("--expert-weights", type=int, help="Of each matrix of an expert: a grown model has its small one's routing. Default: the model's own.")
 @click.option("--layer-us", default=None, type=float, help="What a layer takes beside its experts. Default: of the table.")
-def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, share: float, layer_us: float | None) -> None:
+def main(
+    model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, share: float, expert_weights: int | None, layer_us: float | None
+) -> None:
     from moeoff.cache.importance import thresholds, unimportance
     from moeoff.calibrate.clock import on_device
     from moeoff.companion.profile import Profile
@@ -64,9 +67,12 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
     sizes = {math.prod(span.shape) // d.layout.n_expert for span in d.layout.experts.values()}
     if len(sizes) > 1:
         raise click.UsageError("the model's matrices of experts are of several shapes")
-    (n_weights,) = sizes
+    n_weights = expert_weights or sizes.pop()
     t1, t2 = thresholds(np.concatenate([unimportance(d.train.weights[:, g]).ravel() for g in range(d.train.model.n_gates)]))
-    print(f"simulated: {speeds}; {Path(d.layout.files[0]).name}, {d.held.n_tokens:,} tokens held out; T1 {t1:.2f}, T2 {t2:.2f}")
+    print(
+        f"simulated: {speeds}; {Path(d.layout.files[0]).name}, {d.held.n_tokens:,} tokens held out; {n_weights:,} weights a matrix; T1 {t1:.2f}, T2 {t2:.2f}",
+        flush=True,
+    )
     speed: dict[str, float] = {}
     with ResultsFile(json_file) as results:
         table = results.table("device-contenders", "A simulated GPU behind PCIe 4.0 x16", ["contender", "tok/s", "on the GPU", "sent, MB/token", "waiting"])

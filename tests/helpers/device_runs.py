@@ -38,7 +38,7 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
 
     Args:
         runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
-            each step, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
+            each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
             after the first pass, of two; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
@@ -56,6 +56,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from dataclasses import asdict
 
     import moeoff
+    import moeoff.engine.device_judge as device_judge
     import moeoff.engine.device_tier as device_tier
     from moeoff.binding import buffer_types, llama_cpp
     from moeoff.gguf.tensor_name import EXPERT_PATTERN
@@ -72,6 +73,8 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
     then, second = run.pop("then", None), run.pop("second", False)
     device_tier._UPLOADS = run.pop("uploads", 2)
+    if block := run.pop("block", None):
+        device_judge._BLOCK, device_judge._SKIP = block, 0
     if slots:
         device_tier.slots_that_fit = lambda *_: slots
     if (room := run.pop("room", None)) is not None:
@@ -80,8 +83,8 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     ours = {"memory": "6G", "strategy": "lru", "vram_mode": "cooperative"} | options
     try:
         llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **ours)
-    except moeoff.BudgetError as error:
-        return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.facts["needed"]}
+    except (moeoff.BudgetError, moeoff.OptionError) as error:
+        return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.facts.get("needed")}
     for turn in range(2 if then else passes):
         if then and turn:
             device_tier.slots_that_fit = lambda *_: then
