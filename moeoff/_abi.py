@@ -84,6 +84,7 @@ __all__ = [
     "set_flags",
     "clear",
     "set_device_slots",
+    "set_device_mode",
     "device_slot_bytes",
     "priorities",
     "publish",
@@ -355,6 +356,8 @@ set_flags = function("moeoff_set_flags", c_int, c_void_p, c_uint32)
 clear = function("moeoff_clear", None, c_void_p)
 # int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
 set_device_slots = function("moeoff_set_device_slots", c_int, c_void_p, c_int32, POINTER(c_uint64), POINTER(c_int32), c_int32, c_int32, c_int32)
+# int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode);
+set_device_mode = function("moeoff_set_device_mode", c_int, c_void_p, c_int32)
 # uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t n_slots, int32_t n_spare);
 device_slot_bytes = function("moeoff_device_slot_bytes", c_uint64, c_void_p, c_void_p, c_int32, c_int32, c_int32)
 # float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t * n_experts);

@@ -122,7 +122,8 @@ def guarded() -> Iterator[None]:
 
 
 def supports_gpu() -> bool:
-    """Whether this build of llama.cpp can offload layers to a GPU."""
+    """Whether llama.cpp finds a GPU here that it can offload layers to. Vulkan's software drivers do not count unless
+    GGML_VK_VISIBLE_DEVICES names them."""
     return bool(api.llama_supports_gpu_offload())
 
 

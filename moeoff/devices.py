@@ -9,9 +9,10 @@ from typing import Any
 
 from .binding import lib
 
-__all__ = ["Device", "devices"]
+__all__ = ["Device", "backends", "devices"]
 
 _CPU = 0  # enum ggml_backend_dev_type
+_WITHOUT_DEVICES = ("CPU", "BLAS")
 
 
 def _function(name: str, result: Any, *arguments: Any) -> Any:
@@ -26,6 +27,9 @@ _get = _function("ggml_backend_dev_get", c_void_p, c_size_t)
 _type = _function("ggml_backend_dev_type", c_int, c_void_p)
 _name = _function("ggml_backend_dev_name", c_char_p, c_void_p)
 _description = _function("ggml_backend_dev_description", c_char_p, c_void_p)
+_reg_count = _function("ggml_backend_reg_count", c_size_t)
+_reg_get = _function("ggml_backend_reg_get", c_void_p, c_size_t)
+_reg_name = _function("ggml_backend_reg_name", c_char_p, c_void_p)
 _memory = _function("ggml_backend_dev_memory", None, c_void_p, POINTER(c_size_t), POINTER(c_size_t))
 
 
@@ -49,6 +53,12 @@ class Device:
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         _memory(self.handle, byref(free), byref(total))
         return free.value, total.value
+
+
+def backends() -> list[str]:
+    """Names of the backends in this build that have devices of their own, as "CUDA" or "Vulkan", whether or not there is such a device."""
+    names = [_reg_name(_reg_get(i)).decode() for i in range(_reg_count())]
+    return [name for name in names if name not in _WITHOUT_DEVICES]
 
 
 def devices() -> list[Device]:

@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import paper_contenders
 import paper_figures
 import papers
+import papers_device
 from cgroup import unavailable
 from helpers.files import PROSE
 from helpers.recordings import random_recording
@@ -100,6 +101,28 @@ def test_promoes_ablation_adds_one_part_at_a_time():
         ("lru-layer", "learned", 2, True, False),
         ("lru-layer", "learned", 2, True, True),
     ]
+
+
+def test_pairs_in_the_papers_order():
+    ours = dict(zip(papers_device.HEADLINES, (9.0, 5.0, 4.0, 3.0, 2.0)))
+    assert papers_device.agreeing_pairs(ours) == (10, 10)
+    assert papers_device.agreeing_pairs({pair: -ratio for pair, ratio in ours.items()}) == (0, 10)
+    ours[("ProMoE", "static")] = 6.0  # above the second and the third
+    assert papers_device.agreeing_pairs(ours) == (8, 10)
+    assert {name for pair in papers_device.HEADLINES for name in pair} <= set(papers_device.contenders())
+
+
+@pytest.mark.slow
+def test_quick_on_a_device(monkeypatch, tmp_path):
+    """Every contender and ratio in a data file; with a slow bus, keeping experts beats sending all of them."""
+    monkeypatch.setattr(papers_device, "_data", lambda model, text, quick: DATA.setdefault("d", papers.collect(papers_demo(), tuple(papers.TEXTS), 2048, 16)))
+    done = CliRunner().invoke(papers_device.main, ["--quick", "--layer-us", "1", "--json", str(tmp_path / "x.json")], catch_exceptions=False)
+    assert done.exit_code == 0
+    tables = {table["name"]: table["rows"] for table in json.loads((tmp_path / "x.json").read_text())["tables"]}
+    assert [row[0] for row in tables["device-contenders"]] == list(papers_device.contenders())
+    assert len(tables["device-order"]) == len(papers_device.HEADLINES) + 1
+    ratio = {row[2].split(" (")[-1]: float(row[4]) for row in tables["device-ratios"]}
+    assert ratio["Fate / LoD)"] > 1.02 and ratio["Fate, int4 / LoD)"] > ratio["Fate / LoD)"]
 
 
 @pytest.mark.slow

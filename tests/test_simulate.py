@@ -306,6 +306,24 @@ def test_command(moeoff_command, tmp_path):
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 
 
+def test_command_with_a_device(moeoff_command):
+    """A row for the CPU alone and one for each mode; a faster link, or a slower CPU, gives the device more."""
+    arguments = ("simulate", str(SMALL_TRACE), "--strategy", "score", "--memory", "50%", "--vram", "25%", "--json", "--layer-us", "1")
+    done = moeoff_command(*arguments)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [r["mode"] for r in found["results"]] == ["cpu", "cooperative", "centric"] and found["speeds"]["layer_us"] == 1
+    assert all(r["on_device"] + r["in_memory"] + r["on_disk"] == pytest.approx(1) for r in found["results"])
+    gain = {r["mode"]: r["gain"] for r in found["results"]}
+    assert gain["cpu"] == 0 < gain["cooperative"]
+    fast = {r["mode"]: r["gain"] for r in json.loads(moeoff_command(*arguments, "--link", "200", "--host-rate", "10").stdout)["results"]}
+    assert fast["centric"] > gain["centric"] and fast["cooperative"] > gain["cooperative"]
+    assert "on device" in moeoff_command(*arguments[:-3], "--vram-mode", "centric").stdout
+    for more, message in ((("--plot", "a.png"), "which has neither"), (("--vram", "1"), "fewer of them than a gate selects"), (("--vram", "x%"), "no share")):
+        failed = moeoff_command(*arguments, "--vram-mode", "centric", *more)
+        assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
+
+
 def test_run_records(moeoff_command, tmp_path):
     for _ in range(2):  # the second run goes on in the same file
         done = moeoff_command("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))

@@ -12,7 +12,7 @@ from helpers.files import CODE, PROSE
 from moeoff import BudgetError, Llama
 from moeoff.cache import create
 from moeoff.cache.importance import MissCost
-from moeoff.calibrate.clock import GATE_NS, on_clock
+from moeoff.calibrate.clock import GATE_NS, on_clock, on_device
 from moeoff.calibrate.profile_fit import fit
 from moeoff.calibrate.record import record, sequences
 from moeoff.companion.profile import Profile
@@ -25,7 +25,9 @@ from moeoff.gguf.layout import Layout
 from moeoff.predict import FitOptions, Prediction, Predictor
 from moeoff.predict.recording import Recording
 from moeoff.predict.router import Router
+from moeoff.simulate.bandwidths import Bandwidths
 from moeoff.simulate.simulator import simulate
+from moeoff.simulate.tiered import LowVersions
 from moeoff.simulate.timed import TimedBuffer
 from moeoff.simulate.trace import Model, TensorInfo, Trace
 
@@ -116,6 +118,27 @@ def test_the_clock_changes_no_hit(recording, name):
     expected = simulate(trace, name, arena)
     found = buffer.counts
     assert (found["hits"], found["misses"]) == (expected.gate_hits.sum(), expected.gate_misses.sum()) and found["stall_ns"] > 0
+
+
+SLOW_LINK = Bandwidths(link=1.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
+
+
+def test_papers_on_a_device(demo, learned):
+    """What is absent is sent to a GPU: the papers' systems beat sending everything, a larger GPU and smaller copies help, and a run repeats."""
+    held, profile = learned
+
+    def decode(name, share=0.25, **options):
+        strategy = replace(get_strategy(name), ab_tested=False)
+        return on_device(held, strategy, Layout.read(demo), SLOW_LINK, share=share, profile=profile, tokens=96, **options)
+
+    found = {name: decode(name) for name in ("on-demand", "lru", "fate", "hobbit", "promoe")}
+    assert decode("hobbit") == found["hobbit"]
+    assert all(result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4 and result.disk == 0 for result in found.values())
+    assert found["on-demand"].device == 0 and found["on-demand"].uploads == 96 * 12 * 4
+    assert all(result.decode_tps > 1.02 * found["on-demand"].decode_tps for name, result in found.items() if name != "on-demand")
+    assert decode("lru", share=0.5).decode_tps > found["lru"].decode_tps
+    mixed = decode("hobbit", low=LowVersions(0.6, 0.9, 0.25))
+    assert mixed.decode_tps > found["hobbit"].decode_tps and mixed.low > 0 < mixed.skipped
 
 
 def test_lru_layer_by_brute_force(recording):

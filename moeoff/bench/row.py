@@ -111,7 +111,7 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         flash_attn=bool(options.get("flash_attn")),
         n_gpu_layers=int(options.get("n_gpu_layers", 0)),
         vram=str(options.get("vram") or "") if ours else "",
-        vram_mode=str(options.get("vram_mode") or "cooperative") if ours and options.get("vram") else "",
+        vram_mode=str(options.get("vram_mode") or "auto") if ours and options.get("vram") else "",
         memory=done.opened.get("budget_bytes") or memory,
         strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else STOCK_NAME,
         n_lanes=done.opened.get("n_lanes"),

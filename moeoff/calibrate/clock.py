@@ -1,4 +1,4 @@
-"""A strategy on a simulated clock: what `Llama` would put together for it, on a recorded text and a disk of a given speed."""
+"""A strategy on a simulated clock: what `Llama` would put together for it, on a recorded text and a disk, or a device, of a given speed."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from ..engine.expert_buffer import ExpertBuffer
 from ..engine.strategy import Strategy
 from ..gguf.layout import Layout
 from ..predict.recording import Recording
+from ..simulate.bandwidths import Bandwidths
+from ..simulate.tiered import LowVersions, TieredBuffer, TieredResult
 from ..simulate.timed import TimedBuffer, TimedResult, replay
 
-__all__ = ["on_clock"]
+__all__ = ["on_clock", "on_device"]
 
 GATE_NS = 1_000_000  # any: all that matters is how reads compare with it
 
@@ -37,13 +39,38 @@ def on_clock(recording: Recording, strategy: Strategy, layout: Layout, *, share:
     model = recording.model
     buffer = TimedBuffer(model, int(model.full_bytes * share), max(int(read * GATE_NS), 1), GATE_NS, keep=strategy.keep, serial=strategy.serial)
     driver = attach_driver(cast(ExpertBuffer, buffer), strategy, layout, n_lanes=1, profile=profile, **options)
-    position = 0
+    return _decode(buffer, recording, driver, tokens), driver
+
+
+def on_device(recording: Recording, strategy: Strategy, layout: Layout, speeds: Bandwidths, *, share: float, low: LowVersions | None = None,
+              profile: Profile | None = None, tokens: int = 256, **options: Any) -> TieredResult:  # fmt: skip
+    """The same with all experts in host memory and a device that computes with them: it holds some, and the others are sent to it before
+    they are used, as the papers' systems do. One pool for all layers; prefetches go to the device.
+
+    Args:
+        share: of the experts' bytes, that the device holds.
+        low: copies in lower precision that are sent in the place of experts of little weight.
+        profile, tokens, options: as above.
+
+    Raises:
+        BudgetError, OptionError: as above.
+    """
+    model = recording.model
+    vram = int(share * sum(t.nbytes * t.n_experts for t in model.tensors))
+    buffer = TieredBuffer(model, speeds, vram, model.full_bytes, "centric", one_pool=True, keep=strategy.keep, serial=strategy.serial, low=low)
+    driver = attach_driver(cast(ExpertBuffer, buffer), strategy, layout, n_lanes=1, profile=profile, **options)
+    _decode(buffer, recording, driver, tokens)
+    return buffer.result()
+
+
+def _decode(buffer: TimedBuffer, recording: Recording, driver: Driver | None, tokens: int) -> TimedResult:
+    position, n_gates = 0, recording.model.n_gates
 
     def begin(n: int) -> None:
         nonlocal position
-        token = n // model.n_gates
+        token = n // n_gates
         position = 0 if recording.starts[token] else position + 1
         if driver is not None:
             driver.begin(recording.tokens[token : token + 1], {0: Span(position, position + 1, 1, True)}, True)
 
-    return replay(buffer, recording.events(0, tokens), begin), driver
+    return replay(buffer, recording.events(0, tokens), begin)

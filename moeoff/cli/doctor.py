@@ -55,7 +55,7 @@ def check_fork() -> Iterator[Finding]:
 
 
 def check_cpu() -> Iterator[Finding]:
-    from ..binding import api, supports_gpu
+    from ..binding import api
 
     text = api.llama_print_system_info().decode()
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
@@ -78,14 +78,14 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
     else:
         yield Finding("cores", OK, str(n_cores()))
-    if not supports_gpu():
-        yield Finding("gpu", OK, "none in this build")
-        return
-    from ..devices import devices
+    from ..devices import backends, devices
 
     gpus = devices()
-    if not gpus:
-        yield Finding("gpu", WARNING, "this build can use one, and its driver finds none", "install the driver, or build without: make env")
+    if not gpus and not backends():
+        yield Finding("gpu", OK, "none in this build")
+    elif not gpus:
+        found = f"this build has {' and '.join(backends())}, and no driver offers a device"
+        yield Finding("gpu", WARNING, found, "install the driver; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0")
     for device in gpus:
         free, total = device.memory
         yield Finding("gpu", OK, f"{device.name}, {device.description}: {format_size(free)} free of {format_size(total)} (-ngl, --vram)")

@@ -42,7 +42,11 @@ VRAM = (
     click.option(
         "--vram", metavar="SIZE", help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts."
     ),
-    click.option("--vram-mode", metavar="MODE", help="How a GPU computes with experts: cooperative, centric or cpu. See docs/gpu.md. Default: cooperative."),
+    click.option(
+        "--vram-mode",
+        metavar="MODE",
+        help="How a GPU computes with experts: cooperative, centric, cpu, or auto: the fastest, found while it computes. Default: auto.",
+    ),
 )
 ROPE = (
     click.option("--rope-scaling", "rope_scaling_type", metavar="METHOD", help="Scaling of positions: none, linear or yarn. Default: the model's."),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +12,7 @@ import click
 from ..console import progress_bar
 from ..errors import OptionError
 from ..memory import format_size, parse_size
+from ..simulate.bandwidths import Bandwidths
 from .llama_options import with_options
 from .options import CONTEXT, PROMPT_LOW, REROUTE, one_sentence, threshold_options
 
@@ -18,6 +21,13 @@ if TYPE_CHECKING:
     from ..simulate.trace import Trace
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
+
+
+def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
+    default = getattr(Bandwidths, name)
+    return click.option(
+        f"--{option}", name, type=click.FloatRange(0, min_open=True), metavar=metavar, default=default, show_default=True, help=f"{text}, with --vram."
+    )
 
 
 @click.command(context_settings=CONTEXT)
@@ -33,6 +43,15 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     metavar="SHARE",
     help="What a low version has of a high one's bytes, for the penalty. Default: 0.25, int4 of float16.",
 )
+@click.option("--vram", multiple=True, metavar="SIZE", help="Memory for experts on a device, as 8G or 25% of them: replays on a clock. May be repeated.")
+@click.option(
+    "--vram-mode", type=click.Choice(["cooperative", "centric", "both"]), default="both", show_default=True, help="How the device computes with them."
+)
+@_speed("disk", "disk", "GB/s", "Reads from disk")
+@_speed("link", "link", "GB/s", "From host memory to the device")
+@_speed("device-rate", "device", "GB/s", "Weights that the device computes with")
+@_speed("host-rate", "host", "GB/s", "Weights that the CPU computes with")
+@_speed("layer-us", "layer_us", "US", "What a layer takes beside its experts")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), metavar="FILE.png", help="Draw hit rates by size and layer, and the experts' use.")
 @click.option(
     "--scores",
@@ -45,7 +64,8 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @one_sentence
 def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], reroute: float | None, t1: float | None, t2: float | None,
-    prompt_low: float | None, low_cost: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
+    prompt_low: float | None, low_cost: float | None, vram: tuple[str, ...], vram_mode: str, disk: float, link: float, device: float, host: float,
+    layer_us: float, plot: str | None, scores: str | None, as_json: bool, seed: int,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
     from ..cache.importance import MissCost
@@ -57,6 +77,12 @@ def simulate(
         _draw_scores(trace, scores, as_json)
         return
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
+    if vram:
+        if plot or reroute:
+            raise OptionError("--vram replays on a clock, which has neither --plot nor --reroute")
+        speeds = Bandwidths(disk=disk, link=link, device=device, host=host, layer_us=layer_us)
+        _tiers(trace, [name for item in strategy or ("lru,score",) for name in item.split(",")], vram, arenas, vram_mode, speeds, as_json, seed)
+        return
     given = {"t1": t1, "t2": t2, "low": low_cost, "prompt_low": prompt_low}
     cost = MissCost(**{name: value for name, value in given.items() if value is not None})
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
@@ -78,6 +104,30 @@ def simulate(
         click.echo(
             f"\nin the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
             f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
+        )
+
+
+def _tiers(trace: Trace, names: list[str], vram: tuple[str, ...], arenas: list[int], mode: str, speeds: Bandwidths, as_json: bool, seed: int) -> None:
+    from ..simulate.comparison import compare_tiers
+
+    full = trace.model.full_bytes
+    modes = ("cooperative", "centric") if mode == "both" else (mode,)
+    with progress_bar("events") as progress:
+        rows = compare_tiers(trace, names, [_arena(size, full) for size in vram], arenas, modes, speeds, seed=seed, progress=progress)
+    if as_json:
+        head = {"model": trace.model.name, "full_bytes": full, "events": len(trace.events), "speeds": asdict(speeds)}
+        click.echo(json.dumps(head | {"results": rows}, indent=2))
+        return
+    click.echo(
+        f"{'device':>10} {'memory':>10} {'mode':<12} {'strategy':<12} {'tok/s':>8} {'gain':>6} {'on device':>9} {'memory':>7} {'disk':>6} {'waiting':>8} "
+        f"{'up/token':>10} {'read/token':>11}"
+    )
+    for row in rows:
+        gain = "" if row["mode"] == "cpu" or row["gain"] is None else f"{row['gain']:+.0%}"
+        click.echo(
+            f"{format_size(row['vram_bytes']):>10} {format_size(row['arena_bytes']):>10} {row['mode']:<12} {row['strategy']:<12} "
+            f"{row['decode_tps'] or row['prompt_tps']:8.1f} {gain:>6} {row['on_device']:9.1%} {row['in_memory']:7.1%} {row['on_disk']:6.1%} {row['waiting']:8.1%} "
+            f"{format_size(int(row['up_bytes_per_token'])):>10} {format_size(int(row['read_bytes_per_token'])):>11}"
         )
 
 

@@ -40,7 +40,8 @@ from .batch_rows import BatchRows, Splitting
 from .batch_spans import Span
 from .cancellation import Cancellation
 from .config import Config
-from .device_tier import DeviceTier
+from .device_judge import DeviceJudge
+from .device_tier import AUTO, DeviceTier
 from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input, wants_gate_logits
 from .expert_buffer import ExpertBuffer
@@ -99,6 +100,7 @@ class Assembly:
         self.strategy = self.config.strategy
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if self.config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
+        self._device_judge: DeviceJudge | None = None
         self._plan_memory()
         self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
@@ -204,6 +206,8 @@ class Assembly:
         if not buffer.running:
             buffer.start(buffer.arena_floor, buffer.low_arena_floor)
         self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.layout.n_expert_used, 1), self._free_on_devices)
+        if config.vram_mode == AUTO:
+            self._device_judge = DeviceJudge(self.device_tier.ways if self.lossy.precision.lossless else self.device_tier.ways[:1])
 
     def start(self, size: MemorySizes, ctx: int) -> None:
         """Sizes the arenas from what the loaded model has left of the budget.
@@ -267,6 +271,8 @@ class Assembly:
             rows: which is of which sequence, where it holds several (`splitting`).
         """
         self.layout.check_unchanged()
+        if self._device_judge is not None and self.device_tier is not None:
+            self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
         self.buffer.set_batch_kind(decodes)
         self.lossy.begin(self.buffer, spans)
         if self.driver is not None:
@@ -278,6 +284,8 @@ class Assembly:
         """After it. Raises what went wrong in a callback or an I/O worker."""
         self.buffer.check()
         self.timing.add(n_tokens, seconds, decodes)
+        if self._device_judge is not None:
+            self._device_judge.end(n_tokens, seconds, decodes)
         if not decodes:
             self._prompt_meter.end(n_tokens, seconds)
         self.sizer.look()
@@ -339,6 +347,8 @@ class Assembly:
         )
         if self.device_tier is not None:
             stats = replace(stats, device_memory=self.device_tier.items())
+        if self._device_judge is not None:
+            stats = replace(stats, device_mode=self._device_judge.decode_mode, device_gain=self._device_judge.gain)
         prefetcher = self.driver.prefetcher if self.driver is not None else None
         if prefetcher is not None:
             stats = replace(stats, prefetch_on=prefetcher.on, prefetch_gain=prefetcher.gain)

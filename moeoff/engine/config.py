@@ -16,7 +16,7 @@ from ..companion.settings import CHANGE_RESULTS, OPTIONS, Tuning
 from ..errors import OptionError
 from ..machine import n_cores
 from ..memory import parse_size
-from .device_tier import MODES
+from .device_tier import AUTO, MODES
 from .llama_options import check_options, read_options
 from .strategy import Strategy, get_strategy
 
@@ -25,7 +25,7 @@ __all__ = ["Config"]
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
 
-VRAM_MODES = (*MODES, "cpu")
+VRAM_MODES = (*MODES, "cpu", AUTO)
 Path = str | os.PathLike[str]
 
 
@@ -64,7 +64,8 @@ class Config:
         priority: of the process, -1 (low) to 3 (realtime); it stays when the model is closed.
         vram: bound of what is allocated on each device, experts and llama.cpp's own together, in bytes; `make` takes "2G" and "80%" (of what
             is free there), too. None: no experts on devices. Needs `n_gpu_layers`.
-        vram_mode: how a device computes with experts (docs/gpu.md): "cooperative", "centric", or "cpu": not at all.
+        vram_mode: how a device computes with experts (docs/gpu.md): "cooperative", "centric", "cpu": not at all, or "auto": whichever is the
+            fastest, found while it computes.
         settings: of `moeoff tune`; "auto" takes those beside the model if there are any, False none. They fill in what is in `open_options`.
         open_options: options that the user has said nothing about, of those that settings may choose; `make` knows them.
         llama_cpp: options of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
@@ -98,7 +99,7 @@ class Config:
     priority: int = 0
     settings: Path | bool = "auto"
     vram: DeviceBound | None = None
-    vram_mode: str = "cooperative"
+    vram_mode: str = AUTO
     open_options: frozenset[str] = frozenset()
     llama_cpp: Mapping[str, Any] = field(default_factory=dict)
 
@@ -164,6 +165,12 @@ class Config:
             raise OptionError("vram: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs vram_mode centric")
         if self.vram_mode == "centric" and (self.max_loss is not None or not self.precision.lossless):
             raise OptionError("vram_mode centric: a device computes with experts in their own precision alone")
+        self.check_adapters(bool(self.llama_cpp.get("lora_path")))
+
+    def check_adapters(self, given: bool) -> None:
+        """Raises OptionError if there are adapters and both a device and the CPU compute with experts."""
+        if given and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
+            raise OptionError(f"vram_mode {self.vram_mode}: adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu")
 
     def tuned(self, tuning: Tuning) -> Config:
         """With the tuning's choice for every option that the user has said nothing about."""

@@ -14,7 +14,9 @@ from ..errors import BudgetError, MoeoffError, OptionError, Remedy
 from ..memory import MIB, format_size
 from .expert_buffer import ExpertBuffer
 
-__all__ = ["MODES", "DeviceTier", "DeviceUse"]
+__all__ = ["AUTO", "MODES", "DeviceTier", "DeviceUse"]
+
+AUTO = "auto"  # whichever is the fastest, by measuring
 
 # how devices compute with experts; docs/gpu.md
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC}
@@ -45,6 +47,8 @@ class DeviceTier:
         n_used: experts that serve a token.
         free: by device, bytes that were free before the model was loaded.
 
+        mode: of `MODES`, or `AUTO`: begins cooperative, and `use` says how it goes on.
+
     Attributes:
         uses: of the devices that have slots.
 
@@ -54,7 +58,8 @@ class DeviceTier:
     """
 
     def __init__(self, buffer: ExpertBuffer, ctx: int, bound: DeviceBound, mode: str, n_used: int, free: dict[int, int]):
-        self._buffer, self._ctx, self._mode, self._n_used, self._free = buffer, ctx, mode, n_used, free
+        self._buffer, self._ctx, self._n_used, self._free = buffer, ctx, n_used, free
+        self._mode = self._placed_as = "cooperative" if mode == AUTO else mode
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
         if not any(self._devices):
@@ -77,27 +82,39 @@ class DeviceTier:
         """
         try:
             self._place(bound)
+            self._bound = bound
         except BudgetError:
             self._place(self._bound)
             raise
-        self._bound = bound
+        finally:
+            if self._mode not in MODES:
+                self._buffer.set_device_mode(native.DEVICE_OFF)
+                self._replan()
+
+    @property
+    def ways(self) -> tuple[str, ...]:
+        """Of `MODES`, those that these slots allow; the first is the one that `AUTO` begins with."""
+        return ("cooperative", "centric") if min(use.n_slots for use in self.uses) >= self._n_used else ("cooperative",)
+
+    def use(self, mode: str) -> None:
+        """Between batches: one of `MODES`, or "cpu", without the slots; what they hold stays."""
+        if mode == self._mode:
+            return
+        api.llama_synchronize(self._ctx)
+        self._buffer.set_device_mode(MODES.get(mode, native.DEVICE_OFF))
+        self._mode = mode
+        self._replan()
 
     def _place(self, bound: DeviceBound) -> None:
         api.llama_synchronize(self._ctx)  # the last batch's graph may still be reading the slots
-        self._buffer.set_device_slots([])
-        self._replan()
+        self._buffer.drain()  # nor may a prediction still come
+        self._free_slots()
         less: dict[int, int] = {}
         for is_last in (False, True):  # llama.cpp's buffers grow a little once its graphs have a device's part
             rooms = self._rooms(bound, less)
             slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
-            per_gate = [(handle, slots.get(handle, 0)) for handle in self._devices]
-            try:
-                self._buffer.set_device_slots(per_gate, MODES[self._mode], self._n_used, _UPLOADS)
-                self._replan()
-            except MoeoffError as error:
-                self._buffer.set_device_slots([])
-                self._replan()
-                raise self._no_room(rooms, slots, str(error)) from None
+            if reason := self._allocate(slots):
+                raise self._no_room(rooms, slots, reason)
             self.uses = tuple(
                 DeviceUse(room.name, slots[handle], sum(of(slots[handle]) for of in self._bytes_of(handle)), self._taken(handle))
                 for handle, room in rooms.items()
@@ -105,8 +122,21 @@ class DeviceTier:
             less = {handle: use.slots + use.taken - room.bound for (handle, room), use in zip(rooms.items(), self.uses)}
             if is_last or max(less.values()) <= 0:
                 return
-            self._buffer.set_device_slots([])
+            self._free_slots()
+
+    def _allocate(self, slots: dict[int, int]) -> str:
+        """Slots for each layer by its device, and llama.cpp's buffers beside them. Empty, or why there is no room; then there are none."""
+        try:
+            self._buffer.set_device_slots([(handle, slots.get(handle, 0)) for handle in self._devices], MODES[self._placed_as], self._n_used, _UPLOADS)
             self._replan()
+        except MoeoffError as error:
+            self._free_slots()
+            return str(error)
+        return ""
+
+    def _free_slots(self) -> None:
+        self._buffer.set_device_slots([])
+        self._replan()
 
     def items(self) -> dict[str, dict[str, int]]:
         """`uses` by the devices' names."""
@@ -138,6 +168,14 @@ class DeviceTier:
             raise MoeoffError("llama.cpp has no memory for its buffers beside them")
 
     def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, int], reason: str) -> BudgetError:
+        """A driver gave less than it had said. What would fit is found by trying."""
         handle = max(rooms, key=lambda h: sum(of(slots[h]) for of in self._bytes_of(h)))
-        half = rooms[handle].taken + sum(of(max(slots[handle] // 2, 1)) for of in self._bytes_of(handle))
-        return BudgetError(f"{format_size(rooms[handle].bound)} on {rooms[handle].name}: {reason}", Remedy.LESS_VRAM, needed=-(-half // MIB) * MIB)
+        room, fewer = rooms[handle], slots
+        said = f"{format_size(room.bound)} on {room.name}: {reason}; {format_size(room.taken)} are llama.cpp's there"
+        while any(fewer.values()):
+            fewer = {h: n // 2 for h, n in fewer.items()}
+            if any(fewer.values()) and not self._allocate(fewer):
+                self._free_slots()
+                needed = max(sum(of(fewer[h]) for of in self._bytes_of(h)) + rooms[h].taken for h in rooms)
+                return BudgetError(said, Remedy.LESS_VRAM, needed=-(-needed // MIB) * MIB)
+        return BudgetError(f"{said}, and not one expert of each layer has room beside them; open the model without vram")

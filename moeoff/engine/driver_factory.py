@@ -52,7 +52,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
 
     Args:
         profile: what calibration measured of the model.
-        on_devices: the policy also says which experts devices hold.
+        on_devices: the policy also says which experts devices hold, and what is predicted is written there ahead.
         options: of the policy.
 
     Raises:
@@ -65,7 +65,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
     policy_name = None if everything and not on_devices and not options else strategy.policy
     if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
         policy_name = None  # the buffer's own eviction order
-    predictor_name = None if everything and not precision.mispredicted_low else strategy.predictor  # what it does not ask for is served low
+    predictor_name = None if everything and not precision.mispredicted_low and not on_devices else strategy.predictor  # what it does not ask for is served low
     if policy_name is None and predictor_name is None and trace is None and replay is None:
         return None
     model = Model.of(buffer, os.path.basename(layout.files[0]), max(layout.n_expert_used, 1))
@@ -85,6 +85,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, layout: Layout, trac
             share=strategy.share,
             ab_tested=strategy.ab_tested,
             precision=precision,
+            fills_devices=on_devices,
         )
     if policy_name is not None:
         kind = get_policy(policy_name)

@@ -258,6 +258,14 @@ class ExpertBuffer:
         handles, numbers = (ctypes.c_uint64 * n)(*(device for device, _ in given)), (ctypes.c_int32 * n)(*(number for _, number in given))
         self._check(native.set_device_slots(self.handle, mode, handles, numbers, n, n_used, n_uploads))
 
+    def set_device_mode(self, mode: int) -> None:
+        """Between decodes: how devices compute with the slots that are there (`native.DEVICE_OFF`: not at all). What they hold stays.
+
+        Raises:
+            MoeoffError: there are no slots.
+        """
+        self._check(native.set_device_mode(self.handle, mode))
+
     def device_slot_bytes(self, device: int, gate: int, n_slots: int, n_used: int) -> int:
         """Bytes that a gate's slots take on a device (ggml_backend_dev_t); 0: it cannot compute with these experts."""
         return int(native.device_slot_bytes(self.handle, device, gate, n_slots, n_used))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..binding import llama_cpp, supports_gpu
+from ..devices import backends
 from ..errors import OptionError
 from ..gguf.layout import Layout, count
 from ..gguf.quantize import type_from_name, type_name
@@ -72,6 +73,10 @@ def check_options(options: Mapping[str, Any]) -> None:
         if name in options and options[name] < 1:
             raise OptionError(f"{name}: at least 1 token, not {options[name]}")
     gpu = [name for name in ("n_gpu_layers", *_GPU_OPTIONS) if options.get(name)]
+    if gpu and not supports_gpu() and (found := backends()):
+        raise OptionError(
+            f"{gpu[0]}: this build has {' and '.join(found)}, and no driver offers a device; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0"
+        )
     if gpu and not supports_gpu():
         raise OptionError(f"{gpu[0]}: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
     if gpu and not options.get("n_gpu_layers"):

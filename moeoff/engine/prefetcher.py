@@ -35,13 +35,15 @@ class Prefetcher:
     ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of sequences), and
         what is seldom useful is not read (`Usefulness`).
     precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all.
+    fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
     """
 
     def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int,
                  fallback: Predictor | None = None, *, share: float = 0.0, ab_tested: bool = True,
-                 precision: Precision = LOSSLESS):  # fmt: skip
+                 precision: Precision = LOSSLESS, fills_devices: bool = False):  # fmt: skip
         self._buffer, self.predictor, self._fallback, self._precision = buffer, predictor, fallback, precision
         self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
+        self._fills_devices = fills_devices
         self._n_gates, n_experts = buffer.priorities.shape
         self._n_used, self._n_lanes = n_used, n_lanes
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
@@ -79,7 +81,7 @@ class Prefetcher:
     @property
     def _predicts(self) -> bool:
         """Whether this token's gates are predicted."""
-        return self.on and (self._precision.mispredicted_low or self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
+        return self.on and (self._precision.mispredicted_low or self._fills_devices or self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
 
     def observe(self, event: GateEvent) -> None:
         """After a router has selected."""

@@ -57,7 +57,8 @@ class Stats:
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
     device_hits: of demand_hits, the slices that a device holds; device_uploads: experts that were written into a device's slot, of device_bytes bytes, in
     device_upload_seconds; device_experts: on devices now; device_memory: of each device with slots, their number for each layer, their bytes, and
-    what llama.cpp takes there.
+    what llama.cpp takes there; device_mode: with vram_mode auto, how the next token will be computed, and device_gain the speed with devices relative to
+    without, minus 1, when it was last compared.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
     events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
@@ -113,6 +114,8 @@ class Stats:
     device_upload_seconds: float = 0.0
     device_experts: int = 0
     device_memory: dict[str, dict[str, int]] = field(default_factory=dict)
+    device_mode: str = ""
+    device_gain: float | None = None
 
     @property
     def device_hit_rate(self) -> float:
@@ -123,7 +126,8 @@ class Stats:
     @property
     def hit_summary(self) -> str:
         """Hit rate, in words."""
-        return f"hit rate {self.hit_rate:.1%}" + (f" ({self.device_hit_rate:.1%} on the GPU)" if self.device_memory else "")
+        off = ", off: the CPU alone is faster" if self.device_mode == "cpu" and self.device_gain is not None else ""
+        return f"hit rate {self.hit_rate:.1%}" + (f" ({self.device_hit_rate:.1%} on the GPU{off})" if self.device_memory else "")
 
     @property
     def precision_summary(self) -> str:

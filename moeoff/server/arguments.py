@@ -96,8 +96,9 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
         keywords: of llama_cpp.Llama, as `Config.keywords` gives them.
 
     Raises:
-        OptionError: a keyword that llama-server has under another name.
+        OptionError: a keyword that llama-server has under another name, or adapters that cannot be.
     """
+    config.check_adapters(any(argument.startswith("--lora") for argument in options.args))
     out = ["llama-server", "-m", config.model_path, "--host", options.host, "--port", str(options.port), "-np", str(options.parallel), "-c", str(n_ctx)]
     out += ["--kv-unified", "--cache-ram", str(options.cache_ram // MIB), "--ctx-checkpoints", "0", "--threads-http", str(_HTTP_THREADS + 2 * options.parallel)]
     out += ["--metrics", "--no-slots", "-lv", "4" if options.verbose else "1", "-fa", "on" if keywords.get("flash_attn") else "off"]

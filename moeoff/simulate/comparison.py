@@ -12,12 +12,14 @@ import numpy as np
 from ..cache import get_policy
 from ..cache.importance import PAPERS_COST, MissCost
 from ..errors import OptionError
+from .bandwidths import Bandwidths
 from .read_log import DEMAND_LEVEL
 from .rerouting import Rerouting
 from .simulator import Result, simulate
+from .tiered import replay
 from .trace import Trace
 
-__all__ = ["compare", "gap_recovered", "recorded_reads"]
+__all__ = ["compare", "compare_tiers", "gap_recovered", "recorded_reads"]
 
 
 def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, rerouting: Rerouting | None = None,
@@ -52,6 +54,44 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
             )
         )
     return results
+
+
+def compare_tiers(trace: Trace, policies: Sequence[str], vrams: Sequence[int], arenas: Sequence[int], modes: Sequence[str], speeds: Bandwidths, *,
+                  seed: int = 0, progress: Callable[[str, int, int], None] | None = None) -> list[dict[str, Any]]:  # fmt: skip
+    """Replays a trace with a device beside host memory and disk, on a clock.
+
+    Args:
+        vrams, arenas: bytes for experts on the device and in host memory.
+        modes: of `tiered.MODES`; for each arena the CPU alone comes first.
+
+    Returns:
+        A row each: sizes, mode, strategy, what `TieredResult.to_dict` has, and "gain": decode speed over the CPU alone, minus 1.
+
+    Raises:
+        OptionError: the trace is empty, or there is no such policy or mode.
+        BudgetError: a memory has no room for what one gate selects.
+    """
+    if not trace.events:
+        raise OptionError("there is no gate event in the trace")
+    runs = [
+        (arena, name, vram, mode) for arena in arenas for name in policies for vram, mode in [(0, "cpu"), *((v, m) for v in vrams for m in modes if m != "cpu")]
+    ]
+    rows, alone = [], 0.0
+    for i, (arena, name, vram, mode) in enumerate(runs, 1):
+        report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name}, {mode} ({i} of {len(runs)})")
+        result = replay(trace, name, speeds, vram, arena, mode, seed=seed, progress=report)
+        alone = result.decode_tps if mode == "cpu" else alone
+        rows.append(
+            {
+                "vram_bytes": vram,
+                "arena_bytes": arena,
+                "mode": mode,
+                "strategy": name,
+                **result.to_dict(),
+                "gain": result.decode_tps / alone - 1 if alone else None,
+            }
+        )
+    return rows
 
 
 def _options(name: str, cost: MissCost) -> dict[str, Any]:

@@ -51,12 +51,12 @@ class TimedResult:
 
 
 class TimedBuffer:
-    """Slices of one size in an arena, read one after the other.
+    """Slices in an arena, read one after the other.
 
     Args:
-        model: its tensors must have one slot size, and every gate the same matrices.
+        model: every gate must have the same matrices.
         arena_bytes: of the arena.
-        read_ns: that the disk takes for a slice.
+        read_ns: that the disk takes for a slice, or [n_tensors] for one of each tensor.
         gate_ns: from one router's selection to the next one's, if nothing has to be waited for.
         keep, serial: as a strategy's: False drops slices after their use; True computes nothing of a gate before all of it is there.
         expert_share: of that, what computing the experts takes; the rest, attention above all, comes after it and needs no slice.
@@ -65,9 +65,9 @@ class TimedBuffer:
         BudgetError: the arena is too small for what one gate selects.
     """
 
-    def __init__(self, model: Model, arena_bytes: int, read_ns: int, gate_ns: int, expert_share: float = 0.5, *,
+    def __init__(self, model: Model, arena_bytes: int, read_ns: int | np.ndarray, gate_ns: int, expert_share: float = 0.5, *,
                  keep: bool = True, serial: bool = False):  # fmt: skip
-        self._model, self._read_ns, self._gate_ns = model, read_ns, gate_ns
+        self._model, self._gate_ns = model, gate_ns
         self._keep, self._serial = keep, serial
         self._experts_ns = int(expert_share * gate_ns)
         self._width = model.n_experts
@@ -75,9 +75,10 @@ class TimedBuffer:
         self.tensors = [SimpleNamespace(gate=t.gate, layer=t.layer, matrix=t.matrix, ne=(1, 1, t.n_experts), nbytes=t.nbytes) for t in model.tensors]
         self.arena_full = model.full_bytes
         self._arena_bytes = arena_bytes
-        self._n_slots = arena_bytes // model.tensors[0].slot_bytes
+        self._slot = np.repeat([t.slot_bytes for t in model.tensors], self._width)
+        self._read_ns = np.repeat(np.broadcast_to(read_ns, len(model.tensors)), self._width)
         self._of_gate = [sorted((i for i, t in enumerate(model.tensors) if t.gate == g), key=lambda i: model.tensors[i].matrix) for g in range(model.n_gates)]
-        if self._n_slots < 2 * model.n_used * max(map(len, self._of_gate)):
+        if arena_bytes < 2 * model.n_used * max(sum(model.tensors[i].slot_bytes for i in tensors) for tensors in self._of_gate):
             raise BudgetError(f"an arena of {arena_bytes} bytes holds fewer experts than a gate selects")
         n = len(model.tensors) * self._width
         self._gate = np.repeat([t.gate for t in model.tensors], self._width)
@@ -224,23 +225,36 @@ class TimedBuffer:
             return
         for level in (_DEMAND, _PREFETCH):
             queue = self._queues[level]
-            if queue and self._make_room():
+            if queue and self._make_room(queue[0]):
                 s = queue.popleft()
                 start = max(self._idle_since, int(self._queued_at[s]))
                 self._state[s] = _LOADING
-                self._loading = (s, start, start + self._read_ns, level)
+                self._loading = (s, start, start + int(self._read_ns[s]), level)
                 return
 
-    def _make_room(self) -> bool:
+    def _make_room(self, s: int) -> bool:
+        """Evicts until the slice fits."""
         held = np.flatnonzero(self._state >= _LOADING)
-        if len(held) < self._n_slots:
+        over = int(self._slot[held].sum() + self._slot[s]) - self._arena_bytes
+        if over <= 0:
             return True
-        free = held[(self._state[held] == _READY) & ~self._wanted[held]]
-        if not len(free):
+        free = held[(self._state[held] == _READY) & ~self._pinned(held)]
+        if over > int(self._slot[free].sum()):
             return False
-        rank = self.priorities[self._gate[free], free % self._width]
-        self._state[free[np.lexsort((free, self._last_use[free], rank, self._expected[free]))[0]]] = _ABSENT
+        for victim in free[np.lexsort((free, self._last_use[free], *self._order(free)))].tolist():
+            self._state[victim] = _ABSENT
+            over -= int(self._slot[victim])
+            if over <= 0:
+                break
         return True
+
+    def _pinned(self, slices: np.ndarray) -> np.ndarray:
+        wanted: np.ndarray = self._wanted[slices]
+        return wanted
+
+    def _order(self, slices: np.ndarray) -> tuple[np.ndarray, ...]:
+        """What decides who is evicted first, beside the time of its last use; the last of these above all."""
+        return self.priorities[self._gate[slices], slices % self._width], self._expected[slices]
 
 
 def replay(buffer: TimedBuffer, events: Sequence[GateEvent], begin: Callable[[int], None] | None = None) -> TimedResult:

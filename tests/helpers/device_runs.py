@@ -38,8 +38,8 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
 
     Args:
         runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
-            each step, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
-            after the first pass, of two.
+            each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
+            after the first pass, of two; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
@@ -56,8 +56,9 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from dataclasses import asdict
 
     import moeoff
+    import moeoff.engine.device_judge as device_judge
     import moeoff.engine.device_tier as device_tier
-    from moeoff.binding import buffer_types
+    from moeoff.binding import buffer_types, llama_cpp
     from moeoff.gguf.tensor_name import EXPERT_PATTERN
     from moeoff.native import tensor_overrides
     from stock import Stock
@@ -70,12 +71,20 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
                 params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
-    then = run.pop("then", None)
+    then, second = run.pop("then", None), run.pop("second", False)
     device_tier._UPLOADS = run.pop("uploads", 2)
+    if block := run.pop("block", None):
+        device_judge._BLOCK, device_judge._SKIP = block, 0
     if slots:
         device_tier.slots_that_fit = lambda *_: slots
+    if (room := run.pop("room", None)) is not None:
+        _limit_room(room)
     options = COMMON | run
-    llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **({"memory": "6G", "strategy": "lru"} | options))
+    ours = {"memory": "6G", "strategy": "lru", "vram_mode": "cooperative"} | options
+    try:
+        llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **ours)
+    except (moeoff.BudgetError, moeoff.OptionError) as error:
+        return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.facts.get("needed")}
     for turn in range(2 if then else passes):
         if then and turn:
             device_tier.slots_that_fit = lambda *_: then
@@ -83,16 +92,52 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
         llm.clear_context() if not where else llm.reset()
         if not where:
             llm.reset_stats()
-        rows, first = [], 0
+        rows, elsewhere, first = [], [], 0
+        ctx = llama_cpp.llama_init_from_model(llm._model.model, llm.context_params) if second else None
         for n in batches:
-            llm.eval([(7 + 13 * i) % min(300, llm.n_vocab()) for i in range(first, first + n)])
+            tokens = [(7 + 13 * i) % min(300, llm.n_vocab()) for i in range(first, first + n)]
+            if second:
+                elsewhere.append(_decode_in(ctx, tokens, first, llm.n_vocab()))
+            llm.eval(tokens)
             rows.append(llm.scores[first : first + n].copy())
             first += n
         if not where and not then and llm.stats().device_hit_rate == 1:
             break
+    if second:
+        llama_cpp.llama_free(ctx)
+        rows = elsewhere if second == "other" else rows
     stats = None if where else asdict(llm.stats()) | {"device_hit_rate": llm.stats().device_hit_rate}
     llm.close()
     return np.concatenate(rows), stats
+
+
+def _decode_in(ctx: Any, tokens: list[int], first: int, n_vocab: int) -> np.ndarray:
+    """Logits [len(tokens), n_vocab] of another context of a model."""
+    from moeoff.binding import llama_cpp
+
+    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
+    batch.n_tokens = len(tokens)
+    for i, token in enumerate(tokens):
+        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, first + i, 1, True
+        batch.seq_id[i][0] = 0
+    assert llama_cpp.llama_decode(ctx, batch) == 0
+    logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(ctx), (len(tokens), n_vocab)).copy()
+    llama_cpp.llama_batch_free(batch)
+    return logits
+
+
+def _limit_room(room: int) -> None:
+    from moeoff.engine.expert_buffer import ExpertBuffer
+    from moeoff.errors import MoeoffError
+
+    allocate = ExpertBuffer.set_device_slots
+
+    def with_less(self: ExpertBuffer, slots: Any, *arguments: Any) -> None:
+        if any(n > room for _, n in slots):
+            raise MoeoffError("Vulkan0 has no room for 123456 bytes of experts of layer 3")
+        allocate(self, slots, *arguments)
+
+    ExpertBuffer.set_device_slots = with_less  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -81,12 +81,13 @@ struct device_store {
     fake_device * device = nullptr;
     const int     n_spare = 2;
 
-    explicit device_store(moeoff_device_mode mode, int n_slots, int n_uploads, uint64_t arena = 0)
+    explicit device_store(moeoff_device_mode mode, int n_slots, int n_uploads, uint64_t arena = 0, int n_gates = 1)
         : s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 2, 0, page_size }) {
         std::string error;
         REQUIRE(s.add_file(file.path, error) == 0);
-        for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
-            s.add_tensor(tensor_info(0, matrix, n_expert), false);
+        for (int i = 0; i < 2 * n_gates; i++) { // all layers have the same bytes
+            const int matrix = i % 2 ? MOEOFF_MATRIX_DOWN : MOEOFF_MATRIX_UP;
+            s.add_tensor(tensor_info(i / 2, matrix, n_expert), false);
             std::vector<moeoff_source> sources;
             for (int e = 0; e < n_expert; e++) {
                 sources.push_back({ 0, 1, offset(matrix, e), nbytes, 0 });
@@ -97,12 +98,12 @@ struct device_store {
         REQUIRE(s.start(error));
         auto memory = std::make_unique<fake_device>();
         device = memory.get();
-        s.set_device(mode, n_uploads, n_spare, { n_slots }, std::move(memory));
+        s.set_device(mode, n_uploads, n_spare, std::vector<int32_t>((size_t) n_gates, n_slots), std::move(memory));
     }
 
     static uint64_t offset(int matrix, int expert) { return (uint64_t) ((matrix == MOEOFF_MATRIX_DOWN ? n_expert : 0) + expert) * nbytes; }
 
-    gate & g() { return s.experts().gate_at(0); }
+    gate & g(int i = 0) { return s.experts().gate_at(i); }
 
     struct told {
         std::vector<int32_t> slots, host;
@@ -110,29 +111,29 @@ struct device_store {
     };
 
     // one token's gate event; the ops that compute on the CPU follow it
-    told event(std::vector<int32_t> ids) {
+    told event(std::vector<int32_t> ids, int gate = 0) {
         std::vector<float> weights(ids.size(), 0.5f);
         told t { std::vector<int32_t>(ids.size()), std::vector<int32_t>(ids.size()), 0, 0 };
         moeoff_gate_event e = {};
-        e.n_tokens = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
+        e.gate = gate; e.layer = gate; e.n_tokens = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
         const device_ids out = { t.slots.data(), t.host.data() };
-        s.gate_event(g(), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
+        s.gate_event(g(gate), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
         t.n_hit = e.n_hit;
         t.n_miss = e.n_miss;
         for (size_t i = 0; i < ids.size(); i++) {
-            REQUIRE((t.host[i] < 0) == (t.slots[i] < s.n_device_slots(g())));
+            REQUIRE((t.host[i] < 0) == (t.slots[i] < s.n_device_slots(g(gate))));
             REQUIRE(t.host[i] < 0 || t.host[i] == ids[i]);
             if (t.host[i] < 0) {
-                check(ids[i], t.slots[i]);
+                check(ids[i], t.slots[i], gate);
             }
         }
-        compute(t.host);
+        compute(t.host, gate);
         return t;
     }
 
-    void check(int expert, int slot) {
+    void check(int expert, int slot, int gate) {
         for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
-            const auto bytes = device->read(0, matrix, slot);
+            const auto bytes = device->read(gate, matrix, slot);
             REQUIRE(bytes.size() == nbytes);
             for (uint64_t b = 0; b < nbytes; b++) {
                 REQUIRE(bytes[b] == byte_at(offset(matrix, expert) + b));
@@ -140,12 +141,12 @@ struct device_store {
         }
     }
 
-    void compute(const std::vector<int32_t> & experts) {
+    void compute(const std::vector<int32_t> & experts, int gate) {
         const uint8_t v = HIGH;
         for (int i = 0; i < s.experts().n_tensors(); i++) {
             const tensor & t = s.experts().tensor_at(i);
             for (const int32_t e : experts) {
-                if (e < 0) {
+                if (e < 0 || t.info.gate != gate) {
                     continue;
                 }
                 s.pin(t, &e, &v, 1);
@@ -200,6 +201,62 @@ TEST(cooperative_uploads_what_is_in_memory_and_the_next_graph_finds_it) {
     x.wait_for(2);
     REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 }));
     REQUIRE(x.stats().device_hits == 2 * 3 && x.stats().device_bytes == 2 * 2 * nbytes);
+}
+
+TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2, 0, 2);
+    const int user = 0;
+    const auto predict = [&x](int gate, const std::vector<int32_t> & experts) {
+        return x.s.prefetch(gate, experts.data(), (int32_t) experts.size(), (int32_t) experts.size(), 15, HIGH, true, -1);
+    };
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
+    for (const int gate : { 0, 1 }) {
+        REQUIRE(x.event({ 0, 1 }, gate).host == (std::vector<int32_t> { 0, 1 })); // they are in memory from now on
+    }
+    REQUIRE(predict(1, { 0, 1 }) == 0); // its device may still be reading the slots
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    REQUIRE(x.device->n_writes == 0);
+    REQUIRE(predict(0, { 0, 1 }) == 0); // nothing has to be read
+    x.wait_for(2);
+    REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 }));
+    // what is not expected gives way to what ranks above it, what is expected does not
+    x.event({ 2, 3 });
+    x.event({ 0, 1 }, 1);
+    x.wait_for(4); // of this gate, too
+    x.s.priorities()[2] = 1.0f;
+    x.s.publish();
+    const uint64_t n_writes = x.device->n_writes;
+    predict(0, { 2, 0, 1 });
+    predict(0, { 3 }); // of the same rank as those that are there, and used less
+    std::this_thread::sleep_for(std::chrono::milliseconds(20));
+    REQUIRE(x.device->n_writes == n_writes);
+    predict(0, { 2, 1 });
+    while (x.stats().device_uploads < n_writes / 2 + 1) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    REQUIRE(x.event({ 2, 1 }).host == (std::vector<int32_t> { -1, -1 }));
+}
+
+TEST(slots_that_are_off_keep_what_they_hold) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2, 2 * 2 * arena::slot_bytes(nbytes)); // four slices in memory
+    const int user = 0;
+    REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
+    x.event({ 0, 1 });
+    x.event({ 0, 1 });
+    x.wait_for(2);
+    std::vector<uint8_t> resident(n_expert);
+    x.event({ 2, 3 }); // takes their places in host memory
+    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_OFF) && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_OFF);
+    x.s.residency(HIGH, resident.data());
+    REQUIRE(resident[0] == 0 && resident[2] != 0);
+    const int32_t absent[] = { 0 };
+    REQUIRE(x.s.prefetch(0, absent, 1, 1, 15, HIGH, true, -1) == 2); // for the CPU it has to be read
+    const uint64_t n_writes = x.device->n_writes;
+    REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE) && x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
+    REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 }) && x.device->n_writes == n_writes);
+    device_store none(MOEOFF_DEVICE_OFF, 0, 0);
+    none.s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr);
+    REQUIRE(!none.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE));
 }
 
 TEST(what_a_device_holds_leaves_memory_first) {

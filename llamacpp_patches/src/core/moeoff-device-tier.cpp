@@ -8,12 +8,30 @@ void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spar
     table.clear_on_device();
     slots.clear();
     user        = nullptr;
+    last_gate   = -1;
+    expected.assign((size_t) map.n_experts(), 0);
     mode        = next;
     max_uploads = n_uploads;
     n_spare     = spare;
     for (size_t i = 0; i < n_slots.size(); i++) {
         slots.push_back(n_slots[i] > 0 ? std::make_unique<device_slots>(map.n_experts(), n_slots[i]) : nullptr);
     }
+}
+
+bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, slice_table & table) {
+    if (slots.empty()) {
+        return false;
+    }
+    mode = next;
+    table.clear_on_device();
+    for (int32_t i = 0; i < map.n_gates() && is_on(); i++) {
+        for (int32_t e = 0; e < map.gate_at(i).n_expert && slots[(size_t) i]; e++) {
+            if (slots[(size_t) i]->find(e) >= 0) {
+                table.set_on_device(map.gate_at(i), e, true);
+            }
+        }
+    }
+    return true;
 }
 
 int32_t device_tier::n_served() const {
@@ -35,14 +53,14 @@ moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int
     return mode;
 }
 
-void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, selection & all, slice_table & table) {
+void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) {
     int32_t displaced;
-    const int32_t slot = slots[(size_t) g.index]->take(expert, table.keys_of(g), all.is_chosen.data(), forced, displaced);
+    const int32_t slot = slots[(size_t) g.index]->take(expert, table.keys_of(g), is_needed, forced, displaced);
     if (displaced >= 0) {
         table.set_on_device(g, displaced, false);
     }
     if (slot >= 0) {
-        all.uploads.push_back({ expert, slot });
+        uploads.push_back({ expert, slot });
     }
 }
 
@@ -50,6 +68,7 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table, i
     const int32_t  n = std::min(n_most, max_uploads);
     device_slots & s = *slots[(size_t) g.index];
     candidates.clear();
+    last_gate = g.index;
     s.next_step();
     for (const int32_t e : all.chosen) {
         s.use(e);
@@ -64,13 +83,30 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table, i
         candidates.resize((size_t) n);
     }
     for (const int32_t e : candidates) {
-        begin_upload(g, e, uploads_all(), all, table);
+        begin_upload(g, e, uploads_all(), all.is_chosen.data(), all.uploads, table);
+    }
+}
+
+void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, slice_table & table, int32_t n_most, std::vector<upload> & uploads) {
+    if (mode != MOEOFF_DEVICE_COOPERATIVE || n_slots(g) == 0 || !user || last_gate == g.index) {
+        return;
+    }
+    for (int32_t i = 0; i < n; i++) {
+        expected[(size_t) experts[i]] = 1;
+    }
+    for (int32_t i = 0; i < n && (int32_t) uploads.size() < std::min(n_most, max_uploads); i++) {
+        if (!table.on_device(g, experts[i]) && table.is_in_memory(g, experts[i])) {
+            begin_upload(g, experts[i], false, expected.data(), uploads, table);
+        }
+    }
+    for (int32_t i = 0; i < n; i++) {
+        expected[(size_t) experts[i]] = 0;
     }
 }
 
 void device_tier::finish(const gate & g, const upload & u, bool is_complete, slice_table & table) {
     slots[(size_t) g.index]->finish(u, is_complete);
-    if (is_complete) {
+    if (is_complete && is_on()) {
         table.set_on_device(g, u.expert, true);
     }
 }

@@ -20,6 +20,9 @@ class device_tier {
     // Between decodes. n_slots [n_gates], 0: the gate has none. n_spare: slots behind these that hold zeros, as many as experts serve a
     // token. n_uploads: of a gate at each of its events, unless every chosen expert is uploaded
     void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const expert_map & map, slice_table & table) REQUIRES(store_mutex);
+    // Another mode for the slots that are there, between decodes; what they hold stays. While they are off, host memory is as if there were
+    // none. false: there are none
+    bool set_mode(moeoff_device_mode mode, const expert_map & map, slice_table & table) REQUIRES(store_mutex);
     bool is_on() const REQUIRES(store_mutex) { return mode != MOEOFF_DEVICE_OFF; }
     bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC; }
     int32_t n_slots(const gate & g) const REQUIRES(store_mutex) { return slots.empty() || !slots[(size_t) g.index] ? 0 : slots[(size_t) g.index]->n_slots(); }
@@ -30,17 +33,23 @@ class device_tier {
     // Fills slot_of of the experts in all.chosen, and all.uploads: of the latter at most so many, unless every chosen expert is uploaded.
     // Only what is to be served in high precision takes part
     void assign(const gate & g, selection & all, slice_table & table, int32_t n_most) REQUIRES(store_mutex);
+    // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, the first before the
+    // others. None of the expected gives its slot away; an expert that does must rank below the one that gets it, as ever. Between a gate's event and
+    // the next one of another gate its device may still read the slots: then there are none
+    void prefetch(const gate & g, const int32_t * experts, int32_t n, slice_table & table, int32_t n_most, std::vector<upload> & uploads) REQUIRES(store_mutex);
     void finish(const gate & g, const upload & u, bool is_complete, slice_table & table) REQUIRES(store_mutex);
 
   private:
-    void begin_upload(const gate & g, int32_t expert, bool forced, selection & all, slice_table & table) REQUIRES(store_mutex);
+    void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) REQUIRES(store_mutex);
 
     moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;
     int32_t            max_uploads GUARDED_BY(store_mutex) = 0;
     int32_t            n_spare   GUARDED_BY(store_mutex) = 0;
     const void *       user      GUARDED_BY(store_mutex) = nullptr;
     std::vector<std::unique_ptr<device_slots>> slots GUARDED_BY(store_mutex); // by gate, nullptr: none
+    int32_t              last_gate  GUARDED_BY(store_mutex) = -1; // of the user's events
     std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
+    std::vector<uint8_t> expected   GUARDED_BY(store_mutex); // likewise
 };
 
 } // namespace moeoff

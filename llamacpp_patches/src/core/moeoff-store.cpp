@@ -124,10 +124,9 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER, out ? out->host : nullptr, max_pending_uploads - uploads.n_pending());
         is_inline = device.uploads_all();
         for (const upload & u : all.uploads) {
-            for (int32_t m = 0; m < MOEOFF_N_MATRIX && !is_inline; m++) { // they are in memory, and have to stay there
-                if (g.tensors[m] >= 0) {
-                    table.hold(table.slice_at(map.tensor_at(g.tensors[m]), u.expert, HIGH));
-                }
+            if (!is_inline) {
+                hold_for_upload(g, u.expert);
+                uploads.announce();
             }
         }
         has_requests = table.has_requests();
@@ -158,6 +157,15 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         event.n_rows   = (event.n_tokens + event.row_step - 1) / event.row_step;
         event.t_ns     = now_ns();
         driver.post(event, strides);
+    }
+}
+
+// it is in memory, and has to stay there
+void store::hold_for_upload(const gate & g, int32_t expert) {
+    for (const int32_t ti : g.tensors) {
+        if (ti >= 0) {
+            table.hold(table.slice_at(map.tensor_at(ti), expert, HIGH));
+        }
     }
 }
 
@@ -254,10 +262,19 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
         uploads.start([this](gate & g, const upload & u) { upload_expert(g, u, true); });
         has_uploader = true;
     }
+    {
+        store_lock lock(sync);
+        device.set_mode(MOEOFF_DEVICE_OFF, map, table); // from here on nothing is uploaded
+    }
     uploads.drain();
     store_lock lock(sync);
     device.reset(memory ? mode : MOEOFF_DEVICE_OFF, n_uploads, n_spare, n_slots, map, table);
     slots = std::move(memory);
+}
+
+bool store::set_device_mode(moeoff_device_mode mode) {
+    store_lock lock(sync);
+    return device.set_mode(mode, map, table);
 }
 
 moeoff_device_mode store::device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const {
@@ -278,25 +295,41 @@ int32_t store::n_device_slots(const gate & g) const {
 // --- policy ---
 
 int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit) {
-    store_lock lock(sync);
-    if (!started() || gi < 0 || gi >= map.n_gates() || (v != HIGH && (v != LOW || !table.has_low() || limits[LOW] == 0))) {
+    int32_t             n_queued = 0;
+    std::vector<upload> ahead;
+    if (!started() || gi < 0 || gi >= map.n_gates()) {
         return -1;
     }
-    const gate & g = map.gate_at(gi);
-    if (std::any_of(experts, experts + n, [&g](int32_t e) { return e < 0 || e >= g.n_expert; })) {
-        return -1;
-    }
-    int32_t n_queued = 0;
-    bool    may_evict[n_pools] = { true, true };
-    for (const bool may_queue : { false, true }) { // what is resident is protected first: no read may evict it
-        for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
-            for (int32_t i = 0; i < (may_queue ? std::min(n, n_read) : n) && g.tensors[m] >= 0 && matrices & (1u << m); i++) {
-                n_queued += table.on_device(g, experts[i]) ? 0 : table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
+    gate & g = map.gate_at(gi);
+    {
+        store_lock lock(sync);
+        if (v != HIGH && (v != LOW || !table.has_low() || limits[LOW] == 0)) {
+            return -1;
+        }
+        if (std::any_of(experts, experts + n, [&g](int32_t e) { return e < 0 || e >= g.n_expert; })) {
+            return -1;
+        }
+        bool may_evict[n_pools] = { true, true };
+        for (const bool may_queue : { false, true }) { // what is resident is protected first: no read may evict it
+            for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
+                for (int32_t i = 0; i < (may_queue ? std::min(n, n_read) : n) && g.tensors[m] >= 0 && matrices & (1u << m); i++) {
+                    n_queued += table.on_device(g, experts[i]) ? 0 : table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
+                }
+            }
+        }
+        table.counters().prefetch_issued += expected ? (uint64_t) n_queued : 0;
+        table.wake_workers();
+        if (v == HIGH && expected && device.is_on()) {
+            device.prefetch(g, experts, std::min(n, n_read), table, max_pending_uploads - uploads.n_pending(), ahead);
+            for (const upload & u : ahead) {
+                hold_for_upload(g, u.expert);
+                uploads.announce();
             }
         }
     }
-    table.counters().prefetch_issued += expected ? (uint64_t) n_queued : 0;
-    table.wake_workers();
+    for (const upload & u : ahead) {
+        uploads.add(g, u);
+    }
     return n_queued;
 }
 

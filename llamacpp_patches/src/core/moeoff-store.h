@@ -86,6 +86,8 @@ class store {
     // --- devices ---
     // between decodes; slots [n_gates] in memory, which has n_spare more of each gate. Without memory there are none
     void set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, std::unique_ptr<slot_memory> memory);
+    // between decodes; false: there are no slots
+    bool set_device_mode(moeoff_device_mode mode);
     // how the user's graph computes a batch, see device_tier
     moeoff_device_mode device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const;
     bool device_uploads_all() const;
@@ -126,6 +128,7 @@ class store {
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
     bool upload_expert(gate & g, const upload & u, bool is_held);
+    void hold_for_upload(const gate & g, int32_t expert) REQUIRES(store_mutex);
     int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
     bool check_routing(std::string & error) const;

@@ -12,7 +12,6 @@ void uploader::start(std::function<void(gate & g, const upload & u)> w) {
 }
 
 void uploader::add(gate & g, const upload & u) {
-    pending.fetch_add(1, std::memory_order_acq_rel);
     {
         checked_lock lock(mutex);
         if (!stopped) {

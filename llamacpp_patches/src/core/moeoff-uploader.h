@@ -19,10 +19,11 @@ class uploader {
 
     // once, before the first add(). write may not throw
     void start(std::function<void(gate & g, const upload & u)> write);
+    void announce() { pending.fetch_add(1, std::memory_order_acq_rel); } // one that is decided: a drain() waits for it. Then, and under no lock:
     void add(gate & g, const upload & u) EXCLUDES(mutex); // after a stop: done at once, by the caller
     void drain() EXCLUDES(mutex); // returns when nothing is left to do
     void stop() EXCLUDES(mutex);  // the same, and ends the thread
-    // uploads that were added and have not ended
+    // uploads that were announced and have not ended
     int32_t n_pending() const { return pending.load(std::memory_order_acquire); }
 
   private:

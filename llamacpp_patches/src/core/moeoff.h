@@ -260,6 +260,9 @@ MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 // that were there are given back first. Graphs that were built before must not be computed again: moeoff_context_memory() plans new ones.
 // -1: no memory, or a device that cannot compute with these experts; then there are none
 MOEOFF_API int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
+// Between decodes: computes in another mode with the slots that are there; what they hold stays, also while they are off. The same of graphs
+// that were built before. -1: there are none
+MOEOFF_API int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode);
 // bytes of a gate's n slots and n_spare more on a device; 0 where that cannot compute with its experts, or where they are of several types
 MOEOFF_API uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int32_t gate, int32_t n_slots, int32_t n_spare);
 
@@ -271,7 +274,8 @@ MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gate
 // anything. Writing and publishing are up to one thread at a time
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // these experts are expected: what is resident of them stays, until the router has selected; what is absent of the first n_read
-// is queued, up to limit slices (-1: all); matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued.
+// is queued, up to limit slices (-1: all); matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued. What is in host
+// memory of these, and on no device that helps (MOEOFF_DEVICE_COOPERATIVE), is uploaded, if it ranks above what would give way.
 // Low versions of what is resident in high precision are left out, unless the thresholds are blind
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit);
 // queues what is absent, to be loaded until the next gate event, whatever it selects, and does not count it as prefetched: a warm start

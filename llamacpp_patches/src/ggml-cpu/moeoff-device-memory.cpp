@@ -104,6 +104,15 @@ uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int3
     return gate < 0 || gate >= map.n_gates() || n_slots < 0 || n_spare < 0 ? 0 : moeoff::device_slot_bytes(map, map.gate_at(gate), (ggml_backend_dev_t) device, n_slots, n_spare);
 }
 
+int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode) {
+    return moeoff::guarded(-1, [&]() -> int {
+        if (mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_CENTRIC || !eb->store->set_device_mode((moeoff_device_mode) mode)) {
+            return moeoff::set_last_error("there are no slots on a device, or there is no such mode");
+        }
+        return 0;
+    });
+}
+
 int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads) {
     return moeoff::guarded(-1, [&]() -> int {
         moeoff::store & s   = *eb->store;

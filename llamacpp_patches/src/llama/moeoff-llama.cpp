@@ -14,8 +14,10 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <map>
 #include <mutex>
 #include <stdexcept>
+#include <vector>
 
 // of our nodes
 static const char * const gate_name  = "moeoff_gate";
@@ -117,6 +119,59 @@ static ggml_tensor * build_product(ggml_context * ctx, const ggml_tensor * like,
     return node;
 }
 
+// the sum of a device's product, its first source, and the CPU's of this gate node
+static bool is_sum(const ggml_tensor * t, const ggml_tensor * gate_node) {
+    const auto is_product = [gate_node](const ggml_tensor * x) { return x && x->op == GGML_OP_MUL_MAT_ID && x->src[2]->view_src == gate_node; };
+    return t->op == GGML_OP_ADD && is_product(t->src[0]) && is_product(t->src[1]);
+}
+
+// What lies between the sums of a block's first products and its last one (biases, scales, adapters, the activation), for one of the two
+// sides alone. What does not depend on the sums is left as it is.
+struct one_side {
+    ggml_context *      ctx;
+    const ggml_tensor * gate_node;
+    int                 side; // source of the sums
+    std::map<ggml_tensor *, ggml_tensor *> made;
+    std::vector<ggml_tensor *> products;
+
+    static constexpr int max_depth = 16; // a block's own nodes are fewer; behind them lies the rest of the model
+
+    ggml_tensor * of(ggml_tensor * t, int depth = 0) {
+        if (!t || depth > max_depth) {
+            return t;
+        }
+        const auto known = made.find(t);
+        if (known != made.end()) {
+            return known->second;
+        }
+        if (is_sum(t, gate_node)) {
+            products.push_back(t->src[side]);
+            return made[t] = t->src[side];
+        }
+        ggml_tensor * srcs[GGML_MAX_SRC];
+        bool          is_changed = false;
+        for (int i = 0; i < GGML_MAX_SRC; i++) {
+            srcs[i]    = of(t->src[i], depth + 1);
+            is_changed = is_changed || srcs[i] != t->src[i];
+        }
+        if (!is_changed) {
+            return made[t] = t;
+        }
+        ggml_tensor * copy = ggml_dup_tensor(ctx, t);
+        copy->op    = t->op;
+        copy->flags = t->flags;
+        memcpy(copy->op_params, t->op_params, sizeof(copy->op_params));
+        memcpy(copy->nb, t->nb, sizeof(copy->nb));
+        memcpy(copy->src, srcs, sizeof(copy->src));
+        if (t->view_src) {
+            copy->view_src  = srcs[0]->view_src ? srcs[0]->view_src : srcs[0];
+            copy->view_offs = t->view_offs;
+        }
+        ggml_format_name(copy, "%s (%s)", t->name, side == 0 ? "device" : "host");
+        return made[t] = copy;
+    }
+};
+
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product) {
     ggml_tensor * slots     = moeoff_device_slots_of(product->src[0]);
     ggml_tensor * gate_node = slots ? find_node(gf, gate_name, product->src[2]) : nullptr;
@@ -128,8 +183,17 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
         return on_device;
     }
     ggml_tensor * on_host = build_product(ctx, product, product->src[0], gate_node, 1);
-    // in this order both compute at the same time: the device's product is only queued, and the CPU's has all of its sources
-    build_fetch(ctx, gf, product->src[1], gate_node);
+    one_side device = { ctx, gate_node, 0, {}, {} };
+    one_side host   = { ctx, gate_node, 1, {}, {} };
+    on_device->src[1] = device.of(product->src[1]);
+    on_host->src[1]   = host.of(product->src[1]);
+    if (device.products.empty()) { // one of the block's first: the last one takes the two apart
+        return ggml_add(ctx, on_device, on_host);
+    }
+    // in this order both compute at the same time: the device's part is only queued, and the CPU's has all of its sources
+    for (const ggml_tensor * first : host.products) {
+        build_fetch(ctx, gf, first->src[1], gate_node);
+    }
     ggml_build_forward_expand(gf, on_device);
     ggml_build_forward_expand(gf, on_host);
     return ggml_add(ctx, on_device, on_host);

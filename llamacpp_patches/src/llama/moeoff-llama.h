@@ -21,7 +21,8 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * route
                        ggml_tensor * logits, const void * user, std::initializer_list<const ggml_tensor *> experts);
 
 // product: a MUL_MAT_ID that no other node uses, complete with its precision. Returned is what takes its place: itself, or if a device holds some of
-// its experts and the block has a gate node, the sum of the device's product with these and the CPU's with the others.
+// its experts and the block has a gate node, the sum of the device's product with these and the CPU's with the others. Of a block's last
+// product the two are computed from what either has made of its own first ones, so that the sums of those are never computed.
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product);
 
 // true if the loader must not read this tensor
