@@ -236,51 +236,54 @@ class Trace:
         events: list[GateEvent] = []
         begins: dict[int, list[int]] = {}
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
-        for fields, payload, _ in _records(data, position):
-            kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
-            if kind == SESSION:
-                notes.append(json.loads(bytes(payload)))
-                continue
-            if kind == READS:
-                reads.append(unpack(flags, payload, n_tokens))
-                lost += n_miss
-                continue
-            n = n_tokens * n_used
-            ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
-            weights = np.frombuffer(payload, "<f2", n, 2 * n).reshape(n_tokens, n_used).astype(np.float32)
-            at = 4 * n
-            versions = None
-            if flags & DECISIONS:
-                versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
-            router_ids = None
-            if flags & REROUTED:
-                router_ids, at = np.frombuffer(payload, "<u2", n, at).reshape(n_tokens, n_used).astype(np.int32), at + 2 * n
-            sequences = None
-            if flags & SEQUENCES:
-                sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
-            if flags & BEGINS:
-                count = int.from_bytes(payload[at : at + 2], "little")
-                begins[len(events)], at = np.frombuffer(payload, "<u2", count, at + 2).tolist(), at + 2 + 2 * count
-            probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
-            decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
-            event = GateEvent(
-                gate,
-                ids,
-                weights,
-                probs,
-                None,
-                versions,
-                layers.get(gate, -1),
-                n_hit,
-                n_miss,
-                0,
-                t_ns,
-                decode=decode,
-                sequences=sequences,
-                router_ids=router_ids,
-            )
-            events.append(event)
-            starts.append(bool(flags & NEW_SEQUENCE))
+        with contextlib.suppress(ValueError, RecursionError):  # a record that cannot be ends the trace, as one that was cut does
+            for fields, payload, _ in _records(data, position):
+                kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
+                if kind == SESSION:
+                    notes.append(json.loads(bytes(payload)))
+                    continue
+                if kind == READS:
+                    reads.append(unpack(flags, payload, n_tokens))
+                    lost += n_miss
+                    continue
+                n = n_tokens * n_used
+                ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
+                if gate >= model.n_gates or ids.max(initial=0) >= model.n_experts:
+                    raise ValueError("no such gate or expert")
+                weights = np.frombuffer(payload, "<f2", n, 2 * n).reshape(n_tokens, n_used).astype(np.float32)
+                at = 4 * n
+                versions = None
+                if flags & DECISIONS:
+                    versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
+                router_ids = None
+                if flags & REROUTED:
+                    router_ids, at = np.frombuffer(payload, "<u2", n, at).reshape(n_tokens, n_used).astype(np.int32), at + 2 * n
+                sequences = None
+                if flags & SEQUENCES:
+                    sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
+                if flags & BEGINS:
+                    count = int.from_bytes(payload[at : at + 2], "little")
+                    begins[len(events)], at = np.frombuffer(payload, "<u2", count, at + 2).tolist(), at + 2 + 2 * count
+                probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
+                decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
+                event = GateEvent(
+                    gate,
+                    ids,
+                    weights,
+                    probs,
+                    None,
+                    versions,
+                    layers.get(gate, -1),
+                    n_hit,
+                    n_miss,
+                    0,
+                    t_ns,
+                    decode=decode,
+                    sequences=sequences,
+                    router_ids=router_ids,
+                )
+                events.append(event)
+                starts.append(bool(flags & NEW_SEQUENCE))
         return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost, begins)
 
     @classmethod
@@ -352,7 +355,7 @@ def _header(data: bytes, path: str | os.PathLike[str]) -> tuple[Model, int]:
         raise OptionError(f"{path}: is a trace of version {version}, this moeoff reads up to version {VERSION}")
     try:
         return Model.from_json(data[16 : 16 + length]), 16 + length
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise OptionError(f"{path}: the trace's header is damaged") from None
 
 
