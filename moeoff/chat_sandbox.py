@@ -19,12 +19,16 @@ import jinja2
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["ChatSandbox"]
+__all__ = ["ChatSandbox", "TemplateBoundError"]
 
 SECONDS = 10.0  # of this thread's processor time; templates of today take milliseconds
 BYTES = 256 << 20  # more address space than before
 _BITS = 4096  # of a number
 _one = threading.Lock()  # the bound of memory is the process's
+
+
+class TemplateBoundError(jinja2.TemplateRuntimeError):
+    """A template takes too long, or too much memory."""
 
 
 class ChatTemplate(jinja2.Template):
@@ -45,7 +49,7 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         if isinstance(left, int) and isinstance(right, int):
             bits = left.bit_length() * (right if operator == "**" else 1) + (right.bit_length() if operator == "*" else 0)
             if bits > _BITS:
-                raise jinja2.TemplateRuntimeError("it computes with numbers that are too large")
+                raise TemplateBoundError("it computes with numbers that are too large")
         return super().call_binop(context, operator, left, right)
 
     def from_string(self, *args: Any, **kwargs: Any) -> jinja2.Template:
@@ -62,7 +66,7 @@ def _bounded() -> Iterator[None]:
 
     def look(frame: FrameType, event: str, argument: object) -> Any:
         if time.thread_time() > end:
-            raise jinja2.TemplateRuntimeError(f"it takes longer than {SECONDS:g} s")
+            raise TemplateBoundError(f"it takes longer than {SECONDS:g} s")
         return look
 
     with _one, _less_memory():
@@ -71,9 +75,12 @@ def _bounded() -> Iterator[None]:
             yield
         except jinja2.TemplateError:
             raise
-        except (ArithmeticError, AttributeError, LookupError, RecursionError, MemoryError, SyntaxError) as error:
-            what = "it takes too much memory" if isinstance(error, MemoryError) else f"{type(error).__name__}: {str(error)[:200]}"
-            raise jinja2.TemplateRuntimeError(what) from None
+        except MemoryError:
+            raise TemplateBoundError("it takes too much memory") from None
+        except RecursionError as error:
+            raise TemplateBoundError(f"RecursionError: {error}") from None
+        except (ArithmeticError, AttributeError, LookupError, SyntaxError) as error:
+            raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {str(error)[:200]}") from None
         finally:
             sys.settrace(before)
 
