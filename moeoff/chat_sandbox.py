@@ -24,7 +24,7 @@ __all__ = ["ChatSandbox", "TemplateBoundError"]
 SECONDS = 10.0  # of this thread's processor time; templates of today take milliseconds
 BYTES = 256 << 20  # more address space than before
 _BITS = 4096  # of a number
-_one = threading.Lock()  # the bound of memory is the process's
+_one = threading.Lock()  # the bound of memory is the process's: for these milliseconds other threads get no more, either
 
 
 class TemplateBoundError(jinja2.TemplateRuntimeError):

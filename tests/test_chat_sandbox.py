@@ -7,8 +7,10 @@ import resource
 import jinja2
 import pytest
 
+import moeoff
 from moeoff import chat_sandbox
 from moeoff.chat_sandbox import ChatSandbox
+from moeoff.gguf.file import ModelFile, ModelWriter, pack
 
 HOSTILE = {
     "{% for i in range(100000) %}{% for j in range(100000) %}{{ i * j }}{% endfor %}{% endfor %}": "it takes longer than",
@@ -38,3 +40,19 @@ def test_hostile(template, monkeypatch):
 def test_ordinary():
     made = ChatSandbox().from_string("{% for m in messages %}<{{ m.role * 2 }}>{{ m['content'] | trim }}{% endfor %}{{ 3 * 4 }}")
     assert made.render(messages=[{"role": "user", "content": " Hi "}]) == "<useruser>Hi12"
+
+
+@pytest.mark.parametrize("template, words", [(next(iter(HOSTILE)), "it takes longer than"), ("{{ 'x'.center(10 ** 10) }}", "too much memory")])
+def test_neither_a_model_nor_a_server_hangs_over_it(demo, tmp_path, monkeypatch, template, words):
+    monkeypatch.setattr(chat_sandbox, "SECONDS", 0.5)
+    path = tmp_path / "model.gguf"
+    with ModelFile(demo) as model:
+        with ModelWriter(path, model.metadata | {"tokenizer.chat_template": pack(template)}, list(model.tensors.values())) as writer:
+            for name in model.tensors:
+                writer.write(model.data(name))
+    with pytest.raises(moeoff.ModelError, match=f"its chat template cannot be run: .*{words}"):
+        moeoff.Server(path, port=0)
+    with moeoff.Llama(path, expert_memory="1M", n_ctx=128) as llm:  # a text can still be continued
+        assert llm.create_completion("Once", max_tokens=2)["choices"]
+        with pytest.raises(jinja2.TemplateError, match=words):
+            llm.create_chat_completion([{"role": "user", "content": "Hi"}])
