@@ -43,15 +43,15 @@ class Program:
     prepare: Callable[[], None] = lambda: None
 
 
-def fork(start: Callable[[], None]) -> int:
-    """A child that runs it, with the exit code that the command would have."""
+def fork(start: Callable[[], None], said: Path) -> int:
+    """A child that runs it, with the exit code that the command would have; what it says on standard error is in a file."""
     pid = os.fork()
     if pid == 0:
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            nothing = os.open(os.devnull, os.O_RDWR)
-            for fd in (0, 1, 2):
-                os.dup2(nothing, fd)
+            nothing, errors = os.open(os.devnull, os.O_RDWR), os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            for fd, given in enumerate((nothing, nothing, errors)):
+                os.dup2(given, fd)
             start()
         except SystemExit as end:
             os._exit(end.code if isinstance(end.code, int) else 1)
@@ -101,7 +101,13 @@ def converting(folder: Path, resume: bool = False) -> Program:
         left = [path.name for path in folder.iterdir() if ".part" in path.name]
         return f"left {left}" if number == signal.SIGINT and not resume and left else ""
 
-    return Program(command(*args), check, prepare=lambda: None if out.read_bytes() == old else out.write_bytes(old) and None)
+    def prepare() -> None:
+        out.write_bytes(old)
+        if not resume:  # what SIGKILL has left is not what an interrupt leaves
+            for path in folder.glob(".*.part*"):
+                path.unlink()
+
+    return Program(command(*args), check, prepare)
 
 
 def calibrating(folder: Path) -> Program:
@@ -180,7 +186,7 @@ def kill(name: str, count: int, rng: random.Random) -> tuple[Counter[str], list[
     """Outcomes, problems, and how long a whole run takes."""
     counts, problems = Counter(), []
     with tempfile.TemporaryDirectory(prefix="moeoff-kill-") as made:
-        folder = Path(made)
+        folder, said = Path(made), Path(made) / "said"
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         shutil.copy(DEMO, folder / "model.gguf")
         program = PROGRAMS[name](folder)
@@ -188,14 +194,14 @@ def kill(name: str, count: int, rng: random.Random) -> tuple[Counter[str], list[
         for _ in range(2):  # the first one is slower
             program.prepare()
             started = time.monotonic()
-            code = ended(fork(program.start), DEADLINE)
+            code = ended(fork(program.start, said), DEADLINE)
             seconds = time.monotonic() - started
             if code != 0:
                 raise click.ClickException(f"{name}: exit code {code} before anything was killed")
         for n in range(count):
             program.prepare()
             number = rng.choice((signal.SIGKILL, signal.SIGINT))
-            pid = fork(program.start)
+            pid = fork(program.start, said)
             time.sleep(rng.uniform(0, 1.05 * seconds))
             os.kill(pid, number)
             code = ended(pid, DEADLINE)
@@ -205,15 +211,17 @@ def kill(name: str, count: int, rng: random.Random) -> tuple[Counter[str], list[
                 os.waitpid(pid, 0)
                 continue
             counts["killed" if code == -signal.SIGKILL else "interrupted" if code in (130, -signal.SIGINT) else "had ended" if code == 0 else "other"] += 1
-            if code not in (0, 130, -signal.SIGKILL, -signal.SIGINT):
-                problems.append(f"{name}: exit code {code} after {number.name}")
+            words = said.read_text(errors="replace").strip() if said.exists() else ""
+            aborted = code == 1 and words.endswith("Aborted!")  # click's word for an interrupt before the command has begun
+            if code not in (0, 130, -signal.SIGKILL, -signal.SIGINT) and not aborted:
+                problems.append(f"{name}: exit code {code} after {number.name}: {words[-200:]}")
             try:
                 if wrong := program.check(number):
                     problems.append(f"{name}: {wrong}, after {number.name}")
             except Exception as error:
                 problems.append(f"{name}: after {number.name}: {type(error).__name__}: {error}")
             if n % 10 == 9 or n == count - 1:
-                if (code := ended(fork(program.start), DEADLINE)) != 0:
+                if (code := ended(fork(program.start, said), DEADLINE)) != 0:
                     problems.append(f"{name}: the next start ends with {code}")
                 counts["next starts"] += 1
     return counts, problems, seconds
