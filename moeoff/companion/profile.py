@@ -108,7 +108,7 @@ class Profile:
                 arrays = {key: file[key] for key in file.files if key != _HEADER and (only is None or key.split("/", 1)[0] in only)}
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except (ValueError, KeyError, TypeError, EOFError, RecursionError, zipfile.BadZipFile, zlib.error) as error:
+        except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise ModelError(f"{path}: the profile is damaged ({error}): delete it, or run moeoff calibrate again") from None
         return cls(path, arrays, header["info"])
 
