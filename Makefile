@@ -14,7 +14,7 @@ CLANGXX ?= clang++
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test test-archs nightly lint lint-native types results archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test test-archs nightly lint lint-native types results faults repin archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -50,12 +50,25 @@ test: env ## the quick tests
 test-archs: env ## every architecture of llama.cpp gives stock's bits; builds the program that writes their models
 	$(PY) -m pytest -m "archs and not slow"
 
-nightly: env patches-check lint ## every test, llama-server's too, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
+nightly: env patches-check lint ## every test, llama-server's too, every fault, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
 	$(PY) -m pytest -m "not perf" --cov
 	$(PY) -m pytest -m perf
 	$(MAKE) server-conformance
 	$(PY) scripts/bench/soak.py -m moeoff/data/demo-moe-q8_0.gguf --minutes 240 --memory 150M
+	$(MAKE) faults
 	$(MAKE) native-stress-tsan native-stress-asan
+
+faults: env ## the n-th fault, damaged files, kills, disk trouble, hostile clients, advisories: the figures of docs/results/reliability.md
+	$(PY) scripts/faults/nth_fault.py --json docs/results/data/nth-fault.json
+	$(PY) scripts/faults/damaged.py --json docs/results/data/damaged.json
+	$(PY) scripts/faults/kill.py --json docs/results/data/kill.json
+	$(PY) scripts/faults/disk.py --json docs/results/data/disk.json
+	$(PY) scripts/faults/hostile_http.py --rounds 5 --json docs/results/data/hostile-http.json
+	$(PY) scripts/faults/advisories.py --json docs/results/data/advisories.json
+
+repin: env ## to another release of llama-cpp-python: VERSION=... SHA256=... (of its sdist); ends with all tests
+	@test -n "$(VERSION)" -a -n "$(SHA256)" || { echo "say which: make repin VERSION=... SHA256=..." >&2; exit 2; }
+	@$(PYTHON) scripts/build/repin.py "$(VERSION)" "$(SHA256)"
 
 lint: env ## style, as pyproject.toml has it
 	$(VENV)/bin/ruff check

@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from .chat_sandbox import ChatSandbox
 from .errors import OptionError
 
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O workers make it one, every barrier then
@@ -28,10 +29,12 @@ from .errors import OptionError
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import llama_cpp
-from llama_cpp import _logger
+from llama_cpp import _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
 
 __all__ = ["PatchedLlama", "StockLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
+
+llama_chat_format.ImmutableSandboxedEnvironment = ChatSandbox  # type: ignore[attr-defined]  # templates are the model file's: they may not hang either
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
 

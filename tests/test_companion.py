@@ -11,12 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mutants import mutate
 
 import moeoff
 from eval_callback import WithCallback
 from helpers import ggml_api
 from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
-from helpers.damage import flip_bit, mutate
+from helpers.damage import flip_bit
 from helpers.kernels import Op, Plain
 from helpers.logits import assert_bit_equal, greedy_logits
 from helpers.split_model import split_model

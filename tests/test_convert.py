@@ -18,8 +18,8 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from mutants import mutate
 
-from helpers.damage import mutate
 from helpers.waiting import wait_until
 from moeoff import ModelError, OptionError
 from moeoff.companion import builder

@@ -259,6 +259,29 @@ def test_read_error(demo, reference, tmp_path, monkeypatch):
         assert llm.expert_buffer.stats().read_errors > 0
 
 
+def test_a_callback_that_raises_beside_a_read_that_fails(demo, reference, tmp_path, monkeypatch):
+    """What the callback raised is told, and the failed read does not end the next answer."""
+    monkeypatch.setattr(Layout, "check_unchanged", lambda self: None)
+    path = tmp_path / "model.gguf"
+    shutil.copy(demo, path)
+
+    def broken(event):
+        raise KeyError("from the policy")
+
+    with moeoff.Llama(str(path), expert_memory="400K", strategy="lru", **OPTIONS) as llm:
+        os.truncate(path, Layout.read(demo).experts["blk.3.ffn_up_exps.weight"].offset)
+        llm.set_gate_callback(broken)
+        with pytest.raises((KeyError, ReadError)) as first:
+            llm.eval(PROMPT)
+        llm.set_gate_callback(None)
+        with open(demo, "rb") as whole, open(path, "r+b") as file:
+            file.write(whole.read())
+        if first.type is ReadError:  # the callback came to it late
+            with pytest.raises(KeyError):
+                llm.expert_buffer.check()
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), reference)
+
+
 def test_prefetch_is_used_and_dropped(demo, reference):
     with moeoff.Llama(demo, expert_memory="9M", strategy="lru", **OPTIONS) as llm:
         buffer = llm.expert_buffer

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
 from gguf import GGUFReader
+from mutants import mutate
 
-from helpers.damage import mutate
 from helpers.files import DEMO
 from helpers.gguf_api import Header, read_header
 from moeoff.errors import ModelError, WriteError

@@ -2,6 +2,7 @@
 
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ from helpers.files import SMALL_TRACE
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import Llama, OptionError
 from moeoff.engine.expert_buffer import READ_DTYPE
+from moeoff.errors import WriteError
 from moeoff.gate_event import GateEvent
 from moeoff.simulate.read_log import DEMAND_LEVEL, PREFETCH_LEVEL
-from moeoff.simulate.trace import Model, TensorInfo, Trace, TraceWriter
+from moeoff.simulate.trace import RECORD, Model, TensorInfo, Trace, TraceWriter
 
 MODEL = Model("small.gguf", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 4096 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
 
@@ -71,6 +73,36 @@ def test_damage_ends_the_trace(tmp_path):
     data[-1] ^= 1
     path.write_bytes(data)
     assert len(Trace.read(path).events) == 11
+
+
+@pytest.mark.parametrize("field, value", [(2, 200), (4, 9999)], ids=["gate", "tokens"])
+def test_a_record_that_cannot_be_ends_the_trace(tmp_path, field, value):
+    """Its fields are not in the checksum: a gate that is not there, more tokens than the payload has."""
+    path = tmp_path / "t"
+    write(path)
+    data = bytearray(path.read_bytes())
+    at, records = 16 + int.from_bytes(data[12:16], "little"), []
+    while at < len(data):
+        records.append(at)
+        at += RECORD.size + RECORD.unpack_from(data, at)[-2]
+    values = list(RECORD.unpack_from(data, records[6]))  # the first is the session's
+    values[field] = value
+    RECORD.pack_into(data, records[6], *values)
+    path.write_bytes(data)
+    assert len(Trace.read(path).events) == 5
+
+
+def test_a_trace_that_cannot_be_written(tmp_path):
+    with pytest.raises(WriteError, match="cannot be written: No such file"):
+        TraceWriter(tmp_path / "missing" / "t", MODEL)
+    if Path("/dev/full").exists():
+        writer = TraceWriter("/dev/full", MODEL)
+        with pytest.raises(WriteError, match="/dev/full: cannot be written: No space left"):
+            for event in gate_events(1000):
+                writer.write(event)
+            writer.close()
+    with pytest.raises(OptionError, match="missing: cannot be read: No such file"):
+        Trace.read(tmp_path / "missing")
 
 
 def test_refuses_what_is_not_its_own(tmp_path):

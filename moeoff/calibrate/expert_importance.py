@@ -7,7 +7,6 @@ know what later layers make of the difference.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +15,7 @@ import numpy as np
 from ..companion.file import Companion
 from ..gate_event import GateEvent
 from ..gguf.layout import Layout, TensorSpan
+from ..gguf.model_bytes import ModelBytes
 from ..gguf.quantize import dequantize
 from ..gguf.tensor_name import parse_tensor_name
 from .perplexity import Window, evaluate, open_model
@@ -59,8 +59,7 @@ def estimate_importance(layout: Layout, companion: Companion, tier: str, windows
     """
     samples = _listen(layout, windows, options)
     out: dict[tuple[int, int], float] = {}
-    files = [os.open(path, os.O_RDONLY) for path in (*layout.files, companion.path)]
-    try:
+    with ModelBytes((*layout.files, companion.path)) as files:
         by_layer: dict[int, dict[str, TensorSpan]] = {}
         for name, span in layout.experts.items():
             where = parse_tensor_name(name)
@@ -69,9 +68,6 @@ def estimate_importance(layout: Layout, companion: Companion, tier: str, windows
         for layer, spans in by_layer.items():
             for expert, value in enumerate(_layer(spans, samples.get(layer), companion, tier, files)):
                 out[layer, expert] = float(value)
-    finally:
-        for fd in files:
-            os.close(fd)
     return out
 
 
@@ -92,7 +88,7 @@ def _listen(layout: Layout, windows: Sequence[Window], options: dict[str, Any]) 
     return samples
 
 
-def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, companion: Companion, tier: str, files: list[int]) -> np.ndarray:
+def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, companion: Companion, tier: str, files: ModelBytes) -> np.ndarray:
     n_experts = next(iter(spans.values())).shape[2]
     values = np.zeros(n_experts)
     if sample is None or not sample.n:
@@ -105,12 +101,12 @@ def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, companion: Comp
         if not len(token):
             continue
         x = inputs[token].astype(np.float32)
-        high = {m: _read(files[s.file], s.offset + expert * (s.nbytes // s.shape[2]), s.nbytes // s.shape[2], s.type, s) for m, s in spans.items()}
+        high = {m: _read(files, s.file, s.offset + expert * (s.nbytes // s.shape[2]), s.nbytes // s.shape[2], s.type, s) for m, s in spans.items()}
         y = _expert(high, x)
         low = {}
         for m, s in spans.items():
             piece = companion.slices[s.name, expert, tier]
-            low[m] = _read(files[-1], piece.offset, piece.nbytes, piece.type, s)
+            low[m] = _read(files, len(files) - 1, piece.offset, piece.nbytes, piece.type, s)
         y -= _expert(low, x)
         g2 = weights[token, place_].astype(np.float64) ** 2
         # the sampled tokens' mean error for each g², times all tokens' g²
@@ -122,8 +118,8 @@ def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, companion: Comp
     return values
 
 
-def _read(fd: int, offset: int, nbytes: int, type: int, span: TensorSpan) -> np.ndarray:
-    return dequantize(os.pread(fd, nbytes, offset), type, (span.shape[1], span.shape[0]))
+def _read(files: ModelBytes, file: int, offset: int, nbytes: int, type: int, span: TensorSpan) -> np.ndarray:
+    return dequantize(files.read(file, offset, nbytes, span.name), type, (span.shape[1], span.shape[0]))
 
 
 def _expert(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:

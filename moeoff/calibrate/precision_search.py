@@ -26,7 +26,7 @@ from ..budget.loss_contract import SECTION, Candidate, LossContract, upper_loss
 from ..budget.precision import Precision
 from ..companion.file import KEEP
 from ..companion.hashing import hash64
-from ..companion.profile import Profile, profile_path
+from ..companion.profile import Profile, profile_output
 from ..companion.source import ExpertSource, relative_bytes
 from ..engine.llama import Llama
 from ..errors import OptionError, Remedy
@@ -93,7 +93,7 @@ def search_precision(
     if not lower and (tier or not rerouting):
         raise OptionError(f"{model}: has no companion with lower precision", Remedy.MAKE_COMPANION)
     tiers = [companion.tier(tier) or tier] if companion and tier else lower
-    path = os.fspath(output) if output else profile_path(model)
+    path = os.fspath(output) if output else profile_output(layout)
     if os.path.exists(path):
         Profile.read(path, layout)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, layout.n_ctx_train or CTX)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..cache.importance import LOW_COST
-from ..companion.profile import Profile, profile_path
+from ..companion.profile import Profile, profile_output
 from ..companion.source import low_cost
 from ..engine.llama import Llama
 from ..errors import ModelError, OptionError, Remedy
@@ -92,7 +92,7 @@ def calibrate(
     """Measures a model on texts and writes its profile; sections of other commands stay in it.
 
     Args:
-        output: the profile; MODEL.profile.npz by default, where it is picked up.
+        output: the profile; MODEL.profile.npz by default, or one in the cache folder if nothing can be written there, where it is picked up.
         tokens: in all, as many from each text.
         memory: bound of the process while the model runs; what is kept for the fits adds up to a quarter of the rest, 2 GiB at most.
         minutes: that reading the text may take, about; of a large model on a slow disk fewer tokens are read then, but 8 sequences.
@@ -111,7 +111,7 @@ def calibrate(
         raise OptionError("there is no text to calibrate on", Remedy.GIVE_TEXT)
     layout = Layout.read(model)
     layout.require_experts()
-    path = os.fspath(output) if output is not None else profile_path(model)
+    path = os.fspath(output) if output is not None else profile_output(layout)
     if os.path.exists(path):
         Profile.read(path, layout)  # another model's would be refused in the end: raise before the work
     folder = os.path.dirname(os.path.abspath(path))

@@ -14,6 +14,7 @@ from typing import NoReturn
 from ..errors import OptionError
 from ..gguf.imatrix import Imatrix
 from ..gguf.layout import Layout
+from ..gguf.model_bytes import ModelBytes
 from ..gguf.quantize import dequantize, quantize
 from ..gguf.tensor_name import parse_tensor_name
 from ..machine import n_cores
@@ -121,8 +122,7 @@ def _guess(builder: CompanionBuilder, threads: int) -> float:
     """Seconds of a conversion: one piece of each kind is read and converted, and 1 GB/s assumed for the disk."""
     seconds = (builder.read_bytes + builder.total_bytes) / 1e9
     costs: dict[tuple[int, int], float] = {}
-    with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(path, "rb")) for path in builder.layout.files]
+    with ModelBytes(builder.layout.files) as files:
         for job in builder.jobs:
             span = job.span
             row = job.nbytes // span.shape[1]
@@ -132,7 +132,7 @@ def _guess(builder: CompanionBuilder, threads: int) -> float:
                     continue
                 if (span.type, type) not in costs:
                     rows = max(1, min(span.shape[1], (1 << 18) // span.shape[0]))
-                    data = os.pread(files[span.file].fileno(), rows * row, job.offset)
+                    data = files.read(span.file, job.offset, rows * row, span.name)
                     weights = builder.imatrix.columns(span.name, job.expert, span.shape[2], span.shape[0]) if builder.imatrix else None
                     started = time.perf_counter()
                     values = dequantize(data, span.type, (rows, span.shape[0]))

@@ -18,6 +18,7 @@ import numpy as np
 from ..errors import ModelError, Remedy
 from ..gguf.file import ModelFile, unpack
 from ..gguf.layout import Layout, TensorSpan
+from ..gguf.model_bytes import ModelBytes
 from ..gguf.quantize import row_bytes
 from ..gguf.split_name import model_stem
 from .hashing import hash64
@@ -68,21 +69,14 @@ def source_sample(layout: Layout) -> int:
     Raises:
         ModelError: the model cannot be read.
     """
-    parts = []
-    files = [open(path, "rb", buffering=0) for path in layout.files]
-    try:
+    parts: list[bytes | memoryview] = []
+    with ModelBytes(layout.files) as files:
         for i, span in enumerate(sorted(layout.experts.values(), key=lambda span: span.name)):
             parts.append(f"{span.name} {span.type} {span.shape};".encode())
             n_expert, nbytes = span.shape[2], span.nbytes // span.shape[2]
             for expert in (i % n_expert, (7 * i + 3) % n_expert):
                 n = min(_SAMPLE, nbytes)
-                data = os.pread(files[span.file].fileno(), n, span.offset + expert * nbytes)
-                if len(data) != n:
-                    raise ModelError(f"{layout.files[span.file]}: ends inside {span.name}; was it cut while it was read?")
-                parts.append(data)
-    finally:
-        for file in files:
-            file.close()
+                parts.append(files.read(span.file, span.offset + expert * nbytes, n, span.name))
     return hash64(b"".join(parts))
 
 

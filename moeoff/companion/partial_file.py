@@ -35,11 +35,15 @@ class PartialFile:
             fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(self.fd), os.stat(self.path)):
                 raise FileNotFoundError  # another one has just finished: what was opened is its companion now
-        except OSError:
+            if not self._keep:
+                os.ftruncate(self.fd, 0)
+        except (BlockingIOError, FileNotFoundError):
             self._stack.close()
             raise OptionError(f"{self.path}: another conversion is writing this companion") from None
-        if not self._keep:
-            os.ftruncate(self.fd, 0)
+        except OSError:
+            self._stack.close()
+            self._remove()
+            raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_exc: object) -> None:

@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from ..atomic_file import atomic_file
-from ..errors import ModelError
+from ..errors import ModelError, WriteError
 from ..gguf.layout import Layout
 from ..gguf.split_name import model_stem
-from .beside import existing_path
+from .beside import existing_path, writable_path
 from .file import source_sample
 
-__all__ = ["VERSION", "Profile", "profile_path"]
+__all__ = ["VERSION", "Profile", "profile_output", "profile_path"]
 
 VERSION = 1
 _HEADER = "moeoff"  # key of the header: JSON in bytes
@@ -31,6 +31,19 @@ _HEADER = "moeoff"  # key of the header: JSON in bytes
 def profile_path(model: str | os.PathLike[str]) -> str:
     """Where a model's profile is looked for, and made by default: MODEL.profile.npz, without the number of a first part."""
     return model_stem(model) + ".profile.npz"
+
+
+def profile_output(layout: Layout) -> str:
+    """Where a model's profile is written: beside it, or in the cache folder where nothing can be written there.
+
+    Raises:
+        WriteError: neither can be written.
+    """
+    beside = profile_path(layout.files[0])
+    try:
+        return beside if os.path.exists(beside) else writable_path(beside, layout, "profiles", "npz")
+    except OSError as error:
+        raise WriteError(f"{beside}: cannot be written: {error.strerror or error}") from None
 
 
 class Profile:
@@ -95,7 +108,7 @@ class Profile:
                 arrays = {key: file[key] for key in file.files if key != _HEADER and (only is None or key.split("/", 1)[0] in only)}
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except (ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
             raise ModelError(f"{path}: the profile is damaged ({error}): delete it, or run moeoff calibrate again") from None
         return cls(path, arrays, header["info"])
 

@@ -113,7 +113,7 @@ class Settings:
             return cls(path, tuple(_tuning(entry) for entry in fields["tunings"]))
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path}: the settings are damaged ({type(error).__name__}: {error}): delete the file, or run moeoff tune again") from None
 
     def best(self, memory: int, machine: str) -> tuple[Tuning | None, str]:

@@ -128,7 +128,7 @@ def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> T
             data = json.load(file)
     except OSError as error:
         fail(f"cannot be read: {error.strerror}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         fail(f"not JSON: {error}")
     if not isinstance(data, dict) or not isinstance(data.get("layers", {}), dict) or set(data) - {"default", "layers"}:
         fail('expected {"default": TYPE, "layers": {LAYER: TYPE or {EXPERT: TYPE}}}')

@@ -199,9 +199,11 @@ class Driver:
             if self._logs:
                 self._buffer.log_reads(False)
         if self.trace is not None:
-            if note:
-                self.trace.note(note)
-            self.trace.close()
+            try:
+                if note:
+                    self.trace.note(note)
+            finally:
+                self.trace.close()
 
 
 def _halved(x: np.ndarray) -> np.ndarray:

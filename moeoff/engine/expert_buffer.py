@@ -436,11 +436,12 @@ class ExpertBuffer:
 
     def check(self) -> None:
         """Raises what a gate callback raised, or `ReadError` for a read that failed, since the last call."""
+        message = ctypes.create_string_buffer(1024)
+        failed = native.take_error(self.handle, message, len(message))  # taken in any case, or it would end the next graph
         if self._exception is not None:
             error, self._exception = self._exception, None
             raise error
-        message = ctypes.create_string_buffer(1024)
-        if native.take_error(self.handle, message, len(message)):
+        if failed:
             raise ReadError(message.value.decode("utf-8", "replace"))
 
     # --- watching ---

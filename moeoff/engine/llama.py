@@ -269,11 +269,12 @@ class Llama(PatchedLlama):
 
     def close(self) -> None:
         """Closes trace and driver, remembers what is resident for a warm start, and frees the model. May be called twice."""
-        if self._assembly is not None:
-            self._assembly.close_driver()
-        if self.loaded:
-            super().close()
-        if self._core_binding is not None:
-            self._core_binding.close()
-        if self._assembly is not None:
-            self._assembly.close()
+        with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
+            if self._assembly is not None:
+                stack.callback(self._assembly.close)
+            if self._core_binding is not None:
+                stack.callback(self._core_binding.close)
+            if self.loaded:
+                stack.callback(super().close)
+            if self._assembly is not None:
+                self._assembly.close_driver()

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -54,7 +55,7 @@ def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int
             low = saved["low"] if "low" in saved else np.zeros_like(high)
             if int(saved["version"]) != VERSION or not high.shape == low.shape == buffer.priorities.shape:
                 return 0
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile):  # never closed before, or a damaged file
+    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):  # never closed before, or a damaged file
         return 0
     # the few low ones first: once a high version is there, the native side leaves its low one out, and what is resident
     # would depend on the I/O workers' speed

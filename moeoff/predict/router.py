@@ -5,7 +5,6 @@ Read from the GGUF, dequantized. Knows every gating function that llama.cpp has;
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from typing import overload
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..gguf.layout import Layout, TensorSpan
+from ..gguf.model_bytes import ModelBytes
 from ..gguf.quantize import dequantize
 from ..gguf.tensor_name import EMBEDDING
 from .matmul import matmul
@@ -260,26 +260,20 @@ class _FromFile(Sequence["np.ndarray | None"]):
             return [tensors.get(name) for name in self._names[index]] if isinstance(index, slice) else tensors.get(self._names[index])
 
 
-class _Tensors:
+class _Tensors(ModelBytes):
     """Dense tensors of a model by name, as float32 (or their own integers)."""
 
     def __init__(self, layout: Layout):
+        super().__init__(layout.files)
         self._layout = layout
 
     def __enter__(self) -> _Tensors:
-        self._files = [os.open(path, os.O_RDONLY) for path in self._layout.files]
         return self
-
-    def __exit__(self, *_exc: object) -> None:
-        for file in self._files:
-            os.close(file)
 
     def get(self, name: str) -> np.ndarray | None:
         span: TensorSpan | None = self._layout.dense.get(name)
         if span is None:
             return None
-        data = os.pread(self._files[span.file], span.nbytes, span.offset)
-        if len(data) != span.nbytes:
-            raise ModelError(f"{self._layout.files[span.file]}: ends inside {name}; was it cut while it was read?")
+        data = self.read(span.file, span.offset, span.nbytes, name)
         shape = [n for n in span.shape[::-1] if n != 1] or [1]
         return np.frombuffer(data, np.int32).reshape(shape) if span.type == _I32 else dequantize(data, span.type, shape)

@@ -122,9 +122,10 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
     if config.context_shift:
         out += ["--context-shift", "--keep", str(config.n_keep)]
     for flag, given in (("--alias", options.alias), ("--api-key", options.api_key), ("--mmproj", options.mmproj), ("-md", options.draft),
-                        ("--spec-type", options.spec_type), ("--cors-origins", ",".join(options.cors))):  # fmt: skip
+                        ("--spec-type", options.spec_type)):  # fmt: skip
         if given:
             out += [flag, given]
+    out += ["--cors-origins", ",".join(options.cors)]  # llama-server's default is every page of the web
     if options.mmproj:
         out += ["--mtmd-batch-max-tokens", "1"]  # one picture is computed at a time, and planned for
     if options.embedding:

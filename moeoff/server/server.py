@@ -23,6 +23,7 @@ from ..budget.footprint import DEFAULT_CTX
 from ..engine.assembly import Assembly, config_of
 from ..engine.batch_rows import MAYBE, NO, YES, BatchRows
 from ..engine.batch_spans import is_decode, spans_of
+from ..engine.chat_template import check_templates
 from ..engine.config import Config
 from ..engine.stats import Stats
 from ..errors import BudgetError, MoeoffError, OptionError, Remedy
@@ -80,6 +81,7 @@ class Server:
     def _assemble(self, config: Config) -> Assembly:
         options = self._options
         layout = Layout.read(config.model_path)
+        check_templates(config.model_path)
         if not config.llama_cpp.get("n_ctx"):
             usual = options.parallel * min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX)
             config = replace(config, llama_cpp={**config.llama_cpp, "n_ctx": usual})

@@ -10,6 +10,7 @@ and what is decoded, version 5 what routers had chosen where that was changed. O
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import struct
@@ -21,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from ..cache import Shape
-from ..errors import OptionError
+from ..errors import OptionError, WriteError
 from ..gate_event import GateEvent
 from ..memory import slot_bytes
 from .read_log import READ, pack, unpack
@@ -97,6 +98,7 @@ class TraceWriter:
 
     Raises:
         OptionError: the file is something else, or a trace of another model.
+        WriteError: it cannot be written; later calls raise it, too.
     """
 
     def __init__(self, path: str | os.PathLike[str], model: Model, session: dict[str, Any] | None = None):
@@ -105,19 +107,22 @@ class TraceWriter:
         self._begins: set[int] = set()
         self._several = False  # sequences have been seen beside 0
         self._last_read = 0
+        self._path = os.fspath(path)
         header = model.to_json().encode()
+        end = 0
         if os.path.exists(path) and os.path.getsize(path):
             old, end = _scan(path)
             if old != model:
                 raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
-            self._file: BinaryIO = open(path, "r+b")
-            self._file.truncate(end)  # of a run that was killed
-            self._file.seek(8)
-            self._file.write(struct.pack("<I", VERSION))
-            self._file.seek(end)
-        else:
-            self._file = open(path, "wb")
-            self._file.write(MAGIC + struct.pack("<II", VERSION, len(header)) + header)
+        with self._writing():
+            self._file: BinaryIO = open(path, "r+b" if end else "wb")
+            if end:
+                self._file.truncate(end)  # of a run that was killed
+                self._file.seek(8)
+                self._file.write(struct.pack("<I", VERSION))
+                self._file.seek(end)
+            else:
+                self._file.write(MAGIC + struct.pack("<II", VERSION, len(header)) + header)
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(session or {}).encode())
 
     def new_sequence(self, sequence: int = 0) -> None:
@@ -169,13 +174,23 @@ class TraceWriter:
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(fields).encode())
 
     def _write(self, kind: int, flags: int, gate: int, n_used: int, n_tokens: int, n_hit: int, n_miss: int, t_ns: int, payload: bytes) -> None:
-        self._file.write(RECORD.pack(kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, len(payload), zlib.crc32(payload)) + payload)
+        with self._writing():
+            self._file.write(RECORD.pack(kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, len(payload), zlib.crc32(payload)) + payload)
+
+    @contextlib.contextmanager
+    def _writing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WriteError(f"{self._path}: cannot be written: {error.strerror or error}") from None
 
     def flush(self) -> None:
-        self._file.flush()
+        with self._writing():
+            self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        with self._writing():
+            self._file.close()
 
     def __enter__(self) -> TraceWriter:
         return self
@@ -215,58 +230,60 @@ class Trace:
         Raises:
             OptionError: no trace, or one of another version.
         """
-        with open(path, "rb") as file:
-            data = file.read()
+        data = _content(path)
         model, position = _header(data, path)
         layers = {t.gate: t.layer for t in model.tensors}
         events: list[GateEvent] = []
         begins: dict[int, list[int]] = {}
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
-        for fields, payload, _ in _records(data, position):
-            kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
-            if kind == SESSION:
-                notes.append(json.loads(bytes(payload)))
-                continue
-            if kind == READS:
-                reads.append(unpack(flags, payload, n_tokens))
-                lost += n_miss
-                continue
-            n = n_tokens * n_used
-            ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
-            weights = np.frombuffer(payload, "<f2", n, 2 * n).reshape(n_tokens, n_used).astype(np.float32)
-            at = 4 * n
-            versions = None
-            if flags & DECISIONS:
-                versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
-            router_ids = None
-            if flags & REROUTED:
-                router_ids, at = np.frombuffer(payload, "<u2", n, at).reshape(n_tokens, n_used).astype(np.int32), at + 2 * n
-            sequences = None
-            if flags & SEQUENCES:
-                sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
-            if flags & BEGINS:
-                count = int.from_bytes(payload[at : at + 2], "little")
-                begins[len(events)], at = np.frombuffer(payload, "<u2", count, at + 2).tolist(), at + 2 + 2 * count
-            probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
-            decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
-            event = GateEvent(
-                gate,
-                ids,
-                weights,
-                probs,
-                None,
-                versions,
-                layers.get(gate, -1),
-                n_hit,
-                n_miss,
-                0,
-                t_ns,
-                decode=decode,
-                sequences=sequences,
-                router_ids=router_ids,
-            )
-            events.append(event)
-            starts.append(bool(flags & NEW_SEQUENCE))
+        with contextlib.suppress(ValueError, RecursionError):  # a record that cannot be ends the trace, as one that was cut does
+            for fields, payload, _ in _records(data, position):
+                kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
+                if kind == SESSION:
+                    notes.append(json.loads(bytes(payload)))
+                    continue
+                if kind == READS:
+                    reads.append(unpack(flags, payload, n_tokens))
+                    lost += n_miss
+                    continue
+                n = n_tokens * n_used
+                ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
+                if gate >= model.n_gates or ids.max(initial=0) >= model.n_experts:
+                    raise ValueError("no such gate or expert")
+                weights = np.frombuffer(payload, "<f2", n, 2 * n).reshape(n_tokens, n_used).astype(np.float32)
+                at = 4 * n
+                versions = None
+                if flags & DECISIONS:
+                    versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
+                router_ids = None
+                if flags & REROUTED:
+                    router_ids, at = np.frombuffer(payload, "<u2", n, at).reshape(n_tokens, n_used).astype(np.int32), at + 2 * n
+                sequences = None
+                if flags & SEQUENCES:
+                    sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
+                if flags & BEGINS:
+                    count = int.from_bytes(payload[at : at + 2], "little")
+                    begins[len(events)], at = np.frombuffer(payload, "<u2", count, at + 2).tolist(), at + 2 + 2 * count
+                probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
+                decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
+                event = GateEvent(
+                    gate,
+                    ids,
+                    weights,
+                    probs,
+                    None,
+                    versions,
+                    layers.get(gate, -1),
+                    n_hit,
+                    n_miss,
+                    0,
+                    t_ns,
+                    decode=decode,
+                    sequences=sequences,
+                    router_ids=router_ids,
+                )
+                events.append(event)
+                starts.append(bool(flags & NEW_SEQUENCE))
         return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost, begins)
 
     @classmethod
@@ -322,6 +339,14 @@ class Trace:
         return out
 
 
+def _content(path: str | os.PathLike[str]) -> bytes:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as error:
+        raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+
+
 def _header(data: bytes, path: str | os.PathLike[str]) -> tuple[Model, int]:
     if data[:8] != MAGIC or len(data) < 16:
         raise OptionError(f"{path}: is not a trace of moeoff")
@@ -330,7 +355,7 @@ def _header(data: bytes, path: str | os.PathLike[str]) -> tuple[Model, int]:
         raise OptionError(f"{path}: is a trace of version {version}, this moeoff reads up to version {VERSION}")
     try:
         return Model.from_json(data[16 : 16 + length]), 16 + length
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise OptionError(f"{path}: the trace's header is damaged") from None
 
 
@@ -348,7 +373,6 @@ def _records(data: bytes, position: int) -> Iterator[tuple[tuple[int, ...], memo
 
 def _scan(path: str | os.PathLike[str]) -> tuple[Model, int]:
     """Header, and where the last whole record ends."""
-    with open(path, "rb") as file:
-        data = file.read()
+    data = _content(path)
     model, end = _header(data, path)
     return model, max((position for *_, position in _records(data, end)), default=end)

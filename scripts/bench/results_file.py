@@ -34,7 +34,8 @@ def command_line() -> str:
     if "--json" in typed:
         at = typed.index("--json")
         del typed[at : at + 2]
-    return shlex.join(["python", f"scripts/bench/{Path(sys.argv[0]).name}", *map(short, typed)])
+    program = Path(sys.argv[0]).resolve()
+    return shlex.join(["python", f"scripts/{program.parent.name}/{program.name}", *map(short, typed)])
 
 
 class Table:

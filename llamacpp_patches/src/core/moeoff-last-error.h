@@ -5,6 +5,7 @@
 #include <exception>
 #include <new>
 #include <string>
+#include <system_error>
 
 namespace moeoff {
 
@@ -25,7 +26,7 @@ R guarded(R on_error, F f) noexcept {
         last_error() = "out of memory"; // short enough to be stored in the string itself
     } catch (const std::exception & e) {
         try {
-            last_error() = e.what();
+            last_error() = dynamic_cast<const std::system_error *>(&e) ? std::string("cannot start a thread: ") + e.what() : e.what();
         } catch (...) {
             last_error() = "out of memory";
         }

@@ -159,10 +159,15 @@ void server_loan::need(int64_t wanted) {
     }
 }
 
-// llama-server copies a body ten times before it is answered: as text, as JSON, and on its way from one to the other.
-server_body_memory::server_body_memory(size_t size) {
-    if (size > 1 << 16) { // less is in the reserve
-        loan.need(10 * (int64_t) size);
+// llama-server copies a body ten times before it is answered: as text, as JSON, and on its way from one to the other. Values of JSON take
+// memory of their own, each list and object more: a megabyte of brackets would take hundreds.
+server_body_memory::server_body_memory(const std::string & body) {
+    int64_t nbytes = 10 * (int64_t) body.size();
+    for (const char c : body) {
+        nbytes += c == '[' || c == '{' ? 256 : c == ':' ? 288 : c == ',' ? 96 : 0;
+    }
+    if (nbytes > 10 << 16) { // less is in the reserve
+        loan.need(nbytes);
     }
 }
 

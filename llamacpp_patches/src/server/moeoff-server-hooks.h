@@ -74,7 +74,7 @@ class server_loan {
 // While a request is answered.
 class server_body_memory {
   public:
-    explicit server_body_memory(size_t size); // throws: there is not so much
+    explicit server_body_memory(const std::string & body); // throws: there is not so much
 
   private:
     server_loan loan;

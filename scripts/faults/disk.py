@@ -1,0 +1,356 @@
+"""Trouble with the disk: slow, full, read-only, without direct reads; a model that is replaced, cut or written to while it is used.
+
+usage: disk.py [--json FILE]
+
+Each case says what must be so, and is in a process of its own under a deadline. Exit code 1 if something is not so. As root, a small tmpfs is
+the full disk and another user finds the folder read-only; else a limit of file sizes and the folder's rights stand for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import click
+from common import DEMO, HELP, ResultsFile, commit, is_sentence
+from nth_fault import NATIVE, PROMPT, answer, open_model
+
+from faults import Call, Fault, Kind, environment, reexecute
+
+DEADLINE = 120
+CASES: dict[str, Callable[[Path], str]] = {}
+
+
+def case(function: Callable[[Path], str]) -> Callable[[Path], str]:
+    """Its docstring says what must be so, what it returns is told beside it."""
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+def error_of(action: Callable[[], object], words: str) -> str:
+    """The sentence of the error that it must end with."""
+    import moeoff
+
+    try:
+        action()
+    except moeoff.MoeoffError as error:
+        assert is_sentence(str(error)) and words in str(error), f"expected {words!r} in: {error}"
+        return str(error)
+    raise AssertionError(f"no error, expected {words!r}")
+
+
+def reference() -> list[int]:
+    with open_model(DEMO) as llm:
+        return answer(llm)
+
+
+def model_in(folder: Path) -> str:
+    return str(shutil.copy(DEMO, folder / "model.gguf"))
+
+
+@case
+def a_slow_disk(folder: Path) -> str:
+    """each read takes 3 ms more: the same text, and an answer can be cancelled"""
+    import moeoff
+
+    model, expected = model_in(folder), reference()
+    with open_model(model, strategy="lru") as llm:
+        with Fault(Call.READ, Kind.DELAY, 3000, 0, of=NATIVE) as slow:
+            assert answer(llm) == expected
+        with Fault(Call.READ, Kind.DELAY, 100_000, 0, of=NATIVE):
+            timer = threading.Timer(0.5, llm.cancel)
+            timer.start()
+            started = time.monotonic()
+            try:
+                llm.expert_buffer.clear()
+                answer(llm)
+                raise AssertionError("it was not cancelled")
+            except moeoff.Cancelled:
+                seconds = time.monotonic() - started
+            timer.join()
+        assert answer(llm) == expected
+    assert seconds < 10, seconds
+    return f"{slow.fired} slow reads; cancelled after 0.5 s, ended after {seconds:.1f} s"
+
+
+@case
+def direct_reads_are_refused(folder: Path) -> str:
+    """at the open, or at the first read, as network file systems do: reads go through the page cache, the same text"""
+    model, expected = model_in(folder), reference()
+    for fault in (Fault(Call.OPEN, Kind.ERROR, errno.EINVAL, 2, of=NATIVE), Fault(Call.READ, Kind.ERROR, errno.EINVAL, 0, of=NATIVE)):
+        with fault, open_model(model, strategy="lru") as llm:
+            assert answer(llm) == expected
+            assert llm.expert_buffer.stats().reads > 10
+        assert fault.fired, fault.fired
+    return "both"
+
+
+@case
+def a_sparse_file(folder: Path) -> str:
+    """holes where zeros were: the same text; nothing but holes behind the header: text or one sentence"""
+    import moeoff
+    from moeoff.gguf.file import ModelFile
+
+    expected, sparse, hollow = reference(), folder / "sparse.gguf", folder / "hollow.gguf"
+    subprocess.run(["cp", "--sparse=always", DEMO, sparse], check=True)
+    with open_model(str(sparse)) as llm:
+        assert answer(llm) == expected
+    with ModelFile(DEMO) as model:
+        hollow.write_bytes(model.header())
+    os.truncate(hollow, os.path.getsize(DEMO))
+    try:
+        with open_model(str(hollow)) as llm:
+            said = f"{len(answer(llm))} tokens"
+    except (moeoff.MoeoffError, RuntimeError) as error:
+        said = str(error)
+    return f"of the hollow one: {said}"
+
+
+@case
+def replaced_while_it_runs(folder: Path) -> str:
+    """another file takes its name: the open one goes on, the same text"""
+    model, expected = model_in(folder), reference()
+    with open_model(model, strategy="lru") as llm:
+        answer(llm)
+        other = folder / "other"
+        other.write_bytes(bytes(1 << 20))
+        os.replace(other, model)
+        llm.expert_buffer.clear()
+        assert answer(llm) == expected
+    return error_of(lambda: open_model(model), "not a GGUF file")
+
+
+@case
+def cut_while_it_runs(folder: Path) -> str:
+    """one sentence that names it at each request; once it is whole and loaded again, the same text"""
+    model, expected = model_in(folder), reference()
+    with open_model(model, strategy="lru") as llm:
+        answer(llm)
+        os.truncate(model, 3 << 20)
+        llm.expert_buffer.clear()
+        said = error_of(lambda: answer(llm), "model.gguf")
+        error_of(lambda: answer(llm), "model.gguf")
+    error_of(lambda: open_model(model), "truncated")
+    shutil.copy(DEMO, model)
+    with open_model(model) as llm:
+        assert answer(llm) == expected
+    return said
+
+
+@case
+def cut_between_two_reads(folder: Path) -> str:
+    """in the middle of an answer: one sentence that names it"""
+    model = model_in(folder)
+    with open_model(model, strategy="lru") as llm:
+        answer(llm)
+        llm.expert_buffer.clear()
+        llm.reset()
+        llm.clear_context()
+
+        def cut() -> None:
+            tokens = llm.generate(llm.tokenize(PROMPT.encode()), top_k=1, temp=0.0)
+            next(tokens)
+            llm.expert_buffer.clear()
+            os.truncate(model, 3 << 20)
+            llm.expert_buffer.clear()
+            for _ in range(20):
+                next(tokens)
+
+        return error_of(cut, "model.gguf")
+
+
+@case
+def cut_while_it_is_converted(folder: Path) -> str:
+    """one sentence, and nothing is left"""
+    from moeoff.companion.convert import convert
+
+    model = model_in(folder)
+
+    def cut(done: int, total: int) -> None:
+        if done > total // 4:
+            os.truncate(model, 3 << 20)
+
+    said = error_of(lambda: convert(model, tiers="keep,Q4_0", progress=cut, threads=2), "model.gguf")
+    assert sorted(path.name for path in folder.iterdir()) == ["model.gguf"]
+    return said
+
+
+@contextlib.contextmanager
+def full_disk(folder: Path, room: int) -> Iterator[Path]:
+    """A folder where so many bytes fit."""
+    place = folder / "full"
+    place.mkdir()
+    if os.geteuid() == 0 and subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={room}", "none", place], capture_output=True).returncode == 0:
+        try:
+            yield place
+        finally:
+            subprocess.run(["umount", "-l", place], check=True)
+        return
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
+    try:
+        yield place
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+@case
+def full_while_it_is_converted(folder: Path) -> str:
+    """refused before the work where the room is known, else one sentence; nothing is left, an old companion stays"""
+    from moeoff.companion.convert import convert
+
+    model = model_in(folder)
+    with full_disk(folder, 4 << 20) as place:
+        out = place / "m.experts.gguf"
+        out.write_bytes(b"old")
+        said = error_of(lambda: convert(model, tiers="keep,Q4_0", output=out, force=True), "m.experts.gguf")
+        assert [path.name for path in place.iterdir()] == ["m.experts.gguf"] and out.read_bytes() == b"old"
+    return said
+
+
+@case
+def full_while_it_is_calibrated(folder: Path) -> str:
+    """one sentence, the old profile stays"""
+    import numpy as np
+
+    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.companion.profile import Profile
+    from moeoff.gguf.layout import Layout
+
+    model, text = model_in(folder), folder / "text.txt"
+    text.write_text((PROMPT + "\n") * 300)
+    with full_disk(folder, 16 << 10) as place:
+        profile = place / "m.profile.npz"
+        Profile.write(profile, Layout.read(model), {"precision": {"bits": np.arange(3)}})
+        old = profile.read_bytes()
+        said = error_of(lambda: calibrate(model, text=[str(text)], tokens=512, hidden=0, memory="2G", output=profile), "m.profile.npz")
+        assert [path.name for path in place.iterdir()] == ["m.profile.npz"] and profile.read_bytes() == old
+    return said
+
+
+@case
+def full_while_a_trace_is_written(folder: Path) -> str:
+    """one sentence; what was written can be read, and the model is closed"""
+    from moeoff.simulate.trace import Trace
+
+    model = model_in(folder)
+    with full_disk(folder, 64 << 10) as place:
+
+        def run() -> None:
+            with open_model(model, trace=str(place / "run.trace")) as llm:
+                for _ in range(20):
+                    answer(llm)
+
+        said = error_of(run, "run.trace: cannot be written")
+        n = len(Trace.read(place / "run.trace").events)
+    assert n > 10
+    return f"{said}; {n} events are there"
+
+
+@case
+def a_full_cache_folder(folder: Path) -> str:
+    """the warm-start file cannot be written: no error, the next start is a cold one"""
+    model, expected = model_in(folder), reference()
+    with full_disk(folder, 4 << 10) as place:
+        os.environ["XDG_CACHE_HOME"] = str(place)
+        (place / "filler").write_bytes(bytes(4 << 10)) if os.path.ismount(place) else resource.setrlimit(resource.RLIMIT_FSIZE, (16, -1))
+        for _ in range(2):
+            with open_model(model, warm=True) as llm:
+                assert answer(llm) == expected
+    return "two starts"
+
+
+@case
+def a_read_only_folder(folder: Path) -> str:
+    """warm-start file and profile go to the cache folder, and are found there"""
+    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.companion.profile import Profile
+    from moeoff.gguf.layout import Layout
+
+    place, cache = folder / "models", folder / "cache"
+    place.mkdir()
+    cache.mkdir()
+    model, text = model_in(place), folder / "text.txt"
+    text.write_text((PROMPT + "\n") * 300)
+    options = {"tokens": 512, "hidden": 0, "memory": "2G", "only": {"popularity"}}
+    calibrate(model_in(folder), text=[str(text)], **options)  # imports what the other user may not read
+    with open_model(str(folder / "model.gguf"), warm=True, profile=True) as llm:
+        answer(llm)
+    for path in (place, Path(model)):
+        path.chmod(0o555)
+    for path in (folder, cache):
+        path.chmod(0o777)
+    os.environ["XDG_CACHE_HOME"] = str(cache)
+    if os.geteuid() == 0:
+        os.setgroups([])
+        os.setuid(65534)
+    done = calibrate(model, text=[str(text)], **options)
+    assert Path(done.path).is_relative_to(cache), done.path
+    found = Profile.find(Layout.read(model))
+    assert found is not None and found.path == done.path
+    with open_model(model, warm=True, profile=True) as llm:
+        answer(llm)
+    assert list(cache.rglob("warm/*.npz")), "no warm-start file"
+    return f"{Path(done.path).relative_to(cache).parent}, {', '.join(sorted({p.parent.name for p in cache.rglob('*.npz')}))}"
+
+
+def run(name: str) -> None:
+    with tempfile.TemporaryDirectory(prefix="moeoff-disk-") as made:
+        folder = Path(made)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "own-cache")
+        uid = os.geteuid()
+        try:
+            print("DONE " + CASES[name](folder).replace(str(folder), "…"), flush=True)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            with contextlib.suppress(Exception):  # another user may not be allowed to read the sources
+                traceback.print_exc()
+            sys.exit(1)
+        finally:
+            if os.geteuid() != uid:
+                sys.stdout.flush()
+                os._exit(0)  # another user now: who started this removes the folder
+
+
+@click.command()
+@click.option("--only", multiple=True, type=click.Choice(list(CASES)))
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+@click.option("--child", hidden=True)
+def main(only: tuple[str, ...], json_file: str | None, child: str | None) -> None:
+    if child:
+        reexecute()
+        return run(child)
+    bad = 0
+    with ResultsFile(json_file) as results:
+        table = results.table("disk", f"disk trouble, at {commit()}", ["what", "what must be so", "what was said", "held"])
+        for name in only or CASES:
+            said = ""
+            try:
+                done = subprocess.run([sys.executable, __file__, "--child", name], env=environment(), capture_output=True, text=True, timeout=DEADLINE)
+                said = next((line[5:] for line in done.stdout.splitlines() if line.startswith("DONE ")), "")
+                good = done.returncode == 0 and bool(said)
+                if not good:
+                    print(f"{name}: exit code {done.returncode}\n{done.stdout[-500:]}{done.stderr[-3000:]}", file=sys.stderr)
+            except subprocess.TimeoutExpired:
+                good = False
+                print(f"{name}: hangs", file=sys.stderr)
+            bad += not good
+            table.row(name, CASES[name].__doc__ or "", said, "yes" if good else "NO")
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,326 @@
+"""Hostile clients of `moeoff serve`: whatever they send, the others are answered rightly, nothing is read from disk, memory stays in its budget.
+
+usage: hostile_http.py [--rounds N] [--json FILE]
+
+A server with an API key, in a process of its own, under a budget. Each case says what must be so; after each the server must be there, answer a
+greedy request with the tokens it gave before, and hold its budget. Exit code 1 if something is not so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import httpx
+from common import DEMO, HELP, ResultsFile, commit, rss
+
+KEY = "a-long-secret-key-" + "k" * 30
+MEMORY = 400 << 20
+SERVER = """
+import sys
+import moeoff
+with moeoff.Server(sys.argv[1], port=0, api_key=sys.argv[2], memory=int(sys.argv[3]), n_ctx=1024, parallel=2, n_batch=128, embedding=False) as server:
+    print(server.url, flush=True)
+    sys.stdin.read()
+"""
+CASES: dict[str, Callable] = {}
+
+
+@dataclass
+class Target:
+    """The server."""
+
+    url: str
+    pid: int
+    rng: random.Random
+    secret: Path  # a file that nothing may show
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, port = self.url.removeprefix("http://").split(":")
+        return host, int(port)
+
+    @property
+    def client(self) -> httpx.Client:
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+
+    def post(self, path: str, body: object, **headers: str) -> httpx.Response:
+        content = body if isinstance(body, bytes) else json.dumps(body).encode()
+        with self.client as client:
+            return client.post(path, content=content, headers={"Content-Type": "application/json", **headers})
+
+    def answer(self) -> list[int]:
+        body = {"prompt": "Tom has 3 apples and buys 4 more.", "n_predict": 8, "temperature": 0, "return_tokens": True, "cache_prompt": False}
+        found = self.post("/completion", body)
+        assert found.status_code == 200, found.text
+        return found.json()["tokens"]
+
+    def raw(self, data: bytes, seconds: float = 5) -> bytes:
+        """What comes back for these bytes; the connection may be closed at any time."""
+        out = b""
+        with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=seconds) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while len(out) < 1 << 20 and (piece := connection.recv(65536)):
+                out += piece
+        return out
+
+
+def case(function: Callable[[Target], str]) -> Callable[[Target], str]:
+    CASES[function.__name__.replace("_", " ")] = function
+    return function
+
+
+@case
+def slow_loris(target: Target) -> str:
+    """300 connections that send a header byte by byte: others are answered meanwhile"""
+    with contextlib.ExitStack() as stack:
+        connections = []
+        for _ in range(300):
+            connection = stack.enter_context(socket.create_connection(target.address, timeout=5))
+            connection.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nX-A: ")
+            connections.append(connection)
+        slowest = 0.0
+        for _ in range(4):
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b"a")
+            started = time.monotonic()
+            target.answer()
+            slowest = max(slowest, time.monotonic() - started)
+    assert slowest < 30, slowest
+    return f"the slowest answer took {slowest:.1f} s"
+
+
+@case
+def slow_bodies(target: Target) -> str:
+    """100 bodies that are promised and do not come: others are answered meanwhile"""
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            connection = stack.enter_context(socket.create_connection(target.address, timeout=5))
+            connection.sendall(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000000\r\n\r\n{{".encode())
+        target.answer()
+    return ""
+
+
+@case
+def huge_bodies(target: Target) -> str:
+    """lengths that cannot be, 4 million brackets and a prompt of 200,000 words are refused"""
+    said = []
+    for length in ("99999999999", "-1", "18446744073709551616", "1e9", "0x10"):
+        found = target.raw(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {length}\r\n\r\n{{}}".encode())
+        assert b" 200 " not in found[:20], (length, found[:200])
+        said.append(found[9:12].decode() or "closed")
+    found = target.post("/completion", b"[" * (4 << 20))
+    assert found.status_code in (400, 413, 500), found.status_code
+    found = target.post("/completion", {"prompt": "word " * 200_000})
+    assert found.status_code == 400, found.status_code
+    return ", ".join(said)
+
+
+@case
+def header_floods(target: Target) -> str:
+    """10,000 headers, one of 10 MB, a path of 1 MB: refused, or the connection is closed"""
+    said = []
+    for data in (
+        b"GET /health HTTP/1.1\r\n" + b"".join(b"X-%d: y\r\n" % n for n in range(10_000)) + b"\r\n",
+        b"GET /health HTTP/1.1\r\nX-Long: " + b"y" * (10 << 20) + b"\r\n\r\n",
+        b"GET /" + b"a" * (1 << 20) + b" HTTP/1.1\r\n\r\n",
+        b"GET /health HTTP/1.1\r\n" + b"X" * 100_000,
+        b"\x00" * 100_000,
+        b"GET /health HTTP/9.9\r\n\r\n",
+        b"GET\r\n\r\n",
+        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\nFFFFFFFFFFFFFFFF\r\n{}",
+        b"POST /completion HTTP/1.1\r\nTransfer-Encoding: chunked\r\nContent-Length: 5\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n-1\r\n{}",
+    ):
+        found = target.raw(data)
+        assert b" 200 " not in found[:20], (data[:60], found[:200])
+        said.append(found[9:12].decode("ascii", "replace") or "closed")
+    return ", ".join(said)
+
+
+@case
+def bad_text(target: Target) -> str:
+    """bytes that are not UTF-8, lone surrogates, NUL, deep JSON, numbers beyond every type: an error or an answer, and the server stays"""
+    bodies = [
+        b'{"prompt": "\xff\xfe\xfa", "n_predict": 2}', b'{"prompt": "\\ud800", "n_predict": 2}', b'{"prompt": "a\\u0000b", "n_predict": 2}',
+        b'{"prompt": ' + b"[" * 50_000 + b"]" * 50_000 + b"}", b'{"prompt": "x", "n_predict": 1e400}', b'{"prompt": [1e30]}', b'{"prompt": [-1, 99999999]}',
+        b'{"prompt": [[[1]]], "n_predict": 2}', b'{"messages": "x"}', b'{"messages": [{"role": 7}]}', b'{"prompt": "x", "n_predict": -99999999999999999999}',
+        b'{"prompt": "x", "n_predict": 2, "n_discard": -100, "n_keep": -100}', b'{"prompt": "x", "n_predict": 2, "id_slot": 99999}',
+        b'{"prompt": "x", "n_predict": 2, "n_probs": 2147483647}', b'{"prompt": "x", "n_predict": 2, "temperature": -1e30, "top_k": -7, "min_p": 9}',
+        b'{"prompt": "x", "n_predict": 2, "logit_bias": [[99999999, 1e30], [-5, 1]]}', b'{"prompt": "x", "n_predict": 2, "samplers": ["\\ud800"]}',
+        b'{"prompt": "x", "n_predict": 2, "grammar": "root ::= root root"}', b'{"prompt": "x", "n_predict": 2, "grammar": "' + b"(" * 20_000 + b'"}',
+        b'{"prompt": "x", "n_predict": 2, "json_schema": {"$ref": "#"}}', b'{"prompt": "x", "n_predict": 2, "json_schema": {"pattern": "(((((a*)*)*)*)*)*b"}}',
+        b'{"prompt": "x", "n_predict": 2, "lora": [{"id": 99, "scale": 1}]}', b'{"prompt": "x", "n_predict": 2, "stop": ["", ""]}', b"", b"null", b"[]", b"7",
+    ]  # fmt: skip
+    codes = []
+    for body in bodies:
+        for path in ("/completion", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/infill", "/tokenize", "/apply-template"):
+            codes.append(target.post(path, body).status_code)
+    assert all(200 <= code < 600 for code in codes)
+    return f"{len(codes)} requests: {', '.join(f'{codes.count(code)} x {code}' for code in sorted(set(codes)))}"
+
+
+@case
+def templates_in_requests(target: Target) -> str:
+    """a chat template of the request's own is not run, or ends"""
+    bomb = "{% for i in range(100000) %}{% for j in range(100000) %}{% for k in range(100000) %}x{% endfor %}{% endfor %}{% endfor %}"
+    codes = []
+    for key in ("chat_template", "template", "chat_template_kwargs"):
+        value: object = {"enable_thinking": bomb} if key.endswith("kwargs") else bomb
+        codes.append(target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2, key: value}).status_code)
+        codes.append(target.post("/apply-template", {"messages": [{"role": "user", "content": "Hi"}], key: value}).status_code)
+    return ", ".join(map(str, codes))
+
+
+@case
+def path_tricks(target: Target) -> str:
+    """no path and no request shows a file, starts a program, or fetches from anywhere"""
+    paths = [str(target.secret), "/../../../../../../../.." + str(target.secret), "/..%2f..%2f..%2f..%2f..%2f.." + str(target.secret).replace("/", "%2f"),
+             "/%2e%2e/%2e%2e/%2e%2e/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/\\..\\..\\etc\\passwd", "/index.html/../../../etc/passwd", "/etc/passwd%00.html",
+             "/media/../../etc/passwd", "/slots/0?action=save", "/props", "/models/load", "/tools", "/cors-proxy?url=file:///etc/passwd"]  # fmt: skip
+    words = target.secret.read_text().encode(), b"root:x:"
+    for path in paths:
+        for method in (b"GET", b"POST", b"PUT", b"DELETE", b"PATCH"):
+            request = method + b" " + path.encode() + b" HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + KEY.encode() + b"\r\nContent-Length: 2\r\n\r\n{}"
+            found = target.raw(request)
+            assert not any(word in found for word in words), (method, path, found[:300])
+    url = f"file://{target.secret}"
+    for part in ({"type": "image_url", "image_url": {"url": url}}, {"type": "input_audio", "input_audio": {"data": url, "format": "wav"}}):
+        found = target.post("/v1/chat/completions", {"messages": [{"role": "user", "content": [part]}], "max_tokens": 2})
+        assert found.status_code >= 400 and words[0] not in found.content, found.text
+    for body in ({"filename": "../../../../tmp/x"}, {"filename": str(target.secret)}):
+        for action in ("save", "restore", "erase"):
+            found = target.post(f"/slots/0?action={action}", body)
+            assert found.status_code >= 400, (action, found.text)
+    for path in ("/rerank", "/v1/rerank", "/reranking", "/embedding", "/v1/embeddings"):
+        for body in (
+            {"query": "x", "documents": []},
+            {"query": "", "documents": [""]},
+            {"query": ["x"], "documents": [1, None]},
+            {"input": []},
+            {"content": {}},
+        ):
+            found = target.post(path, body)
+            assert found.status_code >= 400, (path, found.text)
+    return f"{len(paths) * 5} requests for paths, {6 + 25 + 2} for files and routes that are off"
+
+
+@case
+def without_the_key(target: Target) -> str:
+    """16 routes are refused without the key, with parts of it, and with more than it"""
+    wrong = ["", "x", KEY[:-1], KEY + "x", KEY[:-1] + "l", "l" + KEY[1:], KEY * 2, KEY.upper(), "\x01" * 48]
+    routes = ["/completion", "/v1/chat/completions", "/v1/completions", "/v1/messages", "/tokenize", "/detokenize", "/props", "/metrics", "/slots", "/infill",
+              "/v1/embeddings", "/api/chat", "/api/generate", "/lora-adapters", "/apply-template", "/v1/responses"]  # fmt: skip
+    for route in routes:
+        for key in wrong:
+            for header in (f"Authorization: Bearer {key}", f"X-Api-Key: {key}", f"Authorization: {key}"):
+                found = target.raw(f"POST {route} HTTP/1.1\r\nHost: x\r\n{header}\r\nContent-Length: 2\r\n\r\n{{}}".encode())
+                assert found[9:12] in (b"401", b"400", b"404") and (found[9:12] != b"404" or route in ("/slots",)), (route, header, found[:100])
+    return f"{len(routes) * len(wrong) * 3} requests"
+
+
+@case
+def other_origins(target: Target) -> str:
+    """pages of other origins get no leave to read answers"""
+    for origin in ("https://evil.example", "http://localhost:9", "null", "http://127.0.0.1.evil.example"):
+        with target.client as client:
+            for method, path in (("GET", "/health"), ("OPTIONS", "/v1/chat/completions"), ("POST", "/completion")):
+                found = client.request(method, path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, json={"prompt": "x", "n_predict": 1})
+                assert "access-control-allow-origin" not in found.headers, (origin, dict(found.headers))
+    return ""
+
+
+@case
+def many_at_once(target: Target) -> str:
+    """200 requests that are cut before they are answered"""
+    body = json.dumps({"prompt": "x", "n_predict": 500, "ignore_eos": True})
+    for _ in range(200):
+        with contextlib.suppress(OSError), socket.create_connection(target.address, timeout=5) as connection:
+            head = (
+                f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            )
+            connection.sendall((head + body)[: target.rng.randrange(10, len(head) + len(body) + 1)].encode())
+    return ""
+
+
+@case
+def noise(target: Target) -> str:
+    """300 requests of which bytes are changed at random"""
+    body = json.dumps({"prompt": "Tom has 3 apples.", "n_predict": 2, "temperature": 0, "stream": False}).encode()
+    good = b"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n%s"
+    whole, codes = good % (KEY.encode(), len(body), body), []
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(target.rng.choice((1, 2, 8))):
+            data[target.rng.randrange(len(data))] = target.rng.randrange(256)
+        codes.append(target.raw(bytes(data), seconds=20)[9:12].decode("ascii", "replace") or "closed")
+    return ", ".join(f"{codes.count(code)} x {code}" for code in sorted(set(codes)))
+
+
+@click.command()
+@click.option("--rounds", default=1, show_default=True)
+@click.option("--only", multiple=True, type=click.Choice(list(CASES)))
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(rounds: int, only: tuple[str, ...], json_file: str | None) -> None:
+    bad = 0
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        secret = folder / "secret.txt"
+        secret.write_text(f"secret {random.randrange(1 << 60)}")
+        log = stack.enter_context(open(folder / "log", "w+b"))
+        command = [sys.executable, "-c", SERVER, DEMO, KEY, str(MEMORY)]
+        env = os.environ | {"XDG_CACHE_HOME": str(folder)}
+        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder, env=env))
+        stack.callback(process.kill)
+        url = process.stdout.readline().strip()
+        if not url:
+            log.seek(0)
+            raise click.ClickException(f"the server did not start: {log.read().decode()[-2000:]}")
+        target = Target(url, process.pid, random.Random(1), secret)
+        expected = target.answer()
+        results = stack.enter_context(ResultsFile(json_file))
+        table = results.table("hostile-http", f"hostile clients, at {commit()}, {rounds} rounds", ["what", "what must be so", "what came back", "held"])
+        for name in only or CASES:
+            said, problem = "", ""
+            for _ in range(rounds):
+                try:
+                    said = CASES[name](target)
+                    assert target.answer() == expected, "another answer afterwards"
+                    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
+                except Exception as error:
+                    problem = f"{name}: {type(error).__name__}: {error}"
+                    break
+                if (peak := rss(process.pid, "VmHWM")) > MEMORY:
+                    problem = f"{name}: {peak >> 20} MiB of {MEMORY >> 20}"
+                    break
+            if problem:
+                print(problem, file=sys.stderr)
+            bad += bool(problem)
+            table.row(name, CASES[name].__doc__ or "", said, "NO" if problem else "yes")
+            if process.poll() is not None:
+                log.seek(0)
+                print(f"the server has ended with {process.returncode}: {log.read().decode(errors='replace')[-2000:]}", file=sys.stderr)
+                bad += 1
+                break
+        print(f"peak memory {rss(process.pid, 'VmHWM') >> 20} MiB of {MEMORY >> 20}" if process.poll() is None else "no server", file=sys.stderr)
+        process.stdin.close()
+        if process.wait(60) != 0:
+            bad += 1
+            print(f"the server ended with {process.returncode}", file=sys.stderr)
+    sys.exit(1 if bad else 0)
+
+
+if __name__ == "__main__":
+    main()

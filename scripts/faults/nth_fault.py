@@ -1,0 +1,402 @@
+"""The n-th fault: for each kind of call of the native code, the first fails, then the second, and so on until a run has no fault.
+
+usage: nth_fault.py [--scenario NAME ...] [--every N] [--most N] [--json FILE]
+
+Each time there must be success with the right tokens, or one sentence, which for a read names file and offset; then the same is asked
+again without a fault and must be right; no descriptor and no thread may stay. Every step has a deadline. A process that ends is a
+finding, and the next one goes on behind the fault that ended it. Exit code 1 if anything is not as it should be.
+
+Faults are those of the library with the expert buffer (libggml-cpu: the buffer's and ggml's CPU backend), and where Python works with files
+itself (convert, calibrate, closing, a trace), those on files in the folder of the run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import faulthandler
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+from common import DEMO, HELP, ResultsFile, commit, is_sentence, n_descriptors, n_threads, rss
+
+from faults import Call, Fault, Kind, environment
+
+DEADLINE = 60  # seconds for one step
+NATIVE = "libggml-cpu"
+READS = [(Call.READ, Kind.ERROR, errno.EIO), (Call.READ, Kind.SHORT, 0), (Call.READ, Kind.INTERRUPTED, 0), (Call.READ, Kind.END, 0)]
+NATIVE_FAULTS = [
+    (Call.OPEN, Kind.ERROR, errno.EMFILE),
+    (Call.STAT, Kind.ERROR, errno.EIO),
+    *READS,
+    (Call.READ, Kind.ERROR, errno.EINVAL),  # what NFS says of direct reads
+    (Call.MAP, Kind.ERROR, errno.ENOMEM),
+    (Call.ADVISE, Kind.ERROR, errno.EINVAL),
+    (Call.THREAD, Kind.ERROR, errno.EAGAIN),
+    (Call.ALLOC, Kind.ERROR, errno.ENOMEM),
+]
+FILE_FAULTS = [
+    (Call.OPEN, Kind.ERROR, errno.EMFILE),
+    (Call.STAT, Kind.ERROR, errno.EIO),
+    *READS,
+    (Call.MAP, Kind.ERROR, errno.ENOMEM),
+    (Call.WRITE, Kind.ERROR, errno.ENOSPC),
+    (Call.WRITE, Kind.SHORT, 0),
+    (Call.WRITE, Kind.INTERRUPTED, 0),
+    (Call.SYNC, Kind.ERROR, errno.EIO),
+    (Call.RENAME, Kind.ERROR, errno.EIO),
+]
+PROMPT = "Tom has 3 apples and buys 4 more. How many apples has Tom?"
+
+
+class Wrong(Exception):
+    """Something is not as it should be."""
+
+
+@dataclass
+class Scenario:
+    """What is done with faults, and what must be so afterwards.
+
+    Attributes:
+        faults: kinds of them.
+        attempt: with a fault; returns what must be right.
+        again: without one.
+        native: faults are those of native code, else those on files in the folder.
+        reads_named: an error about a read names file and offset.
+        below: only files with this beginning.
+        result: what must be right after an attempt whether or not it failed, instead of what it returned.
+    """
+
+    faults: list[tuple[Call, Kind, int]]
+    attempt: Callable[[], object]
+    again: Callable[[], object] | None = None
+    native: bool = True
+    reads_named: bool = False
+    below: str = ""
+    result: Callable[[], object] | None = None
+    close: Callable[[], None] = field(default=lambda: None)
+
+
+def open_model(path: str, **options):
+    import moeoff
+
+    return moeoff.Llama(
+        path, **{"expert_memory": "1M", "n_ctx": 128, "n_threads": 2, "warm": False, "settings": False, "profile": False, "experts": False} | options
+    )
+
+
+def answer(llm) -> list[int]:
+    """Tokens of a greedy answer, from an empty context."""
+    llm.reset()
+    llm.clear_context()
+    tokens = []
+    for token in llm.generate(llm.tokenize(PROMPT.encode()), top_k=1, temp=0.0):
+        tokens.append(token)
+        if len(tokens) == 6:
+            return tokens
+    return tokens
+
+
+def made(path: Path) -> tuple[object, ...]:
+    """A file's content, and what else lies beside it, but for traces and texts."""
+    return hash(path.read_bytes()), *sorted(p.name for p in path.parent.iterdir() if not p.is_dir())
+
+
+# --- scenarios: each is given a folder with the model in it ---
+
+
+def loading(folder: Path) -> Scenario:
+    model = str(folder / "model.gguf")
+
+    def attempt() -> object:
+        with open_model(model) as llm:
+            return answer(llm)
+
+    return Scenario(NATIVE_FAULTS, attempt)
+
+
+def kept_open(faults=NATIVE_FAULTS, *, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
+    """A model that is open all the time."""
+
+    def make(folder: Path) -> Scenario:
+        model = str(folder / "model.gguf")
+        if options.get("verify_reads"):
+            from moeoff.companion.convert import convert
+
+            options["experts"] = convert(model, tiers="keep", output=folder / "model.experts.gguf", force=True).path
+        llm = open_model(model, **options)
+        buffer = llm.expert_buffer
+
+        def attempt() -> object:
+            if moved:
+                for share in (0.5, 0.1, 0.9):
+                    buffer.set_arena_bytes(max(int(share * buffer.arena_full), buffer.arena_floor))
+                    tokens = answer(llm)
+                return tokens
+            buffer.clear()
+            return answer(llm)
+
+        return Scenario(faults, attempt, reads_named=True, below=str(folder / "model.experts.gguf") if below else "", close=llm.close)
+
+    return make
+
+
+def closing(folder: Path) -> Scenario:
+    """The warm-start file and the trace are written; what is there before stays readable."""
+    from moeoff.simulate.trace import Trace
+
+    model, trace = str(folder / "model.gguf"), str(folder / "run.trace")
+
+    def attempt() -> object:
+        with open_model(model, warm=True, trace=trace) as llm:
+            return answer(llm)
+
+    def again() -> object:
+        tokens = attempt()
+        list(Trace.read(trace).events)
+        Path(trace).unlink()
+        return tokens
+
+    return Scenario(FILE_FAULTS, attempt, again, native=False)
+
+
+def converting(folder: Path) -> Scenario:
+    from moeoff.companion.convert import convert
+
+    model, out = str(folder / "model.gguf"), folder / "model.experts.gguf"
+
+    def attempt() -> object:
+        convert(model, tiers="keep,Q4_0", output=out, force=True, threads=2)
+
+    return Scenario(FILE_FAULTS, attempt, native=False, result=lambda: made(out))
+
+
+def calibrating(folder: Path) -> Scenario:
+    """In the end all that was measured is written into the profile, which another section is in before."""
+    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.companion.profile import Profile, profile_path
+    from moeoff.gguf.layout import Layout
+
+    model, text = str(folder / "model.gguf"), folder / "text.txt"
+    text.write_text((PROMPT + "\n") * 200)
+    path = Path(profile_path(model))
+
+    def attempt() -> object:
+        calibrate(model, text=[str(text)], tokens=512, hidden=0, only={"popularity"}, memory="2G")
+
+    def result() -> object:
+        Profile.read(path, Layout.read(model))
+        return made(path)[1:]  # its header has a date
+
+    return Scenario(FILE_FAULTS, attempt, native=False, result=result)
+
+
+SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
+    "load": loading,
+    "decode": kept_open(strategy="lru"),
+    "decode-verified": kept_open([(Call.READ, Kind.WRONG, 0), *READS], below=True, strategy="lru", verify_reads=True),
+    "prefetch": kept_open(strategy="auto"),
+    "resize": kept_open(moved=True, strategy="lru"),
+    "close": closing,
+    "convert": converting,
+    "calibrate": calibrating,
+}
+
+
+# --- one process ---
+
+
+def say(**line: object) -> None:
+    print(json.dumps(line), flush=True)
+
+
+def left(held: tuple[int, int]) -> str:
+    """What has stayed since then; empty: nothing. One thread more is OpenMP's, which keeps one or not."""
+    now = (n_descriptors(), n_threads())
+    return f"descriptors and threads were {held}, are {now}" if now[0] != held[0] or now[1] > held[1] + 1 else ""
+
+
+def steps(every: int, most: int, start: int) -> Iterator[int]:
+    n = start
+    while not most or n <= most:
+        yield n
+        n += 1 if n < 8 else every
+
+
+def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, start: int) -> None:
+    """A scenario from its fault number `first` on, whose first n is `start`; a line of JSON for each step."""
+    import moeoff
+
+    faulthandler.enable()
+    faulthandler.dump_traceback_later(10 * DEADLINE, exit=True)  # has a thread of its own from now on
+    with tempfile.TemporaryDirectory(prefix="moeoff-nth-") as made:
+        folder = Path(made)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        shutil.copy(DEMO, folder / "model.gguf")
+        scenario = SCENARIOS[name](folder)
+
+        def again() -> object:
+            done = (scenario.again or scenario.attempt)()
+            return scenario.result() if scenario.result else done
+
+        expected = again()
+        for _ in range(5):
+            again()  # what is made once and stays has been made
+        gc.collect()
+        held = (n_descriptors(), n_threads())
+        for index, (call, kind, value) in enumerate(scenario.faults):
+            if index < first or (calls and call.name.lower() not in calls):
+                continue
+            for n in steps(every, most, start if index == first else 1):
+                say(at=index, n=n)
+                faulthandler.dump_traceback_later(DEADLINE, exit=True)
+                where = {"of": NATIVE, "below": scenario.below} if scenario.native else {"below": str(folder)}
+                problem, said = "", ""
+                fault = Fault(call, kind, value, n, **where)
+                try:
+                    with fault:
+                        done = scenario.attempt()
+                    if (scenario.result() if scenario.result else done) != expected:
+                        problem = "wrong result"
+                except (moeoff.MoeoffError, OSError, MemoryError) as error:
+                    said = str(error)
+                    if not is_sentence(said):
+                        problem = f"no sentence: {said!r}"
+                    elif isinstance(error, OSError) and not isinstance(error, moeoff.MoeoffError):
+                        problem = f"{type(error).__name__} instead of an error of ours: {said}"
+                    elif scenario.reads_named and call == Call.READ and not ("model" in said and "offset" in said):
+                        problem = f"does not name file and offset: {said}"
+                except Exception as error:
+                    problem = f"{type(error).__name__}: {error}"
+                if fault.fired and not said and not problem and call == Call.READ and kind in (Kind.ERROR, Kind.END, Kind.WRONG) and value != errno.EINVAL:
+                    problem = "" if not scenario.reads_named else "the failed read was not told"
+                try:
+                    if said and not problem and scenario.result and scenario.result() != expected:
+                        problem = "what was there before the failure has changed"
+                    if again() != expected:
+                        problem = problem or "the next request was answered wrongly"
+                except Exception as error:
+                    problem = f"{problem}; the next request: {type(error).__name__}: {error}"
+                gc.collect()
+                deadline = time.monotonic() + 5
+                while left(held) and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                problem = problem or left(held)
+                say(at=index, n=n, seen=fault.seen, fired=fault.fired, said=said, problem=problem, rss=rss())
+                if not fault.fired:
+                    break
+        faulthandler.cancel_dump_traceback_later()
+        scenario.close()
+
+
+# --- the program ---
+
+
+@dataclass
+class Found:
+    """Of one kind of fault in one scenario."""
+
+    fired: int = 0
+    told: int = 0
+    complete: bool = False
+    problems: list[str] = field(default_factory=list)
+
+
+def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[list[Found], list[tuple[Call, Kind, int]], Counter[str], list[int]]:
+    """All processes of a scenario."""
+    faults = FAULTS[name]
+    found, sentences, sizes = [Found() for _ in faults], Counter(), []
+    first, start = 0, 1
+    while first < len(faults):
+        if calls and faults[first][0].name.lower() not in calls:
+            first, start = first + 1, 1
+            continue
+        command = [sys.executable, __file__, "--child", name, "--every", str(every), "--most", str(most), "--first", str(first), "--start", str(start)]
+        command += [part for call in calls for part in ("--call", call)]
+        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        errors: list[str] = []
+        reader = threading.Thread(target=lambda p=process, e=errors: e.append(p.stderr.read()))
+        reader.start()
+        begun = None
+        for line in process.stdout:
+            data = json.loads(line)
+            begun = data
+            if "fired" not in data:
+                continue
+            begun = None
+            f = found[data["at"]]
+            f.fired += data["fired"]
+            f.told += bool(data["said"])
+            f.complete |= not data["fired"]
+            sizes.append(data["rss"])
+            if data["said"]:
+                sentences[data["said"]] += 1
+            if data["problem"]:
+                f.problems.append(f"n = {data['n']}: {data['problem']}")
+        code = process.wait()
+        reader.join()
+        if code == 0:
+            break
+        if begun is None:
+            raise click.ClickException(f"{name}: the process ended with {code} outside of a step: {errors[0][-2000:]}")
+        found[begun["at"]].problems.append(f"n = {begun['n']}: the process ended with {code}: {errors[0][-1500:]}")
+        found[begun["at"]].fired += 1
+        first, start = begun["at"], begun["n"] + 1
+        if len(found[first].problems) >= 10:
+            first, start = first + 1, 1
+    return found, faults, sentences, sizes
+
+
+FAULTS = {
+    "load": NATIVE_FAULTS, "decode": NATIVE_FAULTS, "decode-verified": [(Call.READ, Kind.WRONG, 0), *READS], "prefetch": NATIVE_FAULTS,
+    "resize": NATIVE_FAULTS, "close": FILE_FAULTS, "convert": FILE_FAULTS, "calibrate": FILE_FAULTS,
+}  # fmt: skip
+
+
+@click.command()
+@click.option("--scenario", "names", multiple=True, type=click.Choice(list(SCENARIOS)), help="Only these.")
+@click.option("--call", "calls", multiple=True, type=click.Choice([call.name.lower() for call in Call]), help="Only these.")
+@click.option("--every", default=1, show_default=True, help="Behind the eighth, only each so manyth call fails.")
+@click.option("--most", default=0, help="No n beyond this.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+@click.option("--child", hidden=True)
+@click.option("--first", default=0, hidden=True)
+@click.option("--start", default=1, hidden=True)
+def main(names: tuple[str, ...], calls: tuple[str, ...], every: int, most: int, json_file: str | None, child: str | None, first: int, start: int) -> None:
+    if child:
+        return run(child, calls, every, most, first, start)
+    n_problems = 0
+    with ResultsFile(json_file) as results:
+        columns = ["while", "call", "fault", "faults", "ended in one sentence", "until a run had none", "problems"]
+        table = results.table("nth-fault", f"the n-th fault, at {commit()}", columns)
+        for name in names or SCENARIOS:
+            found, faults, sentences, sizes = sweep(name, calls, every, most)
+            for (call, kind, value), f in zip(faults, found):
+                what = errno.errorcode[value] if kind == Kind.ERROR else kind.name.lower()
+                table.row(name, call.name.lower(), what, str(f.fired), str(f.told), "yes" if f.complete else "no", str(len(f.problems)))
+                for text in f.problems:
+                    print(f"{name}, {call.name.lower()} {what}, {text}", file=sys.stderr)
+                n_problems += len(f.problems)
+            if sizes:
+                quarter = max(len(sizes) // 4, 1)
+                print(f"{name}: memory {max(sizes[:quarter]) >> 20} MiB in the first quarter, {max(sizes[-quarter:]) >> 20} MiB in the last", file=sys.stderr)
+            for text, n in sentences.most_common(8):
+                print(f"  {n} x {text}", file=sys.stderr)
+    sys.exit(1 if n_problems else 0)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        main()

@@ -1,0 +1,312 @@
+// The n-th call of a kind fails, for n = 1, 2, ... until a run has no fault: loading, an op, a gate event, prefetching, resizing, stopping.
+// After each fault there is an error or every byte is right, and the same store does the next op right. The rest of the system is real:
+// the functions below stand before libc's.
+
+#include "check.h"
+#include "slice_file.h"
+
+#include "moeoff-store.h"
+
+#include <atomic>
+#include <cerrno>
+#include <cstdarg>
+#include <cstdlib>
+#include <functional>
+#include <new>
+#include <system_error>
+
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+
+using namespace moeoff;
+
+enum call { OPEN, STAT, READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED, MAP, ADVISE, THREAD, ALLOC, N_CALLS };
+
+static std::atomic<int>  armed {-1};
+static std::atomic<long> nth {0}, n_seen {0}, n_fired {0};
+
+static bool strikes(int call) {
+    if (armed.load() != call || ++n_seen != nth.load()) {
+        return false;
+    }
+    n_fired++;
+    return true;
+}
+
+template <typename F> static F real(const char * name) { return (F) dlsym(RTLD_NEXT, name); }
+
+extern "C" {
+
+int open(const char * path, int flags, ...) {
+    static const auto next = real<int (*)(const char *, int, ...)>("open");
+    va_list list;
+    va_start(list, flags);
+    const int mode = flags & O_CREAT ? va_arg(list, int) : 0;
+    va_end(list);
+    if (strikes(OPEN)) {
+        errno = EMFILE;
+        return -1;
+    }
+    return next(path, flags, mode);
+}
+
+int fstat(int fd, struct stat * st) noexcept {
+    static const auto next = real<int (*)(int, struct stat *)>("fstat");
+    if (strikes(STAT)) {
+        errno = EIO;
+        return -1;
+    }
+    return next(fd, st);
+}
+
+ssize_t pread(int fd, void * data, size_t n, off_t at) {
+    static const auto next = real<ssize_t (*)(int, void *, size_t, off_t)>("pread");
+    for (const int call : { READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED }) {
+        if (strikes(call)) {
+            if (call == READ_SHORT) {
+                return next(fd, data, n > 1 ? n / 2 : n, at);
+            }
+            errno = call == READ_ERROR ? EIO : call == READ_INTERRUPTED ? EINTR : EINVAL;
+            return call == READ_END ? 0 : -1;
+        }
+    }
+    return next(fd, data, n, at);
+}
+
+void * mmap(void * at, size_t n, int prot, int flags, int fd, off_t offset) noexcept {
+    static const auto next = real<void * (*)(void *, size_t, int, int, int, off_t)>("mmap");
+    if (flags & MAP_NORESERVE && strikes(MAP)) { // ours: sanitizers map, too
+        errno = ENOMEM;
+        return MAP_FAILED;
+    }
+    return next(at, n, prot, flags, fd, offset);
+}
+
+int madvise(void * at, size_t n, int advice) noexcept {
+    static const auto next = real<int (*)(void *, size_t, int)>("madvise");
+    if (strikes(ADVISE)) {
+        errno = EINVAL;
+        return -1;
+    }
+    return next(at, n, advice);
+}
+
+int pthread_create(pthread_t * thread, const pthread_attr_t * attributes, void * (*run)(void *), void * with) noexcept {
+    static const auto next = real<int (*)(pthread_t *, const pthread_attr_t *, void * (*)(void *), void *)>("pthread_create");
+    return strikes(THREAD) ? EAGAIN : next(thread, attributes, run, with);
+}
+
+}
+
+void * operator new(size_t n) {
+    void * made = strikes(ALLOC) ? nullptr : malloc(n ? n : 1);
+    if (!made) {
+        throw std::bad_alloc();
+    }
+    return made;
+}
+void * operator new[](size_t n) { return operator new(n); }
+void * operator new(size_t n, const std::nothrow_t &) noexcept { return strikes(ALLOC) ? nullptr : malloc(n ? n : 1); }
+void * operator new[](size_t n, const std::nothrow_t & t) noexcept { return operator new(n, t); }
+void operator delete(void * p) noexcept { free(p); }
+void operator delete[](void * p) noexcept { free(p); }
+void operator delete(void * p, size_t) noexcept { free(p); }
+void operator delete[](void * p, size_t) noexcept { free(p); }
+
+namespace {
+
+constexpr int      n_expert = 6;
+constexpr uint64_t nbytes   = 5000;
+
+// a fault is armed while it exists
+struct fault {
+    fault(int call, long n) {
+        nth = n;
+        n_seen = n_fired = 0;
+        armed = call;
+    }
+    ~fault() { armed = -1; }
+};
+
+struct counted {
+    std::atomic<int> events {0};
+};
+
+// Two layers of two matrices in a file, an arena for a third of them.
+struct user {
+    explicit user(const slice_file & f) : file(f), s({ MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER | MOEOFF_FLAG_DIRECT_IO, 2, 0, page_size }) {}
+
+    // whether it can be used; else error says why
+    bool load(std::string & error) {
+        if (s.add_file(file.path, error) != 0) {
+            return false;
+        }
+        uint64_t at = 0;
+        for (int layer = 0; layer < 2; layer++) {
+            for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }) {
+                tensors.push_back(s.add_tensor(tensor_info(layer, matrix, n_expert), false));
+                std::vector<moeoff_source> sources;
+                for (int e = 0; e < n_expert; e++, at += nbytes) {
+                    sources.push_back({ 0, 1, at, nbytes, 0 });
+                }
+                if (!s.set_sources((int32_t) tensors.size() - 1, HIGH, sources.data(), n_expert, error)) {
+                    return false;
+                }
+            }
+        }
+        return s.set_limits(s.experts().arena_full(HIGH) / 3, 0, error) && s.start(error);
+    }
+
+    // of each tensor an op with two experts, after its gate's event; false if it failed, and then an error has been told
+    bool compute(int32_t first, bool prefetches) {
+        const int32_t ids[] = { first, (first + 1) % n_expert };
+        const uint8_t versions[] = { HIGH, HIGH };
+        const float   weights[]  = { 0.5f, 0.5f };
+        bool          good       = true;
+        for (size_t i = 0; i < tensors.size(); i++) {
+            const tensor & t = *tensors[i];
+            if (i % 2 == 0) {
+                moeoff_gate_event e = {};
+                e.gate     = t.info.gate;
+                e.n_tokens = 1;
+                e.n_used   = 2;
+                e.ids      = ids;
+                e.weights  = weights;
+                try { // as the gate's node does it
+                    s.gate_event(s.experts().gate_at(t.info.gate), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 });
+                } catch (const std::bad_alloc &) {
+                    s.fail("out of memory");
+                }
+                if (prefetches) {
+                    s.prefetch(1 - t.info.gate, ids, 2, 2, ~0u, HIGH, true, -1);
+                }
+            }
+            s.pin(t, ids, versions, 2);
+            for (const int32_t e : ids) {
+                const slice & sl = s.at(t, e, HIGH);
+                for (uint64_t seen = s.generation(); !sl.settled(); seen = s.generation()) {
+                    s.wait(seen, t, 1);
+                }
+                for (uint64_t b = 0; sl.data && b < nbytes; b += 13) {
+                    REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
+                }
+                good = good && sl.data;
+                s.unpin(t, e, HIGH);
+            }
+        }
+        s.drain();
+        std::string message;
+        const bool is_told = s.take_error(message);
+        REQUIRE(good || is_told);
+        REQUIRE(!is_told || message == "out of memory" || (message.find(file.path) == 0 && message.find("at offset ") != std::string::npos));
+        return !is_told;
+    }
+
+    const slice_file & file;
+    store s;
+    std::vector<const tensor *> tensors;
+};
+
+// what happens with a fault, and whether it was told
+long sweep(const std::function<void(user &, bool & failed)> & attempt, bool is_loaded) {
+    const slice_file file { 1 << 17 };
+    long total = 0;
+    for (int call = 0; call < N_CALLS; call++) {
+        for (long n = 1;; n++) {
+            user        u(file);
+            std::string error;
+            bool        failed = false;
+            if (is_loaded) {
+                REQUIRE(u.load(error));
+                REQUIRE(u.compute(0, false));
+            }
+            {
+                const fault f(call, n);
+                attempt(u, failed);
+            }
+            const long fired = n_fired;
+            if (is_loaded) {
+                REQUIRE(u.compute(2, false)); // the next one
+            } else {
+                user next(file);
+                REQUIRE(next.load(error) && next.compute(2, false));
+            }
+            total += fired;
+            if (fired == 0) {
+                REQUIRE(!failed);
+                break;
+            }
+            REQUIRE(n < 10000);
+        }
+    }
+    return total;
+}
+
+void load_and_compute(user & u, bool & failed) {
+    std::string error;
+    try { // as moeoff.h does it
+        failed = !u.load(error);
+        REQUIRE(!failed || !error.empty());
+    } catch (const std::exception &) {
+        failed = true;
+    }
+    if (!failed) {
+        failed = !u.compute(0, false);
+    }
+}
+
+} // namespace
+
+TEST(every_fault_while_loading) {
+    REQUIRE(sweep(load_and_compute, false) > 50);
+}
+
+TEST(every_fault_while_computing) {
+    REQUIRE(sweep([](user & u, bool & failed) { failed = !u.compute(1, false) | !u.compute(4, false); }, true) > 20);
+}
+
+TEST(every_fault_while_prefetching) {
+    REQUIRE(sweep([](user & u, bool & failed) { failed = !u.compute(1, true) | !u.compute(3, true); }, true) > 20);
+}
+
+TEST(every_fault_while_the_driver_runs) {
+    REQUIRE(sweep([](user & u, bool & failed) {
+        counted got;
+        try { // as moeoff.h does it
+            u.s.set_gate_callback([](const moeoff_gate_event * e, void * n) { ((counted *) n)->events += e != nullptr; }, &got, 1 << 16);
+        } catch (const std::exception &) {
+            failed = true;
+        }
+        failed = !u.compute(1, true) | !u.compute(4, true) | failed;
+        u.s.set_gate_callback(nullptr, nullptr, 0);
+    }, true) > 20);
+}
+
+TEST(every_fault_while_resizing) {
+    REQUIRE(sweep([](user & u, bool & failed) {
+        std::string error;
+        for (const uint64_t part : { 6, 2, 1, 3 }) {
+            REQUIRE(u.s.set_limits(std::max(u.s.experts().arena_full(HIGH) / part, u.s.experts().arena_floor(HIGH)), 0, error));
+            failed = !u.compute((int32_t) part % n_expert, false) | failed;
+        }
+    }, true) > 20);
+}
+
+TEST(every_fault_while_stopping) {
+    const slice_file file { 1 << 17 };
+    for (int call = 0; call < N_CALLS; call++) {
+        for (long n = 1; n < 1000; n++) {
+            std::string error;
+            user        u(file);
+            REQUIRE(u.load(error) && u.compute(0, true));
+            const fault f(call, n);
+            u.s.stop();
+            if (n_fired == 0) {
+                break;
+            }
+        }
+    }
+}
