@@ -39,7 +39,9 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
     import results_file
 
     path = tmp_path / "new.json"
-    monkeypatch.setattr(sys, "argv", ["/anywhere/bench_x.py", "--model", "/models/m.gguf", "--trace", "a=/t/a.trace", "--json", str(path), "-n", "1 2"])
+    monkeypatch.setattr(
+        sys, "argv", ["/anywhere/scripts/bench/bench_x.py", "--model", "/models/m.gguf", "--trace", "a=/t/a.trace", "--json", str(path), "-n", "1 2"]
+    )
     with results_file.ResultsFile(path) as file:
         table = file.table("speed", "Speed", ["limit", "`lru`: tok/s"])
         table.row("1 GiB", "1.0")

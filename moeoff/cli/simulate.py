@@ -12,11 +12,11 @@ import click
 from ..console import progress_bar
 from ..errors import OptionError
 from ..memory import format_size, parse_size
-from ..simulate.bandwidths import Bandwidths
 from .llama_options import with_options
 from .options import CONTEXT, PROMPT_LOW, REROUTE, one_sentence, threshold_options
 
 if TYPE_CHECKING:
+    from ..simulate.bandwidths import Bandwidths
     from ..simulate.rerouting import Rerouting
     from ..simulate.trace import Trace
 
@@ -24,10 +24,8 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 
 def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
-    default = getattr(Bandwidths, name)
-    return click.option(
-        f"--{option}", name, type=click.FloatRange(0, min_open=True), metavar=metavar, default=default, show_default=True, help=f"{text}, with --vram."
-    )
+    help_text = f"{text}, with --vram. Default: that of docs/gpu.md."
+    return click.option(f"--{option}", name, type=click.FloatRange(0, min_open=True), metavar=metavar, help=help_text)
 
 
 @click.command(context_settings=CONTEXT)
@@ -64,11 +62,12 @@ def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], A
 @one_sentence
 def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], reroute: float | None, t1: float | None, t2: float | None,
-    prompt_low: float | None, low_cost: float | None, vram: tuple[str, ...], vram_mode: str, disk: float, link: float, device: float, host: float,
-    layer_us: float, plot: str | None, scores: str | None, as_json: bool, seed: int,
+    prompt_low: float | None, low_cost: float | None, vram: tuple[str, ...], vram_mode: str, disk: float | None, link: float | None, device: float | None,
+    host: float | None, layer_us: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
     from ..cache.importance import MissCost
+    from ..simulate.bandwidths import Bandwidths
     from ..simulate.comparison import compare, gap_recovered, recorded_reads
     from ..simulate.trace import Trace
 
@@ -77,10 +76,14 @@ def simulate(
         _draw_scores(trace, scores, as_json)
         return
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
+    rates: dict[str, Any] = {"disk": disk, "link": link, "device": device, "host": host, "layer_us": layer_us}
+    rates = {name: value for name, value in rates.items() if value is not None}
+    if rates and not vram:
+        raise OptionError("rates are of a machine with a device: give --vram, too")
     if vram:
         if plot or reroute:
             raise OptionError("--vram replays on a clock, which has neither --plot nor --reroute")
-        speeds = Bandwidths(disk=disk, link=link, device=device, host=host, layer_us=layer_us)
+        speeds = Bandwidths(**rates)
         _tiers(trace, [name for item in strategy or ("lru,score",) for name in item.split(",")], vram, arenas, vram_mode, speeds, as_json, seed)
         return
     given = {"t1": t1, "t2": t2, "low": low_cost, "prompt_low": prompt_low}
