@@ -19,7 +19,7 @@ from common import HELP, ROOT, ResultsFile
 
 sys.path.append(str(ROOT / "scripts" / "build"))
 LIST = Path(__file__).with_name("advisories.json")
-REASONS = {"marks", "absent", "refused", "tested", "open"}
+REASONS = {"marks", "absent", "refused", "open"}
 
 
 def sources(names: set[str]) -> dict[str, str]:
@@ -52,7 +52,7 @@ def why(entry: dict, texts: dict[str, str]) -> tuple[str, bool]:
         from moeoff.server.arguments import REFUSED
 
         return ("the option is refused", True) if entry["refused"] in REFUSED else (f"{entry['refused']} is not refused", False)
-    return entry[kind] if kind == "tested" else f"open: {entry['open']}", True
+    return f"open: {entry['open']}", True
 
 
 @click.command()
