@@ -19,7 +19,8 @@ import make_abi
 
 CORE = ROOT / "llamacpp_patches" / "src" / "core"
 FILES = sorted((ROOT / "tests" / "native").glob("test_*.cpp"))
-NAMES = [name for file in FILES for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)]
+OWN_NEW = [ROOT / "tests" / "native" / "test_faults.cpp"]  # stands before libc and operator new itself: a program of its own
+NAMES = {name: file for file in FILES for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)}
 FLAGS = "-std=c++17 -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
 ANALYSIS = "-std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror".split()
 
@@ -28,23 +29,28 @@ with_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clan
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("native") / "unit_tests"
-    sources = [*CORE.glob("*.cpp"), *FILES]
+def programs(tmp_path_factory) -> list[Path]:
+    """The unit tests, and those that have a program of their own."""
+    folder = tmp_path_factory.mktemp("native")
 
     def compile(source: Path) -> Path:
-        compiled = out.with_name(f"{source.stem}.o")
+        compiled = folder / f"{source.stem}.o"
         subprocess.run(["g++", *FLAGS, f"-I{CORE}", "-c", source, "-o", compiled], check=True)
         return compiled
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        subprocess.run(["g++", *FLAGS, *pool.map(compile, sources), "-o", out], check=True)
-    return out
+        core, tests = list(pool.map(compile, CORE.glob("*.cpp"))), dict(zip(FILES, pool.map(compile, FILES)))
+    own = [tests.pop(file) for file in OWN_NEW]
+    main = next(made for file, made in tests.items() if file.stem == "test_main")
+    for name, objects in (("unit_tests", list(tests.values())), ("faults", [main, *own])):
+        subprocess.run(["g++", *FLAGS, *core, *objects, "-ldl", "-o", folder / name], check=True)
+    return [folder / "unit_tests", folder / "faults"]
 
 
 @with_gcc
 @pytest.mark.parametrize("name", NAMES)
-def test_native(name: str, program: Path) -> None:
+def test_native(name: str, programs: list[Path]) -> None:
+    program = programs[NAMES[name] in OWN_NEW]
     done = subprocess.run([program, name], cwd=program.parent, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
