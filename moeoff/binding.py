@@ -1,4 +1,4 @@
-"""llama_cpp, and the one place that depends on its internals. docs/patches.md lists each of them with its reason.
+"""llama_cpp, and the one place that depends on its internals. docs/internals/patches.md lists each of them with its reason.
 
 Importing this module loads llama.cpp. Modules that need llama_cpp import it from here, so that the process is prepared first.
 """

@@ -1,4 +1,4 @@
-"""Options that llama.cpp's programs have, under their names; docs/options.md says what becomes of each."""
+"""Options that llama.cpp's programs have, under their names; docs/reference/options.md says what becomes of each."""
 
 from __future__ import annotations
 
