@@ -148,7 +148,7 @@ def test_a_model_that_is_on_no_machine(served):
 @pytest.mark.parametrize(
     "options, said",
     [({"num_replicas": 2, "autoscaling": {"max_replicas": 3}}, "not both"), ({"num_replicas": 0}, "at least 1"), ({"memory": "80%"}, "not a share"),
-     ({"port": 8000}, "Ray Serve"), ({"args": ("--rpc", "host:1")}, "another machine")],
+     ({"port": 8000}, "Ray Serve"), ({"args": ("--rpc", "host:1")}, "slice by slice")],
 )  # fmt: skip
 def test_options_that_make_no_sense(demo, options, said):
     with pytest.raises(OptionError, match=said):

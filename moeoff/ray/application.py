@@ -58,6 +58,10 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
     for option in _RESERVED:
         if option in options:
             raise OptionError(f"{option}: replicas are reached through Ray Serve, whose own options say where it listens and what it logs")
+    if options.get("args"):
+        from ..server.arguments import ServerOptions
+
+        ServerOptions(args=tuple(options["args"]))  # refuses what a server would refuse on the other machine
     budget = parse_size(memory)
     actor: dict[str, Any] = {"num_cpus": 1, "memory": budget + _ACTOR} | dict(actor_options or {})
     if labels:

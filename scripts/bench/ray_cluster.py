@@ -20,7 +20,7 @@ import httpx
 import ray
 from ray import serve
 
-from cgroup import memory_cgroup
+from cgroup import disk_cgroup, memory_cgroup
 
 _MARK = "MOEOFF_RAY_CLUSTER"
 _NUMBER = "number"  # label of a node
@@ -50,26 +50,29 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(labels: list[Mapping[str, str]], memory: int, limit: int | None) -> Iterator[Cluster]:
+def cluster(labels: list[Mapping[str, str]], memory: int, limit: int | None, disk: tuple[str, int] | None = None) -> Iterator[Cluster]:
     """A node for each of these labels; this process is connected to it, and Serve runs on the first.
 
     Args:
         memory: bytes that a node tells Ray it has.
         limit: bytes of each node's cgroup; None: no cgroup.
+        disk: a file, and the bytes per second that each node may read from the disk that holds it.
     """
     mark, folder, port = uuid.uuid4().hex, tempfile.mkdtemp(prefix="ray-"), _free_port()  # a short path: it goes into names of sockets
     environment = os.environ | {_MARK: mark, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         groups = [stack.enter_context(memory_cgroup(limit)) if limit else None for _ in labels]
-        stack.callback(_kill, mark, [f"{group.folder}/cgroup.procs" for group in groups if group])
+        disks = [stack.enter_context(disk_cgroup(*disk)) if disk else None for _ in labels]
+        stack.callback(_kill, mark, [f"{group.folder}/cgroup.procs" for group in (*groups, *disks) if group])
         for number, (label, group) in enumerate(zip(labels, groups, strict=True)):
+            inside = [cgroup for cgroup in (group, disks[number]) if cgroup]
             where = [f"--address=127.0.0.1:{port}"] if number else ["--head", f"--port={port}", f"--temp-dir={folder}", "--include-dashboard=false"]
             command = [os.path.join(os.path.dirname(sys.executable), "ray"), "start", "--block", *where, "--num-cpus=2", f"--memory={memory}"]
             command += [f"--object-store-memory={_STORE}", "--labels=" + ",".join(f"{k}={v}" for k, v in (dict(label) | {_NUMBER: str(number)}).items())]
             with open(os.path.join(folder, f"node-{number}.log"), "wb") as log:
                 process = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-                                           preexec_fn=group.enter if group else None)  # fmt: skip
+                                           preexec_fn=lambda inside=inside: [cgroup.enter() for cgroup in inside])  # fmt: skip
             stack.callback(_end, process)
             wait_for(lambda process=process, path=log.name: _started(process, path))
         ray.init(f"127.0.0.1:{port}", log_to_driver=False, logging_level="warning")
