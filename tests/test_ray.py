@@ -6,6 +6,8 @@ import collections
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 
@@ -182,3 +184,8 @@ def test_a_report_of_metrics():
     report = report_of(text)
     assert (report["hit_rate"], report["mb_per_token"], report["queue"], report["tokens_predicted"]) == (0.75, 0.2, 2, 30)
     assert report_of("")["mb_per_token"] == report_of("")["hit_rate"] == 0
+
+
+def test_without_ray_it_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", "import sys; sys.modules['ray'] = None; import moeoff.ray"], capture_output=True, text=True)
+    assert done.returncode and done.stderr.splitlines()[-1].endswith("moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'")

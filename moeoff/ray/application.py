@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ray import serve
-from ray.serve.config import RequestRouterConfig
 
 from ..errors import OptionError
 from ..memory import MIB, parse_size
@@ -70,7 +69,6 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
     if autoscaling is not None:
         scale = {"autoscaling_config": _AUTOSCALING | {"target_ongoing_requests": parallel} | dict(autoscaling)}
     replicas = serve.deployment(
-        Replica,
         name=name,
         ray_actor_options=actor,
         max_replicas_per_node=per_machine,
@@ -78,11 +76,13 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         health_check_period_s=5,
         health_check_timeout_s=15,
         graceful_shutdown_timeout_s=120,
-        request_router_config=RequestRouterConfig(
-            request_router_class=AffinityRouter, request_router_kwargs={"imbalance": imbalance or parallel}, request_routing_stats_period_s=2
-        ),
+        request_router_config={
+            "request_router_class": AffinityRouter,
+            "request_router_kwargs": {"imbalance": imbalance or parallel},
+            "request_routing_stats_period_s": 2,
+        },
         **scale,
-    )
-    ingress = serve.deployment(Ingress, name=f"{name}-ingress", num_replicas=ingresses, max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0})
+    )(Replica)
+    ingress = serve.deployment(name=f"{name}-ingress", num_replicas=ingresses, max_ongoing_requests=_MANY, ray_actor_options={"num_cpus": 0})(Ingress)
     server = {"memory": budget, "parallel": parallel, "alias": os.path.basename(model).removesuffix(".gguf")} | options
     return ingress.bind(replicas.bind(os.fspath(model), server), patience, options.get("api_key"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from ray.exceptions import RayError
 from ray.serve.exceptions import BackPressureError, RayServeException
@@ -35,7 +35,7 @@ class Ingress:
         patience: seconds in which a replica has to take a request.
     """
 
-    def __init__(self, replicas: DeploymentHandle, patience: float, api_key: str | None):
+    def __init__(self, replicas: DeploymentHandle[Any], patience: float, api_key: str | None):
         self._replicas, self._patience, self._key = replicas.options(method_name="answer", stream=True), patience, api_key
 
     async def __call__(self, request: Request) -> Response:
@@ -46,7 +46,7 @@ class Ingress:
         forwarded = Forwarded(request.method, path, passed_on(request.headers.items()), body, affinity_key(body) if request.method == "POST" else None)
         said = ""
         for _ in range(_TRIES):
-            answer: DeploymentResponseGenerator[Any] = self._replicas.remote(forwarded)
+            answer = cast(DeploymentResponseGenerator[Any], self._replicas.remote(forwarded))
             begun = False
             try:
                 response = await self._begin(answer, path)
@@ -60,7 +60,7 @@ class Ingress:
                 said = str(error).strip().splitlines()[-1]
             finally:
                 if not begun:
-                    answer.cancel()  # where it has ended nothing happens
+                    answer.cancel()  # type: ignore[no-untyped-call]  # where it has ended nothing happens
         return _error(502, f"the request has been given to {_TRIES} replicas, and each of them died ({said})")
 
     async def _begin(self, answer: DeploymentResponseGenerator[Any], path: str) -> Response:
@@ -100,7 +100,7 @@ async def _until_it_breaks(first: bytes, events: AsyncIterator[bytes], answer: D
     except _LOST:
         yield _last_event(path)
     finally:
-        answer.cancel()  # the client may have gone
+        answer.cancel()  # type: ignore[no-untyped-call]  # the client may have gone
 
 
 def _last_event(path: str) -> bytes:

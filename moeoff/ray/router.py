@@ -9,6 +9,7 @@ Ray copies this module into other processes instead of importing it there: what 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
@@ -19,7 +20,7 @@ __all__ = ["AffinityRouter", "rank"]
 
 
 class AffinityRouter(RequestRouter):
-    def initialize_state(self, imbalance: int = 4) -> None:
+    def initialize_state(self, imbalance: int = 4, **_: Any) -> None:
         """
         Args:
             imbalance: requests more than at the idlest replica, from which on that one is asked.

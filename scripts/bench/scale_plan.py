@@ -129,9 +129,9 @@ def turns_of(routing: str, n_texts: int, lengths: list[int], n_turns: int, n_con
 @click.option("--pause", default=300.0, show_default=True, help="Seconds from one request of a user to the next.")
 @click.option("--turns", default=4, show_default=True, help="Of a conversation.")
 @click.option("--prompt", default=64, show_default=True, help="Tokens of a question.")
-@click.option("--answer", default=192, show_default=True, help="Tokens of an answer.")
+@click.option("--answer", default=128, show_default=True, help="Tokens of an answer.")
 @click.option("--parallel", default=4, show_default=True)
-@click.option("--conversations", default=8, show_default=True, help="That are simulated, of one replica.")
+@click.option("--conversations", default=4, show_default=True, help="That are simulated, of one replica.")
 @click.option("--shares", default="25,50,75", show_default=True, help="Percent of the experts in memory.")
 @click.option("--disk", default=6.3, show_default=True, help="GB/s.")
 @click.option("--strategy", default="lru", show_default=True)
@@ -142,11 +142,12 @@ def main(model: str | None, texts: tuple[str, ...], experts: float, dense: float
 
     speeds = Bandwidths(disk=disk)
     files = [Path(text) for text in texts] or TEXTS
-    traces = [record(model or demo_model(), file, 3000) for file in files]
+    traces = [record(model or demo_model(), file, 1000) for file in files]
     tokens = [Tokens(trace) for trace in traces]
     small = traces[0].model
-    nbytes = int(experts * 2**30 / sum(t.n_experts for t in small.tensors))
-    large = replace(small, tensors=tuple(replace(t, nbytes=nbytes) for t in small.tensors))
+    first = {t.gate: t for t in reversed(small.tensors)}  # an expert's matrices as one: they are read together
+    nbytes = int(experts * 2**30 / sum(t.n_experts for t in first.values()))
+    large = replace(small, tensors=tuple(replace(t, nbytes=nbytes) for _, t in sorted(first.items())))
     asked = users / pause
     replicas = 10
     with ResultsFile(json_file) as results:
