@@ -47,7 +47,8 @@ def add_router(router: RequestRouter) -> None:
 
 def reports() -> list[dict[str, Any]]:
     """The last one of each replica that runs."""
-    return [replica.routing_stats for router in list(_routers) for replica in list(router.curr_replicas.values()) if replica.routing_stats]
+    found = [replica.routing_stats for router in list(_routers) for replica in list(router.curr_replicas.values())]
+    return list({report["replica"]: report for report in found if report}.values())  # a process may have several routers
 
 
 def prometheus(found: Iterable[Mapping[str, Any]]) -> str:

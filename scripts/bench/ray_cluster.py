@@ -45,7 +45,7 @@ class Cluster:
 
     def reports(self, n: int, key: str = "") -> list[dict]:
         """What replicas say of themselves, as soon as n of them run. key: the application's API key."""
-        headers = {"Authorization": f"Bearer {key}"}
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
         return wait_for(lambda: len(found := httpx.get(f"{self.url}/replicas", headers=headers, timeout=30).raise_for_status().json()) == n and found)
 
 
@@ -93,7 +93,7 @@ def wait_for(found, seconds: float = _SECONDS):
     """
     end = time.monotonic() + seconds
     while time.monotonic() < end:
-        with contextlib.suppress(httpx.TransportError):
+        with contextlib.suppress(httpx.NetworkError, httpx.TimeoutException):
             if result := found():
                 return result
         time.sleep(0.1)

@@ -26,8 +26,8 @@ import numpy as np
 
 from moeoff.gate_event import GateEvent
 from moeoff.simulate.bandwidths import Bandwidths
-from moeoff.simulate.tiered import replay
-from moeoff.simulate.trace import Trace
+from moeoff.simulate.tiered import TieredResult, replay
+from moeoff.simulate.trace import Model, Trace
 from results_file import HELP, ResultsFile
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ class Replica:
     def __init__(self, texts: list[Tokens], prompt: int, answer: int, parallel: int):
         self._texts, self._prompt, self._answer, self._parallel = texts, prompt, answer, parallel
         self.events: list[GateEvent] = []
-        self.read = self.written = 0
+        self.read = 0
 
     def serve(self, turns: list[tuple[int, int, int, bool]]) -> None:
         waiting, slots = list(reversed(turns)), {}  # sequence: text, place, tokens left
@@ -83,18 +83,17 @@ class Replica:
                     text, begin, turn, known = waiting.pop()
                     history = turn * (self._prompt + self._answer)
                     end = begin + history + self._prompt
-                    self._read(sequence, text, range(begin if not known else begin + history, end))
+                    self.read_text(sequence, text, range(begin if not known else begin + history, end))
                     slots[sequence] = [text, end, self._answer]
-            self._write(slots)
+            self.write_tokens(slots)
 
-    def _read(self, sequence: int, text: int, places: range) -> None:
+    def read_text(self, sequence: int, text: int, places: range) -> None:
         for first in range(places.start, places.stop, BATCH):
             self._add([(sequence, text, range(first, min(first + BATCH, places.stop)))], decode=False)
         self.read += len(places)
 
-    def _write(self, slots: dict[int, list[int]]) -> None:
+    def write_tokens(self, slots: dict[int, list[int]]) -> None:
         self._add([(sequence, text, range(at, at + 1)) for sequence, (text, at, _) in slots.items()], decode=True)
-        self.written += len(slots)
         for sequence, slot in list(slots.items()):
             slot[1], slot[2] = slot[1] + 1, slot[2] - 1
             if not slot[2]:
@@ -163,9 +162,7 @@ def main(model: str | None, texts: tuple[str, ...], experts: float, dense: float
                 lengths = [text.n for text in tokens]
                 given = turns_of(routing, len(tokens), lengths, turns, conversations, replicas, 1)
                 replica.serve(given)
-                starts = np.zeros(len(replica.events), bool)
-                starts[0] = True
-                result = replay(Trace(large, replica.events, starts), strategy, speeds, 0, large.full_bytes * share // 100, "cpu")
+                result = _replay(replica.events, large, strategy, speeds, share)
                 uses, n = result.host + result.disk, result.n_tokens
                 found[share, routing] = 1e9 * len(given) / result.ns
                 if routing == "own":
@@ -175,6 +172,19 @@ def main(model: str | None, texts: tuple[str, ...], experts: float, dense: float
                     f"{(result.ns - result.decode_ns) / len(given) / 1e9:.1f} s", f"{result.decode_tps:.1f}", f"{found[share, routing]:.3f}",
                 )  # fmt: skip
                 print(f"  {share} %, {routing}", file=sys.stderr)
+        share = int(shares.split(",")[-1])
+        turns_table = results.table(
+            "history", f"Seconds to read a question of {prompt} tokens, with {share} % of the experts in memory", ["conversation so far, tokens", "own", "any"]
+        )
+        for history in (256, 1024, 4096):
+            waits = []
+            for begin in (history, 0):
+                replica = Replica(tokens, prompt, answer, parallel)
+                replica.read_text(0, 0, range(history))  # another conversation, so that memory is full
+                warm = _seconds(replica.events, large, strategy, speeds, share)
+                replica.read_text(0, len(tokens) - 1, range(begin, history + prompt))
+                waits.append(_seconds(replica.events, large, strategy, speeds, share) - warm)
+            turns_table.row(f"{history:,}", *(f"{wait:.1f}" for wait in waits))
         plan = results.table(
             "plan",
             f"{users:,} users, one request in {pause:g} s each ({asked:.1f} a second); machines busy {BUSY:.0%} of the time",
@@ -185,6 +195,16 @@ def main(model: str | None, texts: tuple[str, ...], experts: float, dense: float
             kept = users / machines["own"] * turns * (prompt + answer) * kv / 2**20  # all conversations of its users, GiB
             memory = experts * share / 100 + dense + kept
             plan.row(f"{share} %", *(str(machines[routing]) for routing in ROUTINGS), f"{experts + dense:.0f}", f"{memory:.1f}", f"{kept:.1f}")
+
+
+def _seconds(events: list[GateEvent], model: Model, strategy: str, speeds: Bandwidths, share: int) -> float:
+    return _replay(events, model, strategy, speeds, share).ns / 1e9
+
+
+def _replay(events: list[GateEvent], model: Model, strategy: str, speeds: Bandwidths, share: int) -> TieredResult:
+    starts = np.zeros(len(events), bool)
+    starts[0] = True
+    return replay(Trace(model, events, starts), strategy, speeds, 0, model.full_bytes * share // 100, "cpu")
 
 
 def _machines(asked: float, served: float) -> int:
