@@ -1,5 +1,6 @@
 """macOS's questions about memory, asked of a library with the interface of its system library; nothing here has run on a Mac."""
 
+import fcntl
 import os
 import resource
 import shutil
@@ -9,6 +10,7 @@ import sys
 import pytest
 
 from moeoff import OptionError, darwin, memory
+from moeoff.budget.disk_probe import direct_io, probe
 
 CC = os.environ.get("CC", "cc")
 pytestmark = pytest.mark.skipif(not shutil.which(CC), reason="no C compiler")
@@ -58,3 +60,14 @@ def test_a_system_that_does_not_say_needs_a_budget(mac):
     mac("0; return -1")
     with pytest.raises(OptionError, match="state a budget"):
         memory.available()
+
+
+def test_reads_around_the_cache_are_a_property_of_the_descriptor(tmp_path, monkeypatch):
+    """F_NOCACHE, for which any command stands in that this kernel takes; one that it does not take is a disk with buffered reads only."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not direct_io(path)
+    monkeypatch.setattr(fcntl, "F_NOCACHE", fcntl.F_SETFD, raising=False)
+    assert direct_io(path)
+    assert probe(path, 1 << 16, seconds=0.05).direct_io
