@@ -11,6 +11,7 @@ any exception that is not the library's own. Exit code 1 if there is one.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -21,6 +22,8 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
+import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -107,11 +110,12 @@ def check_headers(damaged: Damaged, count: int, keep: int) -> tuple[Counter[str]
 # --- children ---
 
 
-def child(args: list[str]) -> tuple[int, str, int]:
-    """(exit code, standard error, peak of its memory) of `moeoff ARGS`; a signal is a negative code."""
+def forked(body: Callable[[], object]) -> tuple[int, str, int]:
+    """(exit code, what was written to standard error, peak of its memory) of a child that does this; a signal is a negative code."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
+        code = 0
         try:
             os.dup2(writer, 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
@@ -120,19 +124,14 @@ def child(args: list[str]) -> tuple[int, str, int]:
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(DEADLINE)
-            from moeoff.cli.main import main
-
-            main(args)
+            body()
         except SystemExit as end:
-            sys.stderr.flush()
-            os._exit(end.code if isinstance(end.code, int) else 1)
+            code = end.code if isinstance(end.code, int) else 1
         except BaseException:
-            import traceback
-
             traceback.print_exc()
-            sys.stderr.flush()
-            os._exit(99)
-        os._exit(0)
+            code = 99
+        sys.stderr.flush()
+        os._exit(code)
     os.close(writer)
     with open(reader, errors="replace") as pipe:
         text = pipe.read()
@@ -140,36 +139,26 @@ def child(args: list[str]) -> tuple[int, str, int]:
     return os.waitstatus_to_exitcode(status), text, usage.ru_maxrss << 10
 
 
-def serve(path: Path) -> tuple[int, str, int]:
+def command(args: list[str]) -> None:
+    from moeoff.cli.main import main
+
+    main(args)
+
+
+def serve(path: Path) -> None:
     """Starts a server, asks it once if it starts, and stops it."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.dup2(writer, 1)
-            os.dup2(writer, 2)
-            resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
-            resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-            signal.alarm(DEADLINE)
-            import moeoff
+    import moeoff
 
-            with moeoff.Server(str(path), port=0, memory=MEMORY, n_ctx=256, parallel=1, warm=False) as server:
-                body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
-                request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
-                try:
-                    urllib.request.urlopen(request, timeout=30).read()
-                except urllib.error.HTTPError:
-                    pass
-                urllib.request.urlopen(f"{server.url}/health", timeout=30).read()
-        except Exception as error:
-            os.write(writer, f"Error: {error}\n".encode("utf-8", "replace"))
-            os._exit(1 if isinstance(error, moeoff.MoeoffError) else 99)
-        os._exit(0)
-    os.close(writer)
-    with open(reader, errors="replace") as pipe:
-        text = pipe.read()
-    _, status, usage = os.wait4(pid, 0)
-    return os.waitstatus_to_exitcode(status), text, usage.ru_maxrss << 10
+    try:
+        with moeoff.Server(str(path), port=0, memory=MEMORY, n_ctx=256, parallel=1, warm=False) as server:
+            body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
+            request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+            with contextlib.suppress(urllib.error.HTTPError):
+                urllib.request.urlopen(request, timeout=30).read()
+            urllib.request.urlopen(f"{server.url}/health", timeout=30).read()
+    except moeoff.MoeoffError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        sys.exit(1)
 
 
 def verdict(code: int, text: str, peak: int, *, bounded: bool, quiet: bool = True) -> str:
@@ -194,11 +183,11 @@ def check_runs(damaged: Damaged, mutants: list[Mutant]) -> Iterator[tuple[str, i
             commands["inspect"] = ["inspect", str(damaged.path), "--no-probe"]
             commands["convert"] = ["convert", str(damaged.path), "--tiers", "keep,Q4_0", "-o", str(out), "--force"]
         for name, args in commands.items():
-            code, text, peak = child(args)
+            code, text, peak = forked(lambda args=args: command(args))
             wrong = verdict(code, text, peak, bounded=name == "run")
             yield name, code, wrong and f"{name}, {mutant.what}, {mutant.data[:16].hex()} at {mutant.at}: {wrong}"
         if n % 16 == 0:
-            code, text, peak = serve(damaged.path)
+            code, text, peak = forked(lambda: serve(damaged.path))
             wrong = verdict(code, text, peak, bounded=True, quiet=False)
             yield "serve", code, wrong and f"serve, {mutant.what}, {mutant.data[:16].hex()} at {mutant.at}: {wrong}"
         damaged.restore(mutant)
