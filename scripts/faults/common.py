@@ -10,9 +10,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts")]
 
-from results_file import HELP, ResultsFile, commit
+from results_file import HELP, ResultsFile, Table, commit
 
-__all__ = ["DEMO", "HELP", "ROOT", "ResultsFile", "commit", "is_sentence", "n_descriptors", "n_threads", "rss"]
+__all__ = ["DEMO", "HELP", "ROOT", "ResultsFile", "Table", "commit", "is_sentence", "n_descriptors", "n_threads", "rss"]
 
 DEMO = str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")
 
