@@ -332,8 +332,9 @@ def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[lis
         reader.start()
         begun = None
         for line in process.stdout:
-            data = json.loads(line)
-            begun = data
+            if not line.startswith('{"at"'):
+                continue  # what an abort prints
+            begun = data = json.loads(line)
             if "fired" not in data:
                 continue
             begun = None
