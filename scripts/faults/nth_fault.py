@@ -294,7 +294,8 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
                 deadline = time.monotonic() + 5
                 while left(held) and time.monotonic() < deadline:
                     time.sleep(0.01)
-                problem = problem or left(held)
+                if stays := left(held):
+                    problem, held = problem or stays, (n_descriptors(), n_threads())
                 say(at=index, n=n, seen=fault.seen, fired=fault.fired, said=said, problem=problem, rss=rss())
                 if not fault.fired:
                     break
