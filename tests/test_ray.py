@@ -167,7 +167,7 @@ def test_what_makes_requests_belong_together():
     assert key(messages=first[1:], system="other") != key(messages=first[1:])  # Anthropic's
     assert key(prompt="x" * 300) == key(prompt="x" * 300 + "y") != key(prompt="y" * 300)
     assert key(prompt="x", prompt_cache_key="k") == key(messages=first, prompt_cache_key="k")
-    assert key(model="m") is None and affinity_key(b"no json") is None and affinity_key(b"[1]") is None
+    assert key(model="m") is None and affinity_key(b"no json") is None and affinity_key(b"[1]") is None and affinity_key(b"[" * 100000) is None
 
 
 def test_a_replica_that_goes_moves_its_own_conversations_alone():

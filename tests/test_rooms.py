@@ -26,6 +26,7 @@ FLOORS = [
     {"_abi"},
     {"binding", "memory", "console", "paths"},
     {"registry", "gate_event", "atomic_file"},
+    {"cpu_level", "darwin"},
     {"errors", "chat_sandbox"},
 ]
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}

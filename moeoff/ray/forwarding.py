@@ -54,8 +54,8 @@ def affinity_key(body: bytes) -> str | None:
     """
     try:
         asked = json.loads(body)
-    except ValueError:
-        return None
+    except (ValueError, RecursionError):
+        return None  # the replica will say what is wrong with it
     if not isinstance(asked, dict):
         return None
     if isinstance(named := asked.get("prompt_cache_key"), str):

@@ -7,6 +7,7 @@ whole; a stream goes out event by event, and one that breaks ends with an event 
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 from collections.abc import AsyncIterator
 from typing import Any, cast
@@ -75,7 +76,7 @@ class Ingress:
         return StreamingResponse(_until_it_breaks(first, events, answer, path), head.status, headers)
 
     def _reports(self, request: Request) -> Response:
-        if self._key and request.headers.get("authorization") != f"Bearer {self._key}":
+        if self._key and not hmac.compare_digest(request.headers.get("authorization", "").encode(), f"Bearer {self._key}".encode()):
             return _error(401, "this needs the API key")
         return JSONResponse(reports()) if request.url.path == "/replicas" else PlainTextResponse(prometheus(reports()))
 
