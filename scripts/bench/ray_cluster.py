@@ -25,7 +25,7 @@ from cgroup import disk_cgroup, memory_cgroup
 _MARK = "MOEOFF_RAY_CLUSTER"
 _NUMBER = "number"  # label of a node
 _STORE = 80_000_000  # bytes of Ray's object store, about the least that it takes; requests do not go through it
-_SECONDS = 90.0  # for anything to come up
+_SECONDS = 180.0  # for anything to come up, on a machine that is busy
 
 
 @dataclass(frozen=True)
