@@ -153,6 +153,10 @@ struct device_store {
                 for (uint64_t seen = s.generation(); !s.at(t, e, v).settled(); seen = s.generation()) {
                     s.wait(seen, t, 1);
                 }
+                const slice & sl = s.at(t, e, v);
+                for (uint64_t b = 0; b < nbytes; b++) {
+                    REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
+                }
                 s.unpin(t, e, v);
             }
         }
@@ -201,6 +205,25 @@ TEST(cooperative_uploads_what_is_in_memory_and_the_next_graph_finds_it) {
     x.wait_for(2);
     REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 }));
     REQUIRE(x.stats().device_hits == 2 * 3 && x.stats().device_bytes == 2 * 2 * nbytes);
+}
+
+TEST(events_say_what_a_device_computes_with) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 1, 1);
+    std::vector<int> told; // of each event's experts, -1: the event says nothing of devices
+    x.s.set_gate_callback(
+        [](const moeoff_gate_event * event, void * user) {
+            for (int32_t k = 0; event && k < event->n_used; k++) {
+                ((std::vector<int> *) user)->push_back(event->on_device ? event->on_device[k] : -1);
+            }
+        },
+        &told, 1 << 16);
+    x.event({ 0, 1 });
+    x.event({ 0 });
+    x.wait_for(1);
+    x.event({ 1, 0 });
+    x.s.drain();
+    REQUIRE(told == (std::vector<int> { 0, 0, 0, 0, 1 }));
+    x.s.set_gate_callback(nullptr, nullptr, 0);
 }
 
 TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
@@ -276,6 +299,55 @@ TEST(what_a_device_holds_leaves_memory_first) {
     const int32_t there = t.host[0] < 0 ? 0 : 1;
     y.event({ 2, 1 - there }); // needs two slices: those of the expert on the device go
     REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).state.load() != READY && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).state.load() == READY);
+}
+
+// uses experts as a text would whose favourites change: three of six at a time
+static void use_all(device_store & x, int n_rounds) {
+    for (int i = 0; i < n_rounds; i++) {
+        for (int step = 0; step < 12; step++) {
+            x.event({ (i + step) % 3 + (i % 2 ? 3 : 0), (i + step + 1) % 3 + (i % 2 ? 3 : 0) });
+            while (x.s.n_pending_uploads() > 0) {
+                std::this_thread::sleep_for(std::chrono::microseconds(200));
+            }
+            x.s.check_invariants();
+        }
+    }
+}
+
+TEST(what_loses_its_slot_goes_back_to_memory) {
+    const uint64_t expert = 2 * arena::slot_bytes(nbytes);
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 1, 5 * expert); // six experts: two there, and four here beside one that is on its way
+    use_all(x, 4);
+    const auto before = x.stats();
+    REQUIRE(before.device_downloads > 0 && before.device_bytes_down == before.device_downloads * nbytes && before.device_wait_ns == 0);
+    use_all(x, 20);
+    const auto after = x.stats();
+    REQUIRE(after.device_downloads > before.device_downloads && after.device_uploads > before.device_uploads);
+    REQUIRE(after.bytes_read == before.bytes_read); // every byte was read before, and is in one of the two memories
+}
+
+TEST(what_loses_its_slot_evicts_only_what_ranks_lower) {
+    for (const float priority : { 0.0f, 0.9f }) { // of what loses its slot; 0.5 of what might give its place
+        device_store x(MOEOFF_DEVICE_COOPERATIVE, 1, 1, 3 * 2 * arena::slot_bytes(nbytes));
+        std::fill_n(x.s.priorities(), n_expert, 1.0f);
+        x.s.priorities()[0] = priority;
+        x.s.priorities()[3] = 0.5f;
+        x.s.publish();
+        for (int i = 0; i < 2; i++) {
+            x.event({ 0 });
+        }
+        x.wait_for(1);
+        x.event({ 1, 2 });
+        x.event({ 3 }); // memory is full, and 0 is on the device alone
+        x.event({ 1, 2 }); // one of them takes its slot
+        while (x.stats().device_uploads < 2) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        std::vector<uint8_t> resident(n_expert);
+        x.s.residency(HIGH, resident.data());
+        REQUIRE((resident[0] != 0) == (priority > 0.5f) && (resident[3] != 0) == (priority < 0.5f));
+        REQUIRE(x.stats().device_downloads == (priority > 0.5f ? 2u : 0u) && x.stats().reads == 4 * 2);
+    }
 }
 
 TEST(one_user_has_the_device_and_a_batch_that_may_need_more_than_its_slots_does_not) {

@@ -60,7 +60,7 @@ void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, cons
         table.set_on_device(g, displaced, false);
     }
     if (slot >= 0) {
-        uploads.push_back({ expert, slot });
+        uploads.push_back({ expert, slot, displaced, 0 });
     }
 }
 

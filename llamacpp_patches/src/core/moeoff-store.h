@@ -93,6 +93,7 @@ class store {
     bool device_uploads_all() const;
     const slot_memory * device_memory() const { return slots.get(); }
     int32_t n_device_slots(const gate & g) const;
+    int32_t n_pending_uploads() const { return uploads.n_pending(); }
 
     // --- policy ---
     float * priorities() { return table.priorities(); } // [n_gates, n_experts]
@@ -128,7 +129,8 @@ class store {
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
     bool upload_expert(gate & g, const upload & u, bool is_held);
-    void hold_for_upload(const gate & g, int32_t expert) REQUIRES(store_mutex);
+    void announce(const gate & g, std::vector<upload> & all) REQUIRES(store_mutex);
+    void bring_down(const gate & g, const upload & u);
     int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
     bool check_routing(std::string & error) const;

@@ -95,6 +95,12 @@ void device_memory::write(int32_t gate, int32_t matrix, int32_t slot, const uint
     ggml_backend_tensor_set(t, data, (size_t) slot * t->nb[2], nbytes);
 }
 
+void device_memory::read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const {
+    const ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
+    GGML_ASSERT(nbytes == t->nb[2]);
+    ggml_backend_tensor_get(t, data, (size_t) slot * t->nb[2], nbytes);
+}
+
 } // namespace moeoff
 
 // --- moeoff.h: devices ---
