@@ -282,6 +282,52 @@ TEST(slots_that_are_off_keep_what_they_hold) {
     REQUIRE(!none.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE));
 }
 
+TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
+    for (const uint64_t arena : { (uint64_t) 0, 2 * arena::slot_bytes(nbytes) }) { // everything, and the smallest
+        device_store x(MOEOFF_DEVICE_WAVES, 2, 0, arena);
+        const int user = 0;
+        REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), 2, 3) == 3 && x.s.device_waves(x.g(), 2, 1) == 1);
+        x.event({ 4, 5 }); // they have the slots
+        std::vector<int32_t> ids = { 0, 1, 2, 3, 4, 0 }; // three tokens
+        std::vector<float>   weights(ids.size(), 0.5f);
+        std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(n_expert, 0);
+        moeoff_gate_event e = {};
+        e.n_tokens = 3; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
+        const device_ids out = { slots.data(), host.data() };
+        x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
+        REQUIRE(e.n_hit >= 2); // 4 is there
+        for (int wave = 0; wave < 4; wave++) { // the last has nothing left to do
+            for (size_t i = 0; i < ids.size(); i++) {
+                REQUIRE(slots[i] < 2 || slots[i] == 2 + (int32_t) i % 2);
+                if (slots[i] < 2) {
+                    x.check(ids[i], slots[i], 0);
+                    n_served[(size_t) ids[i]]++;
+                }
+            }
+            x.s.next_wave(x.g(), ids.data(), 2 * sizeof(int32_t), 3, 2, slots.data());
+        }
+        REQUIRE(n_served == (std::vector<int32_t> { 2, 1, 1, 1, 1, 0 })); // each use once
+        x.s.check_invariants();
+    }
+    device_store few(MOEOFF_DEVICE_WAVES, 1, 0);
+    const int user = 0;
+    REQUIRE(few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_mode(few.g(), &user, 2, 3) == MOEOFF_DEVICE_OFF); // six waves
+}
+
+TEST(another_mode_begins_when_the_uploads_of_the_last_one_have_ended) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2);
+    x.event({ 0, 1 });
+    for (int i = 0; i < 50; i++) {
+        x.event({ 0, 1 });
+        x.event({ 2, 3 });
+        x.event({ 4, 5 });
+        x.event({ 4, 5 });
+        REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_CENTRIC) && x.s.n_pending_uploads() == 0);
+        REQUIRE(x.event({ 1, 3 }).host == (std::vector<int32_t> { -1, -1 })); // no slot is taken by an upload
+        REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE));
+    }
+}
+
 TEST(what_a_device_holds_leaves_memory_first) {
     device_store x(MOEOFF_DEVICE_CENTRIC, 2, 0, 2 * 2 * arena::slot_bytes(nbytes)); // four slices in memory
     x.event({ 0, 1 });

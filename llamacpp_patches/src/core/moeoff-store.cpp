@@ -160,6 +160,26 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     }
 }
 
+void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * out) {
+    std::vector<upload>  now;
+    std::vector<int32_t> slot_of((size_t) g.n_expert, -1);
+    {
+        store_lock lock(sync);
+        device.next_wave(g, table, now);
+    }
+    for (const upload & u : now) {
+        slot_of[(size_t) u.expert] = upload_expert(g, u, false) ? u.slot : -1;
+    }
+    const int32_t n_slots = n_device_slots(g);
+    for (int32_t t = 0, i = 0; t < n_tokens; t++) {
+        const int32_t * row = (const int32_t *) ((const char *) ids + (size_t) t * stride);
+        for (int32_t k = 0; k < n_used; k++, i++) {
+            const int32_t slot = slot_of[(size_t) row[k]];
+            out[i] = slot >= 0 ? slot : n_slots + k;
+        }
+    }
+}
+
 // Uploads that the thread of their own will do: what they need is in memory, and has to stay there; what gives its slot to one of them takes what
 // room is left
 void store::announce(const gate & g, std::vector<upload> & all) {
@@ -310,8 +330,18 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
 }
 
 bool store::set_device_mode(moeoff_device_mode mode) {
+    bool is_set;
+    {
+        store_lock lock(sync);
+        is_set = device.set_mode(mode, map, table);
+    }
+    uploads.drain(); // of the mode before: a slot that is being written serves no batch that uploads everything
+    return is_set;
+}
+
+int32_t store::device_waves(const gate & g, int64_t n_used, int64_t n_tokens) const {
     store_lock lock(sync);
-    return device.set_mode(mode, map, table);
+    return device.n_waves(g, n_used, n_tokens);
 }
 
 moeoff_device_mode store::device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const {

@@ -66,6 +66,9 @@ class store {
     // event: what the graph knows, with a row of gate input and logits for each token. out: of a graph of which a device computes a
     // part, else nullptr
     void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out = nullptr);
+    // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots; what is another
+    // wave's has the slots of zeros. The device has finished the wave before. ids [n_tokens, n_used], rows in so many bytes
+    void next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * slots);
     // before gate_event(), where the graph has a node for it: the experts that the block uses
     void route(gate & g, const router_output & r);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
@@ -91,6 +94,7 @@ class store {
     // how the user's graph computes a batch, see device_tier
     moeoff_device_mode device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const;
     bool device_uploads_all() const;
+    int32_t device_waves(const gate & g, int64_t n_used, int64_t n_tokens) const;
     const slot_memory * device_memory() const { return slots.get(); }
     int32_t n_device_slots(const gate & g) const;
     int32_t n_pending_uploads() const { return uploads.n_pending(); }

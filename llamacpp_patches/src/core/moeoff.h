@@ -70,6 +70,7 @@ enum moeoff_device_mode {
     MOEOFF_DEVICE_OFF         = 0, // not at all
     MOEOFF_DEVICE_COOPERATIVE = 1, // with those that are there; the CPU computes with the others
     MOEOFF_DEVICE_CENTRIC     = 2, // with all that were chosen, each uploaded before its use; a batch that may need more than there are slots: the CPU
+    MOEOFF_DEVICE_WAVES       = 3, // the same, but such a batch in up to four waves, each with as many experts as there are slots. No adapters
 };
 
 enum moeoff_thresholds_flag {
