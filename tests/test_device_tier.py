@@ -217,9 +217,9 @@ REFUSED = [
     (["--vram", "1M"], r"1\.00 MiB on \w+ is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M or more"),
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M or less"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
-    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, cpu, auto, not 'fast'"),
+    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, waves, cpu, auto, not 'fast'"),
     (["--vram", "1G", "--vram-mode", "centric", "--max-loss", "1%"], "a device computes with experts in their own precision alone"),
-    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric"),
+    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric or waves"),
     (["--vram", "1G", "-ngl", "0"], "vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),
 ]

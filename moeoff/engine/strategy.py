@@ -30,6 +30,7 @@ class Strategy:
     share: of all experts, how many are candidates for a prefetch at least.
     fill: the buffer begins with the experts that calibration text used most, where a profile says which.
     ab_tested: prefetching is switched off where token times with it are longer than without.
+    vram_mode: how a device computes with experts, if there is one and nothing else is asked for (`moeoff.engine.config.Config`).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Strategy:
     share: float = 0.0
     ab_tested: bool = False
     fill: bool = False
+    vram_mode: str = "auto"
 
     def ahead(self, stride: int) -> Strategy:
         """With a predictor that looks this many layers ahead (ProMoE §4.4).
