@@ -63,6 +63,29 @@ def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
     assert stats["ours"]["device_experts"] <= slots * 12
 
 
+def test_in_waves(demo, tmp_path):
+    """A batch that needs more experts than there are slots: as if all had been there."""
+    batches = [40, 1, 9, 1]
+    waves = {"vram": "1G", "vram_mode": "waves", "batches": batches}
+    runs = {"stock": {"stock": "device", "batches": batches}, "four": waves | {"slots": 8}, "two": waves | {"slots": 16, "memory": None, "expert_memory": "3M"}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    for name, slots in (("four", 8), ("two", 16)):
+        assert_bit_equal(logits[name], logits["stock"])
+        assert stats[name]["device_experts"] <= 12 * slots and stats[name]["device_uploads"] > 12 * slots
+        assert stats[name]["device_wait_seconds"] == stats[name]["device_upload_seconds"] > 0
+
+
+def test_what_loses_its_slot_goes_back_to_host_memory(demo, tmp_path):
+    """Both memories together have room for all experts, and neither has: none is read twice."""
+    batches = [1] * 60
+    ours = {"vram": "1G", "slots": 6, "uploads": 4, "memory": None, "expert_memory": "16M", "batches": batches}
+    logits, stats = device_runs(demo, tmp_path, {"CPU": {"stock": "CPU", "batches": batches}, "ours": ours})
+    s = stats["ours"]
+    assert s["device_downloads"] > 0 and s["device_bytes_down"] == s["device_downloads"] * 8704
+    assert s["arena_bytes"] < 12 * 32 * 3 * 16384 and s["bytes_read"] <= 12 * 32 * 3 * 8704
+    np.testing.assert_array_equal(logits["ours"].argmax(1), logits["CPU"].argmax(1))
+
+
 @pytest.mark.slow
 def test_large_batches(demo, tmp_path):
     """512 tokens at once: every expert on the device, none, and some of them."""

@@ -66,7 +66,7 @@ class Config:
         vram: bound of what is allocated on each device, experts and llama.cpp's own together, in bytes; `make` takes "2G" and "80%" (of what
             is free there), too. None: no experts on devices. Needs `n_gpu_layers`.
         vram_mode: how a device computes with experts (docs/gpu.md): "cooperative", "centric", "waves", "cpu": not at all, or "auto": whichever is the
-            fastest, found while it computes.
+            fastest, found while it computes. `make` takes the strategy's: "auto", or for the papers' presets "centric".
         settings: of `moeoff tune`; "auto" takes those beside the model if there are any, False none. They fill in what is in `open_options`.
         open_options: options that the user has said nothing about, of those that settings may choose; `make` knows them.
         llama_cpp: options of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
@@ -125,6 +125,9 @@ class Config:
         if given & {"precision", "tier"}:  # lossy or not, that has been said
             given.add("max_loss")
         chosen = get_strategy("auto" if strategy is None else strategy)
+        if options.get("vram_mode") is None:  # a device cannot compute with the experts of a lossy run
+            is_lossy = max_loss is not None or not (options.get("precision") or LOSSLESS).lossless
+            options["vram_mode"] = AUTO if is_lossy else chosen.vram_mode
         return cls(
             model_path=os.fspath(model_path),
             memory=None if memory is None else parse_size(memory),
@@ -163,7 +166,9 @@ class Config:
         if not self.llama_cpp.get("n_gpu_layers"):
             raise OptionError("vram has no effect while no layer goes to the GPU: give n_gpu_layers")
         if self.vram_mode not in _ALL_UPLOADED and (self.deterministic or self.replay is not None):
-            raise OptionError("vram: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs vram_mode centric or waves")
+            raise OptionError(
+                "vram: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs vram_mode centric or waves"
+            )
         if self.vram_mode in _ALL_UPLOADED and (self.max_loss is not None or not self.precision.lossless):
             raise OptionError(f"vram_mode {self.vram_mode}: a device computes with experts in their own precision alone")
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
@@ -178,6 +183,8 @@ class Config:
         taken = set(self.open_options)
         if self.repeatable:  # tunings differ by budget and machine
             taken -= set(CHANGE_RESULTS)
+        if self.vram is not None and self.vram_mode in _ALL_UPLOADED:
+            taken -= {"max_loss"}
         if not self.llama_cpp.get("flash_attn"):  # quantized values need it
             taken -= {"type_k", "type_v"}
         chosen = {name: choice.value for name, choice in tuning.choices.items() if name in taken}
