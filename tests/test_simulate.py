@@ -321,7 +321,12 @@ def test_command_with_a_device(moeoff_command):
     assert "on device" in moeoff_command(*arguments[:-3], "--vram-mode", "centric").stdout
     failed = moeoff_command("simulate", str(SMALL_TRACE), "--link", "7")
     assert failed.returncode == 1 and "give --vram, too" in failed.stderr
-    for more, message in ((("--plot", "a.png"), "which has neither"), (("--vram", "1"), "fewer of them than a gate selects"), (("--vram", "x%"), "no share")):
+    for more, message in (
+        (("--plot", "a.png"), "has no --plot"),
+        (("--t1", "0.5"), "no low versions"),
+        (("--vram", "1"), "fewer of them than a gate selects"),
+        (("--vram", "x%"), "no share"),
+    ):
         failed = moeoff_command(*arguments, "--vram-mode", "centric", *more)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 

@@ -27,7 +27,7 @@ __all__ = ["Candidate", "LossContract", "SelectedPrecision", "parse_loss", "uppe
 
 SECTION = "precision"
 USUAL_SHARE = 0.5  # of the experts, that a run takes for resident which must be the same in any memory
-AT_ONCE = 80  # candidates, at most, that a search tries
+AT_ONCE = 84  # candidates, at most, that a search tries
 _NOTHING = 0.01  # of a token's experts: who reads less is as good as resident, and the least lossy of those is taken
 
 

@@ -3,8 +3,8 @@
 Measured behind a simulated cache (`Precision.resident`) that holds a share of each layer's experts: each token is decided as if it
 were decoded alone behind the ones before it, as an answer is computed, but batches compute many of them at once. Half of the experts
 are simulated first: rerouting alone by bisection; then less of it together with more skipping, as long as the bound holds, and likewise with
-more misses that are served by a low tier, if there is one. Of what holds there, what reads least is looked for with the other shares: a budget
-may use a rule that keeps the bound at the nearest shares below and above.
+more misses that are served by a low tier, if there is one. Of what holds there, what reads least is looked for with the other shares, and the
+most careful of these rules is measured with all of them: a budget may use a rule that keeps the bound at the nearest shares below and above.
 
 Rerouting feeds on itself, so the best rule then writes text freely (`moeoff.calibrate.drift`): if it loses more than the bound on its own
 text, it is given up with all that gives up as much.
@@ -135,10 +135,16 @@ def search_rerouting(evaluator: ReroutingEvaluator, reference: Reference, max_lo
     if best:  # it has written, and these give up less
         best = [c for c in best if gives_up_no_more(c, best[0])]
         found = [c for c in found if c in best or not holds(c)]
-    for share in SHARES:
-        if share != USUAL_SHARE:
-            for c in best[:_TRIES]:
-                found.append(evaluator.measure(reference, c.reroute, c.t1, c.t2, share))
-                if holds(found[-1]):
-                    break
+    held: list[Candidate] = []
+    others = [share for share in SHARES if share != USUAL_SHARE]
+    for share in others:
+        for c in best[:_TRIES]:
+            found.append(evaluator.measure(reference, c.reroute, c.t1, c.t2, share))
+            if holds(found[-1]):
+                held.append(c)
+                break
+    if held:  # a budget between two shares with different rules can use neither: the most careful of them everywhere
+        careful = max(held, key=best.index)
+        measured = {c.resident for c in found if c.rule == careful.rule}
+        found += [evaluator.measure(reference, careful.reroute, careful.t1, careful.t2, share) for share in others if share not in measured]
     return found

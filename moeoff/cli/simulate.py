@@ -24,7 +24,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 
 def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
-    help_text = f"{text}, with --vram. Default: that of docs/gpu.md."
+    help_text = f"{text}, with --vram. Default: that of docs/guides/gpu.md."
     return click.option(f"--{option}", name, type=click.FloatRange(0, min_open=True), metavar=metavar, help=help_text)
 
 
@@ -42,9 +42,7 @@ def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], A
     help="What a low version has of a high one's bytes, for the penalty. Default: 0.25, int4 of float16.",
 )
 @click.option("--vram", multiple=True, metavar="SIZE", help="Memory for experts on a device, as 8G or 25% of them: replays on a clock. May be repeated.")
-@click.option(
-    "--vram-mode", type=click.Choice(["cooperative", "centric", "both"]), default="both", show_default=True, help="How the device computes with them."
-)
+@click.option("--vram-mode", type=click.Choice(["cooperative", "centric", "both"]), help="How the device computes with them, with --vram. Default: both.")
 @_speed("disk", "disk", "GB/s", "Reads from disk")
 @_speed("link", "link", "GB/s", "From host memory to the device")
 @_speed("device-rate", "device", "GB/s", "Weights that the device computes with")
@@ -62,7 +60,7 @@ def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], A
 @one_sentence
 def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], reroute: float | None, t1: float | None, t2: float | None,
-    prompt_low: float | None, low_cost: float | None, vram: tuple[str, ...], vram_mode: str, disk: float | None, link: float | None, device: float | None,
+    prompt_low: float | None, low_cost: float | None, vram: tuple[str, ...], vram_mode: str | None, disk: float | None, link: float | None, device: float | None,
     host: float | None, layer_us: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
@@ -72,23 +70,23 @@ def simulate(
     from ..simulate.trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])
+    names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
     if scores:
         _draw_scores(trace, scores, as_json)
         return
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
     rates: dict[str, Any] = {"disk": disk, "link": link, "device": device, "host": host, "layer_us": layer_us}
     rates = {name: value for name, value in rates.items() if value is not None}
-    if rates and not vram:
-        raise OptionError("rates are of a machine with a device: give --vram, too")
+    given: dict[str, Any] = {"t1": t1, "t2": t2, "low": low_cost, "prompt_low": prompt_low}
+    given = {name: value for name, value in given.items() if value is not None}
+    if (rates or vram_mode) and not vram:
+        raise OptionError("rates and --vram-mode are of a machine with a device: give --vram, too")
     if vram:
-        if plot or reroute:
-            raise OptionError("--vram replays on a clock, which has neither --plot nor --reroute")
-        speeds = Bandwidths(**rates)
-        _tiers(trace, [name for item in strategy or ("lru,score",) for name in item.split(",")], vram, arenas, vram_mode, speeds, as_json, seed)
+        if plot or reroute or given:
+            raise OptionError("--vram replays on a clock, which has no --plot, no --reroute and no low versions")
+        _tiers(trace, names or ["lru", "score"], vram, arenas, vram_mode or "both", Bandwidths(**rates), as_json, seed)
         return
-    given = {"t1": t1, "t2": t2, "low": low_cost, "prompt_low": prompt_low}
-    cost = MissCost(**{name: value for name, value in given.items() if value is not None})
-    names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
+    cost = MissCost(**given)
     with progress_bar("events") as progress:
         results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute or 0.0), cost=cost, progress=progress)
     if plot:

@@ -7,7 +7,6 @@ a temporary name and gets its own when everything is on the disk.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import os
 import shutil
@@ -24,6 +23,7 @@ from ..errors import Cancelled, ModelError, OptionError, Remedy, WriteError
 from ..gguf.file import Tensor, header_bytes, pack, pack_array
 from ..gguf.imatrix import Imatrix
 from ..gguf.layout import Layout, TensorSpan
+from ..gguf.model_bytes import ModelBytes
 from ..gguf.quantize import dequantize, is_written, needs_imatrix, quantize, row_bytes, type_name
 from ..gguf.tensor_name import parse_tensor_name
 from ..memory import format_size
@@ -206,12 +206,7 @@ class CompanionBuilder:
         n_bytes = sum(self.jobs[index].nbytes for index in done)
         if progress:
             progress(n_bytes)
-        with contextlib.ExitStack() as stack:
-            try:
-                sources = [stack.enter_context(open(path, "rb", buffering=0)).fileno() for path in self.layout.files]
-            except OSError as error:
-                raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from None
-            pool = stack.enter_context(ThreadPoolExecutor(threads))
+        with ModelBytes(self.layout.files) as sources, ThreadPoolExecutor(threads) as pool:
             try:
                 todo = iter([index for index in range(len(self.jobs)) if index not in done])
                 running: dict[Future[tuple[int, ...]], int] = {}
@@ -230,7 +225,7 @@ class CompanionBuilder:
             finally:
                 stop.set()
 
-    def _do(self, index: int, sources: list[int], out: int, stop: threading.Event) -> tuple[int, ...]:
+    def _do(self, index: int, sources: ModelBytes, out: int, stop: threading.Event) -> tuple[int, ...]:
         """Hashes of the source's slice and of each target."""
         job = self.jobs[index]
         span = job.span
@@ -246,7 +241,7 @@ class CompanionBuilder:
             if stop.is_set():
                 raise Cancelled("the conversion was stopped")
             rows = min(step, n_rows - row)
-            data = self._read(sources[span.file], span, job.offset + row * source_row, rows * source_row)
+            data = np.frombuffer(sources.read(span.file, job.offset + row * source_row, rows * source_row, span.name), np.uint8)
             source.update(data)
             values = None
             for tensor, target, hasher in zip(tensors, job.targets, hashers):
@@ -266,19 +261,6 @@ class CompanionBuilder:
     def weights(weights: np.ndarray | None, type: int, n_cols: int) -> np.ndarray | None:
         """An expert that was never chosen while the matrix was measured has none; all alike is what some types need then."""
         return np.ones(n_cols, np.float32) if weights is None and needs_imatrix(type) else weights
-
-    def _read(self, fd: int, span: TensorSpan, offset: int, nbytes: int) -> np.ndarray:
-        data = np.empty(nbytes, np.uint8)
-        view, at = memoryview(data), 0  # type: ignore[arg-type]  # numpy's arrays are buffers before 3.12, too
-        while at < nbytes:
-            try:
-                got = os.preadv(fd, [view[at:]], offset + at)
-            except OSError as error:
-                raise ModelError(f"{self.layout.files[span.file]}: cannot be read at byte {offset + at}: {error.strerror}") from None
-            if got == 0:
-                raise ModelError(f"{self.layout.files[span.file]}: ends at byte {offset + at}, inside {span.name}; was it cut while it was read?")
-            at += got
-        return data
 
     @property
     def fingerprint(self) -> bytes:
