@@ -178,7 +178,7 @@ def test_an_older_version_is_read_and_continued(version, tmp_path):
     assert len(Trace.read(path).events) == 12 and len(Trace.read(path).reads) == (3 if version == 2 else 0)
     with TraceWriter(path, MODEL) as writer:
         writer.write_reads(reads(1, 4, 1))
-    assert path.read_bytes()[8] == 5
+    assert path.read_bytes()[8] == 6
     assert Trace.read(path).reads["version"].tolist() == ([0] * 3 if version == 2 else []) + [1] * 4
 
 
