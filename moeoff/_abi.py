@@ -49,6 +49,7 @@ __all__ = [
     "DEVICE_OFF",
     "DEVICE_COOPERATIVE",
     "DEVICE_CENTRIC",
+    "DEVICE_WAVES",
     "THRESHOLDS_BLIND",
     "THRESHOLDS_MISPREDICTED",
     "Thresholds",
@@ -125,7 +126,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
@@ -148,6 +149,7 @@ BATCH_DECODE = 2
 DEVICE_OFF = 0
 DEVICE_COOPERATIVE = 1
 DEVICE_CENTRIC = 2
+DEVICE_WAVES = 3
 THRESHOLDS_BLIND = 1
 THRESHOLDS_MISPREDICTED = 2
 
@@ -235,6 +237,7 @@ class GateEvent(Structure):
         ("logits", POINTER(c_float)),
         ("versions", POINTER(c_uint8)),
         ("router_ids", POINTER(c_int32)),
+        ("on_device", POINTER(c_uint8)),
     ]
 
 
@@ -274,6 +277,10 @@ class Stats(Structure):
         ("device_uploads", c_uint64),
         ("device_bytes", c_uint64),
         ("device_upload_ns", c_uint64),
+        ("device_downloads", c_uint64),
+        ("device_bytes_down", c_uint64),
+        ("device_download_ns", c_uint64),
+        ("device_wait_ns", c_uint64),
         ("device_experts", c_uint64),
         ("rerouted_margin", c_double),
     ]

@@ -23,6 +23,7 @@ class GateEvent:
             reads something else.
         versions: [n_tokens, n_used] uint8, what serves each: 0 high precision, 1 low, 2 skipped; None: all high.
         router_ids: [n_tokens, n_used] what the router itself had chosen, where resident experts took the places of some; None: ids.
+        on_device: [n_tokens, n_used] bool, whether a GPU computes with it, from its own memory; None: with none.
         layer: of the model; -1 where it is not known.
         n_hit, n_miss: slices of the selected experts (one for each matrix) that were resident, and that were not, at selection.
         seq: number of the event in its expert buffer, from 1; 0 if it comes from none.
@@ -52,6 +53,7 @@ class GateEvent:
     decode: bool | None = None
     sequences: np.ndarray | None = None
     router_ids: np.ndarray | None = None
+    on_device: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         if self.decode is None:
@@ -89,4 +91,5 @@ class GateEvent:
             row_step=1,
             sequences=None if self.sequences is None else self.sequences[::step],
             router_ids=None if self.router_ids is None else self.router_ids[::step],
+            on_device=None if self.on_device is None else self.on_device[::step],
         )

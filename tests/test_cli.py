@@ -17,7 +17,8 @@ DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_tps gen_tokens gen_tps hit_rate demand_hits
 demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
 expert_uses tier served_low skipped rerouted rerouted_margin simulated_misses low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain drafts_on drafts_gain
-prediction_accuracy fetch_rate good_pred device_hits device_uploads device_bytes device_upload_seconds device_experts device_memory device_mode device_gain
+prediction_accuracy fetch_rate good_pred device_hits device_uploads device_bytes device_upload_seconds device_downloads device_bytes_down
+device_download_seconds device_wait_seconds device_experts device_memory device_mode device_gain
  events_dropped direct_io strategy memory embedding_disk_bytes micro_batch micro_batch_reason""".split()
 
 

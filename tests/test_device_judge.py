@@ -54,6 +54,20 @@ def test_batches_of_other_sizes_are_compared_apart():
     assert judge.begin(4, True) == "cpu" and judge.begin(1, True) == "cooperative" == judge.decode_mode
 
 
+def test_prompts_by_three_ways():
+    """The fastest is kept; tokens are decoded by the first way where that is not to be compared."""
+    judge = DeviceJudge(("centric",), ("centric", "waves", "cpu"), compares=False)
+
+    def read(seconds):
+        mode = judge.begin(100, False)
+        judge.end(100, 100 * seconds[mode], False)
+        return mode
+
+    modes = [read({"centric": 0.03, "waves": 0.01, "cpu": 0.02}) for _ in range(60)]
+    assert set(modes[:6]) == {"centric", "waves", "cpu"} and modes[6:].count("waves") >= 50 and {"centric", "cpu"} <= set(modes[6:])
+    assert set(decode(judge, {"centric": 1.0, "cpu": 0.1}, 200)) == {"centric"} and judge.gain is None
+
+
 def test_prompts():
     """Each way twice, then the faster one, and the other again now and then; short ones are not compared."""
     judge = DeviceJudge(("cooperative", "centric"))

@@ -63,6 +63,29 @@ def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
     assert stats["ours"]["device_experts"] <= slots * 12
 
 
+def test_in_waves(demo, tmp_path):
+    """A batch that needs more experts than there are slots: as if all had been there."""
+    batches = [40, 1, 9, 1]
+    waves = {"vram": "1G", "vram_mode": "waves", "batches": batches}
+    runs = {"stock": {"stock": "device", "batches": batches}, "four": waves | {"slots": 8}, "two": waves | {"slots": 16, "memory": None, "expert_memory": "3M"}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    for name, slots in (("four", 8), ("two", 16)):
+        assert_bit_equal(logits[name], logits["stock"])
+        assert stats[name]["device_experts"] <= 12 * slots and stats[name]["device_uploads"] > 12 * slots
+        assert stats[name]["device_wait_seconds"] == stats[name]["device_upload_seconds"] > 0
+
+
+def test_what_loses_its_slot_goes_back_to_host_memory(demo, tmp_path):
+    """Both memories together have room for all experts, and neither has: none is read twice."""
+    batches = [1] * 60
+    ours = {"vram": "1G", "slots": 6, "uploads": 4, "memory": None, "expert_memory": "16M", "batches": batches}
+    logits, stats = device_runs(demo, tmp_path, {"CPU": {"stock": "CPU", "batches": batches}, "ours": ours})
+    s = stats["ours"]
+    assert s["device_downloads"] > 0 and s["device_bytes_down"] == s["device_downloads"] * 8704
+    assert s["arena_bytes"] < 12 * 32 * 3 * 16384 and s["bytes_read"] <= 12 * 32 * 3 * 8704
+    np.testing.assert_array_equal(logits["ours"].argmax(1), logits["CPU"].argmax(1))
+
+
 @pytest.mark.slow
 def test_large_batches(demo, tmp_path):
     """512 tokens at once: every expert on the device, none, and some of them."""
@@ -217,9 +240,9 @@ REFUSED = [
     (["--vram", "1M"], r"1\.00 MiB on \w+ is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M or more"),
     (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M or less"),
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
-    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, cpu, auto, not 'fast'"),
+    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, waves, cpu, auto, not 'fast'"),
     (["--vram", "1G", "--vram-mode", "centric", "--max-loss", "1%"], "a device computes with experts in their own precision alone"),
-    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric"),
+    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric or waves"),
     (["--vram", "1G", "-ngl", "0"], "vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),
 ]

@@ -30,7 +30,7 @@ REFUSED = [
     ({"main_gpu": 1}, "main_gpu: this build of llama.cpp has no GPU backend"),
     ({"vram": "1G"}, "vram has no effect while no layer goes to the GPU"),
     ({"vram": "0%"}, "a share of the device's memory lies between 0% and 100%"),
-    ({"vram_mode": "fast"}, "vram_mode: one of cooperative, centric, cpu, auto, not 'fast'"),
+    ({"vram_mode": "fast"}, "vram_mode: one of cooperative, centric, waves, cpu, auto, not 'fast'"),
     ({"split_mode": "row"}, "split_mode 'row': experts are computed from the expert buffer"),
     ({"split_mode": "odd"}, "split_mode: one of none, layer, not 'odd'"),
     ({"rope_scaling_type": "odd"}, "rope_scaling_type: one of none, linear, yarn, not 'odd'"),

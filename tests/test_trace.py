@@ -50,6 +50,23 @@ def test_round_trip(tmp_path, n_tokens, probs):
         assert (event.probs == live.probs).all() if probs else event.probs is None
 
 
+def test_what_a_gpu_computed_with_is_kept(tmp_path):
+    """Of batches whose bits do not fill a byte, beside other flags; an event without any has none."""
+    rng = np.random.default_rng(1)
+    live = [replace(e, on_device=rng.random((7, 2)) < 0.4, sequences=np.arange(7)) for e in gate_events(9, 7)]
+    live[3] = replace(live[3], on_device=np.zeros((7, 2), bool))
+    with TraceWriter(tmp_path / "t", MODEL) as writer:
+        for event in live:
+            writer.write(event)
+    for n, (event, of) in enumerate(zip(Trace.read(tmp_path / "t").events, live, strict=True)):
+        if n == 3:
+            assert event.on_device is None
+        else:
+            np.testing.assert_array_equal(event.on_device, of.on_device)
+        np.testing.assert_array_equal(event.sequences, of.sequences)
+        np.testing.assert_array_equal(event.probs, of.probs)
+
+
 def test_every_cut_gives_a_prefix_and_can_be_continued(tmp_path):
     path = tmp_path / "t"
     write(path)
@@ -161,7 +178,7 @@ def test_an_older_version_is_read_and_continued(version, tmp_path):
     assert len(Trace.read(path).events) == 12 and len(Trace.read(path).reads) == (3 if version == 2 else 0)
     with TraceWriter(path, MODEL) as writer:
         writer.write_reads(reads(1, 4, 1))
-    assert path.read_bytes()[8] == 5
+    assert path.read_bytes()[8] == 6
     assert Trace.read(path).reads["version"].tolist() == ([0] * 3 if version == 2 else []) + [1] * 4
 
 

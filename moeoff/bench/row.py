@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from .. import __version__
+from ..engine.strategy import get_strategy
 from ..gguf.layout import Layout
 from ..machine import cpu_name, n_cores
 from .job import MOEOFF, Measurement, Sample
@@ -111,7 +112,7 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         flash_attn=bool(options.get("flash_attn")),
         n_gpu_layers=int(options.get("n_gpu_layers", 0)),
         vram=str(options.get("vram") or "") if ours else "",
-        vram_mode=str(options.get("vram_mode") or "auto") if ours and options.get("vram") else "",
+        vram_mode=str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
         memory=done.opened.get("budget_bytes") or memory,
         strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else STOCK_NAME,
         n_lanes=done.opened.get("n_lanes"),

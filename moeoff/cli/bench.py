@@ -107,7 +107,7 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
 @_several("-fa", "--flash-attn", read=numbers(0, 1), metavar="0,1", help="Flash attention, 0 or 1. Default: 1.")
 @_several("-ngl", "--n-gpu-layers", read=numbers(0), help="Layers whose dense part goes to the GPU. Default: 0.")
 @_several("--vram", read=words, metavar="A,...", help="Bounds of what is allocated on each GPU, as 8G,80%. Default: no experts there.")
-@_several("--vram-mode", read=words, metavar="A,...", help="How a GPU computes with experts: auto, cooperative, centric, cpu. Default: auto.")
+@_several("--vram-mode", read=words, metavar="A,...", help="How a GPU computes with experts: auto, cooperative, centric, waves, cpu. Default: auto.")
 @click.option("-c", "--ctx-size", type=click.IntRange(min=8), help="Context in tokens. Default: what the largest test needs.")
 @click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="Companion written by moeoff convert. Default: MODEL.experts.gguf.")
 @click.option("--no-experts", is_flag=True, help="Do not use the companion beside the model.")

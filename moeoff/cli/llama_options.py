@@ -46,7 +46,7 @@ VRAM = (
     click.option(
         "--vram-mode",
         metavar="MODE",
-        help="How a GPU computes with experts: cooperative, centric, cpu, or auto: the fastest, found while it computes. Default: auto.",
+        help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto: the fastest, found while it computes. Default: auto.",
     ),
 )
 ROPE = (

@@ -40,8 +40,8 @@ from .batch_rows import BatchRows, Splitting
 from .batch_spans import Span
 from .cancellation import Cancellation
 from .config import Config
-from .device_judge import DeviceJudge
-from .device_tier import AUTO, DeviceTier
+from .device_judge import WITHOUT, DeviceJudge
+from .device_tier import AUTO, WAVES, DeviceTier
 from .driver import Driver
 from .driver_factory import attach_driver, sections, wants_gate_input, wants_gate_logits
 from .expert_buffer import ExpertBuffer
@@ -193,8 +193,11 @@ class Assembly:
         """The model is loaded."""
         self.buffer.attach(self.layout, self.lossy.source, self.lossy.low_source)
 
-    def start_devices(self, ctx: int) -> None:
+    def start_devices(self, ctx: int, adapters: bool) -> None:
         """Before `start`, because llama.cpp's buffers in host memory depend on it: slots on devices, if that was asked for.
+
+        Args:
+            adapters: there are some, whose products are not computed in waves.
 
         Raises:
             OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
@@ -206,8 +209,11 @@ class Assembly:
         if not buffer.running:
             buffer.start(buffer.arena_floor, buffer.low_arena_floor)
         self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.layout.n_expert_used, 1), self._free_on_devices)
+        ways = self.device_tier.ways if self.lossy.precision.lossless else self.device_tier.ways[:1]
         if config.vram_mode == AUTO:
-            self._device_judge = DeviceJudge(self.device_tier.ways if self.lossy.precision.lossless else self.device_tier.ways[:1])
+            self._device_judge = DeviceJudge(ways, (ways[0], WAVES, WITHOUT) if self.lossy.precision.lossless else ())
+        elif config.vram_mode == "centric" and not config.repeatable and not adapters:
+            self._device_judge = DeviceJudge(("centric",), ("centric", WAVES), compares=False)
 
     def start(self, size: MemorySizes, ctx: int) -> None:
         """Sizes the arenas from what the loaded model has left of the budget.

@@ -16,7 +16,7 @@ from ..companion.settings import CHANGE_RESULTS, OPTIONS, Tuning
 from ..errors import OptionError
 from ..machine import n_cores
 from ..memory import parse_size
-from .device_tier import AUTO, MODES
+from .device_tier import AUTO, MODES, WAVES
 from .llama_options import check_options, read_options
 from .strategy import Strategy, get_strategy
 
@@ -26,6 +26,7 @@ __all__ = ["Config"]
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
 
 VRAM_MODES = (*MODES, "cpu", AUTO)
+_ALL_UPLOADED = ("centric", WAVES)  # the device computes with all experts, or with none
 Path = str | os.PathLike[str]
 
 
@@ -64,8 +65,8 @@ class Config:
         priority: of the process, -1 (low) to 3 (realtime); it stays when the model is closed.
         vram: bound of what is allocated on each device, experts and llama.cpp's own together, in bytes; `make` takes "2G" and "80%" (of what
             is free there), too. None: no experts on devices. Needs `n_gpu_layers`.
-        vram_mode: how a device computes with experts (docs/guides/gpu.md): "cooperative", "centric", "cpu": not at all, or "auto": whichever is the
-            fastest, found while it computes.
+        vram_mode: how a device computes with experts (docs/guides/gpu.md): "cooperative", "centric", "waves", "cpu": not at all, or "auto": whichever is the
+            fastest, found while it computes. `make` takes the strategy's: "auto", or for the papers' presets "centric".
         settings: of `moeoff tune`; "auto" takes those beside the model if there are any, False none. They fill in what is in `open_options`.
         open_options: options that the user has said nothing about, of those that settings may choose; `make` knows them.
         llama_cpp: options of `llama_cpp.Llama`; `n_threads` is every core this process may use by default, and
@@ -124,6 +125,9 @@ class Config:
         if given & {"precision", "tier"}:  # lossy or not, that has been said
             given.add("max_loss")
         chosen = get_strategy("auto" if strategy is None else strategy)
+        if options.get("vram_mode") is None:  # a device cannot compute with the experts of a lossy run
+            is_lossy = max_loss is not None or not (options.get("precision") or LOSSLESS).lossless
+            options["vram_mode"] = AUTO if is_lossy else chosen.vram_mode
         return cls(
             model_path=os.fspath(model_path),
             memory=None if memory is None else parse_size(memory),
@@ -161,10 +165,12 @@ class Config:
             return
         if not self.llama_cpp.get("n_gpu_layers"):
             raise OptionError("vram has no effect while no layer goes to the GPU: give n_gpu_layers")
-        if self.vram_mode != "centric" and (self.deterministic or self.replay is not None):
-            raise OptionError("vram: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs vram_mode centric")
-        if self.vram_mode == "centric" and (self.max_loss is not None or not self.precision.lossless):
-            raise OptionError("vram_mode centric: a device computes with experts in their own precision alone")
+        if self.vram_mode not in _ALL_UPLOADED and (self.deterministic or self.replay is not None):
+            raise OptionError(
+                "vram: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs vram_mode centric or waves"
+            )
+        if self.vram_mode in _ALL_UPLOADED and (self.max_loss is not None or not self.precision.lossless):
+            raise OptionError(f"vram_mode {self.vram_mode}: a device computes with experts in their own precision alone")
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
     def check_adapters(self, given: bool) -> None:
@@ -177,6 +183,8 @@ class Config:
         taken = set(self.open_options)
         if self.repeatable:  # tunings differ by budget and machine
             taken -= set(CHANGE_RESULTS)
+        if self.vram is not None and self.vram_mode in _ALL_UPLOADED:
+            taken -= {"max_loss"}
         if not self.llama_cpp.get("flash_attn"):  # quantized values need it
             taken -= {"type_k", "type_v"}
         chosen = {name: choice.value for name, choice in tuning.choices.items() if name in taken}

@@ -23,13 +23,15 @@ _AGAIN = 16  # batches after which the other way is measured again
 
 class DeviceJudge:
     """Args:
-    ways: to use the device, at least one; prompts take the first.
+    ways: to use the device for tokens that are decoded, at least one.
+    prompts: ways to read text, by default the first of these and the CPU alone.
+    compares: ways to decode; else they take the first.
     """
 
-    def __init__(self, ways: Sequence[str]):
-        self._ways = tuple(ways)
+    def __init__(self, ways: Sequence[str], prompts: Sequence[str] = (), *, compares: bool = True):
+        self._ways, self._compares = tuple(ways), compares
         self._contests: dict[int, _Contest] = {}  # by tokens of a batch: their times cannot be compared
-        self._prompts = _Prompts((self._ways[0], WITHOUT))
+        self._prompts = _Prompts(tuple(prompts) or (self._ways[0], WITHOUT))
         self.mode = self._ways[0]
 
     @property
@@ -45,7 +47,7 @@ class DeviceJudge:
     def begin(self, n_tokens: int, decodes: bool) -> str:
         """How to compute the next batch."""
         if decodes:
-            self.mode = self._contests.setdefault(n_tokens, _Contest(self._ways)).mode
+            self.mode = self._contests.setdefault(n_tokens, _Contest(self._ways)).mode if self._compares else self._ways[0]
         elif n_tokens >= _PROMPT:
             self.mode = self._prompts.next()
         return self.mode
@@ -88,7 +90,7 @@ class _Contest:
 class _Prompts:
     """Ways to read text, by the best time for a token that each has had lately."""
 
-    def __init__(self, ways: tuple[str, str]):
+    def __init__(self, ways: tuple[str, ...]):
         self._times: dict[str, list[float]] = {way: [] for way in ways}
         self._n = Counter[str]()
         self._since = 0
@@ -98,7 +100,7 @@ class _Prompts:
         if self._n[fewest] < _EACH:
             return fewest
         best = min(self._times, key=lambda way: min(self._times[way]))
-        return next(way for way in self._times if way != best) if self._since >= _AGAIN else best
+        return min((way for way in self._times if way != best), key=lambda way: self._n[way]) if self._since >= _AGAIN else best
 
     def add(self, way: str, seconds: float) -> None:
         best = min(self._times, key=lambda w: min(self._times[w], default=0.0))

@@ -14,12 +14,13 @@ from ..errors import BudgetError, MoeoffError, OptionError, Remedy
 from ..memory import MIB, format_size
 from .expert_buffer import ExpertBuffer
 
-__all__ = ["AUTO", "MODES", "DeviceTier", "DeviceUse"]
+__all__ = ["AUTO", "MODES", "WAVES", "DeviceTier", "DeviceUse"]
 
 AUTO = "auto"  # whichever is the fastest, by measuring
 
 # how devices compute with experts; docs/guides/gpu.md
-MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC}
+WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
+MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC, WAVES: native.DEVICE_WAVES}
 _UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once
 
 
@@ -87,8 +88,8 @@ class DeviceTier:
             self._place(self._bound)
             raise
         finally:
-            if self._mode not in MODES:
-                self._buffer.set_device_mode(native.DEVICE_OFF)
+            if self._mode != self._placed_as:
+                self._buffer.set_device_mode(MODES.get(self._mode, native.DEVICE_OFF))
                 self._replan()
 
     @property

@@ -25,7 +25,7 @@ from ..memory import slot_bytes
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
-_EVENT = struct.Struct("=Qq12i6Q")  # struct moeoff_gate_event
+_EVENT = struct.Struct("=Qq12i7Q")  # struct moeoff_gate_event
 QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
 READ_DTYPE = np.dtype(native.Read)
 
@@ -34,12 +34,13 @@ def _copy_event(address: int) -> GateEvent:
     """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
     fields = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
     seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_expert, n_rows, row_step, n_hit, n_miss, decode, _ = fields[:14]
-    ids, _, gate_input, logits, versions, router_ids = fields[14:]
+    ids, _, gate_input, logits, versions, router_ids, on_device = fields[14:]
     n, shape = n_tokens * n_used, (n_tokens, n_used)
     n_input, n_logits = n_rows * n_embd if gate_input else 0, n_rows * n_expert if logits else 0
     routed = 8 * n + 4 * (n_input + n_logits)  # where the router's ids are
     last = routed + (4 * n if router_ids else 0)
-    data = ctypes.string_at(ids, last + (n if versions else 0))
+    there = last + (n if versions else 0)
+    data = ctypes.string_at(ids, there + (n if on_device else 0))
     return GateEvent(
         gate,
         np.frombuffer(data, np.int32, n).reshape(shape),
@@ -57,6 +58,7 @@ def _copy_event(address: int) -> GateEvent:
         bool(decode),
         None,
         np.frombuffer(data, np.int32, n, routed).reshape(shape) if router_ids else None,
+        np.frombuffer(data, np.bool_, n, there).reshape(shape) if on_device else None,
     )
 
 

@@ -72,7 +72,7 @@ class Llama(PatchedLlama):
         try:
             self._load_model()
             parts.attach()
-            parts.start_devices(self.context_handle)
+            parts.start_devices(self.context_handle, adapters=bool(parts.config.llama_cpp.get("lora_path")))
             parts.start(self.memory_sizes(), self.context_handle)
             parts.attach_driver()
             self.set_abort_callback(native.should_abort, parts.buffer.handle)

@@ -11,7 +11,7 @@ from .expert_buffer import ExpertBuffer
 _COUNTERS = (
     "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
     "expert_uses served_low skipped rerouted simulated_misses low_bytes_read events_dropped device_hits device_uploads device_bytes "
-    "device_upload_seconds"
+    "device_upload_seconds device_downloads device_bytes_down device_download_seconds device_wait_seconds"
 ).split()
 
 
@@ -56,7 +56,8 @@ class Stats:
     drafts_on and drafts_gain say the same of a server's drafts; None: it makes none.
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
     device_hits: of demand_hits, the slices that a device holds; device_uploads: experts that were written into a device's slot, of device_bytes bytes, in
-    device_upload_seconds; device_experts: on devices now; device_memory: of each device with slots, their number for each layer, their bytes, and
+    device_upload_seconds; device_downloads: slices that went from a slot that another expert took back to host memory, of device_bytes_down bytes, in
+    device_download_seconds; device_wait_seconds: of device_upload_seconds, what compute waited for (vram_mode centric); device_experts: on devices now; device_memory: of each device with slots, their number for each layer, their bytes, and
     what llama.cpp takes there; device_mode: with vram_mode auto, how the next token will be computed, and device_gain the speed with devices relative to
     without, minus 1, when it was last compared.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
@@ -112,6 +113,10 @@ class Stats:
     device_uploads: int = 0
     device_bytes: int = 0
     device_upload_seconds: float = 0.0
+    device_downloads: int = 0
+    device_bytes_down: int = 0
+    device_download_seconds: float = 0.0
+    device_wait_seconds: float = 0.0
     device_experts: int = 0
     device_memory: dict[str, dict[str, int]] = field(default_factory=dict)
     device_mode: str = ""
@@ -181,6 +186,10 @@ class Stats:
             device_uploads=s.device_uploads,
             device_bytes=s.device_bytes,
             device_upload_seconds=s.device_upload_ns / 1e9,
+            device_downloads=s.device_downloads,
+            device_bytes_down=s.device_bytes_down,
+            device_download_seconds=s.device_download_ns / 1e9,
+            device_wait_seconds=s.device_wait_ns / 1e9,
             device_experts=s.device_experts,
         )
 

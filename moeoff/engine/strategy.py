@@ -30,6 +30,7 @@ class Strategy:
     share: of all experts, how many are candidates for a prefetch at least.
     fill: the buffer begins with the experts that calibration text used most, where a profile says which.
     ab_tested: prefetching is switched off where token times with it are longer than without.
+    vram_mode: how a device computes with experts, if there is one and nothing else is asked for (`moeoff.engine.config.Config`).
     """
 
     name: str
@@ -43,6 +44,7 @@ class Strategy:
     share: float = 0.0
     ab_tested: bool = False
     fill: bool = False
+    vram_mode: str = "auto"
 
     def ahead(self, stride: int) -> Strategy:
         """With a predictor that looks this many layers ahead (ProMoE §4.4).
@@ -63,10 +65,17 @@ PRESETS = {
             "auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", ab_tested=True
         ),
         Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False, serial=True),
-        Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25),
+        Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25, vram_mode="centric"),
         Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path", fill=True),
-        Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy="hobbit", predictor="stacked"),
-        Strategy("promoe", "ProMoE: LRU in each layer, learned predictor two layers ahead", policy="lru-layer", predictor="learned", options={"stride": 2}),
+        Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy="hobbit", predictor="stacked", vram_mode="centric"),
+        Strategy(
+            "promoe",
+            "ProMoE: LRU in each layer, learned predictor two layers ahead",
+            policy="lru-layer",
+            predictor="learned",
+            options={"stride": 2},
+            vram_mode="centric",
+        ),
         Strategy("eap", "Fate's baseline: its cache, and the expert activation path of one layer", policy="arc", predictor="eap"),
     )
 }

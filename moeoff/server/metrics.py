@@ -33,6 +33,9 @@ def metrics_text(stats: Stats) -> str:
         metric("device_uploads_total", "counter", "Experts written into a GPU's memory.", ("", stats.device_uploads))
         metric("device_upload_bytes_total", "counter", "Bytes of these.", ("", stats.device_bytes))
         metric("device_upload_seconds_total", "counter", "Time that writing them took.", ("", stats.device_upload_seconds))
+        metric("device_download_bytes_total", "counter", "Bytes that went from a GPU's memory back to the host's.", ("", stats.device_bytes_down))
+        metric("device_download_seconds_total", "counter", "Time that reading them took.", ("", stats.device_download_seconds))
+        metric("device_wait_seconds_total", "counter", "Of writing into a GPU's memory, what compute waited for.", ("", stats.device_wait_seconds))
         metric("device_experts", "gauge", "Experts in GPUs' memory.", ("", stats.device_experts))
         metric(
             "device_bytes",

@@ -234,7 +234,7 @@ class Server:
         if self._options.drafts and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         parts, out = self._assembly, (c_uint64 * 5)()
-        parts.start_devices(ctx)
+        parts.start_devices(ctx, adapters=any(argument.startswith("--lora") for argument in self._options.args))
         if native.context_memory(ctx, out) != 0:
             raise MoeoffError("no memory for the graph of the largest batch")
         weights, state, compute, work, outputs = out

@@ -5,7 +5,8 @@
 
 A reader sees whole records only: a tail that is cut, or whose checksum is wrong, ends the trace. A file that exists is continued if its header describes the same model. No text or token is stored.
 Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for, version 4 sequences
-and what is decoded, version 5 what routers had chosen where that was changed. Older ones are read, and become version 5 when they are continued.
+and what is decoded, version 5 what routers had chosen where that was changed, version 6 what a GPU computed with. Older ones are read, and become
+version 6 when they are continued.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from ..gate_event import GateEvent
 from ..memory import slot_bytes
 from .read_log import READ, pack, unpack
 
-MAGIC, VERSION = b"MOEOFFTR", 5
-VERSIONS = (1, 2, 3, 4, 5)  # that can be read
+MAGIC, VERSION = b"MOEOFFTR", 6
+VERSIONS = (1, 2, 3, 4, 5, 6)  # that can be read
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS, DECISIONS, SEQUENCES, BEGINS, OTHER_KIND, REROUTED = 1, 2, 4, 8, 16, 32, 64  # flags of gate events
+NEW_SEQUENCE, PROBS, DECISIONS, SEQUENCES, BEGINS, OTHER_KIND, REROUTED, DEVICE = 1, 2, 4, 8, 16, 32, 64, 128  # flags of gate events
 
 
 @dataclass(frozen=True)
@@ -142,6 +143,9 @@ class TraceWriter:
         if event.router_ids is not None:
             payload += event.router_ids.astype("<u2").tobytes()
             flags |= REROUTED
+        if event.on_device is not None and event.on_device.any():
+            payload += np.packbits(event.on_device).tobytes()
+            flags |= DEVICE
         if event.sequences is not None:
             payload += event.sequences.astype("<u2").tobytes()
             flags |= SEQUENCES
@@ -258,6 +262,10 @@ class Trace:
                 router_ids = None
                 if flags & REROUTED:
                     router_ids, at = np.frombuffer(payload, "<u2", n, at).reshape(n_tokens, n_used).astype(np.int32), at + 2 * n
+                on_device = None
+                if flags & DEVICE:
+                    bits = np.frombuffer(payload, "u1", -(-n // 8), at)
+                    on_device, at = np.unpackbits(bits, count=n).reshape(n_tokens, n_used).astype(bool), at + len(bits)
                 sequences = None
                 if flags & SEQUENCES:
                     sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
@@ -281,6 +289,7 @@ class Trace:
                     decode=decode,
                     sequences=sequences,
                     router_ids=router_ids,
+                    on_device=on_device,
                 )
                 events.append(event)
                 starts.append(bool(flags & NEW_SEQUENCE))

@@ -2,6 +2,8 @@
 
 // A device whose memory is ordinary memory, and that can be read.
 
+#include "check.h"
+
 #include "moeoff-store.h"
 
 #include <cstring>
@@ -15,6 +17,12 @@ class fake_device : public moeoff::slot_memory {
         slots[{ gate, matrix, slot }].assign(data, data + nbytes);
         n_writes++;
     }
+    void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override {
+        std::lock_guard<std::mutex> lock(mutex);
+        const auto & bytes = slots.at({ gate, matrix, slot });
+        REQUIRE(bytes.size() == nbytes);
+        memcpy(data, bytes.data(), nbytes);
+    }
     void * tensor(int32_t, int32_t) const override { return nullptr; }
 
     // empty: nothing was written there
@@ -26,6 +34,6 @@ class fake_device : public moeoff::slot_memory {
     std::atomic<uint64_t> n_writes {0};
 
   private:
-    std::mutex mutex;
+    mutable std::mutex mutex;
     std::map<std::tuple<int32_t, int32_t, int32_t>, std::vector<uint8_t>> slots;
 };

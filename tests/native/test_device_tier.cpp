@@ -153,6 +153,10 @@ struct device_store {
                 for (uint64_t seen = s.generation(); !s.at(t, e, v).settled(); seen = s.generation()) {
                     s.wait(seen, t, 1);
                 }
+                const slice & sl = s.at(t, e, v);
+                for (uint64_t b = 0; b < nbytes; b++) {
+                    REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
+                }
                 s.unpin(t, e, v);
             }
         }
@@ -201,6 +205,25 @@ TEST(cooperative_uploads_what_is_in_memory_and_the_next_graph_finds_it) {
     x.wait_for(2);
     REQUIRE(x.event({ 0, 1 }).host == (std::vector<int32_t> { -1, -1 }));
     REQUIRE(x.stats().device_hits == 2 * 3 && x.stats().device_bytes == 2 * 2 * nbytes);
+}
+
+TEST(events_say_what_a_device_computes_with) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 1, 1);
+    std::vector<int> told; // of each event's experts, -1: the event says nothing of devices
+    x.s.set_gate_callback(
+        [](const moeoff_gate_event * event, void * user) {
+            for (int32_t k = 0; event && k < event->n_used; k++) {
+                ((std::vector<int> *) user)->push_back(event->on_device ? event->on_device[k] : -1);
+            }
+        },
+        &told, 1 << 16);
+    x.event({ 0, 1 });
+    x.event({ 0 });
+    x.wait_for(1);
+    x.event({ 1, 0 });
+    x.s.drain();
+    REQUIRE(told == (std::vector<int> { 0, 0, 0, 0, 1 }));
+    x.s.set_gate_callback(nullptr, nullptr, 0);
 }
 
 TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
@@ -259,6 +282,52 @@ TEST(slots_that_are_off_keep_what_they_hold) {
     REQUIRE(!none.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE));
 }
 
+TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
+    for (const uint64_t arena : { (uint64_t) 0, 2 * arena::slot_bytes(nbytes) }) { // everything, and the smallest
+        device_store x(MOEOFF_DEVICE_WAVES, 2, 0, arena);
+        const int user = 0;
+        REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), 2, 3) == 3 && x.s.device_waves(x.g(), 2, 1) == 1);
+        x.event({ 4, 5 }); // they have the slots
+        std::vector<int32_t> ids = { 0, 1, 2, 3, 4, 0 }; // three tokens
+        std::vector<float>   weights(ids.size(), 0.5f);
+        std::vector<int32_t> slots(ids.size()), host(ids.size()), n_served(n_expert, 0);
+        moeoff_gate_event e = {};
+        e.n_tokens = 3; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
+        const device_ids out = { slots.data(), host.data() };
+        x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
+        REQUIRE(e.n_hit >= 2); // 4 is there
+        for (int wave = 0; wave < 4; wave++) { // the last has nothing left to do
+            for (size_t i = 0; i < ids.size(); i++) {
+                REQUIRE(slots[i] < 2 || slots[i] == 2 + (int32_t) i % 2);
+                if (slots[i] < 2) {
+                    x.check(ids[i], slots[i], 0);
+                    n_served[(size_t) ids[i]]++;
+                }
+            }
+            x.s.next_wave(x.g(), ids.data(), 2 * sizeof(int32_t), 3, 2, slots.data());
+        }
+        REQUIRE(n_served == (std::vector<int32_t> { 2, 1, 1, 1, 1, 0 })); // each use once
+        x.s.check_invariants();
+    }
+    device_store few(MOEOFF_DEVICE_WAVES, 1, 0);
+    const int user = 0;
+    REQUIRE(few.s.device_mode(few.g(), &user, 2, 2) == MOEOFF_DEVICE_WAVES && few.s.device_mode(few.g(), &user, 2, 3) == MOEOFF_DEVICE_OFF); // six waves
+}
+
+TEST(another_mode_begins_when_the_uploads_of_the_last_one_have_ended) {
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2);
+    x.event({ 0, 1 });
+    for (int i = 0; i < 50; i++) {
+        x.event({ 0, 1 });
+        x.event({ 2, 3 });
+        x.event({ 4, 5 });
+        x.event({ 4, 5 });
+        REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_CENTRIC) && x.s.n_pending_uploads() == 0);
+        REQUIRE(x.event({ 1, 3 }).host == (std::vector<int32_t> { -1, -1 })); // no slot is taken by an upload
+        REQUIRE(x.s.set_device_mode(MOEOFF_DEVICE_COOPERATIVE));
+    }
+}
+
 TEST(what_a_device_holds_leaves_memory_first) {
     device_store x(MOEOFF_DEVICE_CENTRIC, 2, 0, 2 * 2 * arena::slot_bytes(nbytes)); // four slices in memory
     x.event({ 0, 1 });
@@ -276,6 +345,55 @@ TEST(what_a_device_holds_leaves_memory_first) {
     const int32_t there = t.host[0] < 0 ? 0 : 1;
     y.event({ 2, 1 - there }); // needs two slices: those of the expert on the device go
     REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).state.load() != READY && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).state.load() == READY);
+}
+
+// uses experts as a text would whose favourites change: three of six at a time
+static void use_all(device_store & x, int n_rounds) {
+    for (int i = 0; i < n_rounds; i++) {
+        for (int step = 0; step < 12; step++) {
+            x.event({ (i + step) % 3 + (i % 2 ? 3 : 0), (i + step + 1) % 3 + (i % 2 ? 3 : 0) });
+            while (x.s.n_pending_uploads() > 0) {
+                std::this_thread::sleep_for(std::chrono::microseconds(200));
+            }
+            x.s.check_invariants();
+        }
+    }
+}
+
+TEST(what_loses_its_slot_goes_back_to_memory) {
+    const uint64_t expert = 2 * arena::slot_bytes(nbytes);
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 1, 5 * expert); // six experts: two there, and four here beside one that is on its way
+    use_all(x, 4);
+    const auto before = x.stats();
+    REQUIRE(before.device_downloads > 0 && before.device_bytes_down == before.device_downloads * nbytes && before.device_wait_ns == 0);
+    use_all(x, 20);
+    const auto after = x.stats();
+    REQUIRE(after.device_downloads > before.device_downloads && after.device_uploads > before.device_uploads);
+    REQUIRE(after.bytes_read == before.bytes_read); // every byte was read before, and is in one of the two memories
+}
+
+TEST(what_loses_its_slot_evicts_only_what_ranks_lower) {
+    for (const float priority : { 0.0f, 0.9f }) { // of what loses its slot; 0.5 of what might give its place
+        device_store x(MOEOFF_DEVICE_COOPERATIVE, 1, 1, 3 * 2 * arena::slot_bytes(nbytes));
+        std::fill_n(x.s.priorities(), n_expert, 1.0f);
+        x.s.priorities()[0] = priority;
+        x.s.priorities()[3] = 0.5f;
+        x.s.publish();
+        for (int i = 0; i < 2; i++) {
+            x.event({ 0 });
+        }
+        x.wait_for(1);
+        x.event({ 1, 2 });
+        x.event({ 3 }); // memory is full, and 0 is on the device alone
+        x.event({ 1, 2 }); // one of them takes its slot
+        while (x.stats().device_uploads < 2) {
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
+        }
+        std::vector<uint8_t> resident(n_expert);
+        x.s.residency(HIGH, resident.data());
+        REQUIRE((resident[0] != 0) == (priority > 0.5f) && (resident[3] != 0) == (priority < 0.5f));
+        REQUIRE(x.stats().device_downloads == (priority > 0.5f ? 2u : 0u) && x.stats().reads == 4 * 2);
+    }
 }
 
 TEST(one_user_has_the_device_and_a_batch_that_may_need_more_than_its_slots_does_not) {

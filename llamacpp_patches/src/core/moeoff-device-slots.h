@@ -14,8 +14,10 @@ namespace moeoff {
 
 // an expert to be written into a slot
 struct upload {
-    int32_t expert;
-    int32_t slot;
+    int32_t  expert;
+    int32_t  slot;
+    int32_t  displaced = -1; // whose slot it was
+    uint32_t kept      = 0;  // of its matrices, those that go back to host memory first: bit 1 << moeoff_matrix
 };
 
 class device_slots {

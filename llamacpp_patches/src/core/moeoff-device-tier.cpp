@@ -9,6 +9,7 @@ void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spar
     slots.clear();
     user        = nullptr;
     last_gate   = -1;
+    left.clear();
     expected.assign((size_t) map.n_experts(), 0);
     mode        = next;
     max_uploads = n_uploads;
@@ -46,11 +47,16 @@ moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int
     if (!is_on() || n_slots(g) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
         return MOEOFF_DEVICE_OFF;
     }
-    if (uploads_all() && std::min<int64_t>(n_used * n_tokens, g.n_expert) > n_slots(g)) {
+    if (uploads_all() && n_waves(g, n_used, n_tokens) > (mode == MOEOFF_DEVICE_WAVES ? max_waves : 1)) {
         return MOEOFF_DEVICE_OFF; // the batch may need more experts than there are slots
     }
     user = asker;
     return mode;
+}
+
+int32_t device_tier::n_waves(const gate & g, int64_t n_used, int64_t n_tokens) const {
+    const int64_t n = uploads_all() ? n_slots(g) : 0;
+    return n == 0 ? 1 : (int32_t) ((std::min<int64_t>(n_used * n_tokens, g.n_expert) + n - 1) / n);
 }
 
 void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) {
@@ -60,7 +66,7 @@ void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, cons
         table.set_on_device(g, displaced, false);
     }
     if (slot >= 0) {
-        uploads.push_back({ expert, slot });
+        uploads.push_back({ expert, slot, displaced, 0 });
     }
 }
 
@@ -82,9 +88,28 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table, i
         std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
         candidates.resize((size_t) n);
     }
+    left.clear();
     for (const int32_t e : candidates) {
+        const size_t n_before = all.uploads.size();
         begin_upload(g, e, uploads_all(), all.is_chosen.data(), all.uploads, table);
+        if (uploads_all() && all.uploads.size() == n_before) {
+            left.push_back(e);
+        }
     }
+}
+
+void device_tier::next_wave(const gate & g, slice_table & table, std::vector<upload> & uploads) {
+    const size_t n = std::min(left.size(), (size_t) n_slots(g));
+    for (size_t i = 0; i < n; i++) {
+        expected[(size_t) left[i]] = 1; // none of them gives its slot to another
+    }
+    for (size_t i = 0; i < n; i++) {
+        begin_upload(g, left[i], true, expected.data(), uploads, table);
+    }
+    for (size_t i = 0; i < n; i++) {
+        expected[(size_t) left[i]] = 0;
+    }
+    left.erase(left.begin(), left.begin() + (ptrdiff_t) n);
 }
 
 void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, slice_table & table, int32_t n_most, std::vector<upload> & uploads) {

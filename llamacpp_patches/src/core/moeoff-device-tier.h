@@ -24,7 +24,11 @@ class device_tier {
     // none. false: there are none
     bool set_mode(moeoff_device_mode mode, const expert_map & map, slice_table & table) REQUIRES(store_mutex);
     bool is_on() const REQUIRES(store_mutex) { return mode != MOEOFF_DEVICE_OFF; }
-    bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC; }
+    bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC || mode == MOEOFF_DEVICE_WAVES; }
+    // How often the slots are filled for a batch, each time with other experts; 1 unless every chosen expert is uploaded
+    int32_t n_waves(const gate & g, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
+    // What is uploaded for the next of the waves behind the first, which assign() has begun: the device has finished the one before. Empty: none is left
+    void next_wave(const gate & g, slice_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     int32_t n_slots(const gate & g) const REQUIRES(store_mutex) { return slots.empty() || !slots[(size_t) g.index] ? 0 : slots[(size_t) g.index]->n_slots(); }
     int32_t n_served() const REQUIRES(store_mutex);
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
@@ -40,6 +44,8 @@ class device_tier {
     void finish(const gate & g, const upload & u, bool is_complete, slice_table & table) REQUIRES(store_mutex);
 
   private:
+    static constexpr int32_t max_waves = 4; // each adds nodes to the graph, which llama.cpp gives a bounded size
+
     void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) REQUIRES(store_mutex);
 
     moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;
@@ -48,6 +54,7 @@ class device_tier {
     const void *       user      GUARDED_BY(store_mutex) = nullptr;
     std::vector<std::unique_ptr<device_slots>> slots GUARDED_BY(store_mutex); // by gate, nullptr: none
     int32_t              last_gate  GUARDED_BY(store_mutex) = -1; // of the user's events
+    std::vector<int32_t> left       GUARDED_BY(store_mutex); // of the last event's experts, those for the waves to come
     std::vector<int32_t> candidates GUARDED_BY(store_mutex); // scratch
     std::vector<uint8_t> expected   GUARDED_BY(store_mutex); // likewise
 };

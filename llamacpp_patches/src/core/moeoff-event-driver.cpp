@@ -58,7 +58,7 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     const size_t n_input  = event.gate_input ? (size_t) event.n_rows * event.n_embd : 0;
     const size_t n_logits = event.logits ? (size_t) event.n_rows * event.n_expert : 0;
     const size_t n_router = event.router_ids ? n_pairs : 0;
-    const size_t nbytes   = (n_pairs + n_router) * sizeof(int32_t) + (n_pairs + n_input + n_logits) * sizeof(float) + (event.versions ? n_pairs : 0);
+    const size_t nbytes   = (n_pairs + n_router) * sizeof(int32_t) + (n_pairs + n_input + n_logits) * sizeof(float) + (event.versions ? n_pairs : 0) + (event.on_device ? n_pairs : 0);
     {
         checked_lock lock(mutex);
         if (stopping) {
@@ -82,6 +82,7 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     float   * logits  = input + n_input;
     int32_t * router  = (int32_t *) (logits + n_logits);
     uint8_t * version = (uint8_t *) (router + n_router);
+    uint8_t * device  = version + (event.versions ? n_pairs : 0);
     for (int32_t t = 0; t < event.n_tokens; t++) {
         memcpy(ids + (size_t) t * event.n_used, at(event.ids, strides.ids, t), event.n_used * sizeof(int32_t));
         if (n_router) {
@@ -103,12 +104,16 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     if (event.versions) {
         memcpy(version, event.versions, n_pairs);
     }
+    if (event.on_device) {
+        memcpy(device, event.on_device, n_pairs);
+    }
     r.event.ids        = ids;
     r.event.weights    = weights;
     r.event.gate_input = n_input ? input : nullptr;
     r.event.logits     = n_logits ? logits : nullptr;
     r.event.router_ids = n_router ? router : nullptr;
     r.event.versions   = event.versions ? version : nullptr;
+    r.event.on_device  = event.on_device ? device : nullptr;
 
     checked_lock lock(mutex);
     if (stopping) {

@@ -18,6 +18,7 @@ struct selection {
     std::vector<int32_t> count;      // by expert: how many of the tokens chose it
     std::vector<int32_t> slot_of;    // by expert: the device's slot that serves it, -1: none
     std::vector<upload>  uploads;    // of this event
+    std::vector<uint8_t> on_device;  // [n_tokens, n_used], what the event then points to
 
     void collect(const choice & c, int32_t n_experts); // as if all were served high
 };

@@ -105,6 +105,14 @@ void pool::check_invariants() const {
 #endif
 }
 
+slice * pool::victim_below(const eviction_rank & rank) {
+    if (order.empty()) {
+        return nullptr;
+    }
+    update_order();
+    return order.first() < rank ? &all.slices[order.first().index] : nullptr;
+}
+
 slice * pool::victim(request_level level) {
     if (order.empty()) {
         return nullptr;

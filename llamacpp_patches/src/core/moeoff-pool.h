@@ -52,6 +52,8 @@ class pool {
     void give_slot(slice & s) REQUIRES(store_mutex);
     // the slice of lowest priority that the request may evict, among equals the least recently used; nullptr: none
     slice * victim(request_level level) REQUIRES(store_mutex);
+    // the slice that PREFETCH may evict, if it ranks below this one
+    slice * victim_below(const eviction_rank & rank) REQUIRES(store_mutex);
     // pins, last use, or whether it is wanted, expected or spare have changed
     void reconsider(const slice & s) REQUIRES(store_mutex);
     // catalog::keys of a gate have changed

@@ -379,7 +379,10 @@ void slice_table::count_on_device(const gate & g, int32_t expert, moeoff_gate_ev
             stats.demand_hits++;
             stats.device_hits++;
             event.n_hit++;
-            clear_expected(slice_at(map.tensor_at(ti), expert, HIGH)); // it was not yet on the device when it was
+            slice & s = slice_at(map.tensor_at(ti), expert, HIGH);
+            clear_expected(s); // it was not yet on the device when it was
+            s.last_use = clock;
+            reconsider(s);
         }
     }
 }
@@ -448,6 +451,28 @@ void slice_table::end_read(slice & s, int err, const std::string & message) {
     }
     fit_limits();
     sync.settled.notify_all();
+}
+
+bool slice_table::begin_download(slice & s) {
+    if (stopped || s.size_class < 0 || s.state.load(std::memory_order_relaxed) != ABSENT) {
+        return false;
+    }
+    pool & p = pool_of(s);
+    const eviction_rank own = { all.keys[leaf_of(map.gate_at(s.gate), s.expert)], all.index_of(s), s.last_use };
+    while ((s.slot = p.slots.take(s.size_class)) < 0) {
+        if (slice * v = p.victim_below(own)) {
+            evict(*v);
+            stats.evictions++;
+        } else if ((s.slot = p.slots.take(s.size_class, true)) >= 0) {
+            break;
+        } else {
+            return false;
+        }
+    }
+    s.level = PREFETCH;
+    s.cancel.store(false, std::memory_order_relaxed);
+    s.state.store(LOADING, std::memory_order_relaxed);
+    return true;
 }
 
 // --- room ---

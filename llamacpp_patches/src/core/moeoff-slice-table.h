@@ -84,6 +84,10 @@ class slice_table {
     // err: 0, ECANCELED, or an errno with its message
     void      end_read(slice & s, int err, const std::string & message) REQUIRES(store_mutex);
 
+    // Of what gives its slot on a device away: LOADING from now on, with a slot for it in host memory, until end_read(). false: it is not
+    // absent, or all that is there ranks higher
+    bool      begin_download(slice & s) REQUIRES(store_mutex);
+
     // --- room ---
     void set_limits(uint64_t high, uint64_t low) REQUIRES(store_mutex);
     void fit_limits() REQUIRES(store_mutex); // evicts what exceeds them

@@ -3,6 +3,7 @@
 // A slice: one matrix of one expert, in its high or its low version. Its states, and what takes it from one to the next:
 //
 //     ABSENT  -> QUEUED   request                      LOADING -> READY    the read has succeeded
+//     ABSENT  -> LOADING  comes down from a device
 //     ABSENT  -> FAILED   pinned after the stop        LOADING -> FAILED   error, or cancelled by the stop; pinned
 //     QUEUED  -> LOADING  a worker begins to read      LOADING -> ABSENT   the same, or cancelled; not pinned
 //     QUEUED  -> ABSENT   unchosen, dropped, stop;     LOADING -> QUEUED   cancelled, but wanted again

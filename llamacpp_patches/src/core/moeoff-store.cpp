@@ -123,11 +123,8 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         store_lock lock(sync);
         events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER, out ? out->host : nullptr, max_pending_uploads - uploads.n_pending());
         is_inline = device.uploads_all();
-        for (const upload & u : all.uploads) {
-            if (!is_inline) {
-                hold_for_upload(g, u.expert);
-                uploads.announce();
-            }
+        if (!is_inline) {
+            announce(g, all.uploads);
         }
         has_requests = table.has_requests();
     }
@@ -143,13 +140,16 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
             }
         }
         const int32_t n_slots = n_device_slots(g);
+        all.on_device.resize((size_t) event.n_tokens * (size_t) event.n_used);
         for (int32_t t = 0, i = 0; t < event.n_tokens; t++) {
             for (int32_t k = 0; k < event.n_used; k++, i++) {
                 const int32_t e = c.id(t, k), slot = all.slot_of[e];
                 out->slots[i] = slot >= 0 ? slot : n_slots + k; // a device's kernels take a token's ids for distinct
                 out->host[i]  = slot >= 0 ? -1 : e;
+                all.on_device[(size_t) i] = slot >= 0;
             }
         }
+        event.on_device = all.on_device.data();
     }
     if (driver.running()) {
         const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
@@ -160,12 +160,67 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     }
 }
 
-// it is in memory, and has to stay there
-void store::hold_for_upload(const gate & g, int32_t expert) {
-    for (const int32_t ti : g.tensors) {
-        if (ti >= 0) {
-            table.hold(table.slice_at(map.tensor_at(ti), expert, HIGH));
+void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * out) {
+    std::vector<upload>  now;
+    std::vector<int32_t> slot_of((size_t) g.n_expert, -1);
+    {
+        store_lock lock(sync);
+        device.next_wave(g, table, now);
+    }
+    for (const upload & u : now) {
+        slot_of[(size_t) u.expert] = upload_expert(g, u, false) ? u.slot : -1;
+    }
+    const int32_t n_slots = n_device_slots(g);
+    for (int32_t t = 0, i = 0; t < n_tokens; t++) {
+        const int32_t * row = (const int32_t *) ((const char *) ids + (size_t) t * stride);
+        for (int32_t k = 0; k < n_used; k++, i++) {
+            const int32_t slot = slot_of[(size_t) row[k]];
+            out[i] = slot >= 0 ? slot : n_slots + k;
         }
+    }
+}
+
+// Uploads that the thread of their own will do: what they need is in memory, and has to stay there; what gives its slot to one of them takes what
+// room is left
+void store::announce(const gate & g, std::vector<upload> & all) {
+    for (const upload & u : all) {
+        for (const int32_t ti : g.tensors) {
+            if (ti >= 0) {
+                table.hold(table.slice_at(map.tensor_at(ti), u.expert, HIGH));
+            }
+        }
+        uploads.announce();
+    }
+    for (upload & u : all) {
+        for (int32_t m = 0; m < MOEOFF_N_MATRIX && u.displaced >= 0 && get_flags() & MOEOFF_FLAG_KEEP; m++) {
+            if (g.tensors[m] >= 0 && table.begin_download(table.slice_at(map.tensor_at(g.tensors[m]), u.displaced, HIGH))) {
+                u.kept |= 1u << m;
+            }
+        }
+    }
+}
+
+// What gave its slot away goes back to host memory, before others' bytes come
+void store::bring_down(const gate & g, const upload & u) {
+    for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
+        if (!(u.kept & (1u << m))) {
+            continue;
+        }
+        uint8_t *     dst;
+        slice &       s  = table.slice_at(map.tensor_at(g.tensors[m]), u.displaced, HIGH);
+        const int64_t t0 = now_ns();
+        {
+            store_lock lock(sync);
+            dst = table.destination(s) + s.source.offset % page_size;
+        }
+        slots->read(g.index, m, u.slot, dst, s.source.nbytes);
+        store_lock lock(sync);
+        moeoff_stats & stats = table.counters();
+        stats.device_downloads++;
+        stats.device_bytes_down  += s.source.nbytes;
+        stats.device_download_ns += (uint64_t) (now_ns() - t0);
+        table.end_read(s, 0, {});
+        table.wake_workers(); // it may serve what could get no slot
     }
 }
 
@@ -174,6 +229,7 @@ bool store::upload_expert(gate & g, const upload & u, bool is_held) {
     const uint8_t v = HIGH;
     uint64_t nbytes = 0, ns = 0;
     bool is_complete = true;
+    bring_down(g, u);
     for (int32_t m = 0; m < MOEOFF_N_MATRIX && (is_complete || is_held); m++) {
         if (g.tensors[m] < 0) {
             continue;
@@ -207,6 +263,7 @@ bool store::upload_expert(gate & g, const upload & u, bool is_held) {
         stats.device_uploads++;
         stats.device_bytes     += nbytes;
         stats.device_upload_ns += ns;
+        stats.device_wait_ns   += is_held ? 0 : ns;
     }
     return is_complete;
 }
@@ -273,8 +330,18 @@ void store::set_device(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spa
 }
 
 bool store::set_device_mode(moeoff_device_mode mode) {
+    bool is_set;
+    {
+        store_lock lock(sync);
+        is_set = device.set_mode(mode, map, table);
+    }
+    uploads.drain(); // of the mode before: a slot that is being written serves no batch that uploads everything
+    return is_set;
+}
+
+int32_t store::device_waves(const gate & g, int64_t n_used, int64_t n_tokens) const {
     store_lock lock(sync);
-    return device.set_mode(mode, map, table);
+    return device.n_waves(g, n_used, n_tokens);
 }
 
 moeoff_device_mode store::device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const {
@@ -321,10 +388,7 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
         table.wake_workers();
         if (v == HIGH && expected && device.is_on()) {
             device.prefetch(g, experts, std::min(n, n_read), table, max_pending_uploads - uploads.n_pending(), ahead);
-            for (const upload & u : ahead) {
-                hold_for_upload(g, u.expert);
-                uploads.announce();
-            }
+            announce(g, ahead);
         }
     }
     for (const upload & u : ahead) {

@@ -66,6 +66,9 @@ class store {
     // event: what the graph knows, with a row of gate input and logits for each token. out: of a graph of which a device computes a
     // part, else nullptr
     void gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out = nullptr);
+    // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots; what is another
+    // wave's has the slots of zeros. The device has finished the wave before. ids [n_tokens, n_used], rows in so many bytes
+    void next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * slots);
     // before gate_event(), where the graph has a node for it: the experts that the block uses
     void route(gate & g, const router_output & r);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
@@ -91,8 +94,10 @@ class store {
     // how the user's graph computes a batch, see device_tier
     moeoff_device_mode device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const;
     bool device_uploads_all() const;
+    int32_t device_waves(const gate & g, int64_t n_used, int64_t n_tokens) const;
     const slot_memory * device_memory() const { return slots.get(); }
     int32_t n_device_slots(const gate & g) const;
+    int32_t n_pending_uploads() const { return uploads.n_pending(); }
 
     // --- policy ---
     float * priorities() { return table.priorities(); } // [n_gates, n_experts]
@@ -128,7 +133,8 @@ class store {
     enum phase_of_life : uint8_t { SETUP, RUNNING, STOPPED };
 
     bool upload_expert(gate & g, const upload & u, bool is_held);
-    void hold_for_upload(const gate & g, int32_t expert) REQUIRES(store_mutex);
+    void announce(const gate & g, std::vector<upload> & all) REQUIRES(store_mutex);
+    void bring_down(const gate & g, const upload & u);
     int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
     bool check_routing(std::string & error) const;

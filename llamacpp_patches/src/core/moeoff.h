@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 12
+#define MOEOFF_ABI_VERSION 13
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
@@ -70,6 +70,7 @@ enum moeoff_device_mode {
     MOEOFF_DEVICE_OFF         = 0, // not at all
     MOEOFF_DEVICE_COOPERATIVE = 1, // with those that are there; the CPU computes with the others
     MOEOFF_DEVICE_CENTRIC     = 2, // with all that were chosen, each uploaded before its use; a batch that may need more than there are slots: the CPU
+    MOEOFF_DEVICE_WAVES       = 3, // the same, but such a batch in up to four waves, each with as many experts as there are slots. No adapters
 };
 
 enum moeoff_thresholds_flag {
@@ -150,6 +151,7 @@ struct moeoff_gate_event {
     const float   * logits;      // [n_rows, n_expert] or NULL: of the router, before its gating function
     const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, the thresholds leave no choice
     const int32_t * router_ids;  // [n_tokens, n_used] what the router had chosen, or NULL: ids
+    const uint8_t * on_device;   // [n_tokens, n_used] 1: a device computes with it, or NULL: with none
 };
 
 struct moeoff_stats {
@@ -185,6 +187,10 @@ struct moeoff_stats {
     uint64_t device_uploads;    // experts that were written into a device's slot
     uint64_t device_bytes;      // of these
     uint64_t device_upload_ns;  // of these, summed
+    uint64_t device_downloads;  // slices that went from a slot back to host memory
+    uint64_t device_bytes_down; // of these
+    uint64_t device_download_ns; // of these, summed
+    uint64_t device_wait_ns;    // compute waited while experts were written into slots
     uint64_t device_experts;    // on devices now
     double   rerouted_margin;   // the most that one of them lay below the one it displaced, as a share of the range of scores
 };

@@ -95,6 +95,12 @@ void device_memory::write(int32_t gate, int32_t matrix, int32_t slot, const uint
     ggml_backend_tensor_set(t, data, (size_t) slot * t->nb[2], nbytes);
 }
 
+void device_memory::read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const {
+    const ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
+    GGML_ASSERT(nbytes == t->nb[2]);
+    ggml_backend_tensor_get(t, data, (size_t) slot * t->nb[2], nbytes);
+}
+
 } // namespace moeoff
 
 // --- moeoff.h: devices ---
@@ -106,7 +112,7 @@ uint64_t moeoff_device_slot_bytes(moeoff_expert_buffer * eb, void * device, int3
 
 int moeoff_set_device_mode(moeoff_expert_buffer * eb, int32_t mode) {
     return moeoff::guarded(-1, [&]() -> int {
-        if (mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_CENTRIC || !eb->store->set_device_mode((moeoff_device_mode) mode)) {
+        if (mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || !eb->store->set_device_mode((moeoff_device_mode) mode)) {
             return moeoff::set_last_error("there are no slots on a device, or there is no such mode");
         }
         return 0;
@@ -117,7 +123,7 @@ int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint6
     return moeoff::guarded(-1, [&]() -> int {
         moeoff::store & s   = *eb->store;
         const auto &    map = s.experts();
-        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_CENTRIC || n_gates != map.n_gates() || n_spare < 1 || n_uploads < 0) {
+        if (!s.started() || mode < MOEOFF_DEVICE_OFF || mode > MOEOFF_DEVICE_WAVES || n_gates != map.n_gates() || n_spare < 1 || n_uploads < 0) {
             return moeoff::set_last_error("the buffer is not running, or there is no such mode, or not as many gates");
         }
         s.set_device(MOEOFF_DEVICE_OFF, 0, 0, {}, nullptr); // what was there gives its memory back first

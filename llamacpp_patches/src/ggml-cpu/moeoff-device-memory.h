@@ -22,6 +22,7 @@ class device_memory : public slot_memory {
     // all zeros; false: the device has no room for them, or cannot compute with them
     bool add(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error);
     void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) override;
+    void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override;
     void * tensor(int32_t gate, int32_t matrix) const override { return blocks[(size_t) gate].tensors[(size_t) matrix]; }
 
   private:

@@ -35,6 +35,11 @@ int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used
 
 bool moeoff_gate_uploads_all(const void * gate) { return ((const moeoff::gate *) gate)->owner->device_uploads_all(); }
 
+int moeoff_gate_n_waves(const void * gate, int64_t n_used, int64_t n_tokens) {
+    const auto & g = *(const moeoff::gate *) gate;
+    return g.owner->device_waves(g, n_used, n_tokens);
+}
+
 ggml_tensor * moeoff_device_slots_of(const ggml_tensor * tensor) {
     const moeoff::tensor *      t     = moeoff::reserved_tensor(tensor);
     const moeoff::slot_memory * slots = t ? t->owner->device_memory() : nullptr;
@@ -114,6 +119,24 @@ void moeoff_gate_node_with_logits(ggml_tensor * dst, int ith, int, void * gate) 
         const bool is_routed = moeoff_gate_is_routed(gate);
         const bool has_input = dst->src[is_routed ? 4 : 3] != nullptr;
         post_event(dst, *(moeoff::gate *) gate, has_input ? dst->src[2] : nullptr, dst->src[2 + has_input], is_routed ? dst->src[3 + has_input] : nullptr);
+    }
+}
+
+void moeoff_wave_node(ggml_tensor * dst, int ith, int, void * of) {
+    if (ith != 0) {
+        return;
+    }
+    moeoff::gate &      gate   = *(moeoff::gate *) of;
+    const ggml_tensor * ids    = dst->src[0];
+    const int32_t       n_used = (int32_t) ids->ne[0], n_tokens = (int32_t) ids->ne[1];
+    try {
+        gate.owner->next_wave(gate, (const int32_t *) ids->data, ids->nb[1], n_tokens, n_used, (int32_t *) dst->data);
+    } catch (const std::bad_alloc &) { // ggml is C
+        const int32_t n_slots = gate.owner->n_device_slots(gate);
+        for (int32_t i = 0; i < n_tokens * n_used; i++) {
+            ((int32_t *) dst->data)[i] = n_slots + i % n_used;
+        }
+        gate.owner->fail("out of memory");
     }
 }
 

@@ -14,6 +14,7 @@
 #include <cstdio>
 #include <cstring>
 #include <exception>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <stdexcept>
@@ -22,6 +23,7 @@
 // of our nodes
 static const char * const gate_name  = "moeoff_gate";
 static const char * const fetch_name = "moeoff_fetch";
+static const char * const wave_name  = "moeoff_wave";
 
 bool moeoff_is_reserved(const ggml_tensor * tensor) {
     return moeoff_on_disk(tensor);
@@ -112,27 +114,34 @@ static void build_fetch(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * x, c
     }
 }
 
-static ggml_tensor * build_product(ggml_context * ctx, const ggml_tensor * like, ggml_tensor * weights, ggml_tensor * gate_node, int plane) {
-    ggml_tensor * ids  = ggml_view_2d(ctx, gate_node, gate_node->ne[0], gate_node->ne[1], gate_node->nb[1], (size_t) plane * gate_node->nb[2]);
+static ggml_tensor * build_product(ggml_context * ctx, const ggml_tensor * like, ggml_tensor * weights, ggml_tensor * ids) {
     ggml_tensor * node = ggml_mul_mat_id(ctx, weights, like->src[1], ids);
     memcpy(node->op_params, like->op_params, sizeof(node->op_params));
     return node;
 }
 
-// the sum of a device's product, its first source, and the CPU's of this gate node
-static bool is_sum(const ggml_tensor * t, const ggml_tensor * gate_node) {
-    const auto is_product = [gate_node](const ggml_tensor * x) { return x && x->op == GGML_OP_MUL_MAT_ID && x->src[2]->view_src == gate_node; };
-    return t->op == GGML_OP_ADD && is_product(t->src[0]) && is_product(t->src[1]);
+// of the device's ids, or the CPU's
+static ggml_tensor * plane_of(ggml_context * ctx, ggml_tensor * gate_node, int plane) {
+    return ggml_view_2d(ctx, gate_node, gate_node->ne[0], gate_node->ne[1], gate_node->nb[1], (size_t) plane * gate_node->nb[2]);
 }
 
-// What lies between the sums of a block's first products and its last one (biases, scales, adapters, the activation), for one of the two
-// sides alone. What does not depend on the sums is left as it is.
-struct one_side {
-    ggml_context *      ctx;
-    const ggml_tensor * gate_node;
-    int                 side; // source of the sums
-    std::map<ggml_tensor *, ggml_tensor *> made;
-    std::vector<ggml_tensor *> products;
+static bool is_product_of(const ggml_tensor * t, const ggml_tensor * gate_node) {
+    return t && t->op == GGML_OP_MUL_MAT_ID && t->src[2]->view_src == gate_node;
+}
+
+// the sum of a device's product, its first source, and the CPU's of this gate node
+static bool is_sum(const ggml_tensor * t, const ggml_tensor * gate_node) {
+    return t->op == GGML_OP_ADD && is_product_of(t->src[0], gate_node) && is_product_of(t->src[1], gate_node);
+}
+
+// What lies between a block's first products and its last one (biases, scales, adapters, the activation), for other first products in the place of
+// those that are there. What does not depend on them is left as it is.
+struct block_copy {
+    ggml_context * ctx;
+    const char *   name; // of the copies
+    std::function<ggml_tensor *(ggml_tensor *)> replacement; // of a first product, or nullptr: it is none
+    std::map<ggml_tensor *, ggml_tensor *> made     = {};
+    std::vector<ggml_tensor *>             products = {}; // the replacements
 
     static constexpr int max_depth = 16; // a block's own nodes are fewer; behind them lies the rest of the model
 
@@ -144,9 +153,9 @@ struct one_side {
         if (known != made.end()) {
             return known->second;
         }
-        if (is_sum(t, gate_node)) {
-            products.push_back(t->src[side]);
-            return made[t] = t->src[side];
+        if (ggml_tensor * other = replacement(t)) {
+            products.push_back(other);
+            return made[t] = other;
         }
         ggml_tensor * srcs[GGML_MAX_SRC];
         bool          is_changed = false;
@@ -167,10 +176,34 @@ struct one_side {
             copy->view_src  = srcs[0]->view_src ? srcs[0]->view_src : srcs[0];
             copy->view_offs = t->view_offs;
         }
-        ggml_format_name(copy, "%s (%s)", t->name, side == 0 ? "device" : "host");
+        ggml_format_name(copy, "%s (%s)", t->name, name);
         return made[t] = copy;
     }
 };
+
+// Of a block's last product: the sum of as many as there are waves, each from its own first products. The experts of another wave give zeros.
+static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * first_wave, ggml_tensor * gate_node, void * gate) {
+    const int     n_waves = moeoff_gate_n_waves(gate, gate_node->ne[0], gate_node->ne[1]);
+    ggml_tensor * sum     = first_wave;
+    block_copy    probe   = { ctx, "", [gate_node](ggml_tensor * t) { return is_product_of(t, gate_node) ? t : nullptr; } };
+    probe.of(first_wave->src[1]);
+    if (probe.products.empty()) { // one of the block's first: the last one adds the waves
+        return first_wave;
+    }
+    for (int wave = 1; wave < n_waves; wave++) {
+        // the view has the scheduler wait for the wave before: its slots are written next
+        ggml_tensor * args[2] = { gate_node->src[0], ggml_view_1d(ctx, sum, 1, 0) };
+        ggml_tensor * ids     = ggml_custom_4d(ctx, GGML_TYPE_I32, gate_node->ne[0], gate_node->ne[1], 1, 1, args, 2, moeoff_wave_node, 1, gate);
+        ggml_set_name(ids, wave_name);
+        block_copy copy = { ctx, wave_name, [&](ggml_tensor * t) { return is_product_of(t, gate_node) ? build_product(ctx, t, t->src[0], ids) : nullptr; } };
+        ggml_tensor * product = build_product(ctx, first_wave, first_wave->src[0], ids);
+        product->src[1]       = copy.of(first_wave->src[1]);
+        ggml_build_forward_expand(gf, sum);
+        ggml_build_forward_expand(gf, ids);
+        sum = ggml_add(ctx, sum, product);
+    }
+    return sum;
+}
 
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product) {
     ggml_tensor * slots     = moeoff_device_slots_of(product->src[0]);
@@ -178,13 +211,17 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
     if (!gate_node || gate_node->ne[2] != 2) {
         return product;
     }
-    ggml_tensor * on_device = build_product(ctx, product, slots, gate_node, 0);
-    if (moeoff_gate_uploads_all(moeoff_gate_of(product->src[0]))) {
-        return on_device;
+    void *        gate      = moeoff_gate_of(product->src[0]);
+    ggml_tensor * on_device = build_product(ctx, product, slots, plane_of(ctx, gate_node, 0));
+    if (moeoff_gate_uploads_all(gate)) {
+        return build_waves(ctx, gf, on_device, gate_node, gate);
     }
-    ggml_tensor * on_host = build_product(ctx, product, product->src[0], gate_node, 1);
-    one_side device = { ctx, gate_node, 0, {}, {} };
-    one_side host   = { ctx, gate_node, 1, {}, {} };
+    ggml_tensor * on_host = build_product(ctx, product, product->src[0], plane_of(ctx, gate_node, 1));
+    const auto side_of = [gate_node](int side) { // source of the sums
+        return [gate_node, side](ggml_tensor * t) { return is_sum(t, gate_node) ? t->src[side] : nullptr; };
+    };
+    block_copy device = { ctx, "device", side_of(0) };
+    block_copy host   = { ctx, "host", side_of(1) };
     on_device->src[1] = device.of(product->src[1]);
     on_host->src[1]   = host.of(product->src[1]);
     if (device.products.empty()) { // one of the block's first: the last one takes the two apart
@@ -197,6 +234,17 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
     ggml_build_forward_expand(gf, on_device);
     ggml_build_forward_expand(gf, on_host);
     return ggml_add(ctx, on_device, on_host);
+}
+
+uint32_t moeoff_n_more_nodes(const llama_model & model) {
+    constexpr uint32_t n_per_block = 3 * 14; // waves behind the first; a wave's view, ids, products, biases, scales, activation and sum
+    uint32_t n = 0;
+    for (const auto & layer : model.layers) {
+        for (const ggml_tensor * t : { layer.ffn_down_exps, layer.ffn_down_chexps }) {
+            n += t && moeoff_device_slots_of(t) ? n_per_block : 0;
+        }
+    }
+    return n;
 }
 
 static void context_memory(llama_context * ctx, uint64_t * bytes) {

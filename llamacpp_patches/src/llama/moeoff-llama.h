@@ -23,7 +23,11 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * route
 // product: a MUL_MAT_ID that no other node uses, complete with its precision. Returned is what takes its place: itself, or if a device holds some of
 // its experts and the block has a gate node, the sum of the device's product with these and the CPU's with the others. Of a block's last
 // product the two are computed from what either has made of its own first ones, so that the sums of those are never computed.
+// In waves it is the sum of the device's products with the experts of each wave.
 ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * product);
+
+// What a graph of the model may have more than llama.cpp has counted: nodes of the waves
+uint32_t moeoff_n_more_nodes(const llama_model & model);
 
 // true if the loader must not read this tensor
 bool moeoff_is_reserved(const ggml_tensor * tensor);
