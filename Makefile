@@ -14,7 +14,7 @@ CLANGXX ?= clang++
 TESTS  ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test test-archs nightly lint lint-native types results faults repin archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test test-archs nightly lint lint-native types results faults repin docs wheels archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -84,6 +84,19 @@ lint-native: ## clang's thread safety analysis of the native store
 
 types: env ## mypy on moeoff/, as pyproject.toml has it
 	$(VENV)/bin/mypy
+
+docs: env ## the site, in build/docs, where a warning is an error, and man pages, in build/man
+	@if ! cmp -s pyproject.toml $(VENV)/docs-installed; then \
+		echo "installing what builds the site" >&2; \
+		$(PY) -m pip install --quiet "$$(cat $(VENV)/fork-wheel)" -e '.[docs]'; \
+		cp pyproject.toml $(VENV)/docs-installed; \
+	fi
+	$(PY) scripts/make_cli_docs.py --check
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict --config-file .mkdocs.yml
+	$(PY) scripts/make_man.py build/man > /dev/null
+
+wheels: docs ## wheels for other machines, in dist: a CPU backend for each level, man pages
+	$(PY) scripts/build/wheels.py
 
 results: ## the pages of docs/results, the README's table and its chart from docs/results/data
 	@$(PYTHON) scripts/results.py

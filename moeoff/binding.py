@@ -1,4 +1,4 @@
-"""llama_cpp, and the one place that depends on its internals. docs/patches.md lists each of them with its reason.
+"""llama_cpp, and the one place that depends on its internals. docs/internals/patches.md lists each of them with its reason.
 
 Importing this module loads llama.cpp. Modules that need llama_cpp import it from here, so that the process is prepared first.
 """
@@ -20,6 +20,7 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from . import cpu_level
 from .chat_sandbox import ChatSandbox
 from .errors import OptionError
 
@@ -27,6 +28,7 @@ from .errors import OptionError
 # waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 beside two busy processes on 2 cores, no
 # difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+cpu_level.load()
 
 import llama_cpp
 from llama_cpp import _logger, llama_chat_format

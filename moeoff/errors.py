@@ -26,6 +26,7 @@ class Remedy(Enum):
     FEWER_CHUNKS = "evaluate fewer chunks, or set TMPDIR"
     GIVE_TIERS = "give tiers or bits"
     GIVE_IMATRIX = "give imatrix, or another type"
+    MERGE = "join them with moeoff.gguf.merge.merge({model!r})"
     OVERWRITE = "give force=True to replace it, or another output"
     OTHER_OUTPUT = "give another output"
     SHORTEN_PROMPT = "shorten it, or give a larger n_ctx"

@@ -5,7 +5,10 @@ from __future__ import annotations
 import ctypes
 import os
 import re
+import sys
+from dataclasses import dataclass
 
+from . import darwin
 from .errors import OptionError
 
 MIB = 1 << 20
@@ -68,9 +71,36 @@ def _read_int(path: str) -> int | None:
         return None
 
 
-def _cgroup_folders() -> list[tuple[str, str, str]]:
-    """(folder, limit file, usage file) of this process's memory cgroup and its parents, versions 1 and 2."""
-    folders = []
+@dataclass(frozen=True)
+class _MemoryGroup:
+    """A memory cgroup: its folder, and the names that its version has for limit and statistics.
+
+    Attributes:
+        charged: of `memory.stat`, what no other file could bring back: anonymous and shared memory.
+    """
+
+    folder: str
+    limit_file: str
+    charged: tuple[str, ...]
+
+    @property
+    def limit(self) -> int | None:
+        found = _read_int(f"{self.folder}/{self.limit_file}")
+        return found if found is not None and found < 1 << 60 else None  # version 1 writes a huge number for "none"
+
+    def taken_by_others(self, own: int) -> int:
+        """Bytes of the group's other processes that the kernel cannot take back without swap, those of files in memory among them."""
+        try:
+            with open(f"{self.folder}/memory.stat") as file:
+                stat = {name: int(value) for name, value in (line.split() for line in file)}
+        except (OSError, ValueError):
+            return 0
+        return max(0, sum(stat.get(name, 0) for name in self.charged) - own)
+
+
+def _memory_groups() -> list[_MemoryGroup]:
+    """This process's memory cgroup and its parents, of versions 1 and 2 of the kernel's interface."""
+    groups = []
     try:
         with open("/proc/self/cgroup") as file:
             lines = file.read().splitlines()
@@ -79,55 +109,69 @@ def _cgroup_folders() -> list[tuple[str, str, str]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            root, names = "/sys/fs/cgroup", ("memory.max", "memory.current")
+            root, limit, charged = "/sys/fs/cgroup", "memory.max", ("anon", "shmem")
         elif "memory" in controllers.split(","):
-            root, names = "/sys/fs/cgroup/memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            root, limit, charged = "/sys/fs/cgroup/memory", "memory.limit_in_bytes", ("total_rss", "total_shmem")
         else:
             continue
         while True:
-            folders.append((root + path.rstrip("/"), *names))
+            groups.append(_MemoryGroup(root + path.rstrip("/"), limit, charged))
             if path in ("/", ""):
                 break
             path = os.path.dirname(path)
-    return folders
+    return groups
 
 
 def cgroup_limit() -> int | None:
     """The lowest memory limit of the cgroups this process is in, or None."""
-    found = [_read_int(f"{folder}/{limit}") for folder, limit, _ in _cgroup_folders()]
-    return min((limit for limit in found if limit is not None and limit < 1 << 60), default=None)  # version 1 writes a huge number for "none"
+    return min((group.limit for group in _memory_groups() if group.limit is not None), default=None)
 
 
 def available() -> int:
     """Bytes this process could use in all: its own, and what the system and its cgroups still have.
 
-    The page cache counts as free in a cgroup: the kernel takes it back before it kills.
+    The page cache counts as free in a cgroup: the kernel takes it back before it kills. What other processes of the cgroup hold does not.
     """
+    if sys.platform == "darwin":
+        return darwin.available() + rss()
+    own = _own("RssAnon") + _own("RssShmem")
     free = [_meminfo("MemAvailable") + rss()]
-    limit = cgroup_limit()
-    if limit is not None:
-        free.append(limit)
+    for group in _memory_groups():
+        if (limit := group.limit) is not None:
+            free.append(max(0, limit - group.taken_by_others(own)))
     return min(free)
 
 
 def _meminfo(key: str) -> int:
-    with open("/proc/meminfo") as file:
-        for line in file:
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith(key + ":"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        pass
     raise OptionError("this system does not say how much memory is free: state a budget")
+
+
+def _own(key: str) -> int:
+    """Of this process's /proc/self/status, in bytes; 0 where it does not say."""
+    with open("/proc/self/status") as file:
+        return next((int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":")), 0)
 
 
 def rss() -> int:
     """Resident bytes of this process."""
+    if sys.platform == "darwin":
+        return darwin.rss()
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * _PAGE
 
 
 def peak_rss() -> int:
-    """The most that was ever resident (VmHWM)."""
-    with open("/proc/self/status") as file:
-        return next((int(line.split()[1]) * 1024 for line in file if line.startswith("VmHWM:")), 0)
+    """The most that was ever resident (VmHWM; the system's ru_maxrss where there is no /proc)."""
+    if sys.platform == "darwin":
+        return darwin.peak_rss()
+    return _own("VmHWM")
 
 
 def share_malloc_arenas() -> None:

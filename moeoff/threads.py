@@ -2,7 +2,7 @@
 
 Beside other busy processes the kernel comes to put two of our compute threads on one core, and leaves them there because the
 load of the cores looks even. Every barrier then takes as long as OpenMP spins: the thread that spins holds the core that the
-other one needs. docs/threads.md has the measurements.
+other one needs. docs/guides/threads.md has the measurements.
 
 Threads are bound only if there are as many of them as cores that this process may use, which is the default. Nothing has to
 be chosen then: with fewer threads the kernel has cores to spare and knows better which of them are idle, slow or two halves

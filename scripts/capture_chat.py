@@ -1,6 +1,6 @@
-"""Writes docs/chat.txt: a short chat with the demo model in a real terminal, what was typed and what came out.
+"""Writes docs/guides/chat.txt: a short chat with the demo model in a real terminal, what was typed and what came out.
 
-python scripts/capture_chat.py [-o docs/chat.txt]
+python scripts/capture_chat.py [-o docs/guides/chat.txt]
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def capture() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "chat.txt")
+    parser.add_argument("-o", "--output", type=Path, default=ROOT / "docs" / "guides" / "chat.txt")
     output = parser.parse_args().output
     output.write_text(capture())
     print(output)

@@ -1,4 +1,4 @@
-"""Pictures of `moeoff report`'s page for docs/tune.md: as a desktop and as a phone show it. Needs a headless Chromium.
+"""Pictures of `moeoff report`'s page for docs/guides/tune.md: as a desktop and as a phone show it. Needs a headless Chromium.
 
 usage: capture_report.py MODEL --memory SIZE [--browser chromium]
 """

@@ -1,4 +1,4 @@
-"""Writes docs/cli.md from the program's own help. tests/test_docs.py checks that it is up to date.
+"""Writes docs/reference/cli.md from the program's own help. tests/test_docs.py checks that it is up to date.
 
 usage: make_cli_docs.py [--check]
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moeoff.cli.main import main
 
-PAGE = Path(__file__).parent.parent / "docs" / "cli.md"
+PAGE = Path(__file__).parent.parent / "docs" / "reference" / "cli.md"
 
 
 def page() -> str:

@@ -7,7 +7,7 @@ The suite comes from the pinned release. It runs twice, in a virtual environment
 place, which serves with `moeoff.Server` and experts on disk. conformance_conftest.py gives every test the demo model.
 
 What does not count, for either of them:
-- the files in `NOT_OFFERED`: of the router, of a model that sleeps, of tools that start programs. moeoff refuses these options, as docs/server.md says;
+- the files in `NOT_OFFERED`: of the router, of a model that sleeps, of tools that start programs. moeoff refuses these options, as docs/guides/serving.md says;
 - tests that llama-server itself fails or skips here: they need the words of another model, its adapter, projector or classifier, or a download.
 
 Where a test starts the router only to have a server without a model (of CORS, of streams that are taken up again) both get the demo model.

@@ -390,10 +390,10 @@ def test_arc_keeps_what_arc_keeps():
 
 
 def test_register_ten_lines():
-    """The example of docs/strategies.md, as it stands there."""
+    """The example of docs/guides/strategies.md, as it stands there."""
     import re
 
-    text = (ROOT / "docs" / "strategies.md").read_text()
+    text = (ROOT / "docs" / "guides" / "strategies.md").read_text()
     example = re.search(r"```python\n(.*?)```", text, re.S).group(1)
     assert len([line for line in example.splitlines() if line.strip()]) <= 10
     try:

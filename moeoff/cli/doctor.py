@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from .. import __version__
+from .. import __version__, cpu_level
 from ..budget.disk_probe import direct_io, file_system, probe
 from ..errors import MoeoffError
 from ..machine import n_cores
@@ -69,10 +69,12 @@ def check_cpu() -> Iterator[Finding]:
     found = ", ".join(sorted(built)) or "none"
     if lacking:
         yield Finding("cpu features", PROBLEM, f"built with {', '.join(lacking)}, which this CPU lacks: it will crash", "rebuild the fork here: make env")
+    elif unused and cpu_level.LEVEL is not None:
+        yield Finding("cpu features", OK, f"{found}: level {cpu_level.LEVEL} of the wheel; a build on this machine would have {', '.join(unused)}, too")
     elif unused:
         yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
     else:
-        yield Finding("cpu features", OK, found)
+        yield Finding("cpu features", OK, found if cpu_level.LEVEL is None else f"{found}: level {cpu_level.LEVEL} of the wheel")
     quota = _cpu_quota()
     if quota is not None and quota < n_cores():
         yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")

@@ -21,6 +21,7 @@ REMEDIES = {
     Remedy.FEWER_CHUNKS: "evaluate fewer --chunks, or set TMPDIR",
     Remedy.GIVE_TIERS: "give --tiers or --bits",
     Remedy.GIVE_IMATRIX: "give --imatrix, or another type",
+    Remedy.MERGE: "moeoff merge {model}",
     Remedy.OVERWRITE: "give --force to replace it, or another name with -o",
     Remedy.OTHER_OUTPUT: "give another name with -o",
     Remedy.SHORTEN_PROMPT: "shorten it, or give a larger -c",

@@ -36,7 +36,9 @@ if TYPE_CHECKING:
 @click.option("--tier", metavar="NAME", help="Precision of the companion to evaluate, as Q2_K. Default: the model's own.")
 @click.option("--max-loss", metavar="PERCENT", help="Evaluate what calibrate --max-loss found to lose at most this, as 1%.")
 @click.option("--deterministic", is_flag=True, help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")
-@click.option("--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/strategies.md.")
+@click.option(
+    "--strategy", default="lru", show_default=True, metavar="NAME", help="What stays in memory: lru, score, on-demand, ... See docs/guides/strategies.md."
+)
 @STRIDE
 @with_options(PRECISION)
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")

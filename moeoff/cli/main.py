@@ -11,10 +11,12 @@ from .convert import convert
 from .doctor import doctor
 from .eval import eval_
 from .inspect import inspect
+from .merge import merge
 from .options import CONTEXT
 from .report import report
 from .run import run
 from .serve import serve
+from .shell_completion import shell_completion
 from .simulate import simulate
 from .tune import tune
 from .verify import verify
@@ -26,5 +28,5 @@ def main() -> None:
     """Mixture-of-Experts models (GGUF) in less memory than they need."""
 
 
-for _command in (run, serve, tune, bench, report, inspect, doctor, convert, verify, eval_, calibrate, simulate):
+for _command in (run, serve, tune, bench, report, inspect, doctor, convert, merge, verify, eval_, calibrate, simulate, shell_completion):
     main.add_command(_command)

@@ -57,7 +57,7 @@ PROMPT_LOW = click.option(
 )
 REROUTE = click.option(
     "--reroute", type=click.FloatRange(0, 1), metavar="SHARE",
-    help="Let resident experts take the places of absent ones, as docs/rerouting.md has it: what they gain, of the scores' range (λ). Default: 0, never.",
+    help="Let resident experts take the places of absent ones, as docs/guides/rerouting.md has it: what they gain, of the scores' range (λ). Default: 0, never.",
 )  # fmt: skip
 PRECISION = (
     *threshold_options("1, none", "1, none"),
@@ -99,7 +99,7 @@ _OPENING = (
     click.option(
         "--strategy",
         metavar="NAME",
-        help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/strategies.md. Default: what tune found, or auto.",
+        help="What stays in memory and what is prefetched: auto, lru, fate, ... See docs/guides/strategies.md. Default: what tune found, or auto.",
     ),
     STRIDE,
     click.option(

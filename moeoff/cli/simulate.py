@@ -24,7 +24,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 
 def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
-    help_text = f"{text}, with --vram. Default: that of docs/gpu.md."
+    help_text = f"{text}, with --vram. Default: that of docs/guides/gpu.md."
     return click.option(f"--{option}", name, type=click.FloatRange(0, min_open=True), metavar=metavar, help=help_text)
 
 

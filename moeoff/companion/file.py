@@ -1,6 +1,6 @@
 """A companion: the file beside a model in which every expert lies by itself, in one or more precisions.
 
-Knows the file's format (docs/format.md) and which model it was made of; knows nothing of how it was made. The header
+Knows the file's format (docs/reference/companion.md) and which model it was made of; knows nothing of how it was made. The header
 carries its own hash, so that what is read from it is what was written, or nothing.
 """
 

@@ -19,7 +19,7 @@ __all__ = ["BITS", "TWIN", "Tier", "nearest", "read_plan", "twin"]
 
 TWIN, BITS = "twin", "bits"  # tiers without one type: by the source's type, and by a plan
 
-# A lower precision for each: docs/format.md has the errors this rests on. What is not listed is kept as it is.
+# A lower precision for each: docs/reference/companion.md has the errors this rests on. What is not listed is kept as it is.
 _TWINS = {
     **dict.fromkeys(["F32", "F16", "BF16"], "Q4_K"),
     **dict.fromkeys(["Q8_0"], "Q4_0"),

@@ -38,7 +38,7 @@ class Config:
         memory: bound of this process's resident memory, in bytes; `make` takes "6G" and "80%", too. None: 80 % of what is available.
         expert_memory: bound of the experts' arena alone, instead of `memory`.
         strategy: what stays in memory and what is prefetched; `make` takes its name (`moeoff.engine.strategy.strategy_names()`,
-            docs/strategies.md), too.
+            docs/guides/strategies.md), too.
         profile: of `moeoff calibrate`; "auto" takes the one beside the model if there is one, False none.
         n_lanes: I/O workers.
         direct_io: False reads through the page cache.
@@ -64,7 +64,7 @@ class Config:
         priority: of the process, -1 (low) to 3 (realtime); it stays when the model is closed.
         vram: bound of what is allocated on each device, experts and llama.cpp's own together, in bytes; `make` takes "2G" and "80%" (of what
             is free there), too. None: no experts on devices. Needs `n_gpu_layers`.
-        vram_mode: how a device computes with experts (docs/gpu.md): "cooperative", "centric", "cpu": not at all, or "auto": whichever is the
+        vram_mode: how a device computes with experts (docs/guides/gpu.md): "cooperative", "centric", "cpu": not at all, or "auto": whichever is the
             fastest, found while it computes.
         settings: of `moeoff tune`; "auto" takes those beside the model if there are any, False none. They fill in what is in `open_options`.
         open_options: options that the user has said nothing about, of those that settings may choose; `make` knows them.

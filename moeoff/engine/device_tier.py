@@ -18,7 +18,7 @@ __all__ = ["AUTO", "MODES", "DeviceTier", "DeviceUse"]
 
 AUTO = "auto"  # whichever is the fastest, by measuring
 
-# how devices compute with experts; docs/gpu.md
+# how devices compute with experts; docs/guides/gpu.md
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC}
 _UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once
 

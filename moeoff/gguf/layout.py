@@ -13,10 +13,10 @@ from typing import TypeVar
 
 import numpy as np
 
-from ..errors import ModelError
+from ..errors import ModelError, Remedy
 from .file import FileState, ModelFile, unpack
 from .split_name import SplitName
-from .tensor_name import EMBEDDING, OUTPUT, is_expert, parse_block_name
+from .tensor_name import EMBEDDING, OUTPUT, SINGLE_EXPERT, is_expert, parse_block_name
 
 _T = TypeVar("_T", str, int)
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
@@ -134,6 +134,8 @@ class Layout:
         """Raises `ModelError` if there is nothing to offload."""
         if self.architecture == "moeoff-experts":
             raise ModelError(f"{self.files[0]}: a companion, not a model: give the model that it was made of")
+        if any(SINGLE_EXPERT.match(name) for name in self.dense):
+            raise ModelError(f"{self.files[0]}: an old file with a tensor for each expert, which llama.cpp no longer reads", Remedy.MERGE, model=self.files[0])
         if not self.experts:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
 

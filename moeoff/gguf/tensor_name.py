@@ -10,7 +10,18 @@ from dataclasses import dataclass
 
 from ..errors import ModelError
 
-__all__ = ["EMBEDDING", "EMBEDDING_PATTERN", "EXPERT_PATTERN", "MATRICES", "OUTPUT", "TensorRole", "is_expert", "parse_block_name", "parse_tensor_name"]
+__all__ = [
+    "EMBEDDING",
+    "EMBEDDING_PATTERN",
+    "EXPERT_PATTERN",
+    "MATRICES",
+    "OUTPUT",
+    "SINGLE_EXPERT",
+    "TensorRole",
+    "is_expert",
+    "parse_block_name",
+    "parse_tensor_name",
+]
 
 MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them, as `native.MATRICES`
 # for Python's re and for llama.cpp's std::regex: no named groups. arctic's ffn_norm_exps is no expert
@@ -18,6 +29,7 @@ EXPERT_PATTERN = r"^blk\.([0-9]+)\.ffn_(gate_up|up|gate|down)_(ch)?exps\.weight$
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"  # a model without the second uses the first for both
 EMBEDDING_PATTERN = r"^token_embd\.weight$"
 _EXPERTS = re.compile(EXPERT_PATTERN)
+SINGLE_EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_(?:gate|up|down))\.([0-9]+)\.weight$")  # of files until April 2024
 _BLOCK = re.compile(r"^blk\.([0-9]+)\.(.+)$")
 
 

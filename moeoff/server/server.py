@@ -50,7 +50,8 @@ class Server:
 
     Args:
         model: a GGUF, or a `Config`.
-        parallel, cache_ram, ...: those of `moeoff.server.arguments.ServerOptions`; cache_ram also as text, "256M".
+        cache_ram: bytes for prompts outside the context, also as text, "256M"; it and all others up to `options` as
+            `moeoff.server.arguments.ServerOptions` has them.
         **options: of `moeoff.Llama`.
 
     Raises:

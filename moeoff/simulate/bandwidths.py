@@ -1,4 +1,4 @@
-"""What a simulated machine moves and computes in a second: disk, the link to a device, and the two processors. docs/gpu.md has sources."""
+"""What a simulated machine moves and computes in a second: disk, the link to a device, and the two processors. docs/guides/gpu.md has sources."""
 
 from __future__ import annotations
 

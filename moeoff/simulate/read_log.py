@@ -1,4 +1,4 @@
-"""Finished reads as a trace keeps them: `READ`, packed into the payload of a record and back. docs/trace.md has the fields."""
+"""Finished reads as a trace keeps them: `READ`, packed into the payload of a record and back. docs/reference/trace.md has the fields."""
 
 from __future__ import annotations
 

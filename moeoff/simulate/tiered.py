@@ -1,7 +1,7 @@
 """A trace replayed against a clock with three places for experts: a device, host memory, disk.
 
 `TieredBuffer` is a `TimedBuffer`, whose arena is host memory, with a device beside it: one link between the two, one computation on each
-side. Its modes are those of docs/gpu.md: *cooperative*, where the device computes with what it holds and the CPU with the rest at the same
+side. Its modes are those of docs/guides/gpu.md: *cooperative*, where the device computes with what it holds and the CPU with the rest at the same
 time; *centric*, where every chosen expert goes to the device first; *cpu*. The live policies and prefetchers run on it unchanged. A
 processor computes with what is there first, and with the rest as it comes.
 """

@@ -1,7 +1,7 @@
 """Traces: the gate events of runs, in a file that can be replayed.
 
     magic "MOEOFFTR", u32 version, u32 length, JSON header, then records:
-    RECORD (little endian) and its payload; docs/trace.md has the fields of each kind
+    RECORD (little endian) and its payload; docs/reference/trace.md has the fields of each kind
 
 A reader sees whole records only: a tail that is cut, or whose checksum is wrong, ends the trace. A file that exists is continued if its header describes the same model. No text or token is stored.
 Version 2 added the reads and the decisions of lossy runs, version 3 which version of a slice each read was for, version 4 sequences

@@ -4,7 +4,7 @@ usage: papers_device.py [-m MODEL] [--text FILE ...] [--share 0.25]
 
 Experts lie in host memory in 16 bits, or in four where the paper's do; a GPU holds some, and gets each of the others over PCIe before it
 computes with it. The routing is the model's own, of held-out text, and the policies and predictors are those of `moeoff run`; times come
-from a table of bandwidths (docs/gpu.md), so that a run repeats exactly and needs no GPU. --quick takes few tokens.
+from a table of bandwidths (docs/guides/gpu.md), so that a run repeats exactly and needs no GPU. --quick takes few tokens.
 """
 
 from __future__ import annotations

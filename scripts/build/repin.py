@@ -3,7 +3,7 @@
 usage: repin.py [--look] VERSION SHA256        (of the release's sdist, as its page on the package index says; or: make repin VERSION=... SHA256=...)
 
 First it prints, before anything is changed: the llama.cpp that the release has, which of our patches do not fit it, and of the files that our patches
-touch or that moeoff depends on (docs/patches.md) the ones that differ, with their sizes of change. Then, without --look, pin.json gets
+touch or that moeoff depends on (docs/internals/patches.md) the ones that differ, with their sizes of change. Then, without --look, pin.json gets
 the new version, and what .ci/run runs, and the list of advisories, run on it. If a step fails, it stops there: the pin stays changed, so that the
 patches can be mended (`fork.py tree DIR`, `make patches-refresh`), and `git checkout llamacpp_patches/pin.json` takes it back.
 """

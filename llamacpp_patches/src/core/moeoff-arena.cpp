@@ -8,12 +8,28 @@
 #include <algorithm>
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #ifndef MAP_NORESERVE
 #define MAP_NORESERVE 0
 #endif
 
 namespace moeoff {
+
+// Gives the memory of a range back at once. The system's pages may be larger than ours; those that reach beyond the range stay.
+static void give_back(uint8_t * base, uint64_t bytes) {
+    static const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
+    const uintptr_t begin = ((uintptr_t) base + page - 1) / page * page;
+    const uintptr_t end   = ((uintptr_t) base + bytes) / page * page;
+    if (begin >= end) {
+        return;
+    }
+#ifdef __APPLE__ // MADV_DONTNEED keeps what is in them there; new pages in their place do not
+    mmap((void *) begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+#else
+    madvise((void *) begin, end - begin, MADV_DONTNEED);
+#endif
+}
 
 arena::~arena() {
     if (region) {
@@ -114,7 +130,7 @@ bool arena::trim(uint64_t extra) {
         while (committed + extra > limit && !c.committed_free.empty()) {
             const int32_t slot = c.committed_free.back();
             c.committed_free.pop_back();
-            madvise(c.base + (uint64_t) slot * c.stride, c.stride, MADV_DONTNEED);
+            give_back(c.base + (uint64_t) slot * c.stride, c.stride);
             c.uncommitted.push_back(slot);
             committed -= c.stride;
         }

@@ -14,6 +14,23 @@
 
 namespace moeoff {
 
+// a descriptor whose reads pass the page cache by, or -1
+static int open_direct(const char * path) {
+#if defined(O_DIRECT)
+    return open(path, O_RDONLY | O_CLOEXEC | O_DIRECT);
+#elif defined(F_NOCACHE) // macOS: of the descriptor, not of open; takes any alignment
+    const int fd = open(path, O_RDONLY | O_CLOEXEC);
+    if (fd >= 0 && fcntl(fd, F_NOCACHE, 1) < 0) {
+        close(fd);
+        return -1;
+    }
+    return fd;
+#else
+    (void) path;
+    return -1;
+#endif
+}
+
 files::entry::~entry() {
     for (const int fd : { fd_buffered, fd_direct_owned }) {
         if (fd >= 0) {
@@ -36,15 +53,15 @@ int files::add(const std::string & path, bool direct, std::string & error) {
         return -1;
     }
     e->size = (uint64_t) st.st_size;
-#ifdef O_DIRECT
     if (direct) {
-        e->fd_direct_owned = open(path.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+        e->fd_direct_owned = open_direct(path.c_str());
         e->fd_direct       = e->fd_direct_owned;
     }
-#endif
 #ifdef POSIX_FADV_RANDOM
     // read-ahead would fetch neighbours that were not asked for
     posix_fadvise(e->fd_buffered, 0, 0, POSIX_FADV_RANDOM);
+#elif defined(F_RDAHEAD)
+    fcntl(e->fd_buffered, F_RDAHEAD, 0);
 #endif
     entries.push_back(std::move(e));
     return (int) entries.size() - 1;

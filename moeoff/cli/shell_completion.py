@@ -1,0 +1,29 @@
+"""`moeoff shell-completion`."""
+
+from __future__ import annotations
+
+import click
+from click.shell_completion import get_completion_class
+
+from .options import CONTEXT
+
+SHELLS = ("bash", "zsh", "fish")
+_VARIABLE = "_MOEOFF_COMPLETE"  # click's own name for it: with it set, the program answers what could come next
+
+
+@click.command(name="shell-completion", context_settings=CONTEXT)
+@click.argument("shell", type=click.Choice(SHELLS))
+def shell_completion(shell: str) -> None:
+    """Print what makes a shell complete moeoff's commands, options and files.
+
+    In ~/.bashrc: eval "$(moeoff shell-completion bash)"
+
+    In ~/.zshrc, after compinit: eval "$(moeoff shell-completion zsh)"
+
+    For fish, once: moeoff shell-completion fish > ~/.config/fish/completions/moeoff.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:  # click knows all three
+        raise click.ClickException(f"this click cannot complete for {shell}")
+    context = click.get_current_context().find_root()
+    click.echo(kind(context.command, {}, "moeoff", _VARIABLE).source())

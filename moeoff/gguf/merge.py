@@ -1,0 +1,105 @@
+"""Old files with a tensor for each expert ("blk.0.ffn_gate.5.weight", Mixtral's until April 2024) as files of today, with one for all of them.
+
+llama.cpp no longer reads the old form. Nothing is computed: an expert's bytes go to its place in the new tensor as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from ..errors import ModelError, OptionError, Remedy
+from .file import ModelFile, ModelWriter, Tensor
+from .layout import Layout
+from .split_name import model_stem
+from .tensor_name import SINGLE_EXPERT
+
+__all__ = ["Merged", "merge", "merged_path"]
+
+_PIECE = 1 << 24  # bytes written at once
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written: the file, its size in bytes, how many experts' tensors became how many."""
+
+    path: str
+    n_bytes: int
+    n_before: int
+    n_after: int
+
+
+def merged_path(model: str | os.PathLike[str]) -> str:
+    """Where the new file goes by default: MODEL.merged.gguf."""
+    return model_stem(model) + ".merged.gguf"
+
+
+def merge(
+    model: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    force: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+) -> Merged:
+    """Writes a model of the old form in today's; the old file stays as it is.
+
+    Args:
+        output: by default `merged_path`.
+        force: replaces an existing file.
+        progress: called with the bytes that are written, and all.
+
+    Raises:
+        ModelError: not a model of the old form, or one whose experts differ in number, shape or type.
+        OptionError: the output is there already, or is the model itself.
+        WriteError: it cannot be written.
+    """
+    files = Layout.read(model).files
+    target = os.fspath(output) if output is not None else merged_path(files[0])
+    if os.path.exists(target):
+        if any(os.path.samefile(target, file) for file in files):
+            raise OptionError(f"{target}: the model itself", Remedy.OTHER_OUTPUT)
+        if not force:
+            raise OptionError(f"{target} exists already", Remedy.OVERWRITE)
+    with contextlib.ExitStack() as stack:
+        parts = [stack.enter_context(ModelFile(file)) for file in files]
+        where = {name: part for part in parts for name in part.tensors}
+        groups: dict[str, list[str]] = {}  # new name -> the old ones, or the one of a tensor that stays
+        for name in where:
+            match = SINGLE_EXPERT.match(name)
+            groups.setdefault(f"{match[1]}_exps.weight" if match else name, []).append(name)
+        tensors = [_joined(new, [where[name].tensors[name] for name in old], files[0]) for new, old in groups.items()]
+        n_before = sum(len(old) for new, old in groups.items() if old != [new])
+        if not n_before:
+            raise ModelError(f"{files[0]}: not a file with a tensor for each expert: there is nothing to merge")
+        metadata = {key: raw for key, raw in parts[0].metadata.items() if not key.startswith("split.")}
+        total, done = sum(tensor.n_bytes for tensor in tensors), 0
+        with ModelWriter(target, metadata, tensors, parts[0].alignment, overwrite=force) as writer:
+            for old in groups.values():
+                for name in sorted(old, key=_number):
+                    data = where[name].data(name).reshape(-1)
+                    for start in range(0, len(data), _PIECE):
+                        writer.write(data[start : start + _PIECE])
+                        done += len(data[start : start + _PIECE])
+                        if progress:
+                            progress(done, total)
+    return Merged(target, os.path.getsize(target), n_before, sum(old != [new] for new, old in groups.items()))
+
+
+def _number(name: str) -> int:
+    match = SINGLE_EXPERT.match(name)
+    return int(match[2]) if match else 0
+
+
+def _joined(name: str, old: list[Tensor], path: str) -> Tensor:
+    """The tensor that holds all of these, each an expert."""
+    first = old[0]
+    if [first.name] == [name]:
+        return first
+    numbers = sorted(_number(tensor.name) for tensor in old)
+    if numbers != list(range(len(old))):
+        raise ModelError(f"{path}: {name.removesuffix('_exps.weight')} has experts {numbers}, expected 0 to {len(old) - 1}")
+    if any((tensor.shape, tensor.type) != (first.shape, first.type) for tensor in old):
+        raise ModelError(f"{path}: the experts of {name.removesuffix('_exps.weight')} differ in shape or type: quantize the original model again")
+    return replace(first, name=name, shape=(len(old), *first.shape))
