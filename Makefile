@@ -54,7 +54,7 @@ nightly: env patches-check lint ## every test, llama-server's too, every fault, 
 	$(PY) -m pytest -m "not perf" --cov
 	$(PY) -m pytest -m perf
 	$(MAKE) server-conformance
-	$(PY) scripts/bench/soak.py -m moeoff/data/demo-moe-q8_0.gguf --minutes 240 --memory 150M
+	$(PY) scripts/bench/soak.py -m moeoff/data/demo-moe-q8_0.gguf --minutes 120 --memory 160M --clients 4 --think 1
 	$(MAKE) faults
 	$(MAKE) native-stress-tsan native-stress-asan
 

@@ -21,7 +21,7 @@ def run(*args: str) -> None:
 
 
 def test_some():
-    run("--headers", "400", "--runs", "17", "--beside", "60", "--seed", "2")
+    run("--no-named", "--headers", "400", "--runs", "17", "--beside", "60", "--seed", "2")
 
 
 @pytest.mark.slow

@@ -307,7 +307,7 @@ def a_read_only_folder(folder: Path) -> str:
     with open_model(model, warm=True, profile=True) as llm:
         answer(llm)
     assert list(cache.rglob("warm/*.npz")), "no warm-start file"
-    return f"{Path(done.path).relative_to(cache).parent}, {', '.join(sorted({p.parent.name for p in cache.rglob('*.npz')}))}"
+    return ", ".join(sorted({path.parent.name for path in cache.rglob("*.npz")}))
 
 
 def run(name: str) -> None:

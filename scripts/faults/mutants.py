@@ -28,7 +28,7 @@ MARK = "a-template-was-here"  # a file in the working folder that a template wou
 CODE = ["{{ cycler.__init__.__globals__.os.popen('touch %s').read() }}", "{{ lipsum.__globals__['os'].system('touch %s') }}",
         "{%% for c in ().__class__.__base__.__subclasses__() %%}{%% if c.__name__ == 'Popen' %%}{{ c(['touch', '%s']) }}{%% endif %%}{%% endfor %%}",
         "{{ self._TemplateReference__context.environment.compile_expression.__globals__['__builtins__']['open']('%s', 'w') }}"]  # fmt: skip
-STRING_BYTES = 32 << 20  # of a huge string
+STRING_BYTES = 8 << 20  # of a huge string: more would count as memory of each child, which begins as a copy of its parent
 
 
 class Field(NamedTuple):
