@@ -12,7 +12,7 @@ import pytest
 
 import moeoff
 from helpers.arch_models import write_model
-from helpers.files import ROOT
+from helpers.files import PROSE, ROOT
 from moeoff.binding import api
 from moeoff.engine.config import Config
 from moeoff.engine.process_priority import PRIORITIES
@@ -36,6 +36,7 @@ REFUSED = [
     ({"rope_scaling_type": "odd"}, "rope_scaling_type: one of none, linear, yarn, not 'odd'"),
     ({"yarn_beta_fast": 16.0}, "yarn_beta_fast has no effect: the model's rope scaling is not YaRN"),
     ({"yarn_orig_ctx": 64, "rope_scaling_type": "linear"}, "yarn_orig_ctx has no effect"),
+    ({"rpc_servers": "host:1"}, "whole tensors, and addresses that mean nothing on another machine"),
     ({"numa": "odd"}, "numa: one of distribute, isolate, numactl, not 'odd'"),
     ({"priority": 4}, "priority: -1 to 3, not 4"),
     ({"context_shift": True, "type_k": "q8_0"}, "context_shift: quantized keys of 32 numbers cannot be moved"),
@@ -53,6 +54,13 @@ REFUSED = [
 def test_refused(demo, options, words):
     with pytest.raises(moeoff.OptionError, match=words):
         moeoff.Llama(demo, **SMALL, **options)
+
+
+@pytest.mark.parametrize("command, also", [("run", ("-p", "Hi")), ("serve", ()), ("eval", ("--text", str(PROSE)))])
+def test_rpc_is_refused_in_one_sentence(moeoff_command, demo, command, also):
+    done = moeoff_command(command, "-m", demo, "--rpc", "host:50052", *also)
+    assert done.returncode == 1 and done.stderr.startswith("Error: llama.cpp's RPC server") and done.stderr.count("\n") == 1
+    assert "moeoff.ray" in done.stderr
 
 
 def test_a_cache_type_that_rows_do_not_fit_is_refused_with_llama_cpps_reason(writer, folder):

@@ -14,7 +14,7 @@ from helpers.files import ROOT
 # the highest first; a room imports from lower lines only, and rooms on one line do not know each other
 FLOORS = [
     {"cli"},
-    {"tune", "report"},
+    {"tune", "report", "ray"},
     {"server", "calibrate", "bench"},
     {"engine"},
     {"budget"},

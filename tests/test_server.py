@@ -311,7 +311,7 @@ def test_port_that_is_taken(moeoff_command):
 
 
 @pytest.mark.parametrize("arguments, said", [(("-ot", "x=CPU"), "--override-tensor or -ngl"), (("--sleep-idle-seconds=3",), "put together again"),
-                                              (("--rpc", "host:1"), "another machine"), (("--no-such-option",), "has no such option")])  # fmt: skip
+                                              (("--rpc", "host:1"), "slice by slice"), (("--no-such-option",), "has no such option")])  # fmt: skip
 def test_what_llama_server_may_not_be_told(moeoff_command, arguments, said):
     done = moeoff_command("serve", "--port", "0", "--", *arguments)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr

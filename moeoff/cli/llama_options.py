@@ -37,6 +37,7 @@ GPU = (
     click.option("-sm", "--split-mode", metavar="MODE", help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer."),
     click.option("-mg", "--main-gpu", type=click.IntRange(min=0), help="The GPU for -sm none."),
     click.option("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...", help="Memory for tensors outside the experts whose names match, as CPU or CUDA0."),
+    click.option("--rpc", "rpc_servers", hidden=True),  # refused, with the reason
 )
 VRAM = (
     click.option(
@@ -71,7 +72,7 @@ SHIFT = (
                  help="Tokens of the prompt that a context shift keeps; -1: all."),
 )  # fmt: skip
 _UNSET = {"n_batch", "n_ubatch", "type_k", "type_v", "swa_full", "tensor_split", "split_mode", "main_gpu", "rope_scaling_type", "rope_freq_base",
-          "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "numa", "n_lanes", "vram", "vram_mode"}  # fmt: skip
+          "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "numa", "n_lanes", "rpc_servers", "vram", "vram_mode"}  # fmt: skip
 
 
 def with_options(*groups: tuple[Callable[..., Any], ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -11,7 +11,7 @@ from ..errors import OptionError
 from ..gguf.layout import Layout, count
 from ..gguf.quantize import type_from_name, type_name
 
-__all__ = ["CACHE_TYPES", "NUMA_STRATEGIES", "ROPE_SCALINGS", "SPLIT_MODES", "check_model", "check_options", "read_options"]
+__all__ = ["CACHE_TYPES", "NO_RPC", "NUMA_STRATEGIES", "ROPE_SCALINGS", "SPLIT_MODES", "check_model", "check_options", "read_options"]
 
 CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # llama.cpp's programs take no others
 _UNQUANTIZED = CACHE_TYPES[:3]
@@ -27,6 +27,10 @@ NUMA_STRATEGIES = {
     "isolate": llama_cpp.GGML_NUMA_STRATEGY_ISOLATE,
     "numactl": llama_cpp.GGML_NUMA_STRATEGY_NUMACTL,
 }
+NO_RPC = (
+    "llama.cpp's RPC server would be handed whole tensors, and addresses that mean nothing on another machine, while experts are read here, slice by slice; "
+    "on several machines run a replica on each: moeoff.ray"
+)
 _HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it quantizes them
 _GPU_OPTIONS = ("tensor_split", "split_mode", "main_gpu")
 _YARN_OPTIONS = ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx")
@@ -36,9 +40,11 @@ def read_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """The same options with llama.cpp's numbers in the place of names.
 
     Raises:
-        OptionError: there is no such name.
+        OptionError: there is no such name, or it cannot be used here.
     """
     out = dict(options)
+    if out.pop("rpc_servers", None):
+        raise OptionError(NO_RPC)
     for name in ("type_k", "type_v"):
         if isinstance(value := out.get(name), str):
             out[name] = type_from_name(_one_of(name, value, CACHE_TYPES))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..engine.config import Config
-from ..engine.llama_options import NUMA_STRATEGIES, ROPE_SCALINGS, SPLIT_MODES
+from ..engine.llama_options import NO_RPC, NUMA_STRATEGIES, ROPE_SCALINGS, SPLIT_MODES
 from ..errors import OptionError
 from ..gguf.quantize import type_name
 from ..memory import MIB
@@ -34,7 +34,7 @@ REFUSED: dict[str, str] = {
         ("-h --help --usage --version -cl --cache-list --completion-bash --list-devices --license", _ENDS),
         ("--models-dir --models-preset --models-max --models-autoload --no-models-autoload", "there is no router: one model for each server"),
         ("--sleep-idle-seconds", "a model that sleeps would have to be put together again"),
-        ("--rpc", "experts are read here, and their addresses mean nothing to another machine"),
+        ("--rpc", NO_RPC),
         ("--tools --tools-runtime --mcp-servers-config --mcp-servers-json -ag --agent", "it lets answers start programs on this machine"),
     )
     for name in names.split()

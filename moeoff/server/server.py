@@ -29,7 +29,7 @@ from ..engine.stats import Stats
 from ..errors import BudgetError, MoeoffError, OptionError, Remedy
 from ..gguf.layout import Layout
 from ..gguf.tensor_name import EMBEDDING
-from ..memory import format_size, parse_size, share_malloc_arenas
+from ..memory import format_size, parse_size, share_malloc_arenas, trim
 from ..threads import CoreBinding
 from .arguments import ServerOptions, arguments
 from .beside import Beside
@@ -38,6 +38,7 @@ from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_argum
 from .metrics import metrics_text
 
 _POLL = 0.05  # seconds
+_LONG = 256 << 10  # bytes that a request has taken
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _SAMPLER_BYTES = 12  # for each token of the vocabulary
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
@@ -298,6 +299,8 @@ class Server:
         try:
             with self._between:
                 self._assembly.lend(nbytes)
+            if nbytes < -_LONG:
+                trim()  # what it took is free, and the C allocator would keep it from the experts
         except BudgetError:
             write_text(
                 message, size, f"the request takes {format_size(nbytes)} to read, more than the server has room for: make it shorter, or its pictures smaller"

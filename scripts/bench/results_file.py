@@ -14,6 +14,7 @@ import functools
 import json
 import os
 import shlex
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -36,6 +37,12 @@ def command_line() -> str:
         del typed[at : at + 2]
     program = Path(sys.argv[0]).resolve()
     return shlex.join(["python", f"scripts/{program.parent.name}/{program.name}", *map(short, typed)])
+
+
+def commit() -> str:
+    """What is run: the commit, and whether something of it was changed."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
 
 
 class Table:

@@ -1,9 +1,10 @@
 """A server under mixed clients for as long as wanted: nothing may leak, hang, exceed the budget or be answered wrongly.
 
-usage: soak.py -m MODEL [--minutes 10] [--memory 160M] [--clients 8] [--json FILE]
+usage: soak.py -m MODEL [--minutes 10] [--memory 160M] [--clients 8] [--think SECONDS] [--json FILE]
 
-The server runs in a memory cgroup of the budget, where one can be made. Clients ask without end: answers that are read whole, streams, streams that
-are given up, prompts that are too long, bodies that are no JSON, connections that are cut before the answer. The budget moves up and down meanwhile.
+The server runs in a memory cgroup of the budget, where one can be made. Clients ask without end: chats of several turns, answers that are read
+whole, streams, streams that are given up, prompts that are too long, bodies that are no JSON, connections that are cut before the answer. The budget
+moves up and down meanwhile, between the smallest and the one where all experts fit. Memory is said without what experts take, which moves with it.
 Afterwards every different answer is read by the model alone: each of its tokens must be the best one there, or within rounding of the best, since
 kernels round differently with neighbours in a batch. Exit code 1 if anything is not as it should be.
 """
@@ -12,7 +13,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import random
+import resource
 import socket
 import statistics
 import subprocess
@@ -20,6 +23,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,22 +35,34 @@ from rich.console import Console
 import moeoff
 from cgroup import memory_cgroup, unavailable
 from moeoff.memory import format_size, parse_size
-from results_file import HELP, ResultsFile
+from results_file import HELP, ResultsFile, commit
 
 N_TOKENS = 48  # of an answer
 NEAR = 0.2  # logits: what batches of different shapes round apart
-FLAT, LEAST = 1.02, 5.0  # times the memory of the beginning, and minutes after which that can be said: the arena has filled
+FLAT, LEAST = 1.02, 5.0  # times the memory of the beginning, and minutes after which that can be said
+SHARES = (0.5, 0.05, 1.0, 0.2, 0.8, 0.0)  # of the way from the smallest budget to the one where all experts fit
 PROMPTS = [f"{name} has {n} {thing} and buys {n + 3} more. How many {thing} has {name}?" for name in ("Tom", "Ida", "Ben") for n, thing in
            ((3, "apples"), (8, "books"), (14, "coins"), (21, "stamps"))]  # fmt: skip
+FOLLOW_UP = ("And if two are lost?", "Say it in one word.", "How many would be twice as many?")
 SERVER = """
 import json, sys
 import moeoff
+from moeoff.memory import rss
 options = json.loads(sys.argv[2])
 with moeoff.Server(sys.argv[1], port=0, **options) as server:
+    parts = server._assembly
+    experts, least = parts.buffer.arena_full, parts.sizer.plan.needs.total + parts.buffer.arena_floor
     print(server.url, flush=True)
     for line in sys.stdin:
-        server.set_memory(int(line))
-        print("moved", flush=True)
+        found = parts.buffer.stats()
+        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.sizer.plan.budget, "misses": found.demand_misses}
+        while True:
+            try:
+                server.set_memory(min(least + int(float(line) * experts), options["memory"]))
+                break
+            except moeoff.BudgetError as error:  # what the smallest budget is changes with what the process needs beside the model
+                least = error.facts["needed"] + (1 << 20)
+        print(json.dumps(said), flush=True)
 """
 
 
@@ -56,6 +72,7 @@ class Soak:
 
     url: str
     ends: float
+    think: float
     answers: Counter[tuple[str, str]] = field(default_factory=Counter)
     kinds: Counter[str] = field(default_factory=Counter)
     seconds: list[float] = field(default_factory=list)
@@ -64,9 +81,11 @@ class Soak:
 
     def client(self, seed: int) -> None:
         chance = random.Random(seed)
-        kinds = [self.whole, self.stream, self.given_up, self.too_long, self.no_json, self.cut]
-        while time.monotonic() < self.ends:
-            kind = chance.choices(kinds, (5, 5, 2, 1, 1, 1))[0]
+        kinds = [self.chat, self.whole, self.stream, self.given_up, self.too_long, self.no_json, self.cut]
+        while (left := self.ends - time.monotonic()) > 0:
+            if self.think:
+                time.sleep(min(chance.expovariate(1 / self.think), left))
+            kind = chance.choices(kinds, (5, 3, 3, 2, 1, 1, 1))[0]
             try:
                 kind(chance)
             except Exception as error:  # whatever it is, it is what this program looks for
@@ -81,26 +100,42 @@ class Soak:
     def _body(self, chance: random.Random, **more: Any) -> dict[str, Any]:
         return {"prompt": chance.choice(PROMPTS), "n_predict": N_TOKENS, "temperature": 0, "return_tokens": True} | more
 
+    def answered(self, prompt: str, tokens: list[int], started: float) -> None:
+        with self.lock:
+            self.seconds.append(time.monotonic() - started)
+            self.answers[prompt, json.dumps(tokens)] += 1
+
+    def chat(self, chance: random.Random) -> None:
+        """One to three turns, each with what was said before."""
+        messages = [{"role": "user", "content": chance.choice(PROMPTS)}]
+        for turn in range(chance.randint(1, 3)):
+            if turn:
+                messages.append({"role": "user", "content": FOLLOW_UP[chance.randrange(len(FOLLOW_UP))]})
+            body, started = {"messages": messages, "max_tokens": N_TOKENS, "temperature": 0, "logprobs": True}, time.monotonic()
+            answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+            if answer.status_code != 200:
+                return self.problem(f"chat: {answer.status_code} {answer.text[:200]}")
+            choice = answer.json()["choices"][0]
+            prompt = httpx.post(f"{self.url}/apply-template", json={"messages": messages}, timeout=120).json()["prompt"]
+            self.answered(prompt, [piece["id"] for piece in choice["logprobs"]["content"]], started)
+            messages.append({"role": "assistant", "content": choice["message"]["content"]})
+
     def whole(self, chance: random.Random) -> None:
         body, started = self._body(chance), time.monotonic()
         answer = httpx.post(f"{self.url}/completion", json=body, timeout=120)
         if answer.status_code != 200:
             return self.problem(f"whole: {answer.status_code} {answer.text[:200]}")
-        with self.lock:
-            self.seconds.append(time.monotonic() - started)
-            self.answers[body["prompt"], json.dumps(answer.json()["tokens"])] += 1
+        self.answered(body["prompt"], answer.json()["tokens"], started)
 
     def stream(self, chance: random.Random, read: int | None = None) -> None:
-        body, tokens = self._body(chance, stream=True), []
+        body, tokens, started = self._body(chance, stream=True), [], time.monotonic()
         with httpx.stream("POST", f"{self.url}/completion", json=body, timeout=120) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     piece = json.loads(line[6:])
                     tokens += piece["tokens"]
                     if piece.get("stop"):
-                        with self.lock:
-                            self.answers[body["prompt"], json.dumps(tokens)] += 1
-                        return
+                        return self.answered(body["prompt"], tokens, started)
                     if read is not None and len(tokens) >= read:
                         return
         self.problem("stream: it had no end")
@@ -126,20 +161,28 @@ class Soak:
             time.sleep(chance.uniform(0, 0.2))
 
 
-def check_answers(model: str, answers: Counter[tuple[str, str]]) -> list[str]:
-    """Answers in which a token is plainly not the best one."""
-    wrong = []
-    with moeoff.Llama(model, expert_memory="2G", n_ctx=1024, logits_all=True, flash_attn=True) as llm:
-        for prompt, tokens in answers:
-            asked, said = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(tokens)
-            llm.reset()
-            llm.eval(asked + said)
-            logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(said) - 1])
-            behind = logits.max(axis=1) - logits[np.arange(len(said)), said]
-            if behind.max(initial=0) > NEAR:
-                at = int(behind.argmax())
-                wrong.append(f"{prompt!r}: token {at} of {llm.detokenize(said)!r} is {behind[at]:.2f} behind the best one")
-    return wrong
+def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Console) -> list[str]:
+    """Answers in which a token is plainly not the best one.
+
+    Both ways of computing attention are asked: a model with experts makes a small step of rounding a large one where a router stands between two.
+    """
+    behind: dict[tuple[str, str], np.ndarray] = {}
+    for flash_attn in (True, False):
+        doubtful = [key for key in answers if key not in behind or behind[key].max(initial=0) > NEAR]
+        console.print(f"{len(doubtful)} answers are read {'alone' if flash_attn else 'again, without flash attention'}", style="dim")
+        with moeoff.Llama(model, expert_memory="2G", n_ctx=1024, logits_all=True, flash_attn=flash_attn) as llm:
+            for prompt, tokens in doubtful:
+                asked, said = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(tokens)
+                llm.reset()
+                llm.eval(asked + said)
+                logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(said) - 1])
+                found = logits.max(axis=1) - logits[np.arange(len(said)), said]
+                behind[prompt, tokens] = np.minimum(found, behind.get((prompt, tokens), found))
+    return [
+        f"{prompt!r}: token {far.argmax()} of {tokens} is {far.max():.2f} behind the best one"
+        for (prompt, tokens), far in behind.items()
+        if far.max(initial=0) > NEAR
+    ]
 
 
 def rss(pid: int, name: str = "VmRSS") -> int:
@@ -147,16 +190,42 @@ def rss(pid: int, name: str = "VmRSS") -> int:
         return next(int(line.split()[1]) << 10 for line in file if line.startswith(name))
 
 
+def move_budget(process: subprocess.Popen[str], soak: Soak, seconds: float, console: Console) -> list[dict[str, int]]:
+    """Until the end of the soak; what was held before each move."""
+    held, told = [], time.monotonic()
+    while (left := soak.ends - time.monotonic()) > 0:
+        time.sleep(min(seconds, left))
+        process.stdin.write(f"{SHARES[len(held) % len(SHARES)]}\n")
+        process.stdin.flush()
+        if not (line := process.stdout.readline()):
+            soak.problem("the server has ended")
+            break
+        held.append(json.loads(line))
+        if time.monotonic() > told + min(300, seconds * 5):
+            told = time.monotonic()
+            console.print(f"{left / 60:.0f} minutes left, {soak.kinds.total()} requests, {len(soak.wrong)} wrong, {held[-1]}", style="dim")
+    return held
+
+
+def growth(held: list[dict[str, int]]) -> tuple[int, int]:
+    """Bytes without experts in the second quarter and in the last; each has all the budgets."""
+    sizes = [one["rss"] - one["experts"] for one in held]
+    quarter = max(len(sizes) // 4, 1)
+    return int(statistics.mean(sizes[quarter : 2 * quarter] or sizes)), int(statistics.mean(sizes[-quarter:]))
+
+
 @click.command()
 @click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--minutes", default=10.0, show_default=True)
-@click.option("--memory", default="160M", show_default=True)
+@click.option("--memory", default="160M", show_default=True, help="The largest budget; what is more than all experts need is not used.")
 @click.option("--clients", default=8, show_default=True)
 @click.option("--parallel", default=4, show_default=True)
+@click.option("--think", default=0.0, show_default=True, help="Mean seconds of a client between two requests.")
+@click.option("--move", default=5.0, show_default=True, help="Seconds between two budgets, of a run of minutes.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, minutes: float, memory: str, clients: int, parallel: int, json_file: str | None) -> None:
+def main(model: str, minutes: float, memory: str, clients: int, parallel: int, think: float, move: float, json_file: str | None) -> None:
     console, budget = Console(stderr=True), parse_size(memory)
-    options = json.dumps({"memory": budget, "parallel": parallel, "n_ctx": 1024, "n_batch": 128})
+    options = json.dumps({"memory": budget, "parallel": parallel, "n_ctx": 256 * parallel, "n_batch": 128})
     with contextlib.ExitStack() as stack:
         command = [sys.executable, "-c", SERVER, model, options]
         enter = None if unavailable() else stack.enter_context(memory_cgroup(int(budget / 0.95))).enter  # page cache counts there, too
@@ -164,36 +233,49 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, j
         url = process.stdout.readline().strip()
         if not url:
             raise click.ClickException("the server did not start")
-        soak = Soak(url, time.monotonic() + 60 * minutes)
+        began = time.monotonic()
+        soak = Soak(url, began + 60 * minutes, think)
         threads = [threading.Thread(target=soak.client, args=(seed,), daemon=True) for seed in range(clients)]
         for thread in threads:
             thread.start()
-        sizes = []
-        while time.monotonic() < soak.ends:
-            time.sleep(min(2.0, 60 * minutes / 50))
-            sizes.append(rss(process.pid))
-            process.stdin.write(f"{budget if len(sizes) % 2 else int(0.9 * budget)}\n")
-            process.stdin.flush()
-            process.stdout.readline()
+        held = move_budget(process, soak, min(move, 60 * minutes / 50), console)
         for thread in threads:
             thread.join(60)
+        seconds = time.monotonic() - began
         hung = sum(thread.is_alive() for thread in threads)
-        peak, started = rss(process.pid, "VmHWM"), time.monotonic()
+        peak, stopped = rss(process.pid, "VmHWM") if process.poll() is None else 0, time.monotonic()
         process.stdin.close()
         code = process.wait(30)
-    console.print(f"ended with {code} after {time.monotonic() - started:.1f} s", style="dim")
-    quarter = max(len(sizes) // 4, 1)
-    before, after = statistics.median(sizes[quarter : 2 * quarter]), statistics.median(sizes[-quarter:])
-    wrong = [*soak.wrong, *check_answers(model, soak.answers)]
+    console.print(f"ended with {code} after {time.monotonic() - stopped:.1f} s", style="dim")
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    load = (used.ru_utime + used.ru_stime) / seconds / (os.cpu_count() or 1)
+    before, after = growth(held)
+    wrong = [*soak.wrong, *check_answers(model, list(soak.answers), console)]
     wrong += [f"{hung} clients hung"] * bool(hung) + [f"exit code {code}"] * bool(code) + ["over the budget"] * (peak > budget)
-    wrong += [f"memory grew from {format_size(int(before))} to {format_size(int(after))}"] * (after > FLAT * before and minutes >= LEAST)
+    wrong += [f"memory without experts grew from {format_size(before)} to {format_size(after)}"] * (after > FLAT * before and minutes >= LEAST)
+    wrong += ["no expert was ever missing"] * (not held or not held[-1]["misses"])
     soak.seconds.sort()
     with ResultsFile(json_file) as results:
-        table = results.table(
-            "soak", f"{minutes:g} minutes, {clients} clients, {memory}", ["requests", "answers", "different", "p50 s", "p99 s", "peak", "wrong"]
-        )
+        columns = [
+            "requests",
+            "answers",
+            "different",
+            "budgets",
+            "processors busy",
+            "p50 s",
+            "p99 s",
+            "largest",
+            "without experts, second quarter and last",
+            "wrong",
+        ]
+        title = f"{minutes:g} minutes, {clients} clients that think {think:g} s between requests, {memory} at most, at {commit()}"
+        table = results.table("soak", title, columns)
         at = [f"{soak.seconds[int(p * (len(soak.seconds) - 1))]:.2f}" if soak.seconds else "-" for p in (0.5, 0.99)]
-        table.row(str(soak.kinds.total()), str(soak.answers.total()), str(len(soak.answers)), *at, format_size(peak), str(len(wrong)))
+        sizes = [format_size(peak), f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB"]
+        table.row(str(soak.kinds.total()), str(soak.answers.total()), str(len(soak.answers)), str(len(held)), f"{load:.0%}", *at, *sizes, str(len(wrong)))
+        kinds = results.table("soak-kinds", "what was asked", ["what", "requests"])
+        for name, n in soak.kinds.most_common():
+            kinds.row(name.replace("_", " "), str(n))
     for text in wrong[:20]:
         console.print(text, style="red")
     sys.exit(1 if wrong else 0)

@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT / "scripts" / "bench"), str(ROOT / "scripts")]
 
-from results_file import HELP, ResultsFile
+from results_file import HELP, ResultsFile, Table, commit
 
-__all__ = ["DEMO", "HELP", "ROOT", "ResultsFile", "commit", "is_sentence", "n_descriptors", "n_threads", "rss"]
+__all__ = ["DEMO", "HELP", "ROOT", "ResultsFile", "Table", "commit", "is_sentence", "n_descriptors", "n_threads", "rss"]
 
 DEMO = str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")
-
-
-def commit() -> str:
-    """What is run: the commit, and whether something of it was changed."""
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    return found.stdout.strip() or "unknown"
 
 
 def is_sentence(text: str) -> bool:

@@ -1,7 +1,9 @@
 """Damaged files: whatever a GGUF, a companion, a profile, settings, a trace, a plan say, there is an answer or one sentence.
 
-usage: damaged.py [--headers N] [--runs N] [--beside N] [--seed N] [--json FILE]
+usage: damaged.py [--no-named] [--headers N] [--runs N] [--beside N] [--seed N] [--json FILE]
 
+named: what has ended processes elsewhere (no layers, too many, layers for drafts, tensors that overlap, F64, huge strings, hostile chat templates), each
+through `inspect`, `run`, `convert` and `serve`.
 headers: so many GGUF headers of which one field says something else are read in one process, as every command reads them first
 (layout, preflight, what `inspect` says). runs: so many of those that this does not refuse go through `run`, `convert` and `inspect` in a child each,
 with --memory, in 8 GiB of address space, and under a deadline; some through `serve`. beside: so many damaged files beside a model are read.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import json
 import os
 import random
@@ -26,12 +29,13 @@ import traceback
 import urllib.error
 import urllib.request
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import click
-from common import DEMO, HELP, ResultsFile, commit, is_sentence
-from mutants import Mutant, fields, mutate, mutate_header
+from common import DEMO, HELP, ResultsFile, Table, commit, is_sentence
+from mutants import MARK, Mutant, fields, mutate, mutate_header, named_mutants
 
 DEADLINE = 60  # seconds of a child
 ADDRESS_SPACE = 8 << 30
@@ -58,12 +62,14 @@ class Damaged:
 
     def write(self, mutant: Mutant) -> None:
         """Where nothing moves, only what differs is written."""
-        if len(mutant.data) == mutant.n_removed and self._plain:
+        if len(mutant.data) == mutant.n_removed and mutant.rest is None and self._plain:
             with open(self.path, "r+b", buffering=0) as file:
                 file.seek(mutant.at)
                 file.write(mutant.data)
             return
-        self.path.write_bytes(mutant.apply(self.header) + self.rest)
+        with open(self.path, "wb") as file:
+            file.write(mutant.apply(self.header))
+            file.write(self.rest if mutant.rest is None else mutant.rest)
         self._plain = False
 
     def restore(self, mutant: Mutant) -> None:
@@ -110,8 +116,8 @@ def check_headers(damaged: Damaged, count: int, keep: int) -> tuple[Counter[str]
 # --- children ---
 
 
-def forked(body: Callable[[], object]) -> tuple[int, str, int]:
-    """(exit code, what was written to standard error, peak of its memory) of a child that does this; a signal is a negative code."""
+def forked(body: Callable[[], object], folder: Path) -> tuple[int, str, int]:
+    """(exit code, what was written to standard error, peak of its memory) of a child that does this in a folder; a signal is a negative code."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -120,6 +126,7 @@ def forked(body: Callable[[], object]) -> tuple[int, str, int]:
             os.dup2(writer, 2)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
             os.close(reader)
+            os.chdir(folder)
             resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
@@ -173,23 +180,27 @@ def verdict(code: int, text: str, peak: int, *, bounded: bool, quiet: bool = Tru
     return ""
 
 
-def check_runs(damaged: Damaged, mutants: list[Mutant]) -> Iterator[tuple[str, int, str]]:
-    """(command, exit code, what is wrong) of each run."""
-    out = damaged.path.with_name("model.experts.gguf")
+def check_runs(damaged: Damaged, mutants: Iterable[Mutant], *, all_commands: bool = False) -> Iterator[tuple[str, int, str]]:
+    """(command, exit code, what is wrong) of each run; of most mutants `run` alone."""
+    out, mark = damaged.path.with_name("model.experts.gguf"), damaged.path.with_name(MARK)
     for n, mutant in enumerate(mutants):
         damaged.write(mutant)
+        said = f"{mutant.what}, {mutant.data[:16].hex()} at {mutant.at}"
+        mutant = replace(mutant, data=mutant.data[: mutant.n_removed], rest=None)  # a child begins with the memory of this process
         commands = {"run": ["run", "-m", str(damaged.path), "-p", "Hi", "-n", "2", *OPTIONS]}
-        if n % 8 == 0:
+        if all_commands or n % 8 == 0:
             commands["inspect"] = ["inspect", str(damaged.path), "--no-probe"]
             commands["convert"] = ["convert", str(damaged.path), "--tiers", "keep,Q4_0", "-o", str(out), "--force"]
-        for name, args in commands.items():
-            code, text, peak = forked(lambda args=args: command(args))
-            wrong = verdict(code, text, peak, bounded=name == "run")
-            yield name, code, wrong and f"{name}, {mutant.what}, {mutant.data[:16].hex()} at {mutant.at}: {wrong}"
-        if n % 16 == 0:
-            code, text, peak = forked(lambda: serve(damaged.path))
-            wrong = verdict(code, text, peak, bounded=True, quiet=False)
-            yield "serve", code, wrong and f"serve, {mutant.what}, {mutant.data[:16].hex()} at {mutant.at}: {wrong}"
+        bodies = {name: functools.partial(command, args) for name, args in commands.items()}
+        if all_commands or n % 16 == 0:
+            bodies["serve"] = functools.partial(serve, damaged.path)
+        for name, body in bodies.items():
+            code, text, peak = forked(body, mark.parent)
+            wrong = verdict(code, text, peak, bounded=name in ("run", "serve"), quiet=name != "serve")
+            if mark.exists():
+                mark.unlink()
+                wrong += " the template has run code"
+            yield name, code, wrong and f"{name}, {said}: {wrong}"
         damaged.restore(mutant)
 
 
@@ -285,13 +296,27 @@ def check_beside(count: int, rng: random.Random) -> Iterator[tuple[str, bool, st
     faulthandler.cancel_dump_traceback_later()
 
 
+def tell_runs(table: Table, what: str, runs: Iterable[tuple[str, int, str]]) -> list[str]:
+    """A row for each command; what is wrong."""
+    counted: dict[str, Counter[str]] = {}
+    wrong = []
+    for name, code, problem in runs:
+        counted.setdefault(name, Counter())[str(code)] += 1
+        counted[name]["problems"] += bool(problem)
+        wrong += [problem] * bool(problem)
+    for name, codes in counted.items():
+        table.row(f"{what}, {name}", str(codes.total() - codes["problems"]), str(codes["1"]), str(codes["0"]), str(codes["problems"]))
+    return wrong
+
+
 @click.command()
+@click.option("--named/--no-named", default=True, show_default=True)
 @click.option("--headers", default=100_000, show_default=True)
 @click.option("--runs", default=2000, show_default=True)
 @click.option("--beside", default=2000, show_default=True)
 @click.option("--seed", default=1, show_default=True)
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(headers: int, runs: int, beside: int, seed: int, json_file: str | None) -> None:
+def main(named: bool, headers: int, runs: int, beside: int, seed: int, json_file: str | None) -> None:
     import moeoff.cli.main
     import moeoff.engine.open  # noqa: F401  # what takes time is imported once, before the children
 
@@ -300,20 +325,15 @@ def main(headers: int, runs: int, beside: int, seed: int, json_file: str | None)
         os.environ["XDG_CACHE_HOME"] = name
         damaged = Damaged(Path(name), seed)
         table = results.table("damaged", f"damaged files, at {commit()}, seed {seed}", ["what", "files", "refused in one sentence", "accepted", "problems"])
+        if named:
+            wrong += tell_runs(table, "named damage", check_runs(damaged, named_mutants(DEMO), all_commands=True))
         if headers:
             started = time.monotonic()
             kinds, problems, accepted = check_headers(damaged, headers, runs)
             table.row("GGUF headers", str(headers), str(kinds["refused"]), str(kinds["accepted"]), str(len(problems)))
             print(f"{headers / (time.monotonic() - started):.0f} headers/s", file=sys.stderr)
             wrong += problems
-            counted: dict[str, Counter[str]] = {}
-            for command, code, problem in check_runs(damaged, accepted):
-                counted.setdefault(command, Counter())[str(code)] += 1
-                counted[command]["problems"] += bool(problem)
-                wrong += [problem] * bool(problem)
-            for command, codes in counted.items():
-                n = codes.total() - codes["problems"]
-                table.row(f"accepted headers, {command}", str(n), str(codes["1"]), str(codes["0"]), str(codes["problems"]))
+            wrong += tell_runs(table, "accepted headers", check_runs(damaged, accepted))
         found: dict[str, Counter[str]] = {}
         for kind, accepted_, problem in check_beside(beside, random.Random(seed)) if beside else ():
             found.setdefault(kind, Counter())["accepted" if accepted_ else "refused"] += 1

@@ -5,10 +5,14 @@ from __future__ import annotations
 import random
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-__all__ = ["Field", "Mutant", "fields", "mutate", "mutate_header"]
+import numpy as np
+
+from moeoff.gguf.file import ModelFile, header_bytes, pack, pack_array, unpack
+
+__all__ = ["MARK", "Field", "Mutant", "fields", "mutate", "mutate_header", "named_mutants"]
 
 NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
@@ -18,6 +22,13 @@ TYPES = [*range(42), 255, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]  # ggml's, F64 
 TEMPLATES = ["{% if", "{{ 1 / 0 }}", "{{ messages[0].nothing.at.all }}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
              "{{ 'x'.center(10 ** 12) }}", "{{ 10 ** (10 ** 10) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{% include '/etc/passwd' %}",
              "{{ raise_exception('no') }}", "\udcff\udcfe{{ messages }}", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}"]  # fmt: skip
+
+
+MARK = "a-template-was-here"  # a file in the working folder that a template would make if it could run code
+CODE = ["{{ cycler.__init__.__globals__.os.popen('touch %s').read() }}", "{{ lipsum.__globals__['os'].system('touch %s') }}",
+        "{%% for c in ().__class__.__base__.__subclasses__() %%}{%% if c.__name__ == 'Popen' %%}{{ c(['touch', '%s']) }}{%% endif %%}{%% endfor %%}",
+        "{{ self._TemplateReference__context.environment.compile_expression.__globals__['__builtins__']['open']('%s', 'w') }}"]  # fmt: skip
+STRING_BYTES = 32 << 20  # of a huge string
 
 
 class Field(NamedTuple):
@@ -31,12 +42,13 @@ class Field(NamedTuple):
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is done to a file: bytes [at, at + n_removed) become `data`."""
+    """What is done to a file: bytes [at, at + n_removed) of its header become `data`, and what follows it becomes `rest`, if that is given."""
 
     at: int
     n_removed: int
     data: bytes
     what: str
+    rest: bytes | None = None
 
     def apply(self, whole: bytes) -> bytes:
         return whole[: self.at] + self.data + whole[self.at + self.n_removed :]
@@ -87,6 +99,50 @@ def _walk(data: bytes) -> Iterator[Field]:
             at += 8
         yield from (Field(at, 4, "ggml_type", name), Field(at + 4, 8, "offset", name))
         at += 12
+
+
+def named_mutants(path: str) -> Iterator[Mutant]:
+    """What has ended processes elsewhere, each by itself: counts of layers, layers for drafts, tensors that overlap, F64, huge strings, templates."""
+    with ModelFile(path) as model:
+        header, metadata, tensors, alignment = model.header(), model.metadata, list(model.tensors.values()), 32
+        data = {tensor.name: model.data(tensor.name).tobytes() for tensor in tensors}
+    arch = unpack(metadata["general.architecture"])
+    places = {(field.kind, field.name): field for field in fields(header)}
+    n_layer, routers = unpack(metadata[f"{arch}.block_count"]), [t.name for t in tensors if t.name.endswith("ffn_gate_inp.weight")]
+
+    def with_values(what: str, **values: bytes) -> Mutant:
+        return Mutant(0, len(header), header_bytes(metadata | {key.replace("__", "."): raw for key, raw in values.items()}, tensors, alignment), what)
+
+    def with_type(what: str, names: list[str], number: int, form: str) -> Mutant:
+        changed = [replace(t, type=number) if t.name in names else t for t in tensors]
+        whole = [np.frombuffer(data[t.name], "<f4").astype(form).tobytes() if t.name in names else data[t.name] for t in tensors]
+        return Mutant(0, len(header), header_bytes(metadata, changed, alignment), what, b"".join(part + bytes(-len(part) % alignment) for part in whole))
+
+    for n in (0, 1, n_layer - 1, n_layer + 1, 512, 513, 1 << 31, (1 << 32) - 1):
+        yield with_values(f"{n} layers", **{f"{arch}.block_count": pack(n)})
+    for n in (1, n_layer - 1, n_layer, n_layer + 1, 1 << 31, (1 << 32) - 1):
+        yield with_values(f"{n} layers for drafts", **{f"{arch}.nextn_predict_layers": pack(n)})
+    yield with_values("a layer for drafts behind the last", **{f"{arch}.block_count": pack(n_layer + 1), f"{arch}.nextn_predict_layers": pack(1)})
+    for name in ("blk.0.ffn_up_exps.weight", "output.weight", "blk.0.attn_norm.weight"):
+        field = places["offset", name]
+        (offset,) = struct.unpack_from("<Q", header, field.at)
+        for other in (0, offset - 32, offset + 32, offset // 2 // 32 * 32):
+            yield Mutant(field.at, field.size, struct.pack("<Q", other), f"{name} overlaps another")
+    yield with_type("an F64 router", routers[:1], 28, "<f8")
+    yield with_type("F64 routers", routers, 28, "<f8")
+    yield with_type("F16 routers", routers, 1, "<f2")
+    yield with_type("an F64 norm", ["output_norm.weight"], 28, "<f8")
+    tokens, huge = unpack(metadata["tokenizer.ggml.tokens"]), "x" * STRING_BYTES
+    yield with_values("a huge name", general__name=pack(huge))
+    yield with_values("a huge architecture", general__architecture=pack(huge))
+    yield with_values("a huge chat template", tokenizer__chat_template=pack(huge))
+    yield with_values("a huge token", tokenizer__ggml__tokens=pack_array([*tokens[:-1], huge]))
+    yield with_values("a huge merge", tokenizer__ggml__merges=pack_array(["a " + huge]))
+    yield with_values("a huge key", **{huge: pack(1)})
+    yield Mutant(0, len(header), header_bytes(metadata, [replace(tensors[0], name=huge), *tensors[1:]], alignment), "a huge tensor name")
+    for template in (*TEMPLATES, *(code % MARK for code in CODE)):
+        raw = template.encode("utf-8", "surrogateescape")
+        yield with_values(f"chat template {template[:60]!r}", tokenizer__chat_template=struct.pack("<IQ", STRING, len(raw)) + raw)
 
 
 def mutate_header(header: bytes, places: list[Field], rng: random.Random) -> Mutant:

@@ -15,6 +15,7 @@
 #include <new>
 #include <system_error>
 
+#include <dirent.h>
 #include <dlfcn.h>
 #include <fcntl.h>
 #include <pthread.h>
@@ -210,10 +211,21 @@ struct user {
     std::vector<const tensor *> tensors;
 };
 
+int n_descriptors() {
+    DIR * folder = opendir("/proc/self/fd");
+    int   n      = 0;
+    while (readdir(folder)) {
+        n++;
+    }
+    closedir(folder);
+    return n;
+}
+
 // what happens with a fault, and whether it was told
 long sweep(const std::function<void(user &, bool & failed)> & attempt, bool is_loaded) {
     const slice_file file { 1 << 17 };
-    long total = 0;
+    const int held  = n_descriptors();
+    long      total = 0;
     for (int call = 0; call < N_CALLS; call++) {
         for (long n = 1;; n++) {
             user        u(file);
@@ -242,6 +254,7 @@ long sweep(const std::function<void(user &, bool & failed)> & attempt, bool is_l
             REQUIRE(n < 10000);
         }
     }
+    REQUIRE(n_descriptors() == held);
     return total;
 }
 

@@ -31,13 +31,10 @@ static int open_direct(const char * path) {
 #endif
 }
 
-files::~files() {
-    for (auto & e : entries) {
-        if (e->fd_buffered >= 0) {
-            close(e->fd_buffered);
-        }
-        if (e->fd_direct_owned >= 0) {
-            close(e->fd_direct_owned);
+files::entry::~entry() {
+    for (const int fd : { fd_buffered, fd_direct_owned }) {
+        if (fd >= 0) {
+            close(fd);
         }
     }
 }
@@ -53,7 +50,6 @@ int files::add(const std::string & path, bool direct, std::string & error) {
     struct stat st;
     if (fstat(e->fd_buffered, &st) != 0) {
         error = path + ": cannot stat: " + strerror(errno);
-        close(e->fd_buffered);
         return -1;
     }
     e->size = (uint64_t) st.st_size;

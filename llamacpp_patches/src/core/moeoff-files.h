@@ -18,8 +18,6 @@ inline uint64_t page_ceil (uint64_t n) { return page_floor(n + page_size - 1); }
 
 class files {
   public:
-    ~files();
-
     // index of the file, or -1 with error set
     int add(const std::string & path, bool direct, std::string & error);
 
@@ -37,6 +35,8 @@ class files {
 
   private:
     struct entry {
+        ~entry();
+
         std::string       path;
         int               fd_buffered = -1;
         std::atomic<int>  fd_direct   {-1}; // -1 once the file system has refused a direct read

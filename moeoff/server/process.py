@@ -1,0 +1,125 @@
+"""`ServerProcess`: a `Server` in a process of its own, reached through a Unix socket.
+
+For a program that has memory of its own, which the model's budget must not pay for, and that wants to outlive the engine. The process ends when
+its standard input does, and so with whoever started it, however that ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from typing import Any
+
+from ..errors import MoeoffError
+
+__all__ = ["ServerProcess"]
+
+_STOPPING = 20.0  # seconds that answers, and what is remembered for a warm start, have to end in
+
+
+class ServerProcess:
+    """Starts the process and returns when the first request can be answered.
+
+    Args:
+        model, **options: of `Server`, without host and port.
+
+    Raises:
+        MoeoffError: what `Server` raised there, or that the process has ended.
+    """
+
+    def __init__(self, model: str, **options: Any):
+        self._folder = tempfile.mkdtemp(prefix="moeoff-")
+        self.socket = os.path.join(self._folder, "http.sock")
+        command = [sys.executable, "-m", "moeoff.server.process"]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+        try:
+            self._ask(model, options)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _ask(self, model: str, options: dict[str, Any]) -> None:
+        stdin, stdout = self._process.stdin, self._process.stdout
+        if stdin is None or stdout is None:
+            raise AssertionError("both are pipes")
+        try:
+            pickle.dump((model, self.socket, options), stdin)
+            stdin.flush()
+            error = pickle.load(stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            raise MoeoffError(f"{model}: the process that was to serve it has {self.ending()}") from None
+        if error is not None:
+            raise error
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        return self._process.poll() is None
+
+    def wait(self) -> None:
+        """Until the process has ended."""
+        self._process.wait()
+
+    def ending(self) -> str:
+        """How it has ended, for a sentence."""
+        code = self._process.wait()
+        return f"ended with code {code}" if code >= 0 else f"been ended by {signal.Signals(-code).name}"
+
+    def stop(self) -> None:
+        """Ends every answer, then the process. May be called twice."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self._process.stdin.close()
+        try:
+            self._process.wait(_STOPPING + 1)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _main() -> None:
+    stdin, stdout = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what llama.cpp prints is not an answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of the terminal, for the one that reads it
+    model, socket, options = pickle.load(stdin)
+    try:
+        from .server import Server
+
+        server = Server(model, host=socket, **options).start()
+    except Exception as error:
+        said = error if isinstance(error, MoeoffError) else MoeoffError(f"{model}: {type(error).__name__}: {error}")
+        _answer(stdout, MoeoffError(str(said)))
+        sys.exit(1)
+    _answer(stdout, None)
+    threading.Thread(target=_stop_at_the_end, args=(server, stdin, os.path.dirname(socket)), daemon=True).start()
+    server.wait()
+
+
+def _answer(stdout: Any, error: MoeoffError | None) -> None:
+    pickle.dump(error, stdout)
+    stdout.close()
+
+
+def _stop_at_the_end(server: Any, stdin: Any, folder: str) -> None:
+    stdin.read()
+    threading.Timer(_STOPPING, os._exit, (1,)).start()
+    server.stop()
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _main()
