@@ -92,6 +92,23 @@ def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
     assert "Traceback" in moeoff_command("run", "-n", "4", "--debug", *args).stderr
 
 
+def test_a_prompt_of_megabytes_stays_within_the_budget(demo):
+    """It is refused before it is read as a whole, which takes llama.cpp's tokenizer dozens of bytes for each character."""
+    code = """
+import resource, sys
+from moeoff.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+    sys.exit(end.code)
+"""
+    args = ("run", "-m", str(demo), "-c", "256", "--memory", "300M", "--no-warm", "--raw")
+    done = subprocess.run([sys.executable, "-c", code, *args], input="word " * 2_000_000, capture_output=True, text=True)
+    assert done.returncode == 1 and "must be shorter than the context, which has 256" in done.stderr, done.stderr
+    assert int(done.stdout) < 300
+
+
 @pytest.mark.parametrize(
     "options, words",
     [

@@ -116,11 +116,6 @@ class Completion:
         )
 
 
-def text_tokens(llm: Llama, text: str) -> list[int]:
-    """Of a text that the model is to continue as it is."""
-    return llm.tokenize(text.encode("utf-8", "replace"), add_bos=True, special=True)
-
-
 class Completer:
     """Has a model answer, one prompt after the other. Use with `with`.
 

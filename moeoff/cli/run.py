@@ -160,13 +160,13 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
 def _complete(completer: Completer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str) -> Completion:
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
     from ..engine.chat_template import Template
-    from .completion import text_tokens
+    from ..engine.prompt import prompt_tokens
 
     llm = completer.llm
     if raw or "tokenizer.chat_template" not in llm.metadata:
         if system:
             raise OptionError("--system: there is no chat template to put it into")
-        tokens = text_tokens(llm, prompt)
+        tokens = prompt_tokens(llm, prompt, add_bos=True)
     else:
         messages = [{"role": "system", "content": system}] if system else []
         tokens = Template(llm).tokens([*messages, {"role": "user", "content": prompt}])

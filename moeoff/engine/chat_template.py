@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from ..chat_sandbox import TemplateBoundError
 from ..errors import ModelError, Remedy
 from ..gguf.file import ModelFile, unpack
+from .prompt import prompt_tokens
 
 if TYPE_CHECKING:
     from llama_cpp import ChatCompletionRequestMessage
@@ -53,9 +54,9 @@ class Template:
             raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}", Remedy.CONTINUE_TEXT) from None
 
     def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it."""
+        """Of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it, `ContextError` if it is far too long."""
         try:
             text = self._format(messages=cast("list[ChatCompletionRequestMessage]", list(messages))).prompt
         except self._refusals as error:  # templates raise on purpose: "system role not supported"
             raise ModelError(f"the model's chat template refuses this conversation: {error}") from None
-        return self._llm.tokenize(text.encode("utf-8", "replace"), add_bos=False, special=True)
+        return prompt_tokens(self._llm, text, add_bos=False)
