@@ -27,6 +27,7 @@ from .errors import ForkError
 
 __all__ = [
     "ABI_VERSION",
+    "MAX_WAVES",
     "FLAG_KEEP",
     "FLAG_EAGER",
     "FLAG_DIRECT_IO",
@@ -127,6 +128,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
 
 
 ABI_VERSION = 13
+MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4

@@ -95,12 +95,13 @@ def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
 def test_a_prompt_of_megabytes_stays_within_the_budget(demo):
     """It is refused before it is read as a whole, which takes llama.cpp's tokenizer dozens of bytes for each character."""
     code = """
-import resource, sys
+import sys
+from moeoff import memory
 from moeoff.cli.main import main
 try:
     main()
 except SystemExit as end:
-    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10)
+    print(memory.peak_rss() >> 20)  # of its own address space: ru_maxrss would be that of the process that forked it
     sys.exit(end.code)
 """
     args = ("run", "-m", str(demo), "-c", "256", "--memory", "300M", "--no-warm", "--raw")

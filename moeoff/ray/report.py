@@ -11,20 +11,20 @@ from ray.serve.request_router import RequestRouter
 
 __all__ = ["add_router", "prometheus", "report_of", "reports"]
 
-# how a report calls it: the server's counters that add up to it
+# how a report calls it: what the server's metrics call it
 _COUNTERS = {
-    "tokens_predicted": ("llamacpp:tokens_predicted_total",),
-    "tokens_read": ("llamacpp:prompt_tokens_total",),
-    "expert_hits": ("moeoff_expert_hits_total",),
-    "expert_misses": ("moeoff_expert_misses_total",),
-    "expert_bytes_read": ("moeoff_expert_read_bytes_total",),
+    "tokens_predicted": "llamacpp:tokens_predicted_total",
+    "tokens_read": "llamacpp:prompt_tokens_total",
+    "expert_hits": "moeoff_expert_hits_total",
+    "expert_misses": "moeoff_expert_misses_total",
+    "expert_bytes_read": "moeoff_expert_read_bytes_total",
 }
 _GAUGES = {
-    "answering": ("llamacpp:requests_processing",),
-    "queue": ("llamacpp:requests_deferred",),
-    "arena_bytes": ("moeoff_arena_bytes",),
-    "resident_bytes": ("moeoff_resident_memory_bytes",),
-    "budget_bytes": ("moeoff_budget_bytes",),
+    "answering": "llamacpp:requests_processing",
+    "queue": "llamacpp:requests_deferred",
+    "arena_bytes": "moeoff_arena_bytes",
+    "resident_bytes": "moeoff_resident_memory_bytes",
+    "budget_bytes": "moeoff_budget_bytes",
 }
 _SAMPLE = re.compile(r"^([\w:]+) (\S+)$", re.MULTILINE)  # those without labels
 _routers: weakref.WeakSet[RequestRouter] = weakref.WeakSet()  # of this process: Ray tells them what replicas have reported
@@ -33,7 +33,7 @@ _routers: weakref.WeakSet[RequestRouter] = weakref.WeakSet()  # of this process:
 def report_of(metrics: str) -> dict[str, float]:
     """Counters since the replica started, gauges of now; `hit_rate` of slices, and `mb_per_token` (10^6 bytes) of tokens read and written alike."""
     samples = {name: float(value) for name, value in _SAMPLE.findall(metrics)}
-    out = {name: sum(samples.get(part, 0.0) for part in parts) for name, parts in (_COUNTERS | _GAUGES).items()}
+    out = {name: samples.get(metric, 0.0) for name, metric in (_COUNTERS | _GAUGES).items()}
     uses, tokens = out["expert_hits"] + out["expert_misses"], out["tokens_predicted"] + out["tokens_read"]
     out["hit_rate"] = out["expert_hits"] / uses if uses else 0.0
     out["mb_per_token"] = out["expert_bytes_read"] / tokens / 1e6 if tokens else 0.0

@@ -296,6 +296,7 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
         const device_ids out = { slots.data(), host.data() };
         x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
         REQUIRE(e.n_hit >= 2); // 4 is there
+        REQUIRE(std::all_of(e.on_device, e.on_device + ids.size(), [](uint8_t is_there) { return is_there == 1; })); // those of later waves too
         for (int wave = 0; wave < 4; wave++) { // the last has nothing left to do
             for (size_t i = 0; i < ids.size(); i++) {
                 REQUIRE(slots[i] < 2 || slots[i] == 2 + (int32_t) i % 2);

@@ -47,7 +47,7 @@ moeoff_device_mode device_tier::mode_for(const gate & g, const void * asker, int
     if (!is_on() || n_slots(g) == 0 || n_used > n_spare || n_tokens == 0 || !asker || (user && user != asker)) {
         return MOEOFF_DEVICE_OFF;
     }
-    if (uploads_all() && n_waves(g, n_used, n_tokens) > (mode == MOEOFF_DEVICE_WAVES ? max_waves : 1)) {
+    if (uploads_all() && n_waves(g, n_used, n_tokens) > (mode == MOEOFF_DEVICE_WAVES ? MOEOFF_MAX_WAVES : 1)) {
         return MOEOFF_DEVICE_OFF; // the batch may need more experts than there are slots
     }
     user = asker;

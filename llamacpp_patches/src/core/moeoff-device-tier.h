@@ -44,7 +44,6 @@ class device_tier {
     void finish(const gate & g, const upload & u, bool is_complete, slice_table & table) REQUIRES(store_mutex);
 
   private:
-    static constexpr int32_t max_waves = 4; // each adds nodes to the graph, which llama.cpp gives a bounded size
 
     void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) REQUIRES(store_mutex);
 

@@ -457,17 +457,9 @@ bool slice_table::begin_download(slice & s) {
     if (stopped || s.size_class < 0 || s.state.load(std::memory_order_relaxed) != ABSENT) {
         return false;
     }
-    pool & p = pool_of(s);
     const eviction_rank own = { all.keys[leaf_of(map.gate_at(s.gate), s.expert)], all.index_of(s), s.last_use };
-    while ((s.slot = p.slots.take(s.size_class)) < 0) {
-        if (slice * v = p.victim_below(own)) {
-            evict(*v);
-            stats.evictions++;
-        } else if ((s.slot = p.slots.take(s.size_class, true)) >= 0) {
-            break;
-        } else {
-            return false;
-        }
+    if (!take_slot(s, [&](pool & p) REQUIRES(store_mutex) { return p.victim_below(own); }, [] { return false; })) {
+        return false;
     }
     s.level = PREFETCH;
     s.cancel.store(false, std::memory_order_relaxed);
@@ -477,19 +469,25 @@ bool slice_table::begin_download(slice & s) {
 
 // --- room ---
 
-bool slice_table::take_slot(slice & s, request_level level) {
+// a free slot, or a victim's, or a free one of another class, or what the last resort frees
+template <typename Victim, typename Resort> bool slice_table::take_slot(slice & s, Victim victim, Resort last_resort) {
     pool & p = pool_of(s);
     while ((s.slot = p.slots.take(s.size_class)) < 0) {
-        if (slice * v = p.victim(level)) {
+        if (slice * v = victim(p)) {
             evict(*v);
             stats.evictions++;
         } else if ((s.slot = p.slots.take(s.size_class, true)) >= 0) {
             break;
-        } else if (!steal_queued_slot(s.version, level)) {
+        } else if (!last_resort()) {
             return false;
         }
     }
     return true;
+}
+
+bool slice_table::take_slot(slice & s, request_level level) {
+    return take_slot(
+        s, [level](pool & p) REQUIRES(store_mutex) { return p.victim(level); }, [&]() REQUIRES(store_mutex) { return steal_queued_slot(s.version, level); });
 }
 
 // the last resort: a slot that waits for a worker on behalf of a less urgent request

@@ -119,6 +119,7 @@ class slice_table {
     void   evict(slice & s) REQUIRES(store_mutex);
     void   reconsider_low(const slice & high) REQUIRES(store_mutex);
     bool   take_slot(slice & s, request_level level) REQUIRES(store_mutex);
+    template <typename Victim, typename Resort> bool take_slot(slice & s, Victim victim, Resort last_resort) REQUIRES(store_mutex);
     bool   steal_queued_slot(uint8_t v, request_level level) REQUIRES(store_mutex);
 
     const expert_map &    map;

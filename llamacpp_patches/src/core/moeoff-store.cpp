@@ -146,7 +146,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
                 const int32_t e = c.id(t, k), slot = all.slot_of[e];
                 out->slots[i] = slot >= 0 ? slot : n_slots + k; // a device's kernels take a token's ids for distinct
                 out->host[i]  = slot >= 0 ? -1 : e;
-                all.on_device[(size_t) i] = slot >= 0;
+                all.on_device[(size_t) i] = slot >= 0 || (is_inline && all.is_chosen[e] == 1u << HIGH); // of a later wave: without a slot yet
             }
         }
         event.on_device = all.on_device.data();

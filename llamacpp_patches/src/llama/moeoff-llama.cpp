@@ -237,7 +237,7 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 }
 
 uint32_t moeoff_n_more_nodes(const llama_model & model) {
-    constexpr uint32_t n_per_block = 3 * 14; // waves behind the first; a wave's view, ids, products, biases, scales, activation and sum
+    constexpr uint32_t n_per_block = (MOEOFF_MAX_WAVES - 1) * 14; // a wave's view, ids, products, biases, scales, activation and sum
     uint32_t n = 0;
     for (const auto & layer : model.layers) {
         for (const ggml_tensor * t : { layer.ffn_down_exps, layer.ffn_down_chexps }) {
