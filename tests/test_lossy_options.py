@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from helpers.files import PROSE, SMALL_TRACE
 from moeoff import OptionError
+from moeoff.budget.precision import LOSSLESS, Precision
 from moeoff.cli.main import main
 from moeoff.cli.options import precision_argument
 from moeoff.companion.convert import convert
@@ -71,6 +72,23 @@ def test_thresholds_on_the_command_line(demo, moeoff_command, tmp_path):
     done = moeoff_command("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prompt-low", "0.5", "--json")
     found = json.loads(done.stdout)
     assert found["served_low"] > 0 == found["skipped"] and found["precision"]["prefill_low_share"] == 0.5 and found["kl"] is not None
+
+
+def test_hobbits_jetson(demo, moeoff_command, tmp_path):
+    """§5: its thresholds and two bits by naming the preset, which is as good as asking for them one by one; a bound of the loss is another way to ask."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    options = ("-m", model, "--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
+    done = moeoff_command("run", *options)
+    assert done.returncode == 1 and "needs a companion" in done.stderr and "Traceback" not in done.stderr
+    convert(model, tiers=["Q2_K"])
+    stats = json.loads(moeoff_command("run", *options).stdout)["stats"]
+    assert stats["served_low"] > 0
+    config = Config.make(demo, strategy="hobbit-jetson")
+    assert config.precision == Precision(0.6, 0.9, tier="Q2_K") and "max_loss" not in config.open_options
+    assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
+    assert all(s.precision is LOSSLESS for name, s in PRESETS.items() if name != "hobbit-jetson")
+    with pytest.raises(OptionError, match="give no other"):
+        Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
 
 
 def test_fates_quantization(demo, moeoff_command, tmp_path):

@@ -25,7 +25,7 @@ from stock import Stock
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
-PREDICTING = [name for name, s in PRESETS.items() if s.predictor] + [f"lru+{name}" for name in PREDICTORS]
+PREDICTING = [name for name, s in PRESETS.items() if s.predictor and s.precision.lossless] + [f"lru+{name}" for name in PREDICTORS]
 
 
 def share(model: str, part: float) -> int:

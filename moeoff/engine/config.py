@@ -122,9 +122,12 @@ class Config:
             given.discard("profile")
         if "n_batch" in given:
             given.add("n_ubatch")
+        chosen = get_strategy("auto" if strategy is None else strategy)
+        if options.get("precision") is None and chosen.precision is not LOSSLESS:  # naming the strategy is asking for it
+            options["precision"] = chosen.precision
+            given.add("precision")
         if given & {"precision", "tier"}:  # lossy or not, that has been said
             given.add("max_loss")
-        chosen = get_strategy("auto" if strategy is None else strategy)
         if options.get("vram_mode") is None:  # a device cannot compute with the experts of a lossy run
             is_lossy = max_loss is not None or not (options.get("precision") or LOSSLESS).lossless
             options["vram_mode"] = AUTO if is_lossy else chosen.vram_mode

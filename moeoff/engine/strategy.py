@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from .. import predict
+from ..budget.precision import LOSSLESS, Precision
 from ..cache import Policy, get_policy, names
 from ..cache import register as register_policy
 from ..errors import OptionError
@@ -31,6 +32,7 @@ class Strategy:
     fill: the buffer begins with the experts that calibration text used most, where a profile says which.
     ab_tested: prefetching is switched off where token times with it are longer than without.
     vram_mode: how a device computes with experts, if there is one and nothing else is asked for (`moeoff.engine.config.Config`).
+    precision: of misses, if no other is asked for. Lossless but for the presets whose summary says otherwise.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Strategy:
     ab_tested: bool = False
     fill: bool = False
     vram_mode: str = "auto"
+    precision: Precision = LOSSLESS
 
     def ahead(self, stride: int) -> Strategy:
         """With a predictor that looks this many layers ahead (ProMoE §4.4).
@@ -68,6 +71,13 @@ PRESETS = {
         Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25, vram_mode="centric"),
         Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path", fill=True),
         Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy="hobbit", predictor="stacked", vram_mode="centric"),
+        Strategy(
+            "hobbit-jetson",
+            "HOBBIT from flash, lossy: misses of less weight in two bits, of little weight skipped (a companion with Q2_K)",
+            policy="hobbit",
+            predictor="stacked",
+            precision=Precision(t1=0.6, t2=0.9, tier="Q2_K"),
+        ),
         Strategy(
             "promoe",
             "ProMoE: LRU in each layer, learned predictor two layers ahead",

@@ -43,7 +43,7 @@ def arena_full(model: str) -> int:
 @click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--shares", default="25,50,75", show_default=True, help="Percent of the experts in memory.")
-@click.option("--strategies", default=",".join(["lru", *PRESETS]), show_default=True)
+@click.option("--strategies", default=",".join(["lru", *(name for name, s in PRESETS.items() if s.precision.lossless)]), show_default=True)
 @click.option("--rounds", default=2, show_default=True)
 @click.option("--n-prompt", default=512, show_default=True)
 @click.option("--n-decode", default=160, show_default=True)
