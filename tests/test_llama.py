@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.adapters import write_expert_adapter
+from helpers.logits import assert_bit_equal, greedy_logits
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError
 from moeoff.memory import rss
@@ -115,6 +117,18 @@ def test_pooled_embeddings(demo):
     stock.close()
     with moeoff.Llama(demo, expert_memory="1M", **options) as ours:
         assert ours.embed(["an apple", "the sea"]) == expected
+
+
+def test_adapters_of_experts(demo, tmp_path):
+    """A LoRA adapter of every matrix of the experts, which stays in memory as a whole: as in stock llama.cpp."""
+    options = OPTIONS | {"lora_path": write_expert_adapter(demo, tmp_path / "adapter.gguf"), "logits_all": True}
+    stock, tokens = Stock(demo, **options), list(range(3, 12))
+    expected = greedy_logits(stock, tokens, 8)
+    stock.close()
+    with moeoff.Llama(demo, expert_memory="3M", **OPTIONS, logits_all=True) as plain:
+        assert np.abs(greedy_logits(plain, tokens, 8) - expected).max() > 0.1
+    with moeoff.Llama(demo, expert_memory="3M", **options) as ours:
+        assert_bit_equal(greedy_logits(ours, tokens, 8), expected)
 
 
 def test_prefix_cache(demo):
