@@ -13,7 +13,8 @@ from ..engine.strategy import Strategy
 from ..gguf.layout import Layout
 from ..predict.recording import Recording
 from ..simulate.bandwidths import Bandwidths
-from ..simulate.tiered import LowVersions, TieredBuffer, TieredResult
+from ..simulate.tiered import LowVersions, TieredBuffer
+from ..simulate.tiered_result import TieredResult
 from ..simulate.timed import TimedBuffer, TimedResult, replay
 
 __all__ = ["on_clock", "on_device"]

@@ -72,7 +72,8 @@ SHIFT = (
                  help="Tokens of the prompt that a context shift keeps; -1: all."),
 )  # fmt: skip
 _UNSET = {"n_batch", "n_ubatch", "type_k", "type_v", "swa_full", "tensor_split", "split_mode", "main_gpu", "rope_scaling_type", "rope_freq_base",
-          "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "numa", "n_lanes", "rpc_servers", "vram", "vram_mode"}  # fmt: skip
+          "rope_freq_scale", "yarn_orig_ctx", "yarn_ext_factor", "yarn_attn_factor", "yarn_beta_slow", "yarn_beta_fast", "numa", "n_lanes", "rpc_servers",
+          "vram", "vram_mode"}  # fmt: skip
 
 
 def with_options(*groups: tuple[Callable[..., Any], ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:

@@ -48,7 +48,8 @@ class Stats:
     tier is the companion's that all experts are read in, "keep" the model's own precision. expert_uses counts what gates chose, an
     expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them), skipped not at all, and rerouted by
     a resident expert in the place of the router's; rerouted_margin is the most that one of these scored below the other, as a share of the range
-    of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was promised for that, estimated_loss what it was measured to cost; None: no promise.
+    of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was
+    promised for that, estimated_loss what it was measured to cost; None: no promise.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
     prediction_accuracy is the share of the experts that were selected in decode that had been predicted, fetch_rate the share of
@@ -57,8 +58,8 @@ class Stats:
     embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
     device_hits: of demand_hits, the slices that a device holds; device_uploads: experts that were written into a device's slot, of device_bytes bytes, in
     device_upload_seconds; device_downloads: slices that went from a slot that another expert took back to host memory, of device_bytes_down bytes, in
-    device_download_seconds; device_wait_seconds: of device_upload_seconds, what compute waited for (vram_mode centric); device_experts: on devices now; device_memory: of each device with slots, their number for each layer, their bytes, and
-    what llama.cpp takes there; device_mode: with vram_mode auto, how the next token will be computed, and device_gain the speed with devices relative to
+    device_download_seconds; device_wait_seconds: of device_upload_seconds, what compute waited for (vram_mode centric and waves); device_experts: on
+    devices now; device_memory: of each device with slots, their number for each layer, their bytes, and what llama.cpp takes there; device_mode: with vram_mode auto, how the next token will be computed, and device_gain the speed with devices relative to
     without, minus 1, when it was last compared.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
     events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.

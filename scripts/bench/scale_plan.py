@@ -26,7 +26,8 @@ import numpy as np
 
 from moeoff.gate_event import GateEvent
 from moeoff.simulate.bandwidths import Bandwidths
-from moeoff.simulate.tiered import TieredResult, replay
+from moeoff.simulate.tiered import replay
+from moeoff.simulate.tiered_result import TieredResult
 from moeoff.simulate.trace import Model, Trace
 from results_file import HELP, ResultsFile
 
