@@ -94,6 +94,7 @@ def make_root(root: Path, arch: str) -> None:
         say(f"making a Debian {SUITE} for {arch} in {root} ...")
         command = ["debootstrap", f"--arch={DEBIAN[arch]}", "--variant=minbase", "--include=python3-venv,ca-certificates", SUITE, str(root)]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        root.chmod(0o755)  # a temporary folder is closed to the container's user
     there = [name for name in ("cc", "gcc", "c++", "g++", "clang", "make", "cmake") if shutil.which(name, path=f"{root}/usr/bin:{root}/usr/local/bin")]
     if there:
         raise Failed(f"{root} has {', '.join(there)}: it is to be a place without a compiler")
