@@ -212,7 +212,7 @@ ARCHITECTURES_ON_DEVICES = [
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES_ON_DEVICES)
 def test_architectures(architecture, writer, folder):
-    """Random models of 8 experts, 2 used: every expert on the device, 3 of them, and none."""
+    """Random models of 8 experts, 2 used: every expert on the device, 3 of them, 3 in turn, and none."""
     path = write_model(writer, folder, architecture, "F32")
     batches = [9, 1, 2, *[1] * 6]
     runs = {
@@ -222,6 +222,7 @@ def test_architectures(architecture, writer, folder):
         "none": {"vram": "1G", "uploads": 0, "batches": batches},
         "single": {"stock": "device", "batches": [1] * 12},
         "few": {"vram": "1G", "slots": 3, "vram_mode": "centric", "batches": [1] * 12},
+        "waves": {"vram": "1G", "slots": 3, "vram_mode": "waves", "batches": batches},
     }
     logits, stats = device_runs(str(path), folder, runs)
     if architecture == "grovemoe":  # with experts on the CPU alone, the second of its two routers is computed there, too
@@ -233,7 +234,8 @@ def test_architectures(architecture, writer, folder):
         return
     assert_bit_equal(logits["all"], logits["device"])
     assert_bit_equal(logits["few"], logits["single"])
-    assert stats["all"]["device_uploads"] > 0 and stats["few"]["device_uploads"] > 0
+    assert_bit_equal(logits["waves"], logits["device"])
+    assert all(stats[name]["device_uploads"] > 0 for name in ("all", "few", "waves"))
 
 
 REFUSED = [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -82,6 +83,17 @@ def test_nearest_budget(model):
     assert found.best(5000 * MIB, machine_name())[0].choices["strategy"].value == "auto"
     nothing, why = found.best(9000 * MIB, machine_name())
     assert nothing is None and "tuned for 2.00 GiB, 4.00 GiB, not for 8.79 GiB" in why
+
+
+def test_what_lies_on_gpus_has_settings_of_its_own(model):
+    with_gpu = replace(tuning(strategy="score"), devices="-ngl 99 --vram 8.00 GiB")
+    found = Settings.read(write(model, tuning(), with_gpu), Layout.read(model))
+    assert len(found.tunings) == 2
+    assert found.best(2048 * MIB, machine_name())[0] == tuning()
+    assert found.best(2048 * MIB, machine_name(), with_gpu.devices)[0] == with_gpu
+    assert with_gpu.summary.startswith("tuned 2026-01-02 for 2.00 GiB with -ngl 99 --vram 8.00 GiB: ")
+    nothing, why = found.best(2048 * MIB, machine_name(), "-ngl 99")
+    assert nothing is None and why == "tuned with no GPU, -ngl 99 --vram 8.00 GiB, not with -ngl 99: defaults are used; run moeoff tune with that"
 
 
 def test_another_machine(model):

@@ -13,6 +13,8 @@ import moeoff
 from helpers.files import DEMO, PROSE
 from moeoff.bench.job import Job, Measurement, Sample
 from moeoff.companion.settings import Settings, settings_path
+from moeoff.engine import llama_options
+from moeoff.engine.config import Config
 from moeoff.errors import MoeoffError, OptionError
 from moeoff.gguf.layout import Layout
 from moeoff.tune import Request, look, tune
@@ -106,6 +108,21 @@ def test_what_is_faster_is_chosen_and_why(model):
     assert choices["n_lanes"].value == 4 and "8 +1%" in choices["n_lanes"].reason  # not plainly
     assert found.tuning.measured["ratio"] == pytest.approx(1.3)
     assert Settings.find(Layout.read(model)).tunings == (found.tuning,)
+
+
+def test_with_experts_on_a_gpu(model, moeoff_command, monkeypatch):
+    """Every run has them there, and what is found is for runs that have."""
+    monkeypatch.setattr(llama_options, "supports_gpu", lambda: True)
+    runs: list[Job] = []
+    request = Request(model, memory=MEMORY, text=(str(PROSE),), minutes=0.5, companion=False, n_gpu_layers=99, vram="80%")
+    found = tune(request, run=machine({"strategy=score": 1.3}, runs))
+    assert runs and all((r.options["n_gpu_layers"], r.options["vram"], r.options["vram_mode"]) == (99, "80%", "auto") for r in runs)
+    assert found.tuning.devices == "-ngl 99 --vram 80%" == Config.make(model, n_gpu_layers=99, vram="80%").devices
+    assert found.tuning.choices["strategy"].value == "score"
+    with moeoff.Llama(model, memory=MEMORY, n_ctx=256) as llm:
+        assert llm.strategy.name == "auto" and "tuned with -ngl 99 --vram 80%, not with no GPU" in llm.settings_summary
+    with pytest.raises(OptionError, match="vram has no effect while no layer goes to the GPU"):
+        tune(Request(model, memory=MEMORY, vram="80%"), run=machine({}))
 
 
 def test_never_slower_than_the_defaults(model):

@@ -35,6 +35,9 @@ class DeviceBound:
             return cls(share=share)
         return cls(nbytes=parse_size(text))
 
+    def __str__(self) -> str:
+        return format_size(self.nbytes) if self.nbytes else f"{self.share:.0%}"
+
     def of(self, free: int) -> int:
         """Bytes, on a device that had so many free."""
         return self.nbytes or int(self.share * free)

@@ -12,6 +12,7 @@ import click
 from ..console import progress_bar, remark
 from ..memory import format_size, parse_size
 from ..paths import demo_model
+from .llama_options import GPU_LAYERS, with_options
 from .options import CONTEXT, one_sentence
 
 if TYPE_CHECKING:
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 @click.option("--no-companion", is_flag=True, help="Write no experts in lower precision beside the model.")
 @click.option("-c", "--ctx-size", type=click.IntRange(min=256), default=4096, show_default=True, help="Context in tokens that it is tuned for.")
 @click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
+@with_options(GPU_LAYERS)
+@click.option("--vram", metavar="SIZE", help="Bound of what is allocated on each GPU, as 8G or 80%: tuned for experts there, too.")
 @click.option("--again", is_flag=True, help="Calibrate anew even if there is a profile.")
 @click.option("--dry-run", is_flag=True, help="Take a first look, say what would be done and how long it takes, and stop there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object about what was found.")

@@ -49,6 +49,7 @@ class Tuning:
         memory: the budget, in bytes.
         machine: where it was measured.
         date: of the measurement.
+        devices: what lies on GPUs, as `Config.devices` says it; empty: nothing.
         choices: by option, those of OPTIONS that differ from the defaults or were confirmed.
         measured: figures, for people.
     """
@@ -58,12 +59,14 @@ class Tuning:
     date: str
     choices: dict[str, Choice]
     measured: dict[str, Any] = field(default_factory=dict)
+    devices: str = ""
 
     @property
     def summary(self) -> str:
         """One line."""
         said = "; ".join(f"{_said(name, choice.value)} ({choice.reason})" for name, choice in self.choices.items())
-        return f"tuned {self.date} for {format_size(self.memory)}: {said or 'the defaults are best'}"
+        budget = format_size(self.memory) + (f" with {self.devices}" if self.devices else "")
+        return f"tuned {self.date} for {budget}: {said or 'the defaults are best'}"
 
 
 def _said(name: str, value: Any) -> str:
@@ -116,11 +119,15 @@ class Settings:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise ModelError(f"{path}: the settings are damaged ({type(error).__name__}: {error}): delete the file, or run moeoff tune again") from None
 
-    def best(self, memory: int, machine: str) -> tuple[Tuning | None, str]:
-        """The tuning for a budget, or None and why there is none."""
+    def best(self, memory: int, machine: str, devices: str = "") -> tuple[Tuning | None, str]:
+        """The tuning for a budget and what lies on GPUs, or None and why there is none."""
         here = [t for t in self.tunings if t.machine == machine]
         if not here:
             return None, f"{self.path} was tuned on another machine: not used; run moeoff tune here"
+        known = ", ".join(dict.fromkeys(t.devices or "no GPU" for t in here))
+        here = [t for t in here if t.devices == devices]
+        if not here:
+            return None, f"tuned with {known}, not with {devices or 'no GPU'}: defaults are used; run moeoff tune with that"
         nearest = min(here, key=lambda t: max(t.memory / memory, memory / t.memory))
         if max(nearest.memory / memory, memory / nearest.memory) > NEAR:
             known = ", ".join(format_size(t.memory) for t in sorted(here, key=lambda t: t.memory))
@@ -129,7 +136,7 @@ class Settings:
 
     @classmethod
     def write(cls, path: str | os.PathLike[str], layout: Layout, tuning: Tuning) -> Settings:
-        """Adds a tuning, in the place of earlier ones for the same budget on the same machine; makes the file if there is none.
+        """Adds a tuning, in the place of earlier ones for the same budget and devices on the same machine; makes the file if there is none.
 
         Raises:
             ModelError: what is there is no settings file of this model.
@@ -137,8 +144,8 @@ class Settings:
         """
         path = os.fspath(path)
         old = cls.read(path, layout).tunings if os.path.exists(path) else ()
-        kept = [t for t in old if (t.machine, t.memory) != (tuning.machine, tuning.memory)]
-        tunings = tuple(sorted([*kept, tuning], key=lambda t: (t.machine, t.memory)))
+        kept = [t for t in old if (t.machine, t.memory, t.devices) != (tuning.machine, tuning.memory, tuning.devices)]
+        tunings = tuple(sorted([*kept, tuning], key=lambda t: (t.machine, t.memory, t.devices)))
         fields = {
             "moeoff_settings": VERSION,
             "model": os.path.basename(layout.files[0]),
@@ -158,4 +165,4 @@ def _tuning(entry: Mapping[str, Any]) -> Tuning:
     memory = entry["memory"]
     if not isinstance(memory, int) or memory <= 0:
         raise ValueError(f"a memory of {memory!r}")
-    return Tuning(memory, str(entry["machine"]), str(entry["date"]), choices, dict(entry.get("measured", {})))
+    return Tuning(memory, str(entry["machine"]), str(entry["date"]), choices, dict(entry.get("measured", {})), str(entry.get("devices", "")))

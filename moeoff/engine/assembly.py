@@ -121,7 +121,7 @@ class Assembly:
         found = Settings.find(self.layout) if wanted is True or wanted == "auto" else Settings.read(wanted, self.layout)
         if found is None:
             return config, ""
-        tuning, why_not = found.best(self.budget, machine_name())
+        tuning, why_not = found.best(self.budget, machine_name(), config.devices)
         return (config, why_not) if tuning is None else (config.tuned(tuning), tuning.summary)
 
     def _plan_memory(self) -> None:

@@ -181,6 +181,13 @@ class Config:
         if given and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
             raise OptionError(f"vram_mode {self.vram_mode}: adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu")
 
+    @property
+    def devices(self) -> str:
+        """What lies on GPUs, as options; empty: nothing."""
+        if not (n_layers := self.llama_cpp.get("n_gpu_layers")):
+            return ""
+        return f"-ngl {n_layers}" + (f" --vram {self.vram}" if self.vram else "")
+
     def tuned(self, tuning: Tuning) -> Config:
         """With the tuning's choice for every option that the user has said nothing about."""
         taken = set(self.open_options)

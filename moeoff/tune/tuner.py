@@ -22,6 +22,8 @@ from ..companion.convert import convert
 from ..companion.file import companion_path, source_sample
 from ..companion.profile import Profile, profile_path
 from ..companion.settings import Settings, Tuning, settings_path
+from ..engine.config import Config
+from ..engine.device_tier import AUTO
 from ..errors import MoeoffError, OptionError
 from ..gguf.layout import Layout
 from ..machine import machine_name
@@ -53,6 +55,7 @@ class Request:
         companion: whether one may be written.
         n_ctx: tokens of the context that it is tuned for.
         again: profile and loss are measured anew even if there are some.
+        n_gpu_layers, vram: what lies on GPUs in every run, as `moeoff.Llama` has them; how a GPU computes with experts each run finds by itself.
     """
 
     model: str
@@ -64,6 +67,8 @@ class Request:
     threads: int | None = None
     n_ctx: int = 4096
     again: bool = False
+    n_gpu_layers: int = 0
+    vram: str | None = None
 
 
 @dataclass
@@ -119,6 +124,7 @@ class _Tuner:
         self.memory = self.journal.once("memory", lambda: request.memory or int(available() * DEFAULT_SHARE) // _MEMORY_STEP * _MEMORY_STEP)
         self.date = self.journal.once("date", lambda: date.today().isoformat())
         self.profile = self.journal.once("profile path", lambda: writable_path(profile_path(request.model), self.layout, "profiles", "npz"))
+        self.devices = Config.make(Path(request.model), **self._common()).devices
         there = self.journal.once("there", lambda: asdict(situation(self.layout, request.again)))
         self.there = Situation(**there | {"strategies": tuple(there["strategies"])})
         self.notes: list[str] = []
@@ -160,7 +166,7 @@ class _Tuner:
         path = writable_path(settings_path(self.request.model), self.layout, "settings", "json")
         if path != settings_path(self.request.model):
             self._note(f"nothing can be written beside the model: the settings are in {path}")
-        tuning = Tuning(self.memory, machine_name(), self.date, chooser.choices, measured)
+        tuning = Tuning(self.memory, machine_name(), self.date, chooser.choices, measured, self.devices)
         Settings.write(path, self.layout, tuning)
         self.journal.remove()
         return Tuned(path, tuning, todo, time.monotonic() - started, rates, chooser.outcomes, self.notes)
@@ -188,7 +194,9 @@ class _Tuner:
     def _common(self) -> dict[str, Any]:
         """Options of all runs."""
         out = {"memory": self.memory, "n_ctx": min(self.request.n_ctx, self.layout.n_ctx_train or self.request.n_ctx), "flash_attn": True, "settings": False}
-        return out | ({"n_threads": self.request.threads} if self.request.threads else {})
+        out |= {"n_threads": self.request.threads} if self.request.threads else {}
+        out |= {"n_gpu_layers": self.request.n_gpu_layers} if self.request.n_gpu_layers else {}
+        return out | ({"vram": self.request.vram, "vram_mode": AUTO} if self.request.vram else {})
 
     @property
     def _pass_memory(self) -> int:
