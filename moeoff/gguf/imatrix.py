@@ -66,7 +66,8 @@ def _read_gguf(path: str) -> dict[str, np.ndarray]:
             sums, counts = file.rows(name), file.rows(f"{base}.counts").reshape(-1, 1) if f"{base}.counts" in file.tensors else None
             if counts is None or len(counts) not in (1, len(sums)):
                 raise ValueError(f"no counts for {base}")
-            out[base] = (sums / np.maximum(counts, 1)).astype(np.float32)
+            with np.errstate(all="ignore"):  # what is not finite is refused as a whole
+                out[base] = (sums / np.maximum(counts, 1)).astype(np.float32)
     return out
 
 
