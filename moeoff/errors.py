@@ -67,6 +67,10 @@ class ReadError(MoeoffError):
     """Experts could not be read while the model was computing. The model stays usable."""
 
 
+class ComputeError(MoeoffError, RuntimeError):
+    """llama.cpp could not compute a batch: no memory for it, no room in the context. The model stays usable."""
+
+
 class WriteError(MoeoffError, OSError):
     """A file could not be written: no room, no rights, a broken disk."""
 

@@ -19,7 +19,7 @@ from ..budget.memory_plan import Plan
 from ..budget.micro_batch import MicroBatch
 from ..budget.precision import Precision
 from ..companion.profile import Profile
-from ..errors import Cancelled, ModelError, MoeoffError
+from ..errors import Cancelled, ComputeError, ModelError, MoeoffError
 from ..gate_event import GateEvent
 from ..memory import parse_size
 from ..threads import CoreBinding
@@ -115,11 +115,11 @@ class Llama(PatchedLlama):
         with parts.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:
                 decode()
-            except RuntimeError:
+            except RuntimeError as error:
                 parts.buffer.check()
                 if parts.cancellation.requested:
                     raise Cancelled("the answer was cancelled") from None
-                raise
+                raise ComputeError(f"llama.cpp could not compute {batch.n_tokens} tokens: {error}") from error
         parts.end(batch.n_tokens, time.perf_counter() - started, decodes)
 
     def _batch_rows(self, batch: Any) -> BatchRows | None:
