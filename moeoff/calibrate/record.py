@@ -33,13 +33,16 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
     """Pieces of `length` tokens from all of each text, as many from each, about `n_tokens` in all; any first of them lie all over the texts.
 
     Raises:
-        OptionError: a text is empty.
+        OptionError: a text is empty, or cannot be read.
     """
     per_text = max(round(n_tokens / length / len(texts)), 1)
     out = []
     for path in texts:
-        with open(path, "rb") as file:
-            text = file.read()
+        try:
+            with open(path, "rb") as file:
+                text = file.read()
+        except OSError as error:
+            raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
         found = []
         for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
             at = len(text) * i // per_text
