@@ -6,12 +6,13 @@ The server runs in a memory cgroup of the budget, where one can be made. Clients
 whole, streams, streams that are given up, prompts that are too long, bodies that are no JSON, connections that are cut before the answer. The budget
 moves up and down meanwhile, between the smallest and the one where all experts fit. Memory is said without what experts take, which moves with it.
 Afterwards every different answer is read by the model alone: each of its tokens must be the best one there, or within rounding of the best, since
-kernels round differently with neighbours in a batch. Exit code 1 if anything is not as it should be.
+kernels round differently with neighbours in a batch and with the tokens that a batch holds. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -39,6 +40,7 @@ from results_file import HELP, ResultsFile, commit
 
 N_TOKENS = 48  # of an answer
 NEAR = 0.2  # logits: what batches of different shapes round apart
+TOGETHER = (1, 2, 4, N_TOKENS)  # tokens of an answer in one batch: first as a server with one client
 FLAT, LEAST = 1.02, 5.0  # times the memory of the beginning, and minutes after which that can be said
 SHARES = (0.5, 0.05, 1.0, 0.2, 0.8, 0.0)  # of the way from the smallest budget to the one where all experts fit
 PROMPTS = [f"{name} has {n} {thing} and buys {n + 3} more. How many {thing} has {name}?" for name in ("Tom", "Ida", "Ben") for n, thing in
@@ -164,17 +166,20 @@ class Soak:
 def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Console) -> list[str]:
     """Answers in which a token is plainly not the best one.
 
-    Both ways of computing attention are asked: a model with experts makes a small step of rounding a large one where a router stands between two.
+    Where it seems so, other ways to round are asked, which the server takes with neighbours: more tokens at once, and the other way of computing
+    attention. A model with experts makes a small step of rounding a large one where a router stands between two.
     """
     behind: dict[tuple[str, str], np.ndarray] = {}
-    for flash_attn in (True, False):
+    for flash_attn, at_once in itertools.product((True, False), TOGETHER):
         doubtful = [key for key in answers if key not in behind or behind[key].max(initial=0) > NEAR]
-        console.print(f"{len(doubtful)} answers are read {'alone' if flash_attn else 'again, without flash attention'}", style="dim")
+        console.print(f"{len(doubtful)} answers are read, {at_once} tokens at once, flash attention {'on' if flash_attn else 'off'}", style="dim")
         with moeoff.Llama(model, expert_memory="2G", n_ctx=1024, logits_all=True, flash_attn=flash_attn) as llm:
             for prompt, tokens in doubtful:
                 asked, said = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(tokens)
                 llm.reset()
-                llm.eval(asked + said)
+                llm.eval(asked)
+                for i in range(0, len(said), at_once):
+                    llm.eval(said[i : i + at_once])
                 logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(said) - 1])
                 found = logits.max(axis=1) - logits[np.arange(len(said)), said]
                 behind[prompt, tokens] = np.minimum(found, behind.get((prompt, tokens), found))
