@@ -93,7 +93,8 @@ def test_what_lies_on_gpus_has_settings_of_its_own(model):
     assert found.best(2048 * MIB, machine_name(), with_gpu.devices)[0] == with_gpu
     assert with_gpu.summary.startswith("tuned 2026-01-02 for 2.00 GiB with -ngl 99 --vram 8.00 GiB: ")
     nothing, why = found.best(2048 * MIB, machine_name(), "-ngl 99")
-    assert nothing is None and why == "tuned with no GPU, -ngl 99 --vram 8.00 GiB, not with -ngl 99: defaults are used; run moeoff tune with that"
+    assert nothing is None
+    assert why == "tuned without a GPU, with -ngl 99 --vram 8.00 GiB, not with -ngl 99: defaults are used; run moeoff tune with the same options"
 
 
 def test_another_machine(model):

@@ -120,7 +120,7 @@ def test_with_experts_on_a_gpu(model, moeoff_command, monkeypatch):
     assert found.tuning.devices == "-ngl 99 --vram 80%" == Config.make(model, n_gpu_layers=99, vram="80%").devices
     assert found.tuning.choices["strategy"].value == "score"
     with moeoff.Llama(model, memory=MEMORY, n_ctx=256) as llm:
-        assert llm.strategy.name == "auto" and "tuned with -ngl 99 --vram 80%, not with no GPU" in llm.settings_summary
+        assert llm.strategy.name == "auto" and "tuned with -ngl 99 --vram 80%, not without a GPU" in llm.settings_summary
     with pytest.raises(OptionError, match="vram has no effect while no layer goes to the GPU"):
         tune(Request(model, memory=MEMORY, vram="80%"), run=machine({}))
 

@@ -124,10 +124,10 @@ class Settings:
         here = [t for t in self.tunings if t.machine == machine]
         if not here:
             return None, f"{self.path} was tuned on another machine: not used; run moeoff tune here"
-        known = ", ".join(dict.fromkeys(t.devices or "no GPU" for t in here))
+        known = ", ".join(dict.fromkeys(_with(t.devices) for t in here))
         here = [t for t in here if t.devices == devices]
         if not here:
-            return None, f"tuned with {known}, not with {devices or 'no GPU'}: defaults are used; run moeoff tune with that"
+            return None, f"tuned {known}, not {_with(devices)}: defaults are used; run moeoff tune with the same options"
         nearest = min(here, key=lambda t: max(t.memory / memory, memory / t.memory))
         if max(nearest.memory / memory, memory / nearest.memory) > NEAR:
             known = ", ".join(format_size(t.memory) for t in sorted(here, key=lambda t: t.memory))
@@ -155,6 +155,10 @@ class Settings:
         with atomic_file(path) as file:
             file.write((json.dumps(fields, indent=2) + "\n").encode())
         return cls(path, tunings)
+
+
+def _with(devices: str) -> str:
+    return f"with {devices}" if devices else "without a GPU"
 
 
 def _tuning(entry: Mapping[str, Any]) -> Tuning:
