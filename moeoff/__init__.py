@@ -6,11 +6,12 @@ import typing as _typing
 from importlib import import_module as _import_module
 from importlib import metadata as _metadata
 
-from .errors import BudgetError, Cancelled, ForkError, ModelError, MoeoffError, OptionError, ReadError
+from .errors import BudgetError, Cancelled, ComputeError, ForkError, ModelError, MoeoffError, OptionError, ReadError
 
 __all__ = [
     "BudgetError",
     "Cancelled",
+    "ComputeError",
     "ForkError",
     "Llama",
     "ModelError",

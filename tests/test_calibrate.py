@@ -21,7 +21,7 @@ from helpers.terminal import start_with_bars
 from moeoff.cache import POLICIES, Policy, Shape, create, get_policy, names
 from moeoff.calibrate import profile_fit as module
 from moeoff.calibrate.profile_fit import calibrate, cap_hidden, fit, fits
-from moeoff.calibrate.record import seconds_of
+from moeoff.calibrate.record import seconds_of, sequences
 from moeoff.cli.calibrate import calibrate as command
 from moeoff.companion.profile import Profile, profile_path
 from moeoff.errors import ModelError, OptionError
@@ -173,6 +173,11 @@ def test_refuses(demo, tmp_path, monkeypatch, change, message):
     assert not os.path.exists(profile_path(model))
 
 
+def test_a_text_that_cannot_be_read(tmp_path):
+    with pytest.raises(OptionError, match=f"{tmp_path}: cannot be read: Is a directory"):
+        sequences(None, [tmp_path], 1024)
+
+
 def test_tells_what_it_takes_and_keeps_to_it(demo, tmp_path, monkeypatch):
     """Before it starts: how many tokens, for how long, and what is kept of them. Fewer tokens where the time would not do."""
     model, told, kept = shutil.copy(demo, tmp_path / "model.gguf"), [], []
@@ -217,7 +222,7 @@ def test_the_whole_command(moeoff_command, demo, tmp_path):
     out = tmp_path / "made.npz"
     done = moeoff_command("calibrate", "-m", demo, "--text", CALIBRATION_TEXTS[0], "--tokens", "1024", "-o", str(out), timeout=600)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"{out}: popularity, gate,")
+    assert done.stdout.startswith(f"{out}: popularity, first, gate,")
     assert Profile.read(out, Layout.read(demo)).section("gate")["next_norm"].dtype == bool
 
 

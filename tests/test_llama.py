@@ -166,6 +166,18 @@ def test_cancel_from_another_thread(demo):
         assert without_identity(CALLS["completion"](llm)) == expected
 
 
+def test_a_batch_that_llama_cpp_cannot_compute(demo):
+    with moeoff.Llama(demo, n_ctx=256, expert_memory="1M") as llm:
+        expected = llm.create_completion("Once", max_tokens=4, temperature=0)["choices"]
+        llm.clear_context()
+        llm.decode_batch([1] * 256, 0, 255)
+        with pytest.raises(moeoff.ComputeError, match="llama.cpp could not compute 8 tokens: .") as caught:
+            llm.decode_batch([1] * 8, 256, 263)
+        assert isinstance(caught.value, RuntimeError)
+        llm.clear_context()
+        assert llm.create_completion("Once", max_tokens=4, temperature=0)["choices"] == expected
+
+
 def test_on_stats_tells_each_answer(demo):
     seen = []
     with moeoff.Llama(demo, expert_memory="4M", on_stats=seen.append, **OPTIONS) as llm:

@@ -44,10 +44,6 @@ class TieredResult:
     def prompt_tps(self) -> float:
         return 1e9 * (self.n_tokens - self.decoded) / max(self.ns - self.decode_ns, 1)
 
-    @property
-    def device_rate(self) -> float:
-        return self.device / max(self.device + self.host + self.disk, 1)
-
     def to_dict(self) -> dict[str, Any]:
         uses, n = max(self.device + self.host + self.disk, 1), max(self.n_tokens, 1)
         return {
