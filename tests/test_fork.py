@@ -351,6 +351,10 @@ def test_wheel_with_a_second_copy_is_refused(extra: str, tmp_path: Path) -> None
     with zipfile.ZipFile(wheel, "w") as out:
         for name in ("libllama", "libggml", "libggml-base", "libggml-cpu"):
             out.writestr(f"llama_cpp/lib/{name}.so", b"")
+    with pytest.raises(ForkError, match="moeoff-templates"):
+        tool.check_wheel(fork, wheel)
+    with zipfile.ZipFile(wheel, "a") as out:
+        out.writestr("llama_cpp/lib/moeoff-templates", b"")
     tool.check_wheel(fork, wheel)
     with zipfile.ZipFile(wheel, "a") as out:
         out.writestr(extra, b"")
@@ -366,4 +370,5 @@ def test_installed_llama_cpp_is_the_fork() -> None:
     with open("/proc/self/maps") as maps:
         loaded = {line.split()[-1] for line in maps if re.search(r"/lib(llama|ggml)", line)}
     server = {str(folder / f"lib{name}.so") for name in ("llama-server-impl", "llama-common", "mtmd")}  # loaded where one starts, and only there
+    server.add(str(folder / "moeoff-templates"))  # a program
     assert loaded == {str(p) for p in folder.iterdir()} - server  # one ggml in this process, and it is the wheel's

@@ -5,39 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
-from ..chat_sandbox import TemplateBoundError
 from ..errors import ModelError, Remedy
-from ..gguf.file import ModelFile, unpack
 from .prompt import prompt_tokens
 
 if TYPE_CHECKING:
     from llama_cpp import ChatCompletionRequestMessage
 
     from .llama import Llama
-
-
-_LONGEST = 1 << 17  # characters that a template may make of a few words; those with instructions for tools make thousands
-
-
-def check_templates(path: str) -> None:
-    """Raises `ModelError` for a chat template in the file that takes too long, or too much, with an ordinary conversation. For engines without bounds.
-
-    Too much is, too, what it makes of the conversation: llama.cpp's tokenizers take dozens of bytes for each character.
-    """
-    from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
-    with ModelFile(path) as file:
-        found = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
-    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Hi"}]
-    for template in found:
-        try:
-            made = Jinja2ChatFormatter(template, eos_token="", bos_token="")(messages=cast("list[ChatCompletionRequestMessage]", messages))
-            if len(made.prompt) > _LONGEST:
-                raise TemplateBoundError(f"it makes {len(made.prompt):,} characters of a conversation of three words")
-        except TemplateBoundError as error:
-            raise ModelError(f"{path}: its chat template cannot be run: {error}") from None
-        except Exception:  # what it does not take may be what another engine takes
-            continue
 
 
 class Template:

@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint64, c_void_p
 
 from .. import native
-from ..errors import OptionError
+from ..errors import ModelError, OptionError
+from ..gguf.file import ModelFile, unpack
 
 _NAME = "libllama-server-impl.so"
+_TEMPLATES = "moeoff-templates"  # the program that runs chat templates
 
 Loaded = CFUNCTYPE(c_int, c_void_p, c_void_p)
 Ready = CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p, c_char_p)
@@ -43,17 +45,20 @@ def library() -> ctypes.CDLL:
     Raises:
         OptionError: this build has no server.
     """
-    path = os.path.join(os.path.dirname(str(native.lib._name)), _NAME)
+    folder = os.path.dirname(str(native.lib._name))
     try:
-        lib = ctypes.CDLL(path)
+        lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:
         raise OptionError(f"the installed llama-cpp-python has no server ({error}): run `make env` to rebuild it") from None
     lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
     lib.moeoff_server_check.restype, lib.moeoff_server_check.argtypes = c_bool, [c_int, POINTER(c_char_p), c_char_p, c_size_t]
     lib.moeoff_projector_memory.restype = c_int32
     lib.moeoff_projector_memory.argtypes = [c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t]
+    lib.moeoff_isolate_templates.restype, lib.moeoff_isolate_templates.argtypes = None, [c_char_p]
+    lib.moeoff_check_template.restype, lib.moeoff_check_template.argtypes = c_bool, [c_char_p, c_char_p, c_size_t]
     lib.moeoff_serve_has_page.restype, lib.moeoff_serve_has_page.argtypes = c_bool, []
     lib.moeoff_serve_stop.restype, lib.moeoff_serve_stop.argtypes = None, []
+    lib.moeoff_isolate_templates(os.fsencode(os.path.join(folder, _TEMPLATES)))
     return lib
 
 
@@ -70,6 +75,20 @@ def check_arguments(argv: Sequence[str]) -> None:
     message = ctypes.create_string_buffer(1024)
     if not library().moeoff_server_check(len(argv), c_arguments(argv), message, len(message)):
         raise OptionError(" ".join(message.value.decode("utf-8", "replace").split()))
+
+
+def check_templates(path: str) -> None:
+    """Of a model's file. What a template makes of another conversation is found out when there is one: it fails, and the server goes on.
+
+    Raises:
+        ModelError: a chat template that crashes, or takes too long or too much, with an ordinary conversation.
+    """
+    with ModelFile(path) as file:
+        found = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
+    message = ctypes.create_string_buffer(1024)
+    for template in found:
+        if not library().moeoff_check_template(template.encode(), message, len(message)):
+            raise ModelError(f"{path}: its chat template cannot be run: {message.value.decode('utf-8', 'replace')}")
 
 
 def write_text(address: int, size: int, text: str) -> None:

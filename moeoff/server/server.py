@@ -23,7 +23,6 @@ from ..budget.footprint import DEFAULT_CTX
 from ..engine.assembly import Assembly, config_of
 from ..engine.batch_rows import MAYBE, NO, YES, BatchRows
 from ..engine.batch_spans import is_decode, spans_of
-from ..engine.chat_template import check_templates
 from ..engine.config import Config
 from ..engine.stats import Stats
 from ..errors import BudgetError, MoeoffError, OptionError, Remedy
@@ -34,13 +33,14 @@ from ..threads import CoreBinding
 from .arguments import ServerOptions, arguments
 from .beside import Beside
 from .draft_judge import DraftJudge
-from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, library, write_text
+from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
 from .metrics import metrics_text
 
 _POLL = 0.05  # seconds
 _LONG = 256 << 10  # bytes that a request has taken
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _SAMPLER_BYTES = 12  # for each token of the vocabulary
+_TEMPLATE_BYTES = 5 << 20  # of the program that runs chat templates, with an ordinary conversation
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
 _serving = threading.Lock()  # llama-server keeps state in globals
 
@@ -91,7 +91,7 @@ class Server:
         n_vocab = embedding.shape[1] if embedding else _MANY
         beside = Beside.of(layout, config.n_ctx, config.keywords, options)
         self._options = replace(options, spec_type=beside.spec_type)
-        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel + beside.computing
+        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + beside.computing
         parts = Assembly(config, n_sequences=options.parallel, kept=kept, loaded=beside.resident, nextn=beside.nextn)
         if parts.lossy.simulates:
             raise OptionError("deterministic: rerouting follows one text from its first token on, and a server goes on where others have begun")

@@ -43,6 +43,7 @@ except ModuleNotFoundError as error:  # fcntl, which Windows lacks
     sys.exit(f"The fork is built on Linux or macOS; this system has no {error.name}.")
 
 BACK_END = "scikit-build-core[pyproject]>=0.10,<2"
+TEMPLATES = "moeoff-templates"  # the program that runs chat templates
 LIBRARY = re.compile(r"(?:^|/)lib[\w-]+\.(?:so|dylib)[\d.]*$")
 
 
@@ -168,10 +169,11 @@ def prepare(fork: Fork, cache: Path, lock: int, page: Path | None) -> tuple[Path
 
 def check_wheel(fork: Fork, wheel: Path) -> None:
     """One file for each library, all in one folder, no version in a name: else two ggml could end up in one process."""
-    libraries = [name for name in zipfile.ZipFile(wheel).namelist() if LIBRARY.search(name)]
+    names = zipfile.ZipFile(wheel).namelist()
+    libraries = [name for name in names if LIBRARY.search(name)]
     wrong = [name for name in libraries if not re.fullmatch(r"llama_cpp/lib/lib[\w-]+\.(so|dylib)", name)]
     found = {Path(name).name.partition(".")[0] for name in libraries}
-    missing = {"libllama", "libggml", "libggml-base", "libggml-cpu"} - found
+    missing = {"libllama", "libggml", "libggml-base", "libggml-cpu"} - found | {TEMPLATES} - {Path(name).name for name in names}
     if wrong or missing or f"-{fork.local_version}-" not in wheel.name:
         wanted = f"no {wrong}, these too: {sorted(missing)}, version {fork.local_version}"
         raise ForkError(f"{wheel.name} is not as expected: {wanted}.")
@@ -198,7 +200,7 @@ def cached(fork: Fork, cache: Path, kind: str, make: Callable[..., None], page: 
 
 
 def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int) -> None:
-    settings = [f"--config-settings=build-dir={place}", "--config-settings=build.targets=llama;llama-server-impl"]
+    settings = [f"--config-settings=build-dir={place}", "--config-settings=build.targets=llama;llama-server-impl;moeoff-templates"]
     command = [str(tools.python), "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", *settings]
     log = place.parent / "wheel.log"
     log.unlink(missing_ok=True)

@@ -29,6 +29,7 @@ SOURCE_FOLDERS = (
     ("ggml-cpu", "vendor/llama.cpp/ggml/src/ggml-cpu/moeoff"),
     ("core", "vendor/llama.cpp/ggml/src/ggml-cpu/moeoff"),
     ("llama", "vendor/llama.cpp/src"),
+    ("common", "vendor/llama.cpp/common/moeoff"),
     ("server", "vendor/llama.cpp/tools/server/moeoff"),
 )
 

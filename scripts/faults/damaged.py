@@ -153,15 +153,16 @@ def command(args: list[str]) -> None:
 
 
 def serve(path: Path) -> None:
-    """Starts a server, asks it once if it starts, and stops it."""
+    """Starts a server, asks it twice if it starts, and stops it."""
     import moeoff
 
     try:
         with moeoff.Server(str(path), port=0, memory=MEMORY, n_ctx=256, parallel=1, warm=False) as server:
-            body = json.dumps({"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}).encode()
-            request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
-            with contextlib.suppress(urllib.error.HTTPError):
-                urllib.request.urlopen(request, timeout=30).read()
+            for text in ("Hi", "now"):
+                body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 2}).encode()
+                request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
+                with contextlib.suppress(urllib.error.HTTPError):
+                    urllib.request.urlopen(request, timeout=30).read()
             urllib.request.urlopen(f"{server.url}/health", timeout=30).read()
     except moeoff.MoeoffError as error:
         print(f"Error: {error}", file=sys.stderr)

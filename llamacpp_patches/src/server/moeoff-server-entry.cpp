@@ -7,6 +7,7 @@
 #include "common.h"
 #include "llama.h"
 #include "log.h"
+#include "moeoff/moeoff-templates.h"
 #include "ui.h"
 
 #include <clocale>
@@ -46,6 +47,23 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     moeoff::server_attach(nullptr);
     common_log_flush(common_log_main());
     return result;
+}
+
+void moeoff_isolate_templates(const char * program) {
+    moeoff::isolate_templates(program);
+}
+
+bool moeoff_check_template(const char * source, char * message, size_t size) {
+    static const char * const CONVERSATION = R"({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"},
+        {"role": "user", "content": "Hi"}], "bos_token": "", "eos_token": "", "add_generation_prompt": true})";
+    try {
+        moeoff::render_template(moeoff::summarize_template(source).source, common_json::parse(CONVERSATION), false);
+    } catch (const moeoff::template_bound_error & e) {
+        snprintf(message, size, "%s", e.what());
+        return false;
+    } catch (const std::exception &) {
+    }
+    return true;
 }
 
 bool moeoff_serve_has_page(void) {

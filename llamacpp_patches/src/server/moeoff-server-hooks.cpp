@@ -4,6 +4,7 @@
 #include "../../../src/moeoff-llama.h"
 
 #include "llama.h"
+#include "moeoff/moeoff-templates.h"
 #include "mtmd.h"
 
 #include <algorithm>
@@ -35,6 +36,7 @@ void server_attach(const moeoff_server_hooks * hooks) {
     served_model  = nullptr;
     can_draft     = false;
     no_drafts     = "";
+    charge_templates(hooks == nullptr ? nullptr : server_request_memory::take_for_templates);
 }
 
 bool server_has_host() {
@@ -146,7 +148,7 @@ server_loan::~server_loan() {
 std::string server_loan::take(int64_t wanted) {
     char text[1024] = "";
     if (server_hooks == nullptr || wanted <= 0 || server_hooks->lend(wanted, text, sizeof(text)) == 0) {
-        nbytes = server_hooks == nullptr ? 0 : wanted;
+        nbytes += server_hooks == nullptr ? 0 : wanted;
         return "";
     }
     return text;
@@ -159,16 +161,35 @@ void server_loan::need(int64_t wanted) {
     }
 }
 
+static const int64_t                          IN_RESERVE = 10 << 16; // bytes that a request may take as it likes
+static thread_local server_request_memory * request    = nullptr;
+
 // llama-server copies a body ten times before it is answered: as text, as JSON, and on its way from one to the other. Values of JSON take
 // memory of their own, each list and object more: a megabyte of brackets would take hundreds.
-server_body_memory::server_body_memory(const std::string & body) {
+server_request_memory::server_request_memory(const std::string & body) : outer(request) {
     int64_t nbytes = 10 * (int64_t) body.size();
     for (const char c : body) {
         nbytes += c == '[' || c == '{' ? 256 : c == ':' ? 288 : c == ',' ? 96 : 0;
     }
-    if (nbytes > 10 << 16) { // less is in the reserve
+    if (nbytes > IN_RESERVE) {
         loan.need(nbytes);
     }
+    request = this;
+}
+
+server_request_memory::~server_request_memory() {
+    request = outer;
+}
+
+bool server_request_memory::take_for_templates(int64_t nbytes) {
+    if (request == nullptr) {
+        return false;
+    }
+    if (nbytes > std::max(request->for_templates, IN_RESERVE)) {
+        request->loan.need(nbytes - request->for_templates);
+        request->for_templates = nbytes;
+    }
+    return true;
 }
 
 // Of each pixel, what mtmd and stb_image hold at most: 3 bytes of the bitmap, 3 of what it is copied from, 6 of a progressive JPEG's coefficients,

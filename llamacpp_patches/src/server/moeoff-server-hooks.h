@@ -56,7 +56,7 @@ struct server_guard {
     ~server_guard();
 };
 
-// Memory for a while, from the experts.
+// Memory for a while, from the experts. What is asked for later comes on top.
 class server_loan {
   public:
     server_loan() = default;
@@ -71,13 +71,18 @@ class server_loan {
     int64_t nbytes = 0;
 };
 
-// While a request is answered.
-class server_body_memory {
+// While a request is answered, on its thread.
+class server_request_memory {
   public:
-    explicit server_body_memory(const std::string & body); // throws: there is not so much
+    explicit server_request_memory(const std::string & body); // throws: there is not so much
+    ~server_request_memory();
+
+    static bool take_for_templates(int64_t nbytes); // in all; of this thread's request, if it has one; throws as above
 
   private:
-    server_loan loan;
+    server_loan             loan;
+    int64_t                 for_templates = 0;
+    server_request_memory * outer;
 };
 
 // While the files of a request are unpacked.

@@ -1,0 +1,43 @@
+// Chat templates are programs that come with a model. Here another program runs them (moeoff-templates-main.cpp), with bounds on time and
+// memory: whatever one does, this process goes on.
+
+#pragma once
+
+#include "jinja/caps.h"
+#include "jinja/runtime.h"
+#include "json.h"
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+namespace moeoff {
+
+// A template crashed, took too long, too much memory, or wrote too much; or the program that would run it does not start.
+struct template_bound_error : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
+};
+
+// From now on the program at this path runs every template.
+void isolate_templates(const std::string & program);
+bool templates_isolated();
+
+// The request that is answered on this thread takes so much memory in all; false: there is none, as while a model is loaded. Throws where there
+// is not so much. Null: nobody asks.
+using template_charge = bool (*)(int64_t nbytes);
+void charge_templates(template_charge charge);
+
+struct template_summary {
+    std::string source; // as the engine keeps it
+    jinja::caps caps;
+};
+
+// Of the isolated program. Both throw std::runtime_error with the engine's text where the template fails, and template_bound_error.
+template_summary summarize_template(const std::string & source);
+std::string      render_template(const std::string & source, const common_json & input, bool mark_input);
+
+// In this process.
+jinja::program parse_template(std::string & source); // source becomes what the engine keeps
+std::string    render_template(const jinja::program & program, const std::string & source, const common_json & input, bool mark_input);
+
+} // namespace moeoff
