@@ -50,10 +50,14 @@ def test_a_model_is_refused_for_one(demo, tmp_path, template):
         moeoff.Server(with_template(demo, tmp_path / "model.gguf", template), port=0)
 
 
+BOUND = "import resource; resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))\n"
+
+
+@pytest.mark.parametrize("first", ["", BOUND], ids=["free", "bound"])
 @pytest.mark.parametrize("what", [CIRCLE, "{{ 'x' * 99999999999 }}", "{{ 'hello world ' * 3000000 }}"], ids=["crash", "memory", "length"])
-def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, what):
+def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, what, first):
     budget = 300 << 20
-    with Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", what)), memory=budget, n_ctx=512) as served:
+    with Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", what)), first, memory=budget, n_ctx=512) as served:
         before = ask(served.url).json()["choices"]
         for _ in range(3):
             answer = ask(served.url, "now")

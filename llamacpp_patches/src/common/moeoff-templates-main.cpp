@@ -9,6 +9,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -83,7 +84,9 @@ static uint64_t address_space() {
 }
 
 static void bound_memory(uint64_t nbytes) {
-    const rlimit bound = { (rlim_t) nbytes, RLIM_INFINITY };
+    rlimit bound;
+    getrlimit(RLIMIT_AS, &bound); // the other program may have a bound of its own
+    bound.rlim_cur = std::min<rlim_t>(nbytes, bound.rlim_max);
     setrlimit(RLIMIT_AS, &bound);
 }
 
