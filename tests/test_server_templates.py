@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -65,6 +67,19 @@ def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, what, fi
         assert ask(served.url).json()["choices"] == before
         status = Path(f"/proc/{served.process.pid}/status").read_text()
         assert int(status.partition("VmHWM:")[2].split()[0]) << 10 <= budget
+
+
+def test_others_are_answered_while_one_waits(demo, tmp_path):
+    slow = "{% for i in range(999) %}" * 3 + "{% endfor %}" * 3
+    with Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", slow)), expert_memory=4 << 20, n_ctx=512) as served, ThreadPoolExecutor() as pool:
+        ask(served.url)
+        late = pool.submit(ask, served.url, "now")
+        time.sleep(0.5)
+        started = time.monotonic()
+        assert all(ask(served.url).status_code == 200 for _ in range(3))
+        assert time.monotonic() - started < 5 and not late.done()
+        assert late.result().status_code == 400 and "it takes longer than 10 s" in late.result().text
+        assert ask(served.url).status_code == 200
 
 
 def programs(pid: int) -> list[int]:

@@ -12,6 +12,7 @@
 
 #include <cerrno>
 #include <chrono>
+#include <condition_variable>
 #include <cstring>
 #include <mutex>
 
@@ -21,33 +22,42 @@ namespace moeoff {
 
 using steady = std::chrono::steady_clock;
 
+enum class io { done, late, gone };
+
 static const auto    PATIENCE = std::chrono::seconds(10);
-static const auto    BARRED   = std::chrono::minutes(1); // after that: one request asks dozens of times
-static const int64_t SMALL    = 4 << 20;                 // bytes for an ordinary conversation, which the budget knows of
-static const int64_t LARGE    = 32 << 20;                // for a longer one, from the experts, and the bytes of the input as often as below
-static const int64_t TIMES    = 64;                      // bytes that tokenizers take for a character, too
-static const size_t  LONGEST  = 1 << 17; // characters of a text that nobody pays for; templates with instructions for tools write thousands
+static const int64_t SMALL    = 4 << 20;  // bytes for an ordinary conversation, which the budget knows of
+static const int64_t LARGE    = 32 << 20; // for a longer one, from the experts, and the bytes of the input as often as below
+static const int64_t TIMES    = 64;       // bytes that tokenizers take for a character, too
+static const size_t  LONGEST  = 1 << 17;  // characters of a text that nobody pays for; templates with instructions for tools write thousands
+static const int     MOST     = 4;        // helpers at a time
 
-static std::mutex         mutex; // one question at a time
-static std::string        program_path;
-static template_charge    charge  = nullptr;
-static pid_t              child   = -1;
-static int                channel = -1;
-static std::string        barred; // a source
-static steady::time_point barred_until;
+// A process of the program.
+class helper {
+  public:
+    helper() = default;
+    ~helper() { end(); }
+    helper(const helper &)             = delete;
+    helper & operator=(const helper &) = delete;
 
-static void end_child() {
-    if (channel >= 0) {
-        close(channel);
-        channel = -1;
-    }
-    if (child > 0) {
-        kill(child, SIGKILL);
-        while (waitpid(child, nullptr, 0) < 0 && errno == EINTR) {
-        }
-        child = -1;
-    }
-}
+    bool runs() const { return pid > 0; }
+    void start(std::string path);
+    void end();
+    io   transfer(void * data, size_t n, bool reads, steady::time_point until); // writes or reads n bytes
+
+  private:
+    pid_t pid     = -1;
+    int   channel = -1;
+};
+
+static std::mutex              mutex; // of what follows
+static std::condition_variable one_is_done;
+static std::string             program_path;
+static template_charge         charge       = nullptr;
+static int                     n_helpers    = 0;
+static bool                    kept_is_busy = false;
+static helper                  kept; // more are for one question each
+
+static thread_local bool too_late = false; // one request asks dozens of times
 
 void isolate_templates(const std::string & program) {
     std::lock_guard<std::mutex> lock(mutex);
@@ -64,7 +74,20 @@ void charge_templates(template_charge taker) {
     charge = taker;
 }
 
-static void start_child() {
+void helper::end() {
+    if (channel >= 0) {
+        close(channel);
+        channel = -1;
+    }
+    if (pid > 0) {
+        kill(pid, SIGKILL);
+        while (waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
+        }
+        pid = -1;
+    }
+}
+
+void helper::start(std::string path) {
     int ends[2];
     if (socketpair(AF_UNIX, SOCK_STREAM, 0, ends) != 0) {
         throw template_bound_error(std::string("the program for chat templates has no connection: ") + strerror(errno));
@@ -80,25 +103,23 @@ static void start_child() {
     posix_spawn_file_actions_addopen(&actions, 2, "/dev/null", O_WRONLY, 0);
     posix_spawnattr_init(&attributes);
     posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP); // Ctrl-C is for the other one
-    char *    argv[] = { &program_path[0], nullptr };
-    const int error  = posix_spawn(&child, argv[0], &actions, &attributes, argv, environ);
+    char *    argv[] = { &path[0], nullptr };
+    const int error  = posix_spawn(&pid, argv[0], &actions, &attributes, argv, environ);
     posix_spawnattr_destroy(&attributes);
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
     channel = ends[0];
     if (error != 0) {
-        child = -1;
-        end_child();
-        throw template_bound_error(program_path + ": the program for chat templates does not start: " + strerror(error));
+        pid = -1;
+        end();
+        throw template_bound_error(path + ": the program for chat templates does not start: " + strerror(error));
     }
 }
 
-enum class io { done, late, gone };
-
-// Writes or reads n bytes. The other side reads a question whole before it writes.
-static io transfer(void * data, size_t n, bool reads, steady::time_point end) {
+// The other side reads a question whole before it writes.
+io helper::transfer(void * data, size_t n, bool reads, steady::time_point until) {
     while (n > 0) {
-        const auto left  = std::chrono::duration_cast<std::chrono::milliseconds>(end - steady::now()).count();
+        const auto left  = std::chrono::duration_cast<std::chrono::milliseconds>(until - steady::now()).count();
         pollfd     ready = { channel, (short) (reads ? POLLIN : POLLOUT), 0 };
         const int  found = left > 0 ? poll(&ready, 1, (int) left) : 0;
         if (found == 0) {
@@ -121,69 +142,107 @@ struct reply {
     std::string     text;
 };
 
-static void pay(int64_t taken, size_t n_text) {
-    const int64_t nbytes = taken + TIMES * (int64_t) n_text;
-    if ((charge == nullptr || !charge(nbytes)) && n_text > LONGEST) {
+// A helper for one question, as soon as there is one.
+class turn {
+  public:
+    turn() {
+        std::unique_lock<std::mutex> lock(mutex);
+        one_is_done.wait(lock, [] { return n_helpers < MOST; });
+        n_helpers++;
+        path         = program_path;
+        taker        = charge;
+        extra        = kept_is_busy;
+        kept_is_busy = true;
+    }
+
+    ~turn() {
+        if (!answered) { // what it may still say is no answer to the next question
+            end();
+        }
+        std::lock_guard<std::mutex> lock(mutex);
+        n_helpers--;
+        kept_is_busy = extra && kept_is_busy;
+        one_is_done.notify_one();
+    }
+
+    reply ask(const template_question & question, const std::string & source, const std::string & input);
+    void  end() { one().end(); }
+
+  private:
+    std::string     path;
+    template_charge taker;
+    bool            extra;
+    bool            answered = false;
+    helper          own;
+
+    helper & one() { return extra ? own : kept; }
+    void     pay(int64_t nbytes, size_t n_text) const;
+};
+
+void turn::pay(int64_t nbytes, size_t n_text) const {
+    nbytes += (extra ? SMALL : 0) + TIMES * (int64_t) n_text;
+    if ((taker == nullptr || !taker(nbytes)) && n_text > LONGEST) {
         throw template_bound_error("it makes " + std::to_string(n_text) + " characters of a few words");
     }
 }
 
-static reply ask_once(const template_question & question, const std::string & source, const std::string & input, int64_t taken) {
-    if (child < 0) {
-        start_child();
+reply turn::ask(const template_question & question, const std::string & source, const std::string & input) {
+    const int64_t taken = (int64_t) question.memory > SMALL ? (int64_t) question.memory : 0;
+    answered            = false;
+    pay(taken, 0);
+    if (!one().runs()) {
+        one().start(path);
     }
-    const auto end = steady::now() + PATIENCE;
-    reply      got = {};
-    got.went       = transfer((void *) &question, sizeof(question), false, end);
-    got.went       = got.went == io::done ? transfer((void *) source.data(), source.size(), false, end) : got.went;
-    got.went       = got.went == io::done ? transfer((void *) input.data(), input.size(), false, end) : got.went;
-    got.went       = got.went == io::done ? transfer(&got.answer, sizeof(got.answer), true, end) : got.went;
+    const auto until = steady::now() + PATIENCE;
+    reply      got   = {};
+    const auto then  = [&](const void * data, size_t n, bool reads) {
+        got.went = got.went == io::done ? one().transfer((void *) data, n, reads, until) : got.went;
+    };
+    then(&question, sizeof(question), false);
+    then(source.data(), source.size(), false);
+    then(input.data(), input.size(), false);
+    then(&got.answer, sizeof(got.answer), true);
     if (got.went == io::done && got.answer.n_caps != 0 && got.answer.n_caps != sizeof(got.caps)) {
         got.went = io::gone;
     }
     if (got.went == io::done) {
         pay(taken, got.answer.n_text);
-        got.went = transfer(&got.caps, got.answer.n_caps, true, end);
-    }
-    if (got.went == io::done) {
         got.text.resize(got.answer.n_text);
-        got.went = transfer(&got.text[0], got.text.size(), true, end);
     }
+    then(&got.caps, got.answer.n_caps, true);
+    then(&got.text[0], got.text.size(), true);
+    answered = got.went == io::done && got.answer.status != TEMPLATE_NO_MEMORY; // after that it ends
     return got;
 }
 
 static reply ask(template_task task, const std::string & source, const std::string & input, bool mark_input) {
-    std::lock_guard<std::mutex> lock(mutex);
-    if (source == barred && steady::now() < barred_until) {
-        throw template_bound_error("it has taken too long a moment ago");
+    if (too_late) {
+        throw template_bound_error("it takes too long");
     }
     const int64_t large = LARGE + TIMES * (int64_t) input.size();
-    try {
-        for (const int64_t memory : { SMALL, large }) {
-            const int64_t taken = memory == large ? large : 0;
-            pay(taken, 0);
-            reply got = ask_once({ task, mark_input, (uint64_t) memory, source.size(), input.size() }, source, input, taken);
-            if (got.went == io::late) {
-                barred       = source;
-                barred_until = steady::now() + BARRED;
-                throw template_bound_error("it takes longer than " + std::to_string(PATIENCE.count()) + " s");
-            }
-            if (got.went == io::gone && memory == large) { // with less memory that may be why
-                throw template_bound_error("it ends the program that runs it");
-            }
-            if (got.went == io::done && got.answer.status == TEMPLATE_FAILED) {
-                throw std::runtime_error(got.text);
-            }
-            if (got.went == io::done && got.answer.status == TEMPLATE_DONE) {
-                return got;
-            }
-            end_child();
+    turn          mine;
+    for (const int64_t memory : { SMALL, large }) {
+        reply got = mine.ask({ task, mark_input, (uint64_t) memory, source.size(), input.size() }, source, input);
+        if (got.went == io::late) {
+            too_late = true;
+            throw template_bound_error("it takes longer than " + std::to_string(PATIENCE.count()) + " s");
         }
-        throw template_bound_error("it takes too much memory");
-    } catch (const std::invalid_argument &) { // what it may still say is no answer to the next question
-        end_child();
-        throw;
+        if (got.went == io::gone && memory == large) { // with less memory that may be why
+            throw template_bound_error("it ends the program that runs it");
+        }
+        if (got.went == io::done && got.answer.status == TEMPLATE_FAILED) {
+            throw std::runtime_error(got.text);
+        }
+        if (got.went == io::done && got.answer.status == TEMPLATE_DONE) {
+            return got;
+        }
+        mine.end();
     }
+    throw template_bound_error("it takes too much memory");
+}
+
+void begin_template_request() {
+    too_late = false;
 }
 
 template_summary summarize_template(const std::string & source) {

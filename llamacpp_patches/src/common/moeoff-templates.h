@@ -27,6 +27,9 @@ bool templates_isolated();
 using template_charge = bool (*)(int64_t nbytes);
 void charge_templates(template_charge charge);
 
+// On this thread. A template that has taken too long is not run again before the next one.
+void begin_template_request();
+
 struct template_summary {
     std::string source; // as the engine keeps it
     jinja::caps caps;

@@ -175,6 +175,7 @@ server_request_memory::server_request_memory(const std::string & body) : outer(r
         loan.need(nbytes);
     }
     request = this;
+    begin_template_request();
 }
 
 server_request_memory::~server_request_memory() {
