@@ -46,6 +46,17 @@ def ask(url: str, content: str = "Hi") -> httpx.Response:
     return httpx.post(f"{url}/v1/chat/completions", json={"messages": messages, "max_tokens": 4, "temperature": 0}, timeout=60)
 
 
+def programs(pid: int) -> list[int]:
+    return [int(line) for line in subprocess.run(["pgrep", "-P", str(pid), "-f", "moeoff-templates"], capture_output=True, text=True).stdout.split()]
+
+
+def runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 @pytest.mark.parametrize("template", HOSTILE, ids=range(len(HOSTILE)))
 def test_a_model_is_refused_for_one(demo, tmp_path, template):
     with pytest.raises(moeoff.ModelError, match=f"its chat template cannot be run: .*{HOSTILE[template]}"):
@@ -74,23 +85,13 @@ def test_others_are_answered_while_one_waits(demo, tmp_path):
     with Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", slow)), expert_memory=4 << 20, n_ctx=512) as served, ThreadPoolExecutor() as pool:
         ask(served.url)
         late = pool.submit(ask, served.url, "now")
-        time.sleep(0.5)
+        (first,) = programs(served.process.pid)
+        wait_until(lambda: int(Path(f"/proc/{first}/stat").read_text().rpartition(")")[2].split()[11]) > 20)  # ticks of processor time
         started = time.monotonic()
         assert all(ask(served.url).status_code == 200 for _ in range(3))
         assert time.monotonic() - started < 5 and not late.done()
         assert late.result().status_code == 400 and "it takes longer than 10 s" in late.result().text
         assert ask(served.url).status_code == 200
-
-
-def programs(pid: int) -> list[int]:
-    return [int(line) for line in subprocess.run(["pgrep", "-P", str(pid), "-f", "moeoff-templates"], capture_output=True, text=True).stdout.split()]
-
-
-def runs(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def test_the_program_is_started_again_and_ends_with_the_server(demo):
