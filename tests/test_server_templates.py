@@ -82,7 +82,10 @@ def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, what, fi
 
 def test_others_are_answered_while_one_waits(demo, tmp_path):
     slow = "{% for i in range(999) %}" * 3 + "{% endfor %}" * 3
-    with Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", slow)), expert_memory=4 << 20, n_ctx=512) as served, ThreadPoolExecutor() as pool:
+    with (
+        Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", slow)), expert_memory=4 << 20, n_ctx=512) as served,
+        ThreadPoolExecutor() as pool,
+    ):
         ask(served.url)
         late = pool.submit(ask, served.url, "now")
         (first,) = programs(served.process.pid)
