@@ -39,13 +39,14 @@ class helper {
     helper(const helper &)             = delete;
     helper & operator=(const helper &) = delete;
 
-    bool runs() const { return pid > 0; }
+    bool runs() const { return pid > 0 && owner == getpid(); }
     void start(std::string path);
     void end();
     io   transfer(void * data, size_t n, bool reads, steady::time_point until); // writes or reads n bytes
 
   private:
     pid_t pid     = -1;
+    pid_t owner   = -1; // of a copy of this process it is no child
     int   channel = -1;
 };
 
@@ -79,12 +80,12 @@ void helper::end() {
         close(channel);
         channel = -1;
     }
-    if (pid > 0) {
+    if (pid > 0 && owner == getpid()) {
         kill(pid, SIGKILL);
         while (waitpid(pid, nullptr, 0) < 0 && errno == EINTR) {
         }
-        pid = -1;
     }
+    pid = -1;
 }
 
 void helper::start(std::string path) {
@@ -109,6 +110,7 @@ void helper::start(std::string path) {
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
     channel = ends[0];
+    owner   = getpid();
     if (error != 0) {
         pid = -1;
         end();
@@ -136,6 +138,7 @@ io helper::transfer(void * data, size_t n, bool reads, steady::time_point until)
 }
 
 struct reply {
+    bool            fresh; // the helper had answered nothing before
     io              went;
     template_answer answer;
     jinja::caps     caps;
@@ -190,12 +193,14 @@ reply turn::ask(const template_question & question, const std::string & source, 
     const int64_t taken = (int64_t) question.memory > SMALL ? (int64_t) question.memory : 0;
     answered            = false;
     pay(taken, 0);
-    if (!one().runs()) {
+    reply got = {};
+    got.fresh = !one().runs();
+    if (got.fresh) {
+        one().end();
         one().start(path);
     }
     const auto until = steady::now() + PATIENCE;
-    reply      got   = {};
-    const auto then  = [&](const void * data, size_t n, bool reads) {
+    const auto then = [&](const void * data, size_t n, bool reads) {
         got.went = got.went == io::done ? one().transfer((void *) data, n, reads, until) : got.went;
     };
     then(&question, sizeof(question), false);
@@ -222,7 +227,12 @@ static reply ask(template_task task, const std::string & source, const std::stri
     const int64_t large = LARGE + TIMES * (int64_t) input.size();
     turn          mine;
     for (const int64_t memory : { SMALL, large }) {
-        reply got = mine.ask({ task, mark_input, (uint64_t) memory, source.size(), input.size() }, source, input);
+        const template_question question = { task, mark_input, (uint64_t) memory, source.size(), input.size() };
+        reply                   got      = mine.ask(question, source, input);
+        if (got.went == io::gone && !got.fresh) { // somebody may have ended it
+            mine.end();
+            got = mine.ask(question, source, input);
+        }
         if (got.went == io::late) {
             too_late = true;
             throw template_bound_error("it takes longer than " + std::to_string(PATIENCE.count()) + " s");
