@@ -302,7 +302,7 @@ def test_twenty_cycles_leave_nothing(demo):
     for _ in range(20):
         cycle()
     after = state()
-    assert after[:2] == before[:2]
+    assert after[0] <= before[0] and after[1] <= before[1]  # a thread of another test may end meanwhile
     assert after[2] - before[2] < 8 << 20
 
 

@@ -107,6 +107,12 @@ def test_the_program_is_started_again_and_ends_with_the_server(demo):
     wait_until(lambda: not runs(second))
 
 
+def test_nothing_of_it_stays_after_a_stop(demo):
+    with moeoff.Server(demo, port=0, expert_memory=4 << 20, n_ctx=512) as server:
+        assert ask(server.url).status_code == 200 and programs(os.getpid())
+    assert not programs(os.getpid())
+
+
 def test_a_long_conversation_has_the_room_that_it_needs(demo):
     """Where the small bound is not enough: the text is as ever, and then far too long for the context."""
     with Served(demo, expert_memory=4 << 20, n_ctx=512) as served:

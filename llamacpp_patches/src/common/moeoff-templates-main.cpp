@@ -83,10 +83,13 @@ static uint64_t address_space() {
     return n_pages * (uint64_t) sysconf(_SC_PAGESIZE);
 }
 
-static void bound_memory(uint64_t nbytes) {
+static void bound_memory(uint64_t before, uint64_t nbytes) {
+    if (before == 0) { // not Linux
+        return;
+    }
     rlimit bound;
     getrlimit(RLIMIT_AS, &bound); // the other program may have a bound of its own
-    bound.rlim_cur = std::min<rlim_t>(nbytes, bound.rlim_max);
+    bound.rlim_cur = std::min<rlim_t>(before + nbytes, bound.rlim_max);
     setrlimit(RLIMIT_AS, &bound);
 }
 
@@ -137,7 +140,7 @@ int main() {
     std::list<parsed_template> kept;
     template_question          question;
     while (read_whole(&question, sizeof(question))) {
-        bound_memory(before + question.memory + 2 * (question.n_source + question.n_input)); // so that it can be read
+        bound_memory(before, question.memory + 2 * (question.n_source + question.n_input)); // so that it can be read
         std::string     text;
         jinja::caps     caps;
         template_answer said = answer(kept, question, text, caps);

@@ -14,9 +14,15 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <memory>
 #include <mutex>
 
+#ifdef __APPLE__
+#include <crt_externs.h>
+#define environ (*_NSGetEnviron())
+#else
 extern char ** environ;
+#endif
 
 namespace moeoff {
 
@@ -28,8 +34,10 @@ static const auto    PATIENCE = std::chrono::seconds(10);
 static const int64_t SMALL    = 4 << 20;  // bytes for an ordinary conversation, which the budget knows of
 static const int64_t LARGE    = 32 << 20; // for a longer one, from the experts, and the bytes of the input as often as below
 static const int64_t TIMES    = 64;       // bytes that tokenizers take for a character, too
-static const size_t  LONGEST  = 1 << 17;  // characters of a text that nobody pays for; templates with instructions for tools write thousands
-static const int     MOST     = 4;        // helpers at a time
+static const size_t  SHORT    = 1 << 16;  // characters of a text that need not be paid for
+static const size_t  LONGEST  = 1 << 17;  // of one that nobody can pay for; templates with instructions for tools write thousands
+static const auto    SOON     = std::chrono::milliseconds(100); // an ordinary conversation takes one
+static const int     MOST     = 2;        // helpers that are let go on beyond that while another one answers
 
 // A process of the program.
 class helper {
@@ -54,9 +62,10 @@ static std::mutex              mutex; // of what follows
 static std::condition_variable one_is_done;
 static std::string             program_path;
 static template_charge         charge       = nullptr;
-static int                     n_helpers    = 0;
+static std::shared_ptr<helper> kept         = std::make_shared<helper>();
 static bool                    kept_is_busy = false;
-static helper                  kept; // more are for one question each
+static steady::time_point      busy_since;
+static int                     n_slow       = 0; // helpers in whose place another one is kept
 
 static thread_local bool too_late = false; // one request asks dozens of times
 
@@ -73,6 +82,13 @@ bool templates_isolated() {
 void charge_templates(template_charge taker) {
     std::lock_guard<std::mutex> lock(mutex);
     charge = taker;
+}
+
+void end_idle_templates() {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (!kept_is_busy) {
+        kept->end();
+    }
 }
 
 void helper::end() {
@@ -150,40 +166,51 @@ class turn {
   public:
     turn() {
         std::unique_lock<std::mutex> lock(mutex);
-        one_is_done.wait(lock, [] { return n_helpers < MOST; });
-        n_helpers++;
+        while (kept_is_busy) {
+            if (n_slow == MOST) {
+                one_is_done.wait(lock);
+            } else if (steady::now() < busy_since + SOON) {
+                one_is_done.wait_until(lock, busy_since + SOON);
+            } else {
+                kept         = std::make_shared<helper>();
+                kept_is_busy = false;
+                n_slow++;
+            }
+        }
+        kept_is_busy = true;
+        busy_since   = steady::now();
+        mine         = kept;
         path         = program_path;
         taker        = charge;
-        extra        = kept_is_busy;
-        kept_is_busy = true;
     }
 
     ~turn() {
         if (!answered) { // what it may still say is no answer to the next question
-            end();
+            mine->end();
         }
         std::lock_guard<std::mutex> lock(mutex);
-        n_helpers--;
-        kept_is_busy = extra && kept_is_busy;
-        one_is_done.notify_one();
+        if (mine == kept) {
+            kept_is_busy = false;
+        } else {
+            n_slow--;
+        }
+        one_is_done.notify_all();
     }
 
     reply ask(const template_question & question, const std::string & source, const std::string & input);
-    void  end() { one().end(); }
+    void  end() { mine->end(); }
 
   private:
-    std::string     path;
-    template_charge taker;
-    bool            extra;
-    bool            answered = false;
-    helper          own;
+    std::shared_ptr<helper> mine;
+    std::string             path;
+    template_charge         taker;
+    bool                    answered = false;
 
-    helper & one() { return extra ? own : kept; }
-    void     pay(int64_t nbytes, size_t n_text) const;
+    void pay(int64_t nbytes, size_t n_text) const;
 };
 
 void turn::pay(int64_t nbytes, size_t n_text) const {
-    nbytes += (extra ? SMALL : 0) + TIMES * (int64_t) n_text;
+    nbytes += n_text > SHORT ? TIMES * (int64_t) n_text : 0;
     if ((taker == nullptr || !taker(nbytes)) && n_text > LONGEST) {
         throw template_bound_error("it makes " + std::to_string(n_text) + " characters of a few words");
     }
@@ -194,14 +221,14 @@ reply turn::ask(const template_question & question, const std::string & source, 
     answered            = false;
     pay(taken, 0);
     reply got = {};
-    got.fresh = !one().runs();
+    got.fresh = !mine->runs();
     if (got.fresh) {
-        one().end();
-        one().start(path);
+        mine->end();
+        mine->start(path);
     }
     const auto until = steady::now() + PATIENCE;
     const auto then = [&](const void * data, size_t n, bool reads) {
-        got.went = got.went == io::done ? one().transfer((void *) data, n, reads, until) : got.went;
+        got.went = got.went == io::done ? mine->transfer((void *) data, n, reads, until) : got.went;
     };
     then(&question, sizeof(question), false);
     then(source.data(), source.size(), false);

@@ -22,6 +22,9 @@ struct template_bound_error : std::invalid_argument {
 void isolate_templates(const std::string & program);
 bool templates_isolated();
 
+// The program, where it has nothing to do. The next question starts it again.
+void end_idle_templates();
+
 // The request that is answered on this thread takes so much memory in all; false: there is none, as while a model is loaded. Throws where there
 // is not so much. Null: nobody asks.
 using template_charge = bool (*)(int64_t nbytes);

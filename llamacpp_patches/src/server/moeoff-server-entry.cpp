@@ -45,6 +45,7 @@ int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
         fprintf(stderr, "llama-server: %s\n", e.what());
     }
     moeoff::server_attach(nullptr);
+    moeoff::end_idle_templates();
     common_log_flush(common_log_main());
     return result;
 }
@@ -57,14 +58,16 @@ bool moeoff_check_template(const char * source, char * message, size_t size) {
     static const char * const CONVERSATION = R"({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"},
         {"role": "user", "content": "Hi"}], "bos_token": "", "eos_token": "", "add_generation_prompt": true})";
     moeoff::begin_template_request();
+    bool keeps = true;
     try {
         moeoff::render_template(moeoff::summarize_template(source).source, common_json::parse(CONVERSATION), false);
     } catch (const moeoff::template_bound_error & e) {
         snprintf(message, size, "%s", e.what());
-        return false;
+        keeps = false;
     } catch (const std::exception &) {
     }
-    return true;
+    moeoff::end_idle_templates();
+    return keeps;
 }
 
 bool moeoff_serve_has_page(void) {
