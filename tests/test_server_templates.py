@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -107,10 +108,21 @@ def test_the_program_is_started_again_and_ends_with_the_server(demo):
     wait_until(lambda: not runs(second))
 
 
+STOPPED = """
+import os, subprocess, sys, httpx, moeoff
+def programs():
+    return subprocess.run(["pgrep", "-P", str(os.getpid()), "-f", "moeoff-templates"], capture_output=True, text=True).stdout.split()
+with moeoff.Server(sys.argv[1], port=0, expert_memory=4 << 20, n_ctx=512) as server:
+    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
+    httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).raise_for_status()
+    print(len(programs()))
+print(len(programs()))
+"""
+
+
 def test_nothing_of_it_stays_after_a_stop(demo):
-    with moeoff.Server(demo, port=0, expert_memory=4 << 20, n_ctx=512) as server:
-        assert ask(server.url).status_code == 200 and programs(os.getpid())
-    assert not programs(os.getpid())
+    done = subprocess.run([sys.executable, "-c", STOPPED, demo], capture_output=True, text=True, timeout=120)
+    assert done.stdout.split() == ["1", "0"], done.stderr
 
 
 def test_a_long_conversation_has_the_room_that_it_needs(demo):
