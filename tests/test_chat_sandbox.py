@@ -8,9 +8,9 @@ import jinja2
 import pytest
 
 import moeoff
+from helpers.chat_templates import with_template
 from moeoff import chat_sandbox
 from moeoff.chat_sandbox import ChatSandbox
-from moeoff.gguf.file import ModelFile, ModelWriter, pack
 
 HOSTILE = {
     "{% for i in range(100000) %}{% for j in range(100000) %}{{ i * j }}{% endfor %}{% endfor %}": "it takes longer than",
@@ -40,14 +40,6 @@ def test_hostile(template, monkeypatch):
 def test_ordinary():
     made = ChatSandbox().from_string("{% for m in messages %}<{{ m.role * 2 }}>{{ m['content'] | trim }}{% endfor %}{{ 3 * 4 }}")
     assert made.render(messages=[{"role": "user", "content": " Hi "}]) == "<useruser>Hi12"
-
-
-def with_template(demo, path, template: str):
-    with ModelFile(demo) as model:
-        with ModelWriter(path, model.metadata | {"tokenizer.chat_template": pack(template)}, list(model.tensors.values())) as writer:
-            for name in model.tensors:
-                writer.write(model.data(name))
-    return path
 
 
 @pytest.mark.parametrize("template, words", [(next(iter(HOSTILE)), "it takes longer than"), ("{{ 'x'.center(10 ** 10) }}", "too much memory")])

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.chat_templates import with_template
 from helpers.split_model import split_model
 from moeoff.gguf.file import ModelFile, ModelWriter, pack, pack_array
 from moeoff.gguf.layout import Layout
@@ -172,12 +173,7 @@ def test_types_that_llama_cpp_ends_over_while_it_computes(moeoff_command, demo, 
 
 
 def test_a_chat_template_that_cannot_be_read(moeoff_command, demo, tmp_path):
-    with ModelFile(demo) as model:
-        metadata = model.metadata | {"tokenizer.chat_template": pack("{% if")}
-        with ModelWriter(tmp_path / "patched.gguf", metadata, list(model.tensors.values())) as writer:
-            for name in model.tensors:
-                writer.write(model.data(name))
-    check(moeoff_command(*COMMANDS["run"](str(tmp_path / "patched.gguf"))), "its chat template cannot be read")
+    check(moeoff_command(*COMMANDS["run"](with_template(demo, tmp_path / "patched.gguf", "{% if"))), "its chat template cannot be read")
 
 
 def patched(demo, out, values=(), f64=()) -> str:

@@ -14,9 +14,9 @@ import httpx
 import pytest
 
 import moeoff
+from helpers.chat_templates import with_template
 from helpers.served import Served
 from helpers.waiting import wait_until
-from moeoff.gguf.file import ModelFile, ModelWriter, pack
 from moeoff.server import library
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
@@ -32,14 +32,6 @@ HOSTILE = {
     "{% for m in messages %}{{ 'xxxxxxxxxx' * 10000 }}{% endfor %}": "it makes 300000 characters of a few words",
     "{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}": "it takes longer than 10 s",
 }
-
-
-def with_template(demo, path, template: str) -> str:
-    with ModelFile(demo) as model:
-        with ModelWriter(path, model.metadata | {"tokenizer.chat_template": pack(template)}, list(model.tensors.values())) as writer:
-            for name in model.tensors:
-                writer.write(model.data(name))
-    return str(path)
 
 
 def ask(url: str, content: str = "Hi") -> httpx.Response:

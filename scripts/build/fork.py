@@ -173,7 +173,7 @@ def check_wheel(fork: Fork, wheel: Path) -> None:
     libraries = [name for name in names if LIBRARY.search(name)]
     wrong = [name for name in libraries if not re.fullmatch(r"llama_cpp/lib/lib[\w-]+\.(so|dylib)", name)]
     found = {Path(name).name.partition(".")[0] for name in libraries}
-    missing = {"libllama", "libggml", "libggml-base", "libggml-cpu"} - found | {TEMPLATES} - {Path(name).name for name in names}
+    missing = ({"libllama", "libggml", "libggml-base", "libggml-cpu"} - found) | ({TEMPLATES} - {Path(name).name for name in names})
     if wrong or missing or f"-{fork.local_version}-" not in wheel.name:
         wanted = f"no {wrong}, these too: {sorted(missing)}, version {fork.local_version}"
         raise ForkError(f"{wheel.name} is not as expected: {wanted}.")

@@ -22,7 +22,8 @@ TYPES = [*range(42), 255, (1 << 31) - 1, 1 << 31, (1 << 32) - 1]  # ggml's, F64 
 TEMPLATES = ["{% if", "{{ 1 / 0 }}", "{{ messages[0].nothing.at.all }}", "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
              "{{ 'x'.center(10 ** 12) }}", "{{ 10 ** (10 ** 10) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}", "{% include '/etc/passwd' %}",
              "{{ raise_exception('no') }}", "\udcff\udcfe{{ messages }}", "{{" + "(" * 5000 + "1" + ")" * 5000 + "}}",
-             "{{" + "[" * 100000 + "]" * 100000 + "}}", "{{ 1 is divisibleby 0 }}", "{% set a = namespace() %}{% set a.x = a %}{{ a|tojson }}", "{% set a = [] %}{% set _ = a.append(a) %}{{ a }}"]  # fmt: skip
+             "{{" + "[" * 100000 + "]" * 100000 + "}}", "{{ 1 is divisibleby 0 }}",
+             "{% set a = namespace() %}{% set a.x = a %}{{ a|tojson }}", "{% set a = [] %}{% set _ = a.append(a) %}{{ a }}"]  # fmt: skip
 LATER = [*TEMPLATES[-3:], "{{ 'x' * 99999999999 }}", "{{ 'hello world ' * 3000000 }}", "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}"]
 TEMPLATES += [f"{{% if messages[-1].content == 'now' %}}{what}{{% endif %}}ok" for what in LATER]  # not in an ordinary conversation
 
