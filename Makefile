@@ -10,8 +10,9 @@ FORK    = $(PYTHON) scripts/build/fork.py
 PROMPT ?=
 ARGS   ?=
 CLANGXX ?= clang++
-# `make test TESTS=tests/test_fork.py`
+# `make test TESTS=tests/build/test_fork.py`
 TESTS  ?=
+EXTRAS := [test,test-clients]
 
 .DEFAULT_GOAL := help
 .PHONY: help env run test test-archs nightly lint lint-native types results faults repin docs wheels archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
@@ -24,28 +25,35 @@ $(VENV)/pip-ready:
 	$(PY) -m pip install --quiet --upgrade pip
 	@touch $@
 
-# fork.py answers from its cache in well under a second, so it is asked every time; the two stamps hold what is installed.
+# fork.py answers from its cache in well under a second, so it is asked every time; the stamps hold what is installed.
 # The wheel goes in by its path, and first: pip then finds llama-cpp-python satisfied and never looks for the release.
-env: $(VENV)/pip-ready ## .venv with the fork, moeoff (editable) and what the tests need
-	@set -e; wheel="$$($(FORK) build | tail -n 1)"; test -f "$$wheel"; \
+# $(1): the command that makes the wheel; $(2): the stamp; $(3): the extras
+define install
+	@set -e; wheel="$$($(1) | tail -n 1)"; test -f "$$wheel"; \
 	if [ "$$wheel" != "$$(cat $(VENV)/fork-wheel 2>/dev/null)" ]; then \
 		rm -f $(VENV)/fork-wheel; \
 		echo "installing $$(basename "$$wheel")" >&2; \
 		$(PY) -m pip install --quiet --force-reinstall --no-deps "$$wheel"; \
 		echo "$$wheel" > $(VENV)/fork-wheel; \
 	fi; \
-	if ! cmp -s pyproject.toml $(VENV)/pyproject-installed; then \
+	if ! cmp -s pyproject.toml $(VENV)/$(2); then \
 		echo "installing moeoff and its requirements" >&2; \
-		$(PY) -m pip install --quiet "$$wheel" -e '.[test]'; \
-		cp pyproject.toml $(VENV)/pyproject-installed; \
+		$(PY) -m pip install --quiet "$$wheel" -e '.$(3)'; \
+		cp pyproject.toml $(VENV)/$(2); \
 	fi
+endef
 
-run: env ## moeoff run on the demo model; PROMPT="...", ARGS="..."
+env: $(VENV)/pip-ready ## .venv with the whole fork, moeoff (editable) and what the tests need
+	$(call install,$(FORK) build,env-installed,$(EXTRAS))
+	@cp pyproject.toml $(VENV)/run-installed
+
+run: $(VENV)/pip-ready ## moeoff run on the demo model; PROMPT="...", ARGS="..."; builds no server and installs nothing for tests
+	$(call install,$(FORK) build --without-server,run-installed,)
 	@exec $(VENV)/bin/moeoff run $(ARGS) $${PROMPT:+-p "$$PROMPT"}
 run: export PROMPT := $(PROMPT)
 
-test: env ## the quick tests
-	$(PY) -m pytest -m "not slow and not perf and not cgroup and not archs" $(TESTS)
+test: env ## the quick tests, a file's in one process, on up to four cores
+	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not perf and not cgroup and not archs" $(TESTS)
 
 test-archs: env ## every architecture of llama.cpp gives stock's bits; builds the program that writes their models
 	$(PY) -m pytest -m "archs and not slow"
@@ -68,7 +76,7 @@ faults: env ## the n-th fault, damaged files, kills, disk trouble, hostile clien
 
 repin: env ## to another release of llama-cpp-python: VERSION=... SHA256=... (of its sdist); ends with all tests
 	@test -n "$(VERSION)" -a -n "$(SHA256)" || { echo "say which: make repin VERSION=... SHA256=..." >&2; exit 2; }
-	@$(PYTHON) scripts/build/repin.py "$(VERSION)" "$(SHA256)"
+	@$(FORK) repin "$(VERSION)" "$(SHA256)"
 
 lint: env ## style, as pyproject.toml has it
 	$(VENV)/bin/ruff check
@@ -86,14 +94,10 @@ types: env ## mypy on moeoff/, as pyproject.toml has it
 	$(VENV)/bin/mypy
 
 docs: env ## the site, in build/docs, where a warning is an error, and man pages, in build/man
-	@if ! cmp -s pyproject.toml $(VENV)/docs-installed; then \
-		echo "installing what builds the site" >&2; \
-		$(PY) -m pip install --quiet "$$(cat $(VENV)/fork-wheel)" -e '.[docs]'; \
-		cp pyproject.toml $(VENV)/docs-installed; \
-	fi
-	$(PY) scripts/make_cli_docs.py --check
+	$(call install,$(FORK) build,docs-installed,[docs])
+	$(PY) scripts/build/docs.py cli --check
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --quiet --strict --config-file .mkdocs.yml
-	$(PY) scripts/make_man.py build/man > /dev/null
+	$(PY) scripts/build/docs.py man build/man
 
 wheels: docs ## wheels for other machines, in dist: a CPU backend for each level, man pages
 	$(PY) scripts/build/wheels.py
@@ -105,7 +109,7 @@ archs: ## llama.cpp's test-llama-archs, which writes a small model for each arch
 	@$(FORK) archs
 
 server-conformance: env ## llama-server's own tests: what it passes, moeoff's server passes too; builds llama-server
-	@$(PY) scripts/server_conformance.py
+	@$(PY) scripts/build/server_conformance.py
 
 patches-check: ## do the patches apply cleanly, and once only, to the pinned release?
 	@$(FORK) check

@@ -21,6 +21,7 @@ __all__ = [
     "Server",
     "Stats",
     "__version__",
+    "convert",
     "demo_model",
     "register",
 ]
@@ -49,21 +50,28 @@ except ForkError as _error:
     _sys.exit(f"Error: {_error}")  # the command says it in one sentence
 
 if _typing.TYPE_CHECKING:
-    from . import cache as cache
     from . import calibrate as calibrate
-    from . import companion as companion
-    from . import convert as convert
-    from . import predict as predict
+    from . import policies as policies
+    from . import sidecar as sidecar
     from . import simulate as simulate
+    from . import trace as trace
     from .engine.llama import Llama as Llama
     from .engine.stats import Stats as Stats
-    from .engine.strategy import register as register
-    from .paths import demo_model as demo_model
+    from .files import demo_model as demo_model
+    from .policies import register as register
     from .server.server import Server as Server
+    from .sidecar.convert import convert as convert
 
 # Imported when first asked for: loading llama.cpp takes longer than `moeoff --help` should.
-_NAMES = {"Llama": "engine.llama", "Stats": "engine.stats", "demo_model": "paths", "register": "engine.strategy", "Server": "server.server"}
-_MODULES = ("cache", "calibrate", "companion", "convert", "predict", "simulate")
+_NAMES = {
+    "Llama": "engine.llama",
+    "Stats": "engine.stats",
+    "demo_model": "files",
+    "register": "policies",
+    "Server": "server.server",
+    "convert": "sidecar.convert",
+}
+_MODULES = ("calibrate", "policies", "sidecar", "simulate", "trace")
 
 
 def __getattr__(name: str) -> object:

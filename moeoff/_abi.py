@@ -32,7 +32,6 @@ __all__ = [
     "FLAG_EAGER",
     "FLAG_DIRECT_IO",
     "FLAG_GATE_INPUT",
-    "FLAG_SERIAL",
     "FLAG_LOG_READS",
     "FLAG_GATE_LOGITS",
     "FLAG_ROUTING",
@@ -127,13 +126,12 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 13
+ABI_VERSION = 14
 MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2
 FLAG_DIRECT_IO = 4
 FLAG_GATE_INPUT = 8
-FLAG_SERIAL = 16
 FLAG_LOG_READS = 32
 FLAG_GATE_LOGITS = 64
 FLAG_ROUTING = 128
@@ -162,7 +160,7 @@ class Thresholds(Structure):
     _fields_ = [
         ("t1", c_float),
         ("t2", c_float),
-        ("prefill_low_share", c_float),
+        ("prefill_low_fraction", c_float),
         ("flags", c_uint32),
     ]
 
@@ -183,7 +181,7 @@ class Params(Structure):
 
     _fields_ = [
         ("flags", c_uint32),
-        ("n_io_workers", c_int32),
+        ("n_io_threads", c_int32),
         ("arena_bytes", c_uint64),
         ("read_chunk", c_uint64),
     ]
@@ -260,7 +258,7 @@ class Stats(Structure):
         ("events_dropped", c_uint64),
         ("stall_ns", c_uint64),
         ("queue_wait_ns", c_uint64),
-        ("io_worker_busy_ns", c_uint64),
+        ("io_thread_busy_ns", c_uint64),
         ("driver_ns", c_uint64),
         ("arena_bytes", c_uint64),
         ("arena_committed", c_uint64),

@@ -20,21 +20,21 @@ from typing import Any
 import jinja2
 import numpy as np
 
-from . import cpu_level
+from . import cpu
 from .chat_sandbox import ChatSandbox
 from .errors import OptionError
 
-# OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O workers make it one, every barrier then
-# waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 beside two busy processes on 2 cores, no
+# OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O threads make it one, every barrier then
+# waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 with two busy processes on 2 cores, no
 # difference on an idle machine. Read by the OpenMP runtime when llama.cpp is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-cpu_level.load()
+cpu.load()
 
 import llama_cpp
 from llama_cpp import _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
 
-__all__ = ["PatchedLlama", "StockLlama", "api", "guarded", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
+__all__ = ["PatchedLlama", "StockLlama", "api", "assertions_raise", "c_function", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
 
 llama_chat_format.ImmutableSandboxedEnvironment = ChatSandbox  # type: ignore[attr-defined]  # templates are the model file's: they may not hang either
 
@@ -76,7 +76,7 @@ def quiet_log() -> Iterator[Callable[[], None]]:
 
 
 class _Collected(threading.local):
-    """What the calling thread's llama.cpp logs as errors, while someone collects it."""
+    """Errors that llama.cpp logs on the calling thread, while someone collects it."""
 
     errors: list[str] | None = None
     last = 0  # level, for what continues a line
@@ -117,8 +117,8 @@ def _reason(errors: Sequence[str]) -> str:
 
 
 @contextlib.contextmanager
-def guarded() -> Iterator[None]:
-    """What ggml asserts inside, on this thread, fails the call into llama.cpp instead of ending the process (moeoff-llama.h)."""
+def assertions_raise() -> Iterator[None]:
+    """Inside, a failed assertion of ggml's on this thread fails the call into llama.cpp instead of ending the process (moeoff-llama.h)."""
     lib.moeoff_guard_begin()
     try:
         yield
@@ -127,18 +127,16 @@ def guarded() -> Iterator[None]:
 
 
 def supports_gpu() -> bool:
-    """Whether llama.cpp finds a GPU here that it can offload layers to. Vulkan's software drivers do not count unless
+    """True if llama.cpp finds a GPU here that it can offload layers to. Vulkan's software drivers do not count unless
     GGML_VK_VISIBLE_DEVICES names them."""
     return bool(api.llama_supports_gpu_offload())
 
 
-def buffer_types() -> dict[str, int]:
-    """ggml_backend_buffer_type_t of each device, by the names that llama.cpp's --override-tensor takes: "CPU", "CUDA0", ..."""
-    count, device, of_device, name = (getattr(lib, f"ggml_backend_{what}") for what in ("dev_count", "dev_get", "dev_buffer_type", "buft_name"))
-    count.restype, device.restype, of_device.restype, name.restype = ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p
-    device.argtypes, of_device.argtypes, name.argtypes = [ctypes.c_size_t], [ctypes.c_void_p], [ctypes.c_void_p]
-    types = [of_device(device(i)) for i in range(count())]
-    return {name(buffer_type).decode(): buffer_type for buffer_type in types if buffer_type}
+def c_function(name: str, result: Any, *arguments: Any) -> Any:
+    """A function of llama.cpp's that llama_cpp does not declare."""
+    function = lib[name]
+    function.restype, function.argtypes = result, arguments
+    return function
 
 
 class _AnyLlama(llama_cpp.Llama):
@@ -185,7 +183,7 @@ class PatchedLlama(_AnyLlama):
         self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
         with _collected_errors() as errors:
             try:
-                with guarded():
+                with assertions_raise():
                     super().__init__(model_path, **options)
             except jinja2.TemplateError as error:  # llama_cpp reads the chat template here
                 raise ValueError(f"its chat template cannot be read: {error}") from error
@@ -197,6 +195,7 @@ class PatchedLlama(_AnyLlama):
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
         params.progress_callback = self._progress_callback
         params.no_alloc = self._no_alloc
+        params.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # above 4 GiB some tensors would be mapped, and be in no plan of memory
         params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
 
     # as `model_params`
@@ -247,20 +246,11 @@ class PatchedLlama(_AnyLlama):
         """Calls it when the model is closed, before the model is freed."""
         self._stack.callback(function)
 
-    def set_abort_callback(self, callback: Any, data: int | None) -> None:
-        """A ggml_abort_callback, asked between the nodes of a graph."""
-        api.llama_set_abort_callback(self._ctx.ctx, callback, data)
-
     @property
     def output_bytes(self) -> int:
         """Bytes of the logits that llama.cpp and llama_cpp keep."""
         rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
         return 4 * self._n_vocab * rows
-
-    @property
-    def keeps_logits(self) -> bool:
-        """Opened with logits_all: the logits of every token can be asked for."""
-        return self._logits_all
 
     # llama_cpp makes a sampler for each answer and leaves the one before to the garbage collector, which does not see that a
     # vocabulary of 150,000 makes it 1.8 MB large and comes by after dozens of answers
@@ -272,7 +262,7 @@ class PatchedLlama(_AnyLlama):
         self._latest_sampler = super()._init_sampler(*args, **options)
         return self._latest_sampler
 
-    # --- batches of one's own, beside `generate` ---
+    # --- batches of one's own, besides `generate` ---
 
     def clear_context(self) -> None:
         """Empties the KV cache: the next batch begins a text."""
@@ -315,7 +305,7 @@ class PatchedLlama(_AnyLlama):
         self._ctx.decode(self._batch)
 
     def forget_sequence(self, sequence: int) -> None:
-        """What the context holds of it; another one may take its number."""
+        """Drops it from the context; another one may take its number."""
         api.llama_memory_seq_rm(api.llama_get_memory(self._ctx.ctx), sequence, -1, -1)
 
     # --- the context as a whole ---
@@ -347,22 +337,22 @@ class PatchedLlama(_AnyLlama):
         finally:
             self._keeps_sampler = False
 
-    def without_end(self) -> None:
+    def unbounded_context(self) -> None:
         """From now on llama_cpp does not end answers where the context is full."""
         self._n_ctx = 1 << 30
 
     def save_context(self, path: str) -> str:
         """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing."""
         tokens = np.ascontiguousarray(self.input_ids[: self.n_tokens], np.int32)
-        with _collected_errors() as errors, guarded():
+        with _collected_errors() as errors, assertions_raise():
             done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
         return "" if done else _reason(errors) or "llama.cpp gives no reason"
 
     def load_context(self, path: str) -> str:
-        """What `save_context` wrote. Returns what went wrong, and the context is empty then, or nothing."""
+        """Reads what `save_context` wrote. Returns what went wrong, and the context is empty then, or nothing."""
         tokens = np.zeros(self.n_ctx(), np.int32)
         count = ctypes.c_size_t()
-        with _collected_errors() as errors, guarded():
+        with _collected_errors() as errors, assertions_raise():
             done = api.llama_state_load_file(
                 self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
             )

@@ -2,6 +2,9 @@
 
 A template comes with the model and is a program. In Jinja's own sandbox it can still loop for ever, or ask for more memory than there is:
 with `{{ 10 ** (10 ** 10) }}` already where it is compiled, because constants are folded there.
+
+The bound of memory is one of the process's address space, as the system has no other, and a thread that is started or a buffer that is reserved meanwhile
+would not get its own: what does either says so with `growing()`, and waits for templates as they wait for it.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -19,16 +23,77 @@ import jinja2
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-__all__ = ["ChatSandbox", "TemplateBoundError"]
+__all__ = ["ChatSandbox", "TemplateBoundError", "growing"]
 
 SECONDS = 10.0  # of this thread's processor time; templates of today take milliseconds
 BYTES = 256 << 20  # more address space than before
 _BITS = 4096  # of a number
-_one = threading.Lock()  # the bound of memory is the process's: for these milliseconds other threads get no more, either
 
 
 class TemplateBoundError(jinja2.TemplateRuntimeError):
     """A template takes too long, or too much memory."""
+
+
+class _AddressSpace:
+    """Either one thread runs a template within a bound of the address space, or any number of others may take more of it. First come, first served."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._queue: deque[object] = deque()
+        self._growing: Counter[int] = Counter()  # how many times a thread is inside `growing`
+        self._bounded = False
+
+    def _wait(self, free: Callable[[], bool]) -> None:
+        turn = object()
+        self._queue.append(turn)
+        try:
+            self._changed.wait_for(lambda: self._queue[0] is turn and free())
+        finally:  # interrupted, too
+            self._queue.remove(turn)
+            self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def growing(self) -> Iterator[None]:
+        """While open, this thread may start threads and reserve memory: no other thread runs a template."""
+        me = threading.get_ident()
+        with self._changed:
+            if me not in self._growing:
+                self._wait(lambda: not self._bounded)
+            self._growing[me] += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._growing[me] -= 1
+                if not self._growing[me]:
+                    del self._growing[me]
+                self._changed.notify_all()
+
+    @contextlib.contextmanager
+    def bounded(self) -> Iterator[None]:
+        """While open, no other thread is inside `growing`. One that is inside itself, as where a model is opened, is not for that time."""
+        me = threading.get_ident()
+        with self._changed:
+            held = self._growing.pop(me, 0)
+            self._changed.notify_all()
+            try:
+                self._wait(lambda: not self._bounded and not self._growing)
+                self._bounded = True
+            except BaseException:
+                self._growing.update({me: held} if held else {})
+                raise
+        try:
+            with _bounded_memory():
+                yield
+        finally:
+            with self._changed:
+                self._bounded = False
+                self._growing.update({me: held} if held else {})
+                self._changed.notify_all()
+
+
+_address_space = _AddressSpace()
+growing = _address_space.growing
 
 
 class ChatTemplate(jinja2.Template):
@@ -64,13 +129,13 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 def _bounded() -> Iterator[None]:
     end, before = time.thread_time() + SECONDS, sys.gettrace()
 
-    def look(frame: FrameType, event: str, argument: object) -> Any:
+    def check_time(frame: FrameType, event: str, argument: object) -> Any:
         if time.thread_time() > end:
             raise TemplateBoundError(f"it takes longer than {SECONDS:g} s")
-        return look
+        return check_time
 
-    with _one, _less_memory():
-        sys.settrace(look)
+    with _address_space.bounded():
+        sys.settrace(check_time)
         try:
             yield
         except jinja2.TemplateError:
@@ -86,7 +151,7 @@ def _bounded() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _less_memory() -> Iterator[None]:
+def _bounded_memory() -> Iterator[None]:
     try:
         with open("/proc/self/statm", "rb") as file:
             now = int(file.read().split()[0]) * resource.getpagesize()

@@ -1,4 +1,4 @@
-"""What a terminal shows beside the output: progress bars and remarks, on standard error. Nothing is drawn where that is no terminal.
+"""Progress bars and notes on standard error. No bar is drawn where that is no terminal.
 
 rich is imported when a bar appears: a command that shows none does not pay for it.
 """
@@ -19,7 +19,7 @@ LOADING_DELAY = 0.3  # seconds; a model that loads faster shows no bar
 LOADING_INTERVAL = 0.1
 
 
-def remark(text: str) -> None:
+def note(text: str) -> None:
     """A line on standard error, dimmed if that is a terminal."""
     print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 

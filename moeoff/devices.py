@@ -1,36 +1,31 @@
-"""GPUs and other devices that llama.cpp can compute on, beside the CPU: what they are and how much memory they have."""
+"""GPUs and other devices that llama.cpp can compute on, without the CPU: their names and memory."""
 
 from __future__ import annotations
 
 import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
-from typing import Any
 
-from .binding import lib
+from .binding import c_function
 
-__all__ = ["Device", "backends", "devices"]
+__all__ = ["Device", "backends", "buffer_types", "devices"]
 
 _CPU = 0  # enum ggml_backend_dev_type
 _WITHOUT_DEVICES = ("CPU", "BLAS")
 
 
-def _function(name: str, result: Any, *arguments: Any) -> Any:
-    function = getattr(lib, name)
-    function.restype, function.argtypes = result, list(arguments)
-    return function
-
-
 # of ggml-backend.h
-_count = _function("ggml_backend_dev_count", c_size_t)
-_get = _function("ggml_backend_dev_get", c_void_p, c_size_t)
-_type = _function("ggml_backend_dev_type", c_int, c_void_p)
-_name = _function("ggml_backend_dev_name", c_char_p, c_void_p)
-_description = _function("ggml_backend_dev_description", c_char_p, c_void_p)
-_reg_count = _function("ggml_backend_reg_count", c_size_t)
-_reg_get = _function("ggml_backend_reg_get", c_void_p, c_size_t)
-_reg_name = _function("ggml_backend_reg_name", c_char_p, c_void_p)
-_memory = _function("ggml_backend_dev_memory", None, c_void_p, POINTER(c_size_t), POINTER(c_size_t))
+_count = c_function("ggml_backend_dev_count", c_size_t)
+_get = c_function("ggml_backend_dev_get", c_void_p, c_size_t)
+_type = c_function("ggml_backend_dev_type", c_int, c_void_p)
+_name = c_function("ggml_backend_dev_name", c_char_p, c_void_p)
+_description = c_function("ggml_backend_dev_description", c_char_p, c_void_p)
+_reg_count = c_function("ggml_backend_reg_count", c_size_t)
+_reg_get = c_function("ggml_backend_reg_get", c_void_p, c_size_t)
+_reg_name = c_function("ggml_backend_reg_name", c_char_p, c_void_p)
+_memory = c_function("ggml_backend_dev_memory", None, c_void_p, POINTER(c_size_t), POINTER(c_size_t))
+_buffer_type = c_function("ggml_backend_dev_buffer_type", c_void_p, c_void_p)
+_buffer_name = c_function("ggml_backend_buft_name", c_char_p, c_void_p)
 
 
 @dataclass(frozen=True)
@@ -65,3 +60,9 @@ def devices() -> list[Device]:
     """All but the CPU, in llama.cpp's order."""
     handles = [_get(i) for i in range(_count())]
     return [Device(h, _name(h).decode(), _description(h).decode("utf-8", "replace")) for h in handles if _type(h) != _CPU]
+
+
+def buffer_types() -> dict[str, int]:
+    """ggml_backend_buffer_type_t of each device, by the names that llama.cpp's --override-tensor takes: "CPU", "CUDA0", ..."""
+    types = [_buffer_type(_get(i)) for i in range(_count())]
+    return {_buffer_name(kind).decode(): kind for kind in types if kind}

@@ -1,37 +1,15 @@
 """What can go wrong, each with one sentence that names the file, the expectation and the finding, and with the way out.
 
-The way out is a `Remedy`: its value says it in Python's terms, and the command line says it in its own (cli/errors.py).
+An option is named in backticks, by its name in Python; the way out is a hint: options and values that would do. `str(error)` says both in Python's
+terms, and the command line in its own (cli/options.py).
 """
 
 from __future__ import annotations
 
-from enum import Enum
+import re
+from collections.abc import Mapping
 
-
-class Remedy(Enum):
-    """What to do about an error; {names} are the error's facts."""
-
-    MORE_MEMORY = "give memory={needed}"
-    MORE_MEMORY_OR_SMALLER_CONTEXT = "give memory={needed}, or n_ctx={n_ctx}"
-    MORE_VRAM = "give vram={needed}"
-    LESS_VRAM = "give vram={needed} at most"
-    MAKE_COMPANION = "make one with moeoff.convert, or name it with experts="
-    CONVERT_AGAIN = "convert the model again, or go without the companion: experts=False"
-    CHOOSE_TIER = "choose it with tier={tier!r}"
-    CALIBRATE = "calibrate the model with moeoff.calibrate"
-    MEASURE_LOSS = "measure it with search_precision"
-    GIVE_TEXT = "give text to calibrate on"
-    MORE_TEXT = "give more text, or more tokens of it"
-    SHORTER_WINDOWS = "give a longer text, or a smaller ctx"
-    FEWER_CHUNKS = "evaluate fewer chunks, or set TMPDIR"
-    GIVE_TIERS = "give tiers or bits"
-    GIVE_IMATRIX = "give imatrix, or another type"
-    MERGE = "join them with moeoff.gguf.merge.merge({model!r})"
-    OVERWRITE = "give force=True to replace it, or another output"
-    OTHER_OUTPUT = "give another output"
-    SHORTEN_PROMPT = "shorten it, or give a larger n_ctx"
-    CONTINUE_TEXT = "give a text to continue instead"
-    OTHER_ADDRESS = "choose another host or port"
+_OPTION = re.compile(r"`(\w+)`")
 
 
 class MoeoffError(Exception):
@@ -39,16 +17,18 @@ class MoeoffError(Exception):
 
     Attributes:
         message: the sentence without the way out.
-        remedy: the way out, if there is a simple one.
-        facts: what the remedy names, by name: `needed` and `n_ctx` (bytes and tokens), `model`, `tier`, `max_loss`.
+        hint: options by name, each with a value that would do; `...` stands for one that the user has to choose.
     """
 
-    def __init__(self, message: str = "", remedy: Remedy | None = None, **facts: object):
+    def __init__(self, message: str = "", *, hint: Mapping[str, object] | None = None):
         super().__init__(message)
-        self.message, self.remedy, self.facts = message, remedy, facts
+        self.message, self.hint = message, dict(hint or {})
 
     def __str__(self) -> str:
-        return self.message if self.remedy is None else f"{self.message}: {self.remedy.value.format(**self.facts)}"
+        message = _OPTION.sub(r"\1", self.message)
+        return message + (
+            ": give " + ", or ".join(f"{name}={'...' if value is ... else repr(value)}" for name, value in self.hint.items()) if self.hint else ""
+        )
 
 
 class ForkError(MoeoffError, ImportError):
@@ -88,4 +68,6 @@ class ContextError(MoeoffError):
 
     def __init__(self, n_tokens: int, n_ctx: int):
         self.n_tokens, self.n_ctx = n_tokens, n_ctx
-        super().__init__(f"the prompt has {n_tokens} tokens and must be shorter than the context, which has {n_ctx}", Remedy.SHORTEN_PROMPT)
+        super().__init__(
+            f"the prompt has {n_tokens} tokens and must be shorter than the context, which has {n_ctx}: shorten it, or make that larger", hint={"n_ctx": ...}
+        )

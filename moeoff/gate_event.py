@@ -1,4 +1,4 @@
-"""What one gate of a model did for one batch of tokens: what cache policies, predictors, traces and users' callbacks get."""
+"""`GateEvent`: the routing decisions of one gate for one batch of tokens, and `Observer`: whoever sees them while a model runs."""
 
 from __future__ import annotations
 
@@ -93,3 +93,24 @@ class GateEvent:
             router_ids=None if self.router_ids is None else self.router_ids[::step],
             on_device=None if self.on_device is None else self.on_device[::step],
         )
+
+
+class Observer:
+    """Sees the gate events of a running model. A subclass overrides what it needs; what it raises is raised by the next decode."""
+
+    def observe(self, event: GateEvent) -> None:
+        """After a router has selected, on the driver thread, while the layer computes."""
+
+    def begin(self, tokens: np.ndarray, decode: bool) -> None:
+        """Before a batch, while nothing computes; events of earlier batches may still be waiting.
+
+        Args:
+            tokens: [n_tokens] of the batch.
+            decode: each is the next of a text; else they are text that is read.
+        """
+
+    def new_sequence(self, sequence: int) -> None:
+        """The next events of this sequence are the first of a text. All events before have been observed."""
+
+    def close(self) -> None:
+        """After the last event, while the expert buffer still runs."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_char_p, c_int, c_int32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 
 from . import _abi
 from ._abi import *  # noqa: F403
@@ -29,6 +29,7 @@ __all__ = [
     "MATRICES",
     "SKIP",
     "BuftOverride",
+    "batch_memory",
     "context_memory",
     "cpu_buffer_type",
     "device_memory_of",
@@ -47,7 +48,7 @@ class BuftOverride(Structure):
 
 
 def tensor_overrides(pairs: Sequence[tuple[str, int]]) -> ctypes.Array[BuftOverride]:
-    """Of (regular expression, ggml_backend_buffer_type_t), ended by an empty one: the first that is found in a tensor's name says where it goes."""
+    """Overrides from (regular expression, ggml_backend_buffer_type_t), ended by an empty one: the first that is found in a tensor's name says where it goes."""
     array = (BuftOverride * (len(pairs) + 1))()
     for i, (pattern, buffer_type) in enumerate(pairs):
         array[i] = BuftOverride(pattern.encode(), buffer_type)
@@ -72,6 +73,9 @@ if abi_version() != ABI_VERSION or abi_layout().decode() != _layout():
 should_abort = api.ggml_abort_callback(ctypes.cast(_abi.should_abort, c_void_p).value or 0)
 # int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);  -- of moeoff-llama.h
 context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))
+# int moeoff_batch_memory(struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
+# -- of moeoff-llama.h
+_batch_memory = function("moeoff_batch_memory", c_int, c_void_p, c_uint32, c_bool, POINTER(c_uint64))
 # void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);  -- a ggml_backend_dev_t, or None: the CPU
 layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
 # int moeoff_replan(struct llama_context * ctx);
@@ -83,6 +87,17 @@ _device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POIN
 row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
 cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
+
+
+def batch_memory(ctx: int, n_tokens: int, gives_back: bool) -> tuple[int, int] | None:
+    """Bytes of the compute buffer and of the work area for batches of at most so many tokens; None: a device computes, too, or, with
+    `gives_back`, the system has taken nothing back. Not while the context decodes.
+
+    Args:
+        gives_back: what such batches do not use of the compute buffer, until a larger one comes.
+    """
+    out = (c_uint64 * 2)()
+    return (out[0], out[1]) if _batch_memory(ctx, n_tokens, gives_back, out) == 0 else None
 
 
 def device_memory_of(ctx: int, device: int) -> int:

@@ -1,13 +1,8 @@
 """Each compute thread on a core of its own, for as long as llama.cpp computes a batch.
 
-Beside other busy processes the kernel comes to put two of our compute threads on one core, and leaves them there because the
-load of the cores looks even. Every barrier then takes as long as OpenMP spins: the thread that spins holds the core that the
-other one needs. docs/guides/threads.md has the measurements.
-
-Threads are bound only if there are as many of them as cores that this process may use, which is the default. Nothing has to
-be chosen then: with fewer threads the kernel has cores to spare and knows better which of them are idle, slow or two halves
-of one; with more they have to share. The masks are those of llama.cpp's own thread pools. The caller's thread computes too:
-it has its cores back when the batch is done, so that no thread and no process that an app starts inherits the binding.
+Next to other busy processes the kernel puts two compute threads on one core and leaves them there (docs/guides/threads.md). Threads are bound
+only if there are as many of them as cores that this process may use: with fewer the kernel knows better which cores are idle. The masks are
+those of llama.cpp's thread pools. The caller's thread has its cores back when the batch is done, so that nothing that an app starts inherits them.
 """
 
 from __future__ import annotations
@@ -18,15 +13,16 @@ import os
 import struct
 from collections.abc import Iterable, Mapping
 from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_uint32, c_void_p
-from typing import Any
 
-from .binding import api, lib
-from .paths import machine_wide_file
+from .binding import api, c_function, lib
+from .errors import OptionError
+from .files import machine_wide_file
 
 MAX_CORES = 512  # GGML_MAX_N_THREADS, the length of llama.cpp's masks
 USERS_OWN = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 _FLOCK = "hhqqi4x"  # struct flock
 _OMP_PAUSE_SOFT = 1
+PRIORITIES = {-1: 5, 0: 0, 1: -5, 2: -10, 3: -20}  # llama.cpp's --prio -> nice
 
 
 class _PoolParams(Structure):
@@ -42,27 +38,20 @@ class _PoolParams(Structure):
     ]
 
 
-def _function(name: str, result: Any, *arguments: Any) -> Any:
-    function = lib[name]
-    function.restype = result
-    function.argtypes = arguments
-    return function
-
-
 # void ggml_threadpool_params_init(struct ggml_threadpool_params * p, int n_threads);
-_params_init = _function("ggml_threadpool_params_init", None, POINTER(_PoolParams), c_int)
+_params_init = c_function("ggml_threadpool_params_init", None, POINTER(_PoolParams), c_int)
 # struct ggml_threadpool * ggml_threadpool_new(struct ggml_threadpool_params * params);
-_pool_new = _function("ggml_threadpool_new", c_void_p, POINTER(_PoolParams))
+_pool_new = c_function("ggml_threadpool_new", c_void_p, POINTER(_PoolParams))
 # void ggml_threadpool_free(struct ggml_threadpool * threadpool);
-_pool_free = _function("ggml_threadpool_free", None, c_void_p)
+_pool_free = c_function("ggml_threadpool_free", None, c_void_p)
 # void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
-_attach = _function("llama_attach_threadpool", None, c_void_p, c_void_p, c_void_p)
+_attach = c_function("llama_attach_threadpool", None, c_void_p, c_void_p, c_void_p)
 # void llama_detach_threadpool(struct llama_context * ctx);
-_detach = _function("llama_detach_threadpool", None, c_void_p)
+_detach = c_function("llama_detach_threadpool", None, c_void_p)
 # int32_t llama_n_threads(struct llama_context * ctx);
-_n_threads = _function("llama_n_threads", c_int32, c_void_p)
+_n_threads = c_function("llama_n_threads", c_int32, c_void_p)
 # int32_t llama_n_threads_batch(struct llama_context * ctx);
-_n_threads_batch = _function("llama_n_threads_batch", c_int32, c_void_p)
+_n_threads_batch = c_function("llama_n_threads_batch", c_int32, c_void_p)
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -75,7 +64,7 @@ def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 def one_each(n_threads: int, cores: Iterable[int]) -> bool:
-    """Whether so many threads are bound, one to each of the cores that they may use."""
+    """True if so many threads are bound, one to each of the cores that they may use."""
     cores = set(cores)
     return n_threads > 1 and n_threads == len(cores) and max(cores) < MAX_CORES
 
@@ -232,3 +221,18 @@ def _unbound(cores: set[int]) -> Iterable[int]:
         return everything
     os.sched_setaffinity(0, cores)
     return cores
+
+
+def set_priority(level: int) -> None:
+    """For the whole process and the threads that it starts from now on: -1 low, 0 as it is, 1 medium, 2 high, 3 realtime.
+
+    Raises:
+        OptionError: there is no such level, or the system does not allow it.
+    """
+    if level not in PRIORITIES:
+        raise OptionError(f"`priority`: -1 to 3, not {level}")
+    if level:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, PRIORITIES[level])
+        except OSError as error:
+            raise OptionError(f"`priority` {level}: the system does not allow a niceness of {PRIORITIES[level]}: {error.strerror}") from None

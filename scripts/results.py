@@ -1,24 +1,113 @@
-"""Puts measured tables on the pages: `make results`. tests/test_docs.py checks that the pages are up to date.
+"""Measured tables: scripts write them as data with --json FILE, `make results` puts them on the pages. tests/build/test_docs.py checks that the pages are up to date.
 
-README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What
-stands between is made from docs/results/data/NAME.json, which a benchmark writes with --json (scripts/bench/results_file.py):
-the machine, the day, the command line and every table; with `NAME:TABLE` that one table alone. The README's chart is drawn
-from the same data. Everything outside the blocks is written by hand.
+A data file says what was run, where, when and at which commit, and holds the tables as they were printed:
 
-A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
+    {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
+
+README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
+from docs/results/data/NAME.json; with `NAME:TABLE` from that one table. The README's chart is drawn from the same data. Everything outside the blocks is
+written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
 """
 
 from __future__ import annotations
 
+import datetime
 import json
+import os
+import platform
 import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 CHART = ROOT / "docs" / "img" / "speed.svg"
 STOCK = "stock llama.cpp"
 BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
+HEAD = ("command", "machine", "date", "commit")
+HELP = "Keep the tables as a data file for docs/results."
+
+
+def machine() -> str:
+    from moeoff.cpu import machine_name  # `make results` runs without the package
+
+    return f"{machine_name()}, Linux {platform.release()}"
+
+
+def commit() -> str:
+    """The commit that is run; "-dirty" if something of it was changed."""
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def command_line() -> str:
+    """The command as it was typed, but for --json; of files only the names, since folders differ from machine to machine."""
+
+    def short(argument: str) -> str:
+        name, equals, value = argument.rpartition("=")
+        return name + equals + Path(value).name if os.path.isabs(value) else argument
+
+    typed = sys.argv[1:]
+    if "--json" in typed:
+        at = typed.index("--json")
+        del typed[at : at + 2]
+    program = Path(sys.argv[0]).resolve()
+    return shlex.join(["python", f"scripts/{program.parent.name}/{program.name}", *map(short, typed)])
+
+
+class Table:
+    """Rows of text under columns of text, each printed as Markdown when it is known."""
+
+    def __init__(self, name: str, title: str, columns: Sequence[str]):
+        self.name, self.title, self.columns, self.rows = name, title, list(columns), []
+        print(f"\n**{title}**\n\n{_line(columns)}{_rule(columns)}", end="", flush=True)
+
+    def row(self, *cells: str) -> None:
+        if len(cells) != len(self.columns):
+            raise ValueError(f"{self.name}: {len(cells)} cells for {len(self.columns)} columns")
+        self.rows.append(list(cells))
+        print(_line(cells), end="", flush=True)
+
+
+class ResultsFile:
+    """The tables of one run of a script; a context manager that writes them if nothing was raised.
+
+    Args:
+        path: the data file, or None if nothing is to be kept.
+    """
+
+    def __init__(self, path: str | Path | None):
+        self.path, self.tables = path, []
+
+    def table(self, name: str, title: str, columns: Sequence[str]) -> Table:
+        self.tables.append(Table(name, title, columns))
+        return self.tables[-1]
+
+    def __enter__(self) -> ResultsFile:
+        return self
+
+    def __exit__(self, kind, *_) -> None:
+        if kind is None and self.path:
+            head = (command_line(), machine(), datetime.date.today().isoformat(), commit())
+            write(self.path, dict(zip(HEAD, head)) | {"tables": [vars(table) for table in self.tables]})
+
+
+def write(path: str | Path, data: dict) -> None:
+    """Writes a data file with each row on a line of its own: a new measurement then reads well as a diff."""
+
+    def say(value: object) -> str:
+        return json.dumps(value, ensure_ascii=False)
+
+    tables = []
+    for table in data["tables"]:
+        rows = ",\n".join(f"    {say(row)}" for row in table["rows"])
+        fields = [f"{say(key)}: {say(table[key])}" for key in ("name", "title", "columns")]
+        tables.append("  {" + ",\n   ".join([*fields, f'"rows": [\n{rows}\n   ]']) + "}")
+    body = ",\n ".join([*(f"{say(key)}: {say(data[key])}" for key in HEAD), '"tables": [\n' + ",\n".join(tables) + "\n ]"])
+    Path(path).write_text(f"{{\n {body}\n}}\n", encoding="utf-8")
 
 
 def read(name: str) -> dict:
@@ -27,52 +116,58 @@ def read(name: str) -> dict:
 
 
 def bench_data(rows: list[dict]) -> dict:
-    """Rows of `moeoff bench` in the form of the other data files, without a command line, which they do not hold."""
+    """Rows of `moeoff bench` in the form of the other data files, without a command line and a commit, which they do not hold."""
     rows = [row for row in rows if row["n_gen"] and not row["n_prompt"]]
+    found = {(row["memory"], row["strategy"]): row for row in rows}
     strategies = list(dict.fromkeys(row["strategy"] for row in rows if row["strategy"] != STOCK))
     first = strategies[0]
 
     def cell(memory: int, strategy: str, key: str, form: str) -> str:
-        row = next((row for row in rows if (row["memory"], row["strategy"]) == (memory, strategy)), None)
+        row = found.get((memory, strategy))
         return "" if row is None else (format(row[key], form) if row[key] is not None else row["error"])
 
     columns = ["memory", *(f"`{s}`: tok/s" for s in strategies), f"`{first}`: MB read per token", f"`{first}`: of ceiling", f"`{first}`: peak RSS, MiB"]
     lines = []
     for memory in sorted({row["memory"] for row in rows}, reverse=True):
-        speeds = [cell(memory, s, "avg_ts", ".1f") for s in strategies]
-        peak = next(row["peak_rss"] for row in rows if (row["memory"], row["strategy"]) == (memory, first))
-        of = [cell(memory, first, "mb_per_token", ".0f"), cell(memory, first, "ceiling_share", ".0%"), f"{peak / 2**20:.0f}"]
-        lines.append([f"{memory / 2**20:.0f} MiB", *speeds, *of, cell(memory, STOCK, "avg_ts", ".2f")])
-    table = {"name": "summary", "title": "Decode speed and memory", "columns": [*columns, "stock llama.cpp: tok/s"], "rows": lines}
+        of = [cell(memory, first, "mb_per_token", ".0f"), cell(memory, first, "ceiling_share", ".0%"), f"{found[memory, first]['peak_rss'] / 2**20:.0f}"]
+        lines.append([f"{memory / 2**20:.0f} MiB", *(cell(memory, s, "avg_ts", ".1f") for s in strategies), *of, cell(memory, STOCK, "avg_ts", ".2f")])
+    table = {"name": "summary", "title": "Decode speed and memory", "columns": [*columns, f"{STOCK}: tok/s"], "rows": lines}
     return {"date": rows[0]["test_time"][:10], "machine": f"{rows[0]['n_threads']} cores of {rows[0]['cpu_info']}", "tables": [table]}
 
 
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |\n"
+
+
+def _rule(columns: Sequence[str]) -> str:
+    return f"|---|{'---:|' * (len(columns) - 1)}\n"
+
+
 def markdown(table: dict) -> str:
-    columns = table["columns"]
-    head, *rows = (f"| {' | '.join(cells)} |\n" for cells in [columns, *table["rows"]])
-    return f"{head}|---|{'---:|' * (len(columns) - 1)}\n{''.join(rows)}"
+    return _line(table["columns"]) + _rule(table["columns"]) + "".join(map(_line, table["rows"]))
 
 
 def block(name: str, table: str | None) -> str:
-    """What stands in a block: one table of a data file, or all of it."""
+    """The text of a block: one table of a data file, or all of it."""
     data = read(name)
     if table:
         return markdown(next(t for t in data["tables"] if t["name"] == table))
-    said = f"Measured {data['date']}; {data['machine']}" + (f":\n\n    {data['command']}\n" if "command" in data else ".\n")
+    said = f"Measured {data['date']}" + (f" at {data['commit']}" if "commit" in data else "") + f"; {data['machine']}"
+    said += f":\n\n    {data['command']}\n" if "command" in data else ".\n"
     return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in data["tables"])
 
 
 def chart(data: dict) -> str:
-    """Decode speed in each memory limit, moeoff beside stock llama.cpp. Its greys and colours read on white and on black."""
+    """Decode speed in each memory limit, moeoff's and stock llama.cpp's. Its greys and colours read on white and on black."""
     table = next(t for t in data["tables"] if t["name"] == "summary")
-    bars = {"moeoff": ("`auto`: tok/s", "#2f81f7"), "stock llama.cpp": ("stock llama.cpp: tok/s", "#bf8700")}
-    series = {name: [_number(row[table["columns"].index(column)]) for row in table["rows"]] for name, (column, _) in bars.items()}
-    scale = 400 / max(max(values) for values in series.values())
+    bars = {"moeoff": ("`auto`: tok/s", "#2f81f7"), STOCK: (f"{STOCK}: tok/s", "#bf8700")}
+    cells = {name: [row[table["columns"].index(column)] for row in table["rows"]] for name, (column, _) in bars.items()}
+    scale = 400 / max(max(map(_number, column)) for column in cells.values())
     height = 36 + 56 * len(table["rows"])
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" width="680" height="{height}" role="img" '
         'font-family="sans-serif" font-size="14" fill="#6e7781">',
-        "<title>Tokens per second while decoding, by memory limit: moeoff and stock llama.cpp</title>",
+        f"<title>Tokens per second while decoding, by memory limit: moeoff and {STOCK}</title>",
     ]
     for i, (name, (_, colour)) in enumerate(bars.items()):
         out.append(f'<rect x="{200 + 110 * i}" y="12" width="14" height="14" fill="{colour}"/><text x="{220 + 110 * i}" y="24">{name}</text>')
@@ -80,10 +175,11 @@ def chart(data: dict) -> str:
     for i, row in enumerate(table["rows"]):
         top = 44 + 56 * i
         out.append(f'<text x="190" y="{top + 26}" text-anchor="end">{row[0]}</text>')
-        for j, (name, (column, colour)) in enumerate(bars.items()):
-            width, y = scale * series[name][i], top + 21 * j
-            cell = row[table["columns"].index(column)]
-            out.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 14}">{cell}</text>')
+        for j, (name, (_, colour)) in enumerate(bars.items()):
+            width, y = scale * _number(cells[name][i]), top + 21 * j
+            out.append(
+                f'<rect x="200" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 14}">{cells[name][i]}</text>'
+            )
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
@@ -100,9 +196,8 @@ def pages() -> dict[Path, str]:
     made = {CHART: chart(read("readme"))}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
-        filled = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"]) + "\n" + m[4], text)
         if BLOCK.search(text):
-            made[page] = filled
+            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"]) + "\n" + m[4], text)
     return made
 
 

@@ -1,15 +1,18 @@
+import fcntl
 import os
+import pickle
 import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 pytest.register_assert_rewrite("helpers")
 
-from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE, ROOT
+from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE
 
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -21,11 +24,33 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.archs)
 
 
-@pytest.fixture(scope="session")
-def demo() -> str:
-    from moeoff.paths import demo_model
+def made_once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
+    """A folder that one of the processes which run tests side by side fills for all of them, who must not change it."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    folder = root / name
+    with open(root / f"{name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "made").exists():
+            shutil.rmtree(folder, ignore_errors=True)  # what one that failed has left
+            folder.mkdir()
+            make(folder)
+            (folder / "made").touch()
+    return folder
 
-    return demo_model()
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory) -> str:
+    """A copy of the demo model: what a test leaves beside a model does not get into the package."""
+    return str(shutil.copy(DEMO, tmp_path_factory.mktemp("demo")))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def package_data_stay():
+    """Nothing that a test runs leaves a file beside the demo model itself."""
+    before = {path.name: path.stat().st_mtime_ns for path in DEMO.parent.iterdir()}
+    yield
+    assert {path.name: path.stat().st_mtime_ns for path in DEMO.parent.iterdir()} == before
 
 
 @pytest.fixture(scope="session")
@@ -33,7 +58,7 @@ def moeoff_command(tmp_path_factory):
     """Runs the installed command, with a cache folder of its own; returns the finished process with text output."""
     cache = str(tmp_path_factory.mktemp("cache"))
 
-    def run(*args: str, timeout: float = 120, **kwargs) -> subprocess.CompletedProcess:
+    def run(*args: str, timeout: float = 600, **kwargs) -> subprocess.CompletedProcess:
         kwargs.setdefault("env", os.environ | {"XDG_CACHE_HOME": cache})
         command = os.path.join(os.path.dirname(sys.executable), "moeoff")
         return subprocess.run([command, *args], capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL, **kwargs)
@@ -44,17 +69,19 @@ def moeoff_command(tmp_path_factory):
 @pytest.fixture(scope="session")
 def grown(tmp_path_factory) -> str:
     """The demo model grown to about 100 MB with Q4_K experts: slices of many pages, rows that K-quants can hold."""
+    from gguf import GGMLQuantizationType
+
+    from grow_model import Growth, grow_model
+
     path = tmp_path_factory.mktemp("grown") / "grown.gguf"
-    script = ROOT / "scripts" / "grow_model.py"
-    command = [sys.executable, str(script), str(DEMO), "-o", str(path), "--width", "4", "--ff", "4", "--expert-type", "Q4_K"]
-    subprocess.run(command, check=True, capture_output=True)
+    grow_model(DEMO, path, Growth(4, 4, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0))
     return str(path)
 
 
 @pytest.fixture(scope="session")
 def nextn(tmp_path_factory) -> str:
     """A model whose last layer is there to make drafts."""
-    from helpers.small_models import write_nextn_model
+    from helpers.models import write_nextn_model
 
     path = tmp_path_factory.mktemp("nextn") / "nextn.gguf"
     write_nextn_model(path)
@@ -92,14 +119,17 @@ def calibrated(demo, tmp_path_factory):
     import numpy as np
 
     from moeoff.calibrate.profile_fit import calibrate
-    from moeoff.companion.profile import Profile, profile_path
-    from moeoff.gguf.layout import Layout
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.profile import Profile, profile_path
 
-    model = shutil.copy(demo, tmp_path_factory.mktemp("calibrate") / "model.gguf")
-    Profile.write(profile_path(model), Layout.read(model), {"precision": {"bits": np.arange(3)}})
-    said: list[tuple[str, int, int]] = []
-    done = calibrate(model, text=CALIBRATION_TEXTS, tokens=1024, hidden=16, progress=lambda *args: said.append(args))
-    return str(model), done, said
+    def make(folder: Path) -> None:
+        model = shutil.copy(demo, folder / "model.gguf")
+        Profile.write(profile_path(model), ModelIndex.read(model), {"precision": {"bits": np.arange(3)}})
+        said: list[tuple[str, int, int]] = []
+        done = calibrate(model, text=CALIBRATION_TEXTS, tokens=1024, hidden=16, progress=lambda *args: said.append(args))
+        (folder / "result").write_bytes(pickle.dumps((str(model), done, said)))
+
+    return pickle.loads((made_once(tmp_path_factory, "calibrated", make) / "result").read_bytes())
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,9 @@
-"""Speed and memory of a model on this machine: each configuration in a process of its own, on the same text, beside stock llama.cpp."""
+"""Speed and memory of a model on this machine: each configuration in a process of its own, on the same text, stock llama.cpp too.
 
-from .grid import Grid
-from .job import BenchTest, Job
-from .process import measure
+For scripts: `compare` runs jobs in turn, in rounds, and returns medians and spreads; `measure` runs one.
+"""
 
-__all__ = ["BenchTest", "Grid", "Job", "measure"]
+from .job import MOEOFF, STOCK, BenchTest, Job, Measurement, prompt_then_tokens
+from .run import Comparison, Grid, Spread, compare, measure
+
+__all__ = ["MOEOFF", "STOCK", "BenchTest", "Comparison", "Grid", "Job", "Measurement", "Spread", "compare", "measure", "prompt_then_tokens"]

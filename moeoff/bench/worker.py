@@ -1,12 +1,15 @@
-"""The process that measures: a `Job` as JSON on its standard input, what happens as lines of JSON on its standard output.
+"""The process that measures: a pickled `Job` on its standard input, what happens as lines of JSON on its standard output.
 
 usage: python -m moeoff.bench.worker < JOB
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
+import pickle
+import resource
 import signal
 import sys
 import time
@@ -14,8 +17,12 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from .job import MOEOFF, BenchTest, Job, Sample
-from .text import TokenStream, read_text
+from ..budget.disk_probe import IO_THREADS, DiskRate, probe
+from ..budget.dry_load import slice_kinds
+from ..gguf.model_index import ModelIndex
+from ..memory import peak_rss
+from .job import COUNTERS, MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
+from .time_parts import TimeMeter
 
 if TYPE_CHECKING:
     from ..engine.expert_buffer import ExpertBuffer
@@ -37,10 +44,14 @@ def main() -> None:
     from ..errors import MoeoffError
 
     try:
-        work(Job.from_dict(json.load(sys.stdin)), emit)
+        job: Job = pickle.load(sys.stdin.buffer)
+        for path in job.registers:
+            sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
+            importlib.import_module(os.path.splitext(os.path.basename(path))[0])
+        work(job, emit)
     except (MoeoffError, OSError, MemoryError, ValueError, RuntimeError) as error:
         # without the way out, which is said in Python's terms
-        emit("error", text=error.message if isinstance(error, MoeoffError) and error.message else str(error) or type(error).__name__)
+        emit("error", text=str(MoeoffError(error.message) if isinstance(error, MoeoffError) and error.message else error) or type(error).__name__)
         sys.exit(1)
 
 
@@ -48,21 +59,21 @@ def work(job: Job, emit: Emit) -> None:
     """Opens the model, runs the tests, and tells of it: "opened", "sample" for each repetition, "closed"."""
     started = time.perf_counter()
     engine = _Engine(job)
-    emit("opened", seconds=time.perf_counter() - started, **engine.opened())
-    stream = TokenStream(engine.llm, read_text(job.text), engine.adds_bos)
-    stream.take(job.skip)
+    opened = engine.opened()
+    emit("opened", seconds=time.perf_counter() - started, **opened)
+    stream = TokenStream(engine.llm, read_text(job.text), engine.llm.adds_bos())
     for index, test in enumerate(job.tests):
         if job.warm_up:
             engine.run(index, BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)), stream, job.seconds)
         for _ in range(job.repetitions):
-            sample = engine.run(index, test, stream, job.seconds)
+            sample = engine.run(index, test, stream, job.seconds, job.parts and job.engine == MOEOFF and not test.n_prompt)
             emit("sample", **asdict(sample))
             if sample.n_tokens < test.n_tokens:
                 break
-    closed = engine.closed()
+    closed = engine.facts("direct_io", "prefetch_on", "prefetch_gain", "events_dropped", "precision_summary", "estimated_loss") | {"peak_rss_bytes": peak_rss()}
     engine.llm.close()
     if job.probe_seconds:
-        closed |= _disk(job)
+        closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), opened.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
     emit("closed", **closed)
 
 
@@ -79,65 +90,61 @@ class _Engine:
             self.llm = self._moeoff = Llama(job.model, **options)
         else:
             from ..binding import StockLlama
-            from ..engine.llama_options import read_options
+            from ..options import llama_keywords
 
-            self.llm = StockLlama(job.model, **read_options(options))
-        self.adds_bos: bool = self.llm.adds_bos()
-        if self._moeoff is not None and self._moeoff.stats().arena_bytes >= self._moeoff.expert_buffer.arena_full:
-            load_everything(self._moeoff.expert_buffer)
+            self.llm = StockLlama(job.model, **llama_keywords(options))
+        if self._moeoff is not None and job.preload and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
+            load_everything(self._moeoff.engine.buffer)
+
+    def facts(self, *names: str) -> dict[str, Any]:
+        """Some of `moeoff.Stats`; of stock none."""
+        stats = self._moeoff.stats() if self._moeoff is not None else None
+        return {name: getattr(stats, name) for name in names} if stats is not None else {}
 
     def opened(self) -> dict[str, Any]:
-        if self._moeoff is None:
-            return {}
-        stats = self._moeoff.stats()
-        names = ("arena_bytes", "budget_bytes", "micro_batch", "micro_batch_reason", "strategy", "tier", "max_loss", "memory")
-        return {name: getattr(stats, name) for name in names} | {
-            "n_lanes": self._moeoff.n_lanes,
-            "settings": self._moeoff.settings_summary,
-            "resident_share": stats.arena_bytes / max(self._moeoff.expert_buffer.arena_full, 1),
-        }
+        facts = self.facts("arena_bytes", "budget_bytes", "micro_batch", "micro_batch_reason", "strategy", "tier", "max_loss", "memory")
+        if self._moeoff is not None:
+            facts["io_threads"] = self._moeoff.engine.io_threads.n
+            facts["resident_share"] = facts["arena_bytes"] / max(self._moeoff.engine.buffer.arena_full, 1)
+        return facts
 
     def _seconds(self) -> float:
         """Inside llama_decode so far."""
-        if self._moeoff is not None:
-            return self._moeoff.timing.prompt_seconds + self._moeoff.timing.gen_seconds
-        return float(self.llm.decode_seconds)
+        return sum(self.facts("prompt_seconds", "gen_seconds").values()) if self._moeoff is not None else float(self.llm.decode_seconds)
 
-    def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None) -> Sample:
+    def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, parts: bool = False) -> Sample:
         llm, model = self.llm, self._moeoff
-        llm.reset()
-        if test.depth:
-            llm.eval(stream.take(test.depth, first=True))
+        if not test.continues:
+            llm.reset()
+            if test.depth:
+                llm.eval(stream.take(test.depth, first=True))
         prompt = stream.take(test.n_prompt, first=not test.depth)
         single = stream.take(test.n_gen, first=not test.depth and not test.n_prompt)
         if model is not None:
-            model.expert_buffer.drain()
+            model.engine.buffer.drain()
             model.reset_stats()
-        before, cpu, started, done = self._seconds(), time.process_time(), time.perf_counter(), 0
+        meter = TimeMeter(model) if parts and model is not None else None
+        before, cpu, faults, started, done = self._seconds(), time.process_time(), _page_faults(), time.perf_counter(), 0
         if prompt:
             llm.eval(prompt)
             done = len(prompt)
         for token in single:
             if limit is not None and done and time.perf_counter() - started > limit:
                 break
-            llm.eval([token])
+            if meter is not None:
+                meter.token(lambda: llm.eval([token]))  # noqa: B023  # called at once
+            else:
+                llm.eval([token])
             done += 1
-        seconds, cpu = self._seconds() - before, time.process_time() - cpu
-        if model is None:
-            return Sample(index, done, seconds, cpu_seconds=cpu)
-        model.expert_buffer.drain()
-        s = model.stats()
-        return Sample(index, done, seconds, s.bytes_read, s.stall_seconds, s.demand_hits, s.demand_misses, s.driver_seconds, cpu, s.device_hits)
+        seconds, cpu, faults = self._seconds() - before, time.process_time() - cpu, _page_faults() - faults
+        found = meter.end(seconds) if meter is not None else {}
+        if model is not None:
+            model.engine.buffer.drain()
+        return Sample(index, done, seconds, cpu, faults, self.facts(*COUNTERS), found)
 
-    def closed(self) -> dict[str, Any]:
-        from ..memory import peak_rss
 
-        facts: dict[str, Any] = {"peak_rss_bytes": peak_rss()}
-        if self._moeoff is not None:
-            stats = self._moeoff.stats()
-            names = ("direct_io", "prefetch_on", "prefetch_gain", "events_dropped", "precision_summary", "estimated_loss")
-            facts |= {name: getattr(stats, name) for name in names}
-        return facts
+def _page_faults() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 
 def load_everything(buffer: ExpertBuffer) -> None:
@@ -149,17 +156,10 @@ def load_everything(buffer: ExpertBuffer) -> None:
         time.sleep(0.01)
 
 
-def _disk(job: Job) -> dict[str, Any]:
-    """The disk's rate at the size of the model's slices, with as many workers as the model has."""
-    from ..budget.disk_probe import N_WORKERS, probe
-    from ..budget.footprint import slice_kinds
-    from ..gguf.layout import Layout
-
-    layout = Layout.read(job.model)
-    file = next(iter(layout.experts.values())).file
-    block = max(kind.nbytes for kind in slice_kinds(layout))
-    rate = probe(layout.files[file], block, job.probe_seconds, job.options.get("n_lanes") or N_WORKERS)
-    return {"disk_bytes_per_second": rate.bytes_per_second}
+def disk_rate(model_index: ModelIndex, io_threads: int, seconds: float) -> DiskRate:
+    """At the size of the model's slices, with as many threads as the model was read by."""
+    file = next(iter(model_index.experts.values())).file
+    return probe(model_index.files[file], max(kind.nbytes for kind in slice_kinds(model_index)), seconds, io_threads)
 
 
 if __name__ == "__main__":

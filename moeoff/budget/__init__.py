@@ -1,1 +1,1 @@
-"""What may be spent: memory, and loss of quality. Numbers in, decisions out; nothing here loads or runs a model."""
+"""Budgets of memory and of lost quality. Numbers in, decisions out; nothing here loads or runs a model."""

@@ -1,32 +1,41 @@
-"""The disk under a model: which file system it is, whether it reads around the page cache, and how fast.
-
-Reads as the expert buffer's I/O workers do, aligned and in parallel; knows nothing of models.
-"""
+"""The disk under a model: its file system, whether it reads around the page cache, how fast, and with how many threads best. Reads as I/O threads do."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import json
 import mmap
 import os
 import random
 import sys
 import threading
 import time
-from dataclasses import dataclass
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
-from ..errors import ModelError
+from ..cpu import machine_name
+from ..errors import ModelError, WriteError
+from ..files import atomic_file, cache_folder
 
-N_WORKERS = 4  # as the expert buffer has by default
+IO_THREADS = 4  # where nothing says that others would be faster
+IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 _F_NOCACHE = 48  # of macOS's fcntl.h
-LONGEST_READ = 4 << 20  # an I/O worker reads a slice in pieces of this size
+LONGEST_READ = 4 << 20  # an I/O thread reads a slice in pieces of this size
+_COUNTS = (4, 1, 2, 8, 16)  # of threads that are compared
+_ROUNDS, _TURN, _LONGEST_SEARCH = 3, 0.1, 1.7  # seconds: of one count's turn in a round, and of all together
+_SEARCH_READ = 1 << 20  # bytes of a read in the search: sixteen threads' buffers must not take what a small budget has
+LEAST_BYTES = 64 << 20  # of experts, for which it is worth while to compare numbers of threads
+_NEARLY = 0.9  # of the best rate: not plainly slower
 
 
 @dataclass(frozen=True)
 class DiskRate:
-    """What reading took.
+    """The rate of a disk, as measured.
 
     Attributes:
-        bytes_per_second: of all workers together.
+        bytes_per_second: of all threads together.
         block_bytes: of one read.
         direct_io: False where the reads went through the page cache, whose speed they may then show.
         seconds: how long it was measured.
@@ -77,7 +86,7 @@ def _open_uncached(path: str) -> int | None:
 
 
 def direct_io(path: str | os.PathLike[str]) -> bool:
-    """Whether this file can be read around the page cache.
+    """True if this file can be read around the page cache.
 
     Raises:
         OSError: it cannot be read at all.
@@ -106,49 +115,143 @@ def file_system(path: str | os.PathLike[str]) -> str:
     return kind
 
 
-def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, n_workers: int = N_WORKERS) -> DiskRate:
+def probe(path: str | os.PathLike[str], block_bytes: int, seconds: float = 2.0, n_threads: int = IO_THREADS) -> DiskRate:
     """Reads blocks from random places of a file for some seconds.
 
     Raises:
         ModelError: the file is empty, or cannot be read.
     """
-    path = os.fspath(path)
-    block = min(_aligned(block_bytes), LONGEST_READ)
-    try:
-        size = os.path.getsize(path)
-        if size == 0:
-            raise ModelError(f"{path}: empty: no rate can be measured on it")
-        first = _open_direct(path)
-        direct = first is not None
-        if first is None:
-            first = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(first, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as error:
-        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
-    n_blocks = max(1, size // block)
-    totals = [0] * n_workers
-    failures: list[OSError] = []
-    started = time.perf_counter()
+    with _Blocks(os.fspath(path), block_bytes) as blocks:
+        started = time.perf_counter()
+        rate = blocks.read(seconds, n_threads)
+        return DiskRate(rate, blocks.nbytes, blocks.direct, time.perf_counter() - started)
 
-    def work(index: int) -> None:
-        places = random.Random(index)  # nosec: places to read, the same ones every time
+
+class _Blocks:
+    """Blocks at random places of a file. Raises `ModelError`: the file is empty, or cannot be read."""
+
+    def __init__(self, path: str, block_bytes: int):
+        self.nbytes = min(_aligned(block_bytes), LONGEST_READ)
+        self._path, self._turn = path, 0
         try:
-            with mmap.mmap(-1, block) as buffer:
-                while time.perf_counter() - started < seconds:
-                    totals[index] += os.preadv(first, [buffer], places.randrange(n_blocks) * block)
+            size = os.path.getsize(path)
+            if size == 0:
+                raise ModelError(f"{path}: empty: no rate can be measured on it")
+            fd = _open_direct(path)
+            self.direct = fd is not None
+            if fd is None:
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                if hasattr(os, "posix_fadvise"):
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            failures.append(error)
+            raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+        self._fd, self._n = fd, max(1, size // self.nbytes)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(n_workers)]
-    try:
+    def read(self, seconds: float, n_threads: int) -> float:
+        """Bytes per second of so many threads together, which begin no read after this time."""
+        totals = [0] * n_threads
+        failures: list[OSError] = []
+        started = time.perf_counter()
+        self._turn += 1  # other places than before, which a disk's own cache may hold
+
+        def work(index: int) -> None:
+            places = random.Random(self._turn << 16 | index)  # nosec: places to read, the same ones every time
+            try:
+                with mmap.mmap(-1, self.nbytes) as buffer:
+                    while time.perf_counter() - started < seconds:
+                        totals[index] += os.preadv(self._fd, [buffer], places.randrange(self._n) * self.nbytes)
+            except OSError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(n_threads)]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-        elapsed = time.perf_counter() - started
-    finally:
-        os.close(first)
-    if failures:
-        raise ModelError(f"{path}: cannot be read: {failures[0].strerror}")
-    return DiskRate(sum(totals) / elapsed, block, direct, elapsed)
+        if failures:
+            raise ModelError(f"{self._path}: cannot be read: {failures[0].strerror}")
+        return sum(totals) / (time.perf_counter() - started)
+
+    def __enter__(self) -> _Blocks:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        os.close(self._fd)
+
+
+@dataclass(frozen=True)
+class IoThreads:
+    """A number of I/O threads, and why it was taken."""
+
+    n: int
+    reason: str
+
+
+def choose_io_threads(path: str | os.PathLike[str], block_bytes: int, total_bytes: int) -> IoThreads:
+    """The number of threads that read blocks of a file the fastest: `IO_THREADS` unless others are plainly faster.
+
+    Found in at most two seconds, and kept in the user's cache folder for the file system, the size of blocks and the machine. Where it cannot be
+    measured or kept, `IO_THREADS`.
+
+    Args:
+        total_bytes: that may be read of the file; of less than `LEAST_BYTES` nothing is measured.
+    """
+    if total_bytes < LEAST_BYTES:
+        return IoThreads(IO_THREADS, "the usual number: the experts are too few to need another")
+    path = os.fspath(path)
+    try:
+        kind, block = file_system(path), min(_aligned(block_bytes), _SEARCH_READ)
+        if kind in IN_MEMORY:
+            return IoThreads(IO_THREADS, f"the usual number: {kind} is no disk")
+        kept = _kept_file(path, kind, block)
+        if (found := _recall(kept)) is not None:
+            return found
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        if not os.access(kept.parent, os.W_OK):  # it would be measured each time
+            return IoThreads(IO_THREADS, f"the usual number: what is measured cannot be kept in {kept.parent}")
+        with _Blocks(path, block) as blocks:
+            if not blocks.direct:
+                return IoThreads(IO_THREADS, f"the usual number: {kind} reads through the page cache here, so that the disk cannot be measured")
+            rates = _compare(blocks)
+        found = _fastest(rates, kind)
+        with contextlib.suppress(WriteError), atomic_file(kept) as file:
+            file.write(json.dumps(asdict(found)).encode())
+        return found
+    except (OSError, ModelError) as error:  # reading the model will say so, too, if it is the file
+        return IoThreads(IO_THREADS, f"the usual number: the disk cannot be measured: {error}")
+
+
+def _kept_file(path: str, kind: str, block: int) -> Path:
+    where = f"{os.stat(path).st_dev} {kind} {block.bit_length()} {machine_name()}"
+    return cache_folder() / "disks" / f"{zlib.crc32(where.encode()):08x}.json"
+
+
+def _recall(kept: Path) -> IoThreads | None:
+    try:
+        found = IoThreads(**json.loads(kept.read_text()))
+        return found if found.n in _COUNTS and isinstance(found.reason, str) else None
+    except (OSError, ValueError, TypeError):  # never measured, or a damaged file
+        return None
+
+
+def _compare(blocks: _Blocks) -> dict[int, float]:
+    """Bytes per second by number of threads, in turns, so that what else the disk does falls on all of them."""
+    rates: dict[int, list[float]] = {n: [] for n in _COUNTS}
+    end, slowest = time.perf_counter() + _LONGEST_SEARCH, 0.0
+    for _ in range(_ROUNDS):
+        for n in _COUNTS:
+            last_reads = n * blocks.nbytes / slowest if slowest else 0.0  # that have begun when its turn is over
+            if time.perf_counter() + _TURN + last_reads < end:
+                rates[n].append(blocks.read(_TURN, n))
+                slowest = min(slowest or rates[n][-1], rates[n][-1])
+    return {n: sum(of) / len(of) for n, of in rates.items() if of}
+
+
+def _fastest(rates: dict[int, float], kind: str) -> IoThreads:
+    best = max(rates.values())
+    if rates[IO_THREADS] >= _NEARLY * best:
+        n = IO_THREADS
+    else:
+        n = min(n for n, rate in rates.items() if rate >= _NEARLY * best)
+    measured = ", ".join(f"{n}: {rate / 1e6:.0f}" for n, rate in sorted(rates.items()))
+    return IoThreads(n, f"measured on this disk ({kind}), MB/s by number of threads: {measured}")

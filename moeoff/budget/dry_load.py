@@ -1,6 +1,7 @@
-"""What llama.cpp will allocate for a model, as it says itself: it loads the headers, plans every buffer and allocates none.
+"""The memory that a model will take, told before it is loaded: nothing but its headers and its vocabulary is read.
 
-So one answer holds for all architectures, cache types, sliding windows, recurrent states, batch sizes and layers on a GPU.
+Weights, slices and slots are exact. Caches and buffers are what llama.cpp itself plans, without allocating any: so one answer holds for all
+architectures, cache types, sliding windows, recurrent states, batch sizes and layers on a GPU.
 """
 
 from __future__ import annotations
@@ -8,19 +9,20 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..binding import PatchedLlama, api, guarded, set_log
-from ..errors import ModelError, MoeoffError
-from ..gguf.layout import Layout
+from ..binding import PatchedLlama, api, assertions_raise, set_log
+from ..devices import buffer_types
+from ..errors import ModelError, MoeoffError, OptionError
+from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tensor_name
 from ..gguf.preflight import preflight
-from ..gguf.tensor_name import EMBEDDING, EXPERT_PATTERN
-from ..memory import trim
+from ..gguf.quantize import type_name
+from ..memory import rss, slot_bytes, trim
 from ..native import context_memory, cpu_buffer_type, tensor_overrides
-
-__all__ = ["MemorySizes", "TensorOverrides", "dry_load", "dry_load_whole", "embedding_on_disk", "embedding_width", "memory_sizes"]
+from .memory_plan import ALLOCATED, MemoryPlan
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
 # takes is told from two of these lengths, because everything grows with the length or not at all
@@ -31,30 +33,6 @@ _MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16
 _PLANNED = {"use_mmap": False, "verbose": False, "lora_path": None, "numa": False}
 
 TensorOverrides = Sequence[tuple[str, int]]  # (regular expression on tensor names, ggml_backend_buffer_type_t)
-
-
-@dataclass(frozen=True)
-class MemorySizes:
-    """Bytes in host memory; what lies on a GPU does not count.
-
-    Attributes:
-        weights: outside the routed experts, without a token embedding that stays on disk.
-        state: KV cache and recurrent state.
-        compute: graph buffers for the largest batch.
-        work: the CPU backend's work area for it; of a planned model as ordinary experts would need it, a little more than those in
-            an expert buffer.
-        outputs: logits that llama.cpp and llama_cpp keep.
-    """
-
-    weights: int
-    state: int
-    compute: int
-    work: int
-    outputs: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.state + self.compute + self.work + self.outputs
 
 
 class _PlannedLlama(PatchedLlama):
@@ -71,94 +49,171 @@ class _PlannedLlama(PatchedLlama):
         super()._change_model_params(params)
         params.load_mtp = self._nextn
 
-    def nextn_sizes(self) -> MemorySizes:
-        """Of the context that makes drafts with the next-token layers, beside its own; it has no weights."""
+    def nextn_sizes(self) -> MemoryPlan:
+        """Sizes of the second context, which makes drafts with the next-token layers; it has no weights."""
         params = type(self.context_params).from_buffer_copy(self.context_params)
         params.ctx_type, params.ctx_other, params.n_outputs_max = _MTP, self.context_handle, self._n_sequences
         params.type_k = params.type_v = _F16  # llama-server's default for drafts, whatever the model's own cache is
-        with guarded():
+        with assertions_raise():
             ctx = api.llama_init_from_model(self.model_handle, params)
         if not ctx:
             raise ValueError("no context can be made of its next-token layers")
         try:
-            return replace(_context_sizes(ctx), weights=0)
+            return replace(context_sizes(ctx), weights=0)
         finally:
             api.llama_free(ctx)
 
 
-def memory_sizes(llm: PatchedLlama) -> MemorySizes:
-    """Of a model that is loaded, or planned."""
-    return replace(_context_sizes(llm.context_handle), outputs=llm.output_bytes)  # llama_cpp knows better what it keeps of the logits
+def memory_sizes(llm: PatchedLlama) -> MemoryPlan:
+    """The bytes that llama.cpp has allocated for a model that is loaded, or would allocate for one that is planned."""
+    return replace(context_sizes(llm.context_handle), outputs=llm.output_bytes)  # llama_cpp knows better what it keeps of the logits
 
 
-def _context_sizes(ctx: int) -> MemorySizes:
-    out = (ctypes.c_uint64 * 5)()
+def context_sizes(ctx: int) -> MemoryPlan:
+    """The same of a llama_context. Raises `MoeoffError` if there is no memory for the graph of its largest batch."""
+    out = (ctypes.c_uint64 * len(ALLOCATED))()
     if context_memory(ctx, out) != 0:
         raise MoeoffError("no memory for the graph of the largest batch")
-    return MemorySizes(*out)
+    return MemoryPlan(**dict(zip(ALLOCATED, out)))
 
 
-def embedding_on_disk(layout: Layout, overrides: TensorOverrides) -> int:
-    """Bytes of the token embedding whose rows are read from disk: none where the overrides say where it goes."""
-    return 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else layout.embedding_bytes
-
-
-def dry_load(
-    layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1, nextn: bool = False
-) -> MemorySizes:
-    """What a model takes with these options, at a context of n_ctx tokens, without its experts.
+def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: TensorOverrides = (), *,
+             n_sequences: int = 1, kept: int = 0, nextn: bool = False) -> MemoryPlan:  # fmt: skip
+    """Plans the memory of a model at a context of n_ctx tokens, in this process as it is.
 
     Args:
-        keywords: of llama_cpp.Llama.
+        keywords: of llama_cpp.Llama; by default those of the command line.
         overrides: where tensors go that are no routed experts.
         n_sequences: that share the context.
-        nextn: drafts are made with its next-token layers, in a context of their own.
+        kept: bytes of prompts outside the context, samplers, and other files that will be loaded.
+        nextn: drafts are made with the model's next-token layers, in a context of their own.
 
     Raises:
-        ModelError: llama.cpp cannot load it.
+        OptionError: a context that llama.cpp cannot count.
+        ModelError: llama.cpp cannot load the model.
     """
-    preflight(layout)
-    sizes = dry_load_whole(layout, n_ctx, keywords, overrides, n_sequences, nextn)
-    # experts and embedding were planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
-    on_disk = (layout if nextn else layout.without_nextn()).expert_bytes + embedding_on_disk(layout, overrides)
-    return replace(sizes, weights=max(sizes.weights - on_disk, 0))
+    if not 0 < n_ctx <= MAX_CTX:
+        raise OptionError(f"a context of {n_ctx} tokens is impossible: it lies between 1 and {MAX_CTX}")
+    model_index = model_index if nextn else model_index.without_nextn()
+    preflight(model_index)
+    keywords = {"flash_attn": True} if keywords is None else keywords
+    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn)
+    kinds = slice_kinds(model_index)
+    embedding = model_index.dense.get(EMBEDDING)
+    on_disk = 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else model_index.embedding_bytes
+    return replace(
+        planned,
+        n_ctx=n_ctx,
+        # experts and embedding were planned in ordinary memory, because the expert buffer has tensors only while a model is really loaded
+        weights=max(planned.weights - model_index.expert_bytes - on_disk, 0),
+        embedding=embedding.nbytes - on_disk if embedding else 0,
+        on_disk=on_disk,
+        process=rss(),
+        kept=kept,
+        arena_floor=2 * max((slot_bytes(kind.nbytes) for kind in kinds), default=0),
+        arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),
+    )
 
 
-def dry_load_whole(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1,
-                   nextn: bool = False) -> MemorySizes:  # fmt: skip
-    """`dry_load` of a model that is in memory as a whole; it need not have experts."""
+def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1,
+                   nextn: bool = False) -> MemoryPlan:  # fmt: skip
+    """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
+
+    def sizes_at(n: int) -> MemoryPlan:
+        with _planned(model_index, n, keywords, overrides, n_sequences, nextn) as llm:
+            sizes = memory_sizes(llm)
+            if not (nextn and model_index.n_nextn):
+                return sizes
+            drafts = llm.nextn_sizes()
+            return MemoryPlan(**{name: getattr(sizes, name) + getattr(drafts, name) for name in ALLOCATED})
+
     if n_ctx <= _LONGEST:
-        return _dry_load(layout, n_ctx, keywords, overrides, n_sequences, nextn)
-    half, whole = (_dry_load(layout, n, keywords, overrides, n_sequences, nextn) for n in (_LONGEST // 2, _LONGEST))
+        return sizes_at(n_ctx)
+    half, whole = sizes_at(_LONGEST // 2), sizes_at(_LONGEST)
     times = (n_ctx - _LONGEST) / (_LONGEST // 2)
-    return MemorySizes(*(int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name))) for name in MemorySizes.__dataclass_fields__))
+    return MemoryPlan(**{name: int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name))) for name in ALLOCATED})
 
 
-def embedding_width(layout: Layout) -> int:
+def embedding_width(model_index: ModelIndex) -> int:
     """Numbers that the model takes in the place of a token's embedding."""
-    with _planned(layout, 32, {}, (), 1, False) as llm:
+    with _planned(model_index, 32, {}) as llm:
         return int(api.llama_model_n_embd_inp(llm.model_handle))
 
 
-def _dry_load(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides, n_sequences: int, nextn: bool) -> MemorySizes:
-    with _planned(layout, n_ctx, keywords, overrides, n_sequences, nextn) as llm:
-        sizes = memory_sizes(llm)
-        if not (nextn and layout.n_nextn):
-            return sizes
-        drafts = llm.nextn_sizes()
-        return MemorySizes(*(getattr(sizes, name) + getattr(drafts, name) for name in MemorySizes.__dataclass_fields__))
-
-
 @contextlib.contextmanager
-def _planned(layout: Layout, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides, n_sequences: int, nextn: bool) -> Iterator[_PlannedLlama]:
+def _planned(
+    model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1, nextn: bool = False
+) -> Iterator[_PlannedLlama]:
     set_log(False)
     llm = _PlannedLlama(overrides, n_sequences, nextn)
     try:
-        llm.load(layout.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
+        llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
         yield llm
     except ValueError as error:
-        raise ModelError(f"{layout.files[0]}: llama.cpp cannot load it: {error}") from error
+        raise ModelError(f"{model_index.files[0]}: llama.cpp cannot load it: {error}") from error
     finally:
         if llm.loaded:
             llm.close()
         trim()  # the vocabulary's memory would count against the budget
+
+
+DEFAULT_CTX = 4096  # tokens, where the user names none and the model was trained for as many
+MAX_CTX = (1 << 31) - 1  # llama.cpp counts positions in 32 bits
+
+
+@dataclass(frozen=True)
+class SliceKind:
+    """Slices that look alike: `count` of them, each one matrix of one expert in `nbytes` bytes."""
+
+    matrix: str
+    type: str
+    nbytes: int
+    count: int
+
+
+def usual_ctx(model_index: ModelIndex, n_ctx: int | None = None) -> int:
+    """Tokens of the context: as the user says, where 0 is as many as the model was trained with; else as many, at most `DEFAULT_CTX`."""
+    trained = model_index.n_ctx_train or DEFAULT_CTX
+    return min(DEFAULT_CTX, trained) if n_ctx is None else n_ctx or trained
+
+
+def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:
+    """The sizes slices come in, most frequent first."""
+    counts: Counter[tuple[str, int, int]] = Counter()
+    for span in model_index.experts.values():
+        role, n_expert = parse_tensor_name(span.name), max(span.shape[2], 1)
+        counts[role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.nbytes // n_expert] += n_expert
+    return [SliceKind(matrix, type_name(kind), nbytes, n) for (matrix, kind, nbytes), n in counts.most_common()]
+
+
+def token_bytes(model_index: ModelIndex) -> int:
+    """Bytes of the slices that one token uses."""
+    return sum(span.nbytes // max(span.shape[2], 1) * min(model_index.n_expert_used, span.shape[2]) for span in model_index.experts.values())
+
+
+def tensor_buffers(text: str | None, model_index: ModelIndex) -> list[tuple[str, int]]:
+    """(pattern, ggml_backend_buffer_type_t) of each "PATTERN=BUFFER", separated by commas.
+
+    Raises:
+        OptionError: no such buffer, no regular expression, one that is found in no tensor's name, or in that of routed experts:
+            those have a buffer of their own.
+    """
+    if not text:
+        return []
+    found = []
+    types = buffer_types()
+    for part in text.split(","):
+        pattern, _, buffer = part.rpartition("=")
+        if not pattern or buffer not in types:
+            raise OptionError(f"`override_tensor`: PATTERN=BUFFER with a buffer out of {', '.join(types)}, not {part!r}")
+        try:
+            search = re.compile(pattern).search
+        except re.error as error:
+            raise OptionError(f"`override_tensor`: {pattern!r} is no regular expression: {error}") from None
+        expert = next(filter(search, model_index.experts), None)
+        if expert is not None:
+            raise OptionError(f"`override_tensor`: {pattern!r} is found in {expert!r}: routed experts lie in moeoff's expert buffer and nowhere else")
+        if not any(map(search, model_index.dense)):
+            raise OptionError(f"`override_tensor`: {pattern!r} is found in the name of no tensor outside the experts")
+        found.append((pattern, types[buffer]))
+    return found

@@ -1,7 +1,4 @@
-"""What a GGUF holds, what it takes, and how fast it may run with more memory.
-
-Reads headers, and for the disk probe a sample of the file; loads nothing.
-"""
+"""Inspection of a GGUF: its contents, the memory it takes, and how fast it may run with more memory. Loads nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..devices import devices
-from ..gguf.layout import Layout
-from ..gguf.tensor_name import parse_tensor_name
+from ..gguf.model_index import ModelIndex, parse_tensor_name
 from ..memory import MIB, available
 from .disk_probe import DiskRate, probe
-from .footprint import DEFAULT_CTX, Footprint, SliceKind, expected_bytes, slice_kinds
-from .memory_plan import RESERVE
+from .dry_load import SliceKind, dry_load, slice_kinds, token_bytes, usual_ctx
+from .memory_plan import RESERVE, expected_bytes
 
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
@@ -26,7 +22,7 @@ OVERLAP = 0.6
 
 @dataclass(frozen=True)
 class MemoryOption:
-    """What a memory budget of so many bytes gives.
+    """A memory budget, and what it gives.
 
     Attributes:
         resident_share: of the experts' bytes.
@@ -41,7 +37,7 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Of a device that llama.cpp can compute on, beside the CPU: bytes, free as its driver tells."""
+    """Memory of a device, other than the CPU, that llama.cpp can compute on: bytes, free as its driver tells."""
 
     name: str
     description: str
@@ -112,49 +108,49 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True,
         ModelError: the file is missing, damaged, or has no routed experts, or llama.cpp cannot load it.
         OptionError: the context is impossible.
     """
-    layout = Layout.read(model)
-    layout.require_experts()
-    kinds = slice_kinds(layout)
-    size = Footprint.of(layout, ctx_size or min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX), keywords)
-    disk = None
+    model_index = ModelIndex.read(model)
+    model_index.require_experts()
+    kinds = slice_kinds(model_index)
+    plan = dry_load(model_index, usual_ctx(model_index, ctx_size), keywords)
+    per_token, disk = token_bytes(model_index), None
     if probe_disk:
-        file = next(iter(layout.experts.values())).file
-        disk = probe(layout.files[file], max(kind.nbytes for kind in kinds), PROBE_SECONDS)
+        file = next(iter(model_index.experts.values())).file
+        disk = probe(model_index.files[file], max(kind.nbytes for kind in kinds), PROBE_SECONDS)
 
-    budgets = [size.floor] + [math.ceil(size.fixed + share * size.arena_full) for share in SHARES]
+    budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
     rows = []
-    for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= size.floor}):
-        share = size.resident_share(bound)
-        low, high = speed(size.token_bytes, share, disk.bytes_per_second) if disk else (None, None)
+    for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor}):
+        share = plan.resident_share(bound)
+        low, high = speed(per_token, share, disk.bytes_per_second) if disk else (None, None)
         rows.append(MemoryOption(bound, round(share, 4), low, high))
-    shared = layout.hparams.get("expert_shared_count")
+    shared = model_index.hparams.get("expert_shared_count")
     return Report(
-        files=layout.files,
-        architecture=layout.architecture,
-        n_layer=layout.n_layer,
-        n_moe_layer=len({parse_tensor_name(name).layer for name in layout.experts}),
-        n_expert=layout.n_expert,
-        n_expert_used=layout.n_expert_used,
+        files=model_index.files,
+        architecture=model_index.architecture,
+        n_layer=model_index.n_layer,
+        n_moe_layer=len({parse_tensor_name(name).layer for name in model_index.experts}),
+        n_expert=model_index.n_expert,
+        n_expert_used=model_index.n_expert_used,
         # some architectures have one shared expert, and no number for it
-        n_expert_shared=shared if type(shared) is int else int(any("_shexp" in name for name in layout.dense)),
-        n_ctx_train=layout.n_ctx_train,
-        dense_bytes=layout.dense_bytes,
-        embedding_disk_bytes=size.on_disk,
-        embedding_bytes=size.embedding,
-        expert_bytes=layout.expert_bytes,
-        token_bytes=size.token_bytes,
+        n_expert_shared=shared if type(shared) is int else int(any("_shexp" in name for name in model_index.dense)),
+        n_ctx_train=model_index.n_ctx_train,
+        dense_bytes=model_index.dense_bytes,
+        embedding_disk_bytes=plan.on_disk,
+        embedding_bytes=plan.embedding,
+        expert_bytes=model_index.expert_bytes,
+        token_bytes=per_token,
         slices=tuple(kinds),
-        ctx_size=size.n_ctx,
-        host_weight_bytes=size.planned.weights,
-        kv_bytes=size.planned.state,
-        compute_bytes=size.planned.compute,
-        work_bytes=size.planned.work,
-        output_bytes=size.planned.outputs,
-        process_bytes=size.process,
+        ctx_size=plan.n_ctx,
+        host_weight_bytes=plan.weights,
+        kv_bytes=plan.state,
+        compute_bytes=plan.compute,
+        work_bytes=plan.work,
+        output_bytes=plan.outputs,
+        process_bytes=plan.process,
         reserve_bytes=RESERVE,
-        arena_floor_bytes=size.arena_floor,
-        arena_full_bytes=size.arena_full,
-        floor_bytes=size.floor,
+        arena_floor_bytes=plan.arena_floor,
+        arena_full_bytes=plan.arena_full,
+        floor_bytes=plan.floor,
         available_bytes=available(),
         disk=disk,
         budgets=tuple(rows),

@@ -1,52 +1,145 @@
-"""How a memory budget is divided, and what to say when it cannot be."""
+"""How memory is divided: the budget of the process, and the bound of a device; and what to say when it cannot be."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
-from ..errors import BudgetError, Remedy
-from ..memory import MIB, format_size
+from ..errors import BudgetError, OptionError
+from ..memory import MIB, format_size, parse_percent, parse_size
 
 RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
+_PROCESS = 64 << 20  # the usual size of a process without the model
+_LIBRARIES = 16 << 20  # llama.cpp and numpy take this much more once a model is loaded
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
+ALLOCATED = ("weights", "state", "compute", "work", "outputs")  # of a MemoryPlan, by llama.cpp
 
 
 @dataclass(frozen=True)
-class Needs:
-    """What a loaded model takes beside its experts, in bytes, at a context of `n_ctx` tokens.
+class MemoryPlan:
+    """Bytes of host memory at a context of `n_ctx` tokens, what a model takes and what that leaves for its experts: as llama.cpp plans it before
+    it is loaded, as it is once it is loaded, and within a budget. What lies on a GPU does not count.
 
     Attributes:
-        python: the process without the rest: interpreter, libraries, the app.
-        weights: outside the experts, without what stays on disk.
+        weights: outside the routed experts, without a token embedding that stays on disk.
+        embedding: of the weights, the token embedding.
+        on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and in no total.
         state: KV cache and recurrent state.
-        compute, work, outputs: graph buffers, the CPU backend's work area and logits for the largest batch; resident only once
-            such a batch has come.
-        on_disk: of the token embedding, whose rows are read as they are used. Not in memory, and not in the total.
+        compute: graph buffers for the largest batch; they, `work` and `outputs` are resident only once such a batch has come.
+        work: the CPU backend's work area for it; of a planned model as ordinary experts would need it, a little more than those in
+            an expert buffer.
+        outputs: logits that llama.cpp and llama_cpp keep.
+        process: without the rest: interpreter, libraries, the app.
         kept: of a server, prompts outside the context, samplers, and other files that it loads.
+        arena_floor, arena_full: the smallest arena for experts, and the one that holds all of them.
+        budget: of the process; 0: only the arena is bounded.
+        arena: for experts, high and low versions together.
     """
 
-    python: int
-    weights: int
-    state: int
-    compute: int
-    work: int
-    outputs: int
-    n_ctx: int
+    n_ctx: int = 0
+    weights: int = 0
+    embedding: int = 0
     on_disk: int = 0
+    state: int = 0
+    compute: int = 0
+    work: int = 0
+    outputs: int = 0
+    process: int = 0
     kept: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.python + self.weights + self.state + self.computing + self.kept + RESERVE
+    arena_floor: int = 0
+    arena_full: int = 0
+    budget: int = 0
+    arena: int = 0
 
     @property
     def computing(self) -> int:
         return self.compute + self.work + self.outputs
 
+    @property
+    def llama_cpp(self) -> int:
+        """Bytes that llama.cpp allocates."""
+        return self.weights + self.state + self.computing
+
+    @property
+    def fixed(self) -> int:
+        """Everything but the experts."""
+        return self.process + self.llama_cpp + self.kept + RESERVE
+
+    @property
+    def floor(self) -> int:
+        """The smallest budget that should do."""
+        return self.fixed + self.arena_floor
+
+    def resident_share(self, budget: int) -> float:
+        """Share of the experts that stay in memory within a budget; 0 below the floor."""
+        if budget < self.floor:
+            return 0.0
+        return min(1.0, (budget - self.fixed) / self.arena_full) if self.arena_full else 1.0
+
+    def usual_share(self, budget: int | None, arena: int | None) -> float:
+        """Share of the experts that stay in memory within a budget of the process, or within an arena, in a process of the usual size: the
+        same for the same bound, so that what is decided by it can be repeated."""
+        return replace(self, process=_PROCESS).resident_share(budget) if budget is not None else min(1.0, (arena or 0) / self.arena_full)
+
+    def require_room(self, budget: int) -> None:
+        """Before anything is loaded: llama.cpp would first clear the whole KV cache, and be killed for it. `within` has the last word.
+
+        Raises:
+            BudgetError: weights, caches, buffers and the experts' floor exceed the budget; says what would fit.
+        """
+        if budget < self.floor - self.work:  # ordinary experts would need more of it than those in an expert buffer
+            # what is named as enough must be: with what the libraries will still allocate
+            replace(self, process=self.process + _LIBRARIES).within(budget)
+
+    def within(self, budget: int) -> MemoryPlan:
+        """Gives the experts what the rest leaves of a budget, at most what holds all of them.
+
+        Raises:
+            BudgetError: less than their floor is left; its hint is what the model needs, and what would fit.
+        """
+        if budget < self.floor:
+            raise self._refusal(budget)
+        return replace(self, budget=budget, arena=min(budget - self.fixed, self.arena_full))
+
+    def items(self) -> dict[str, int]:
+        """Bytes of each thing that the process holds or plans for, by name."""
+        embedding = min(self.embedding, self.weights)
+        return {
+            "python": self.process,
+            "token_embedding": embedding,
+            "weights": self.weights - embedding,
+            "state": self.state,
+            "compute_buffers": self.compute,
+            "work_area": self.work,
+            "outputs": self.outputs,
+            **({"kept_prompts": self.kept} if self.kept else {}),
+            "reserve": RESERVE,
+            "experts": self.arena,
+        }
+
+    def _refusal(self, budget: int) -> BudgetError:
+        needed = self.floor
+        # the state shrinks with the context, and the compute buffers do not grow
+        n_ctx = (self.n_ctx - (needed - budget) * self.n_ctx // max(self.state, 1)) // _CTX_STEP * _CTX_STEP
+        kept = f"{format_size(self.kept)} for kept prompts, samplers and other files, " if self.kept else ""
+        return BudgetError(
+            f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
+            f"{format_size(self.weights)} for weights outside the experts, {format_size(self.state)} for the KV cache at {self.n_ctx} tokens, "
+            f"{format_size(self.computing)} for computing, {kept}{format_size(self.process + RESERVE)} for Python and a reserve, "
+            f"and at least {format_size(self.arena_floor)} for experts",
+            hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx >= _CTX_STEP else {}),
+        )
+
+
+def expected_bytes(nbytes: float, resident: float) -> float:
+    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident: tokens come back to their experts,
+    and misses (1 - resident) squared, as the reference model has them under LRU."""
+    return nbytes * max(1.0 - resident, 0.0) ** 2
+
 
 @dataclass(frozen=True)
 class Pools:
-    """What the arenas for high and low versions may take, in bytes. Without low versions the low side is 0.
+    """Limits of the arenas for high and low versions, in bytes. Without low versions the low side is 0.
 
     Attributes:
         floor, full: smallest arena for high versions, and the one that holds all.
@@ -68,60 +161,86 @@ class Pools:
 
 
 @dataclass(frozen=True)
-class Plan:
-    """A budget and the arena (high and low versions together) that it leaves for experts, in bytes. A budget of 0: only the arena is bounded."""
+class DeviceBound:
+    """Bound of the memory on each device, experts and llama.cpp's own together: bytes, or a share of what is free before a model is loaded."""
 
-    budget: int
-    needs: Needs
-    arena: int
-    arena_floor: int
-
-    def items(self, embedding: int = 0) -> dict[str, int]:
-        """Bytes of each thing that the process holds or plans for, by name.
-
-        Args:
-            embedding: of the weights, the token embedding.
-        """
-        n = self.needs
-        embedding = min(embedding, n.weights)
-        return {
-            "python": n.python,
-            "token_embedding": embedding,
-            "weights": n.weights - embedding,
-            "state": n.state,
-            "compute_buffers": n.compute,
-            "work_area": n.work,
-            "outputs": n.outputs,
-            **({"kept_prompts": n.kept} if n.kept else {}),
-            "reserve": RESERVE,
-            "experts": self.arena,
-        }
+    nbytes: int = 0
+    share: float = 0.0
 
     @classmethod
-    def divide(cls, budget: int, needs: Needs, arena_floor: int, arena_full: int) -> Plan:
-        """Gives the experts what the rest leaves, at most what holds all of them.
+    def parse(cls, text: str | int) -> DeviceBound:
+        """Reads 2 << 30, "2G" or "80%".
 
         Raises:
-            BudgetError: less than their floor is left; its facts are what the model needs and what would fit.
+            OptionError: neither a size nor a share.
         """
-        arena = budget - needs.total
-        if arena < arena_floor:
-            raise _refusal(budget, needs, arena_floor)
-        return cls(budget, needs, min(arena, arena_full), arena_floor)
+        if isinstance(text, str) and text.strip().endswith("%"):
+            try:
+                share = parse_percent(text)
+            except ValueError:
+                share = 0.0
+            if not 0 < share <= 1:
+                raise OptionError(f"a share of the device's memory lies between 0% and 100%, not {text!r}")
+            return cls(share=share)
+        return cls(nbytes=parse_size(text))
+
+    def __str__(self) -> str:
+        return format_size(self.nbytes) if self.nbytes else f"{self.share:.0%}"
+
+    def of(self, free: int) -> int:
+        """Bytes, on a device that had so many free."""
+        return self.nbytes or int(self.share * free)
 
 
-def _refusal(budget: int, needs: Needs, arena_floor: int) -> BudgetError:
-    needed = needs.total + arena_floor
-    # the state shrinks with the context, and the compute buffers do not grow
-    n_ctx = (needs.n_ctx - (needed - budget) * needs.n_ctx // max(needs.state, 1)) // _CTX_STEP * _CTX_STEP
-    kept = f"{format_size(needs.kept)} for kept prompts, samplers and other files, " if needs.kept else ""
-    remedy = Remedy.MORE_MEMORY_OR_SMALLER_CONTEXT if n_ctx >= _CTX_STEP else Remedy.MORE_MEMORY
-    return BudgetError(
-        f"a budget of {format_size(budget)} is too small: this model needs {format_size(needed)}: "
-        f"{format_size(needs.weights)} for weights outside the experts, {format_size(needs.state)} for the KV cache at {needs.n_ctx} tokens, "
-        f"{format_size(needs.computing)} for computing, {kept}{format_size(needs.python + RESERVE)} for Python and a reserve, "
-        f"and at least {format_size(arena_floor)} for experts",
-        remedy,
-        needed=needed,
-        n_ctx=n_ctx,
-    )
+@dataclass(frozen=True)
+class DeviceRoom:
+    """One device, in bytes.
+
+    Attributes:
+        bound: of everything that is allocated there.
+        taken: by llama.cpp: weights, caches, compute buffers.
+        free: by the driver's count, now.
+    """
+
+    name: str
+    bound: int
+    taken: int
+    free: int
+
+    @property
+    def for_experts(self) -> int:
+        return min(self.bound - self.taken, self.free)
+
+
+def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n_experts: int) -> int:
+    """Slots for each of the device's layers with experts, the same number for all of them: as many as fit, at most one for each expert.
+
+    Args:
+        bytes_of: of each layer, what n slots take.
+
+    Raises:
+        BudgetError: not one fits, or the bound is more than the device has.
+    """
+
+    def total(n: int) -> int:
+        return sum(of(n) for of in bytes_of)
+
+    if room.bound > room.taken + room.free:
+        most = (room.taken + room.free) // MIB * MIB
+        raise BudgetError(
+            f"{format_size(room.bound)} is more than {room.name} has: {format_size(room.taken)} taken by llama.cpp and {format_size(room.free)} free",
+            hint={"vram": most},
+        )
+    least = total(1)
+    if least > room.for_experts:
+        needed = -(-(room.taken + least) // MIB) * MIB
+        raise BudgetError(
+            f"{format_size(max(room.bound, 0))} on {room.name} is too small: llama.cpp takes {format_size(room.taken)} there, and one expert of each layer "
+            f"{format_size(least)}",
+            hint={"vram": needed},
+        )
+    low, high = 1, n_experts  # total(low) fits
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if total(middle) <= room.for_experts else (low, middle - 1)
+    return low

@@ -20,19 +20,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..budget.statistics import Estimate, Quality
-from ..companion.composite import CompositeCompanion
-from ..companion.convert import convert
-from ..companion.file import KEEP, Companion
-from ..companion.tiers import bits_per_weight, nearest
-from ..errors import OptionError
-from ..gguf.layout import Layout
-from ..gguf.quantize import needs_imatrix, type_from_name
-from ..gguf.tensor_name import parse_tensor_name
-from .expert_importance import estimate_importance
-from .perplexity import Reference, Window, evaluate, open_model, read_windows
+import numpy as np
 
-__all__ = ["BitsPlan", "Planner", "Trial", "default_types", "measure_importance"]
+from .. import __version__
+from ..errors import OptionError
+from ..gate_event import GateEvent
+from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan, parse_tensor_name
+from ..gguf.quantize import dequantize, needs_imatrix, type_from_name
+from ..policies.edgemoe import by_importance
+from ..sidecar.convert import convert
+from ..sidecar.file import ORIGINAL, CompositeSidecar, Sidecar
+from ..sidecar.tiers import bits_per_weight, nearest
+from .checkpoint import Checkpoint
+from .perplexity import Reference, Window, evaluate, open_model, read_windows
+from .record import CalibrationEstimate
+from .statistics import Estimate, Quality
+from .writer import texts_or_written
+
+__all__ = ["BitsPlan", "Planner", "Trial", "default_types", "estimate_importance", "measure_importance"]
 
 _LADDER = ("Q8_0", "Q6_K", "Q5_K", "Q4_K", "Q3_K", "Q2_K"), ("Q8_0", "Q5_0", "Q4_0", "Q2_0")  # rows of whole blocks of 256, and others
 IMPORTANCES = ("measured", "estimated")
@@ -43,7 +48,7 @@ class BitsPlan:
     """The types of a model's experts, and how they were found.
 
     Attributes:
-        upper, lower: types; KEEP is the model's own. Equal if one type for all does.
+        upper, lower: types; ORIGINAL is the model's own. Equal if one type for all does.
         low: (layer, expert) of those that get the lower one, those first that lose the least for each byte that it saves.
         n_experts: in all.
         n_bytes: of the experts as planned.
@@ -64,7 +69,7 @@ class BitsPlan:
     tolerance: float
 
     def to_json(self) -> str:
-        """What `moeoff convert --bits` reads."""
+        """The plan as `moeoff convert --bits` reads it."""
         layers: dict[str, dict[str, str]] = {}
         for layer, expert in sorted(self.low):
             layers.setdefault(str(layer), {})[str(expert)] = self.lower
@@ -72,55 +77,57 @@ class BitsPlan:
 
 
 class Trial:
-    """Tries tiers for experts: a companion that holds them all, calibration windows, and the lossless model's predictions for them."""
+    """Tries tiers for experts: a sidecar that holds them all, calibration windows, and the lossless model's predictions for them."""
 
-    def __init__(self, model: str, companion: Companion, windows: Sequence[Window], reference: Reference, **options: Any):
-        self.companion, self.windows = companion, windows
-        self._model, self._reference, self._options = model, reference, options
-        self.layout = Layout.read(model)
-        self.experts = sorted({(role.layer, e) for name, e, _ in companion.slices if not (role := parse_tensor_name(name)).chunk})
+    def __init__(self, model: str, sidecar: Sidecar, windows: Sequence[Window], reference: Reference, **options: Any):
+        self.sidecar, self.windows = sidecar, windows
+        self._model, self.reference, self._options = model, reference, options
+        self.model_index = ModelIndex.read(model)
+        self.experts = sorted({(role.layer, e) for name, e, _ in sidecar.slices if not (role := parse_tensor_name(name)).chunk})
 
     def quality(self, default: str, others: dict[tuple[int, int], str] = {}) -> Quality:  # noqa: B006  never written
-        """Of the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""
-        composite = CompositeCompanion(self.companion, default, others)
+        """Evaluates the model with its experts in tier `default`, and others, by (layer, expert), in theirs."""
+        composite = CompositeSidecar(self.sidecar, default, others)
         with open_model(self._model, len(self.windows[0].tokens), experts=composite, tier=composite.tiers[0], **self._options) as llm:
-            return evaluate(llm, self.windows, self._reference).quality()
+            return evaluate(llm, self.windows, self.reference).quality()
 
     def n_bytes(self, default: str, others: dict[tuple[int, int], str] = {}) -> int:  # noqa: B006
-        composite = CompositeCompanion(self.companion, default, others)
-        return sum(s.nbytes for span in self.layout.experts.values() for s in composite.sources(span, composite.tiers[0]))
+        composite = CompositeSidecar(self.sidecar, default, others)
+        return sum(s.nbytes for span in self.model_index.experts.values() for s in composite.sources(span, composite.tiers[0]))
 
     def gained(self, upper: str, lower: str) -> dict[tuple[int, int], int]:
         """Bytes that each (layer, expert) saves in the lower tier: what it would no longer have to be read for (EdgeMoE §3.2)."""
         out = dict.fromkeys(self.experts, 0)
-        sizes = [CompositeCompanion(self.companion, tier, {}) for tier in (upper, lower)]
-        for span in self.layout.experts.values():
+        sizes = [CompositeSidecar(self.sidecar, tier, {}) for tier in (upper, lower)]
+        for span in self.model_index.experts.values():
             layer = parse_tensor_name(span.name).layer
             for expert, (high, low) in enumerate(zip(*(c.sources(span, c.tiers[0]) for c in sizes))):
                 out[layer, expert] += high.nbytes - low.nbytes
         return out
 
 
-def default_types(layout: Layout) -> list[str]:
+def default_types(model_index: ModelIndex) -> list[str]:
     """Types to try, below the model's own in bits per weight, and such as its rows can hold."""
-    spans = layout.experts.values()
+    spans = model_index.experts.values()
     own = max(bits_per_weight(span.type) for span in spans)
     whole = all(span.shape[0] % 256 == 0 for span in spans)
     return [name for name in _LADDER[0 if whole else 1] if bits_per_weight(type_from_name(name)) < own]
 
 
 class Planner:
-    """What a search for plans needs, made once: calibrated windows, a companion with all types, importance. Use with `with`.
+    """Searches for plans; makes once what all of them need: windows, a sidecar with all types, importance. Use with `with`.
 
     Args:
         model: GGUF with routed experts; of a split one the first part.
-        text: calibration texts.
+        text: calibration texts; none: the model writes some.
         types: to choose from; by default `default_types`. The model's own is always among them.
         importance: "measured" quantizes one expert at a time: exact, and as many evaluations as there are experts.
             "estimated" needs one.
-        ctx, chunks: windows, see `read_windows`.
-        folder: for the companion, as large as all types together. Default: of temporary files.
+        ctx: tokens of a window, see `read_windows`.
+        tokens: in all, as many from each text.
+        folder: for the sidecar, as large as all types together. Default: of temporary files.
         progress: told what is being done, how much of it is done and how much there is.
+        announce, warn: as of `calibrate`, about the text that the model writes.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
@@ -129,20 +136,22 @@ class Planner:
     """
 
     def __init__(self, model: str | os.PathLike[str], text: Sequence[str | os.PathLike[str]], *, types: Sequence[str] | None = None,
-                 importance: str = "estimated", ctx: int = 512, chunks: int | None = None, folder: str | os.PathLike[str] | None = None,
-                 progress: Callable[[str, int, int], None] | None = None, **options: Any):  # fmt: skip
+                 importance: str = "estimated", ctx: int = 512, tokens: int = 16384, folder: str | os.PathLike[str] | None = None,
+                 progress: Callable[[str, int, int], None] | None = None, announce: Callable[[CalibrationEstimate], None] | None = None,
+                 warn: Callable[[str], None] | None = None, **options: Any):  # fmt: skip
         if importance not in IMPORTANCES:
             raise OptionError(f"importance is {' or '.join(IMPORTANCES)}, not {importance!r}")
-        self._model, self.layout = os.fspath(model), Layout.read(model)
-        self.layout.require_experts()
-        self.types = list(types) if types is not None else default_types(self.layout)
-        n_cols = min(span.shape[0] for span in self.layout.experts.values())
+        self._model, self.model_index = os.fspath(model), ModelIndex.read(model)
+        self.model_index.require_experts()
+        self.types = list(types) if types is not None else default_types(self.model_index)
+        n_cols = min(span.shape[0] for span in self.model_index.experts.values())
         for name in self.types:
             if needs_imatrix(nearest(type_from_name(name), n_cols)):
                 raise OptionError(f"{name} needs an importance matrix and cannot be planned with")
         if not self.types:
             raise OptionError(f"{model}: its experts have the fewest bits already; name types to try")
-        self._kind, self._text, self._ctx, self._chunks, self._folder = importance, text, ctx, chunks, folder
+        self._kind, self._text, self._ctx, self._tokens, self._folder = importance, text, ctx, tokens, folder
+        self._announce, self._warn = announce, warn
         self._tell = progress or (lambda what, done, total: None)
         self._options = {"flash_attn": True} | options
         self._uniform: dict[str, tuple[int, Quality]] = {}
@@ -152,30 +161,37 @@ class Planner:
     def __enter__(self) -> Planner:
         try:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-", dir=self._folder))
-            tiers, out = ",".join([KEEP, *self.types]), os.path.join(folder, "types.experts.gguf")
+            tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
             made = convert(self._model, output=out, tiers=tiers, progress=lambda done, total: self._tell("converting", done, total))
-            self.trial = self.trial_on(Companion(made.path), self._text, self._chunks)
+            self._checkpoint = Checkpoint(f"{self.model_index.identity}-bits", {"moeoff": __version__, "tokens": self._tokens}, self._warn)
+            how = {name: value for name, value in self._options.items() if name != "flash_attn"}
+            with texts_or_written(
+                self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, announce=self._announce, **how
+            ) as files:
+                self.trial = self.trial_on(Sidecar(made.path), files, max(self._tokens // (self._ctx * len(files)), 1))
         except BaseException:
             self._stack.close()
             raise
         return self
 
-    def __exit__(self, *_exc: object) -> None:
+    def __exit__(self, exc_type: type[BaseException] | None, *_exc: object) -> None:
         self._stack.close()
+        if exc_type is None:
+            self._checkpoint.remove()
 
-    def trial_on(self, companion: Companion, text: Sequence[str | os.PathLike[str]], chunks: int | None) -> Trial:
+    def trial_on(self, sidecar: Sidecar, text: Sequence[str | os.PathLike[str]], chunks: int | None) -> Trial:
         """The same trials on these texts; it lasts as long as the planner."""
         with open_model(self._model, self._ctx, experts=False, **self._options) as llm:
             windows = read_windows(llm, text, self._ctx, chunks)
             n = len(windows) * self._ctx
             reference = self._stack.enter_context(Reference.record(llm, windows, progress=lambda done: self._tell("lossless", done, n)))
-        return Trial(self._model, companion, windows, reference, **self._options)
+        return Trial(self._model, sidecar, windows, reference, **self._options)
 
     def uniform(self) -> dict[str, tuple[int, Quality]]:
         """By type, all experts in it: bytes and quality, the most bytes first."""
         if not self._uniform:
             lossless = Quality(0, 0, 0, 0, Estimate(0, 0, 0), Estimate(0, 0, 0), Estimate(1, 1, 1))
-            found = {KEEP: (self.trial.n_bytes(KEEP), lossless)}
+            found = {ORIGINAL: (self.trial.n_bytes(ORIGINAL), lossless)}
             for i, name in enumerate(self.types):
                 self._tell("types", i, len(self.types))
                 found[name] = (self.trial.n_bytes(name), self.trial.quality(name))
@@ -189,7 +205,7 @@ class Planner:
                 found = measure_importance(self.trial, lower, lambda done, total: self._tell("experts", done, total))
             else:
                 self._tell("estimating", 0, 1)
-                found = estimate_importance(self.layout, self.trial.companion, lower, self.trial.windows, **self._options)
+                found = estimate_importance(self.model_index, self.trial.sidecar, lower, self.trial.windows, **self._options)
             self._importance[lower] = found
         return self._importance[lower]
 
@@ -206,7 +222,7 @@ class Planner:
             return BitsPlan(upper, upper, (), len(trial.experts), *uniform[upper], uniform, {}, tolerance)
         lower = order[within]
         importance, gained = self.importance(lower), trial.gained(upper, lower)
-        ranked = sorted((key for key in trial.experts if gained[key] > 0), key=lambda key: importance[key] / gained[key])
+        ranked = by_importance({key: importance[key] for key in trial.experts}, gained)
         best, quality = 0, uniform[upper][1]
         bad, step = len(ranked), 0
         while bad - best > 1:
@@ -232,5 +248,121 @@ def measure_importance(trial: Trial, lower: str, progress: Callable[[int, int], 
     for i, key in enumerate(trial.experts):
         if progress:
             progress(i, len(trial.experts))
-        out[key] = trial.quality(KEEP, {key: lower}).distance.kl.value
+        out[key] = trial.quality(ORIGINAL, {key: lower}).distance.kl.value
+    return out
+
+
+N_SAMPLES = 512  # tokens whose inputs are kept, of each gate
+
+
+class _Sample:
+    """One gate's record: the first tokens' inputs, [n, n_embd] float16, who was chosen with what weight; and everyone's sum of g²."""
+
+    def __init__(self, n_experts: int):
+        self.inputs: list[np.ndarray] = []
+        self.ids: list[np.ndarray] = []
+        self.weights: list[np.ndarray] = []
+        self.n = 0
+        self.used = np.zeros(n_experts)
+
+    def add(self, event: GateEvent) -> None:
+        np.add.at(self.used, event.ids.ravel(), event.weights.ravel().astype(np.float64) ** 2)
+        room = N_SAMPLES - self.n
+        if room > 0 and event.gate_input is not None:
+            # spread over the batch, so that more than the beginning of the first text is heard
+            rows = np.linspace(0, len(event.ids) - 1, min(room, max(len(event.ids) // 4, 1))).astype(int)
+            self.inputs.append(event.gate_input[rows].astype(np.float16))
+            self.ids.append(event.ids[rows])
+            self.weights.append(event.weights[rows])
+            self.n += len(rows)
+
+
+def estimate_importance(model_index: ModelIndex, sidecar: Sidecar, tier: str, windows: Sequence[Window], **options: Any) -> dict[tuple[int, int], float]:
+    """By (layer, expert). An expert that no token chose has 0, one whose tokens were not sampled the mean of its layer.
+
+    Takes every expert for SwiGLU without biases: for other activations it is a rougher estimate.
+
+    Args:
+        sidecar: has `tier`, the lower type.
+        windows: calibration text.
+        **options: of `moeoff.Llama`.
+    """
+    samples = _listen(model_index, windows, options)
+    out: dict[tuple[int, int], float] = {}
+    with ModelBytes((*model_index.files, sidecar.path)) as files:
+        by_layer: dict[int, dict[str, TensorSpan]] = {}
+        for name, span in model_index.experts.items():
+            where = parse_tensor_name(name)
+            if not where.chunk:
+                by_layer.setdefault(where.layer, {})[where.matrix_name] = span
+        for layer, spans in by_layer.items():
+            for expert, value in enumerate(_layer(spans, samples.get(layer), sidecar, tier, files)):
+                out[layer, expert] = float(value)
+    return out
+
+
+def _listen(model_index: ModelIndex, windows: Sequence[Window], options: dict[str, Any]) -> dict[int, _Sample]:
+    samples: dict[int, _Sample] = {}
+    with open_model(model_index.files[0], len(windows[0].tokens), experts=False, gate_input=True, **options) as llm:
+        gates = {info.gate: info for info in llm.engine.buffer.tensors if not parse_tensor_name(info.name.decode()).chunk}
+
+        def note(event: GateEvent) -> None:
+            if event.gate in gates:
+                samples.setdefault(event.layer, _Sample(gates[event.gate].ne[2])).add(event)
+
+        llm.engine.buffer.set_gate_callback(note)
+        evaluate(llm, windows)
+        llm.engine.buffer.drain()
+        llm.engine.buffer.check()
+        llm.engine.buffer.set_gate_callback(None)
+    return samples
+
+
+def _layer(spans: dict[str, TensorSpan], sample: _Sample | None, sidecar: Sidecar, tier: str, files: ModelBytes) -> np.ndarray:
+    n_experts = next(iter(spans.values())).shape[2]
+    values = np.zeros(n_experts)
+    if sample is None or not sample.n:
+        return values if sample is None else sample.used
+    inputs = np.concatenate(sample.inputs)
+    ids, weights = np.concatenate(sample.ids), np.concatenate(sample.weights)
+    sampled = np.zeros(n_experts, bool)
+    for expert in range(n_experts):
+        token, place_ = np.nonzero(ids == expert)
+        if not len(token):
+            continue
+        x = inputs[token].astype(np.float32)
+        high = {m: _read(files, s.file, s.offset + expert * (s.nbytes // s.shape[2]), s.nbytes // s.shape[2], s.type, s) for m, s in spans.items()}
+        y = _expert(high, x)
+        low = {}
+        for m, s in spans.items():
+            piece = sidecar.slices[s.name, expert, tier]
+            low[m] = _read(files, len(files) - 1, piece.offset, piece.nbytes, piece.type, s)
+        y -= _expert(low, x)
+        g2 = weights[token, place_].astype(np.float64) ** 2
+        # the sampled tokens' mean error for each g², times all tokens' g²
+        values[expert] = (g2 * (y.astype(np.float64) ** 2).sum(axis=1)).sum() / max(g2.sum(), 1e-30) * sample.used[expert]
+        sampled[expert] = True
+    unheard = ~sampled & (sample.used > 0)
+    if unheard.any() and sampled.any():
+        values[unheard] = values[sampled].sum() / sample.used[sampled].sum() * sample.used[unheard]
+    return values
+
+
+def _read(files: ModelBytes, file: int, offset: int, nbytes: int, type: int, span: TensorSpan) -> np.ndarray:
+    return dequantize(files.read(file, offset, nbytes, span.name), type, (span.shape[1], span.shape[0]))
+
+
+def _expert(w: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
+    """[n, n_embd] through one expert."""
+    gate: np.ndarray | None
+    if "gate_up" in w:
+        gate, up = np.split(x @ w["gate_up"].T, 2, axis=1)
+    else:
+        up = x @ w["up"].T
+        gate = x @ w["gate"].T if "gate" in w else None
+    if gate is None:
+        hidden = np.maximum(up, 0)
+    else:
+        hidden = gate / (1 + np.exp(-np.clip(gate, -60, 60))) * up
+    out: np.ndarray = hidden @ w["down"].T
     return out

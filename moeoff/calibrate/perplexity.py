@@ -1,4 +1,4 @@
-"""`evaluate`: a model on windows of text, token by token as llama-perplexity scores them, alone or beside the lossless one.
+"""`evaluate`: a model on windows of text, token by token as llama-perplexity scores them, alone or compared with the lossless one.
 
 Knows a `Llama` and its logits; how it came by its experts is not known here. Memory: logits of one batch (planned for by
 `Llama(logits_all=True)`) and about 10 MB; the lossless model's predictions lie in a temporary file.
@@ -7,27 +7,28 @@ Knows a `Llama` and its logits; how it came by its experts is not known here. Me
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 
 from ..binding import quiet_log
-from ..budget.statistics import Scores, divergence, log_probs
-from ..engine.cancellation import Cancellation
-from ..engine.expert_buffer import ExpertBuffer
 from ..engine.llama import Llama
 from ..engine.stats import Stats
-from ..errors import OptionError, Remedy
+from ..errors import OptionError
 from ..memory import format_size, trim
+from ..policies.precision import LOSSLESS, Precision
+from ..sidecar.file import ORIGINAL
+from .statistics import Quality, Scores, divergence, log_probs
 
-__all__ = ["MODES", "Reference", "Window", "evaluate", "interruptible", "n_scored", "open_model", "read_windows"]
+__all__ = ["Evaluation", "MODES", "Reference", "Window", "evaluate", "evaluate_model", "interruptible", "n_scored", "open_model", "read_windows"]
 
 N_BATCH = 512  # tokens in a graph, as llama-perplexity's -ub
 MODES = ("prefill", "decode", "simulated")
@@ -35,44 +36,11 @@ _CHUNK = 1 << 18  # logits turned into probabilities at once: about 1 MB for eac
 _FLOOR = -1e4  # of stored log-probabilities, where a model forbids a token
 
 
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-class Call(Protocol):
-    """`call(function, *args)` is `function(*args)`."""
-
-    def __call__(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
-
-
-class EvaluatedModel(Protocol):
-    """What evaluation needs of a model; `moeoff.Llama` has it."""
-
-    n_batch: int
-
-    @property
-    def cancellation(self) -> Cancellation: ...
-
-    @property
-    def expert_buffer(self) -> ExpertBuffer: ...
-    def n_ctx(self) -> int: ...
-    def n_vocab(self) -> int: ...
-    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]: ...
-    def token_bos(self) -> int: ...
-    def adds_bos(self) -> bool: ...
-    def clear_context(self) -> None: ...
-    def batches_as(self, *, decode: bool) -> AbstractContextManager[None]: ...
-    def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None: ...
-    def batch_logits(self, n: int) -> np.ndarray: ...
-    def stats(self) -> Stats: ...
-    def cancel(self) -> None: ...
-
-
 def open_model(model: str, ctx: int, **options: Any) -> Llama:
     """The model with room for windows of ctx tokens and the logits of all of them."""
     trim()  # what a model closed before this one has left would count against the budget
     n_batch = min(ctx, options.pop("n_batch", N_BATCH))
-    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=min(n_batch, options.pop("n_ubatch", n_batch)), logits_all=True, settings=False, **options)
+    return Llama(model, n_ctx=ctx, n_batch=n_batch, n_ubatch=min(n_batch, options.pop("n_ubatch", n_batch)), logits_all=True, **options)
 
 
 @dataclass(frozen=True)
@@ -91,7 +59,7 @@ def n_scored(n_ctx: int) -> int:
     return n_ctx - n_ctx // 2 - 1
 
 
-def read_windows(llm: EvaluatedModel, paths: Sequence[str | os.PathLike[str]], n_ctx: int, chunks: int | None = None) -> list[Window]:
+def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int, chunks: int | None = None) -> list[Window]:
     """The windows that llama-perplexity makes of each file: consecutive, without overlap, the remainder left out.
 
     Args:
@@ -115,7 +83,9 @@ def read_windows(llm: EvaluatedModel, paths: Sequence[str | os.PathLike[str]], n
         tokens = llm.tokenize(text.encode(), add_bos=True, special=False)
         n = len(tokens) // n_ctx
         if n == 0:
-            raise OptionError(f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}", Remedy.SHORTER_WINDOWS)
+            raise OptionError(
+                f"{path}: has {len(tokens)} tokens, fewer than a window of {n_ctx}: it takes a longer text, or shorter windows", hint={"ctx": ...}
+            )
         for start in range(0, min(n, chunks or n) * n_ctx, n_ctx):
             window = tokens[start : start + n_ctx]
             windows.append(Window((bos, *window[1:]) if add_bos else tuple(window), index))
@@ -142,17 +112,17 @@ class Reference:
         free = shutil.disk_usage(folder).free
         if needed > free:
             raise OptionError(
-                f"{folder}: {format_size(needed)} are needed for the lossless model's predictions, and {format_size(free)} are free",
-                Remedy.FEWER_CHUNKS,
+                f"{folder}: {format_size(needed)} are needed for the lossless model's predictions, and {format_size(free)} are free: set TMPDIR, or evaluate fewer windows",
+                hint={"chunks": ...},
             )
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
 
     @classmethod
-    def record(cls, llm: EvaluatedModel, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None) -> Reference:
+    def record(cls, llm: Llama, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None) -> Reference:
         """Asks the lossless model; see `evaluate`."""
         reference = cls(len(windows), n_scored(len(windows[0].tokens)), llm.n_vocab())
         try:
-            _run(llm, windows, mode, False, progress, reference._put)
+            _run(llm, windows, mode, progress, reference._put)
         except BaseException:
             reference.close()
             raise
@@ -186,12 +156,11 @@ class Reference:
 
 
 def evaluate(
-    llm: EvaluatedModel,
+    llm: Llama,
     windows: Sequence[Window],
     reference: Reference | None = None,
     *,
     mode: str = "prefill",
-    cold: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Scores:
     """Scores the second half of each window.
@@ -202,7 +171,6 @@ def evaluate(
         mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds the scored half token by token, as an
             answer is computed; "simulated" feeds it in batches whose tokens are each decided as if decoded alone, behind a simulated
             cache: what a deterministic `Llama` with `Precision.resident` computes token by token, in less time.
-        cold: drops all experts before every batch, so that each is a miss: what a rule about misses does at worst.
         progress: told the number of tokens computed so far.
 
     Raises:
@@ -221,12 +189,12 @@ def evaluate(
             same[window, rows] = logits.argmax(axis=1) == reference.top[window, rows]
 
     before = llm.stats().bytes_read
-    _run(llm, windows, mode, cold, progress, score)
+    _run(llm, windows, mode, progress, score)
     bytes_read = llm.stats().bytes_read - before
     return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll, kl, same, bytes_read)
 
 
-def _run(llm: EvaluatedModel, windows: Sequence[Window], mode: str, cold: bool, progress: Callable[[int], None] | None,
+def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[int], None] | None,
          sink: Callable[[int, int, np.ndarray, np.ndarray], None]) -> None:  # fmt: skip
     """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens."""
     n_ctx = len(windows[0].tokens)
@@ -237,13 +205,11 @@ def _run(llm: EvaluatedModel, windows: Sequence[Window], mode: str, cold: bool, 
     first, last, n_vocab = n_ctx // 2, n_ctx - 1, llm.n_vocab()
     step = max(_CHUNK // n_vocab, 1)
     done = 0
-    with llm.cancellation.in_progress():  # cancel() works from the first batch to the last
+    with llm.engine.cancellation.in_progress():  # cancel() works from the first batch to the last
         for index, window in enumerate(windows):
             llm.clear_context()
             tokens = np.asarray(window.tokens, np.int32)
             for start, stop in _batches(n_ctx, llm.n_batch, mode):
-                if cold:
-                    llm.expert_buffer.clear()
                 with llm.batches_as(decode=True) if mode == "simulated" and start >= first else contextlib.nullcontext():
                     llm.decode_batch(tokens[start:stop].tolist(), start, first)
                 scored = (max(start, first), min(stop, last))
@@ -266,12 +232,12 @@ def _batches(n_ctx: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
 
 
 @contextlib.contextmanager
-def interruptible(llm: EvaluatedModel) -> Iterator[Call]:
+def interruptible(llm: Llama) -> Iterator[Callable[..., Any]]:
     """Yields `call(function, *args)`, which computes in another thread, so that Ctrl-C is noticed at once and ends it."""
     # one thread for all calls: OpenMP keeps a team for each thread that computed
     with quiet_log() as silence, ThreadPoolExecutor(1, "moeoff-eval") as pool:
 
-        def call(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             future = pool.submit(function, *args, **kwargs)
             try:
                 return future.result()
@@ -282,3 +248,57 @@ def interruptible(llm: EvaluatedModel) -> Iterator[Call]:
                 raise
 
         yield call
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Results of `evaluate_model`: quality over all texts and of each; n_tokens were computed, not all of them scored; bytes_read of experts."""
+
+    quality: Quality
+    texts: tuple[Quality, ...]
+    precision: Precision
+    stats: Stats
+    n_tokens: int
+    seconds: float
+    bytes_read: int
+
+
+def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: int | None = None, mode: str = "prefill", tier: str | None = None,
+                   precision: Precision = LOSSLESS, max_loss: str | float | None = None, deterministic: bool = False, progress: Callable[[str, int, int], None] | None = None,
+                   **options: Any) -> Evaluation:  # fmt: skip
+    """Measures perplexity, and with a lower precision the distance from the lossless model on the same windows.
+
+    Args:
+        ctx: tokens of a window; its second half is scored.
+        chunks: only the first windows of each text.
+        mode: "prefill", "decode" or "simulated", see `moeoff.calibrate.perplexity.evaluate`; the last for deterministic runs alone.
+        progress: told what is computed, tokens done and tokens there are.
+        **options: of `moeoff.Llama`.
+
+    Raises:
+        MoeoffError: the model, a text, the budget or an option is no good.
+    """
+    if mode == "simulated" and not deterministic:
+        raise OptionError("mode simulated is for deterministic runs: others decide by what is in memory, token by token")
+    lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic} | ({} if precision is LOSSLESS else {"precision": precision})
+
+    def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:
+        return progress and functools.partial(lambda total, done: progress(stage, done, total), len(windows) * ctx)
+
+    with contextlib.ExitStack() as stack:
+        reference = None
+        if max_loss is not None or not precision.lossless or (tier is not None and tier.lower() != ORIGINAL):
+            with open_model(model, ctx, **lower, **options):
+                pass  # what is wrong with the options comes before minutes of computing
+            with open_model(model, ctx, **(options | {"experts": False, "verify_reads": False})) as llm, interruptible(llm) as call:
+                windows = read_windows(llm, text, ctx, chunks)
+                reference = stack.enter_context(call(Reference.record, llm, windows, mode, tokens("lossless", windows)))
+        with open_model(model, ctx, **lower, **options) as llm, interruptible(llm) as call:
+            windows = read_windows(llm, text, ctx, chunks)
+            started = time.perf_counter()
+            scores = call(evaluate, llm, windows, reference, mode=mode, progress=tokens("evaluating", windows))
+            seconds = time.perf_counter() - started
+            stats, precision = llm.stats(), llm.engine.quality.precision
+    starts = np.searchsorted([window.text for window in windows], range(len(text) + 1)).tolist()
+    by_text = [scores.quality(slice(*ends)) for ends in zip(starts, starts[1:])]
+    return Evaluation(scores.quality(), tuple(by_text), precision, stats, len(windows) * ctx, seconds, scores.bytes_read)

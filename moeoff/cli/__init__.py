@@ -1,1 +1,1 @@
-"""What a person types: one file for each command."""
+"""The command line."""

@@ -1,102 +1,100 @@
-"""`moeoff calibrate`: the profile of a model, or with --max-loss and --bits-plan what lower precision costs it."""
+"""`moeoff calibrate` and `moeoff eval`: a model's profile, its perplexity, and the loss that lower precision causes."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..atomic_file import atomic_file
-from ..console import progress_bar, remark
+from ..console import note, progress_bar
 from ..errors import OptionError
-from ..memory import format_size
-from .llama_options import GPU, ROPE, SYSTEM, llama_arguments, with_options
-from .options import CONTEXT, one_sentence
+from ..files import atomic_file, demo_model
+from ..memory import format_size, peak_rss
+from ..options import THRESHOLDS, parse_loss, precision_of
+from .options import MODEL, command, own, takes
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
-    from ..calibrate import Effort
+    from ..calibrate import CalibrationEstimate
     from ..calibrate.precision_search import SearchResult
+    from ..calibrate.statistics import Quality
 
 _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
+# options that one kind of calibration has alone
+_OPTIONS_OF = {"--max-loss": ("tier", "thresholds", "no_rerouting", "experts"), "--bits-plan": ("tolerance", "types", "measure"), "": ("seed", "minutes")}
 
 
-@click.command(context_settings=CONTEXT)
-@click.option("-m", "--model", type=click.Path(), required=True, help="GGUF with routed experts; of a split one the first part.")
-@click.option(
-    "--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text like what the model will see; may be repeated."
-)
-@click.option(
-    "-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it."
-)
-@click.option("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
-@click.option(
-    "--minutes",
-    type=click.FloatRange(min=0, min_open=True),
-    default=60,
-    show_default=True,
-    help="Reading the text takes no longer than about this: fewer tokens if it would.",
-)
-@click.option("--memory", metavar="SIZE", help="Bound of the process while the model runs. Default: 80% of what is available.")
-@click.option("-t", "--threads", type=click.IntRange(min=1), help="Compute threads. Default: every core this process may use.")
-@with_options(GPU, ROPE, SYSTEM)
-@click.option("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
-@click.option(
-    "--max-loss", metavar="PERCENT", help="Instead: measure what rerouting, skipping and a companion's low precision cost, for run --max-loss, as 1%."
-)
-@click.option("--tier", metavar="NAME", help="With --max-loss: the companion's low precision. Default: all of them are tried.")
-@click.option("--thresholds", is_flag=True, help="With --max-loss: also measure thresholds in their worst case, as if nothing were in memory. Slow.")
-@click.option("--no-rerouting", is_flag=True, help="With --max-loss: measure low precision alone.")
-@click.option("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the companion. Default: MODEL.experts.gguf.")
-@click.option("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")
-@click.option("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
-@click.option("--types", metavar="NAMES", help="With --bits-plan: types to choose from, as Q4_K,Q2_K. Default: a ladder below the model's own.")
-@click.option("--measure", is_flag=True, help="With --bits-plan: quantize experts one at a time instead of estimating their importance.")
-@click.pass_context
-@one_sentence
-def calibrate(
-    context: click.Context, max_loss: str | None, tier: str | None, thresholds: bool, no_rerouting: bool, experts: str | None, bits_plan: bool, tolerance: str,
-    types: str | None, measure: bool, seed: int, minutes: float, **options: Any,
-) -> None:  # fmt: skip
-    """Measure a model on text, once, and keep in a profile beside it what predictors and caches learn from that."""
-    _refuse_unused(context, max_loss, bits_plan)
-    options = llama_arguments(**options)
+@command()
+@click.argument("path", type=click.Path(), required=False, metavar="[MODEL]")
+@own("-m", "--model", type=click.Path(), help="GGUF with routed experts, instead of MODEL; of a split one the first part.")
+@own("--text", multiple=True, type=click.Path(dir_okay=False), metavar="FILE",
+     help="Text like what the model will see; may be repeated. Default: the model writes some.")  # fmt: skip
+@own("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
+@own("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
+@own("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
+     help="Writing and reading the text takes no longer than about this: fewer tokens if it would.")  # fmt: skip
+@takes("calibrate")
+@own("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
+@own("--max-loss", metavar="PERCENT", help="Instead: measure what rerouting, skipping and a sidecar's low precision cost, for run --max-loss, as 1%.")
+@own("--tier", metavar="NAME", help="With --max-loss: the sidecar's low precision. Default: all of them are tried.")
+@own("--thresholds", is_flag=True, help="With --max-loss: also measure thresholds in their worst case, as if nothing were in memory. Slow.")
+@own("--no-rerouting", is_flag=True, help="With --max-loss: measure low precision alone.")
+@own("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the sidecar. Default: MODEL.experts.gguf.")
+@own("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")
+@own("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
+@own("--types", metavar="NAMES", help="With --bits-plan: types to choose from, as Q4_K,Q2_K. Default: a ladder below the model's own.")
+@own("--measure", is_flag=True, help="With --bits-plan: quantize experts one at a time instead of estimating their importance.")
+def calibrate(path: str | None, model: str | None, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
+    """Measure a model on text, once, and keep in its profile what predictors and caches learn from that.
+
+    Says first how long it takes. Interrupted, the same command goes on from there.
+    """
+    if path and model:
+        raise OptionError("give MODEL or -m, not both")
+    if not (model := path or model):
+        raise click.UsageError("Missing MODEL: the GGUF to calibrate.")
+    if max_loss and bits_plan:
+        raise OptionError("give --max-loss or --bits-plan, not both")
+    chosen = "--max-loss" if max_loss else "--bits-plan" if bits_plan else ""
+    for kind, names in _OPTIONS_OF.items():
+        for name in names if kind != chosen else ():
+            if click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
+                raise OptionError(f"--{name.replace('_', '-')} has no effect {f'without {kind}' if kind else f'with {chosen}'}")
+            del options[name]
     if bits_plan:
-        path = _write_plan(**options, tolerance=tolerance, types=types, measure=measure)
-        click.echo(f"{path}: for moeoff convert {options['model']} --bits {path}")
+        plan = _write_plan(model, **options)
+        click.echo(f"{plan}: for moeoff convert {model} --bits {plan}")
     elif max_loss:
-        found = _search(**options, max_loss=max_loss, tier=tier, thresholds=thresholds, rerouting=not no_rerouting, experts=experts)
+        found = _search(model, max_loss=max_loss, **options)
         kept = "" if any(found.contract.choose(found.max_loss, share) for share in (0.0, *_RESIDENT)) else "; nothing but lossless keeps the bound"
-        click.echo(f"{found.path}: for moeoff run -m {options['model']} --max-loss {max_loss}{kept}")
+        click.echo(f"{found.path}: for moeoff run -m {model} --max-loss {max_loss}{kept}")
     else:
-        from ..calibrate import calibrate as command
+        from ..calibrate import calibrate as library
 
-        with progress_bar() as progress:
-            done = command(**options, seed=seed, minutes=minutes, progress=progress, announce=_announce)
+        try:
+            with progress_bar() as progress:
+                done = library(model=model, **options, progress=progress, announce=_announce, warn=note)
+        except KeyboardInterrupt:
+            note("interrupted: the same command goes on from here")
+            raise
         click.echo(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
         if done.recall is not None:
             click.echo(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict", err=True)
 
 
-def _refuse_unused(context: click.Context, max_loss: str | None, bits_plan: bool) -> None:
-    """Refuses options that the chosen kind of calibration would leave unused."""
-    if max_loss and bits_plan:
-        raise OptionError("give --max-loss or --bits-plan, not both")
-    kinds = {"--max-loss": ("tier", "thresholds", "no_rerouting", "experts"), "--bits-plan": ("tolerance", "types", "measure"), "": ("seed", "minutes")}
-    chosen = "--max-loss" if max_loss else "--bits-plan" if bits_plan else ""
-    for kind, names in kinds.items():
-        for name in names:
-            given = context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT
-            if given and kind != chosen:
-                raise OptionError(f"--{name.replace('_', '-')} has no effect {f'without {kind}' if kind else f'with {chosen}'}")
-
-
-def _announce(effort: Effort) -> None:
-    minutes = effort.seconds / 60
-    time = f"{effort.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
-    remark(f"{effort.n_tokens:,} tokens: about {time}, and {format_size(effort.nbytes)} of memory for the fits that follow")
+def _announce(estimate: CalibrationEstimate) -> None:
+    minutes = estimate.seconds / 60
+    time = f"{estimate.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
+    if estimate.resumed:
+        note("goes on where it was interrupted")
+    if estimate.written:
+        note(f"the model writes its own text, about {estimate.n_tokens:,} tokens: with reading them once at most about {time}")
+        return
+    note(f"{estimate.n_tokens:,} tokens: about {time}, and {format_size(estimate.nbytes)} of memory for the fits that follow")
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -111,28 +109,23 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def _search(
-    model: str, *, text: tuple[str, ...], max_loss: str, tier: str | None, thresholds: bool, rerouting: bool, experts: str | None, tokens: int, output: str | None,
-    memory: str | None, threads: int | None, **options: Any,
-) -> SearchResult:  # fmt: skip
+def _search(model: str, *, text: tuple[str, ...], max_loss: str, no_rerouting: bool, experts: str | None, **options: Any) -> SearchResult:
     """Measures, writes the profile, and prints a table of what was tried."""
-    from ..budget.loss_contract import parse_loss
-    from ..budget.statistics import interval
     from ..calibrate.precision_search import search_precision
+    from ..calibrate.statistics import interval
 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
         done = search_precision(
-            model, text, bound, tier=tier, thresholds=thresholds, rerouting=rerouting, experts=experts or "auto", tokens=tokens, output=output, memory=memory, n_threads=threads,
-            progress=progress, **options,
-        )  # fmt: skip
+            model, text, bound, rerouting=not no_rerouting, experts=experts or "auto", progress=progress, announce=_announce, warn=note, **options
+        )
     contract = done.contract
     rows = []
-    for c in contract.candidates:
-        limit = f"{contract.upper(c):+.2%}" + ("" if contract.upper(c) <= bound else " no")
+    for c in done.measured:
+        limit = f"{c.upper_loss:+.2%}" + ("" if c.upper_loss <= bound else " no")
         resident = f"{c.resident:.0%}" if c.resident else "none"
         rows.append([_name(c), resident, f"{c.low:.1%}", f"{c.rerouted:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
-                     interval(c.loss, "{:+.2%}"), limit, interval(c.kl, "{:.4f}"), f"{c.top1.value:.1%}"])  # fmt: skip
+                     interval(c.distance.loss, "{:+.2%}"), limit, interval(c.distance.kl, "{:.4f}"), f"{c.distance.top1.value:.1%}"])  # fmt: skip
     title = f"{os.path.basename(model)}, {contract.n_tokens} tokens scored; resident: experts in memory, bytes: of the lossless model's with as many"
     _table(title, ["precision", "resident", "low", "rerouted", "skipped", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
     for share in _RESIDENT:
@@ -156,36 +149,83 @@ def _name(c: Candidate) -> str:
 
 
 def _write_plan(
-    model: str, *, text: tuple[str, ...], output: str | None, tolerance: str, types: str | None, measure: bool, tokens: int, memory: str | None,
-    threads: int | None, **options: Any,
+    model: str, *, text: tuple[str, ...], output: str | None, tolerance: str, types: str | None, measure: bool, **options: Any,
 ) -> str:  # fmt: skip
-    """Finds a plan, writes it, and prints it beside one type for all. Returns its path."""
-    from ..budget.loss_contract import parse_loss
-    from ..budget.statistics import interval
+    """Finds a plan, writes it, and prints it with one type for all to compare. Returns its path."""
     from ..calibrate.bit_allocation import Planner
     from ..calibrate.precision_search import CTX
-    from ..gguf.layout import Layout
+    from ..calibrate.statistics import interval
+    from ..gguf.model_index import ModelIndex
 
     bound = parse_loss(tolerance)
     path = os.fspath(output) if output else model.removesuffix(".gguf") + ".bits.json"
     if os.path.exists(path):
         raise OptionError(f"{path}: exists: move it away, or name another with -o")
-    layout = Layout.read(model)
-    ctx = min(CTX, layout.n_ctx_train or CTX)
+    model_index = ModelIndex.read(model)
+    ctx = min(CTX, model_index.n_ctx_train or CTX)
     with progress_bar() as progress, Planner(
         model, text, types=types.split(",") if types else None, importance="measured" if measure else "estimated", ctx=ctx,
-        chunks=max(tokens // (ctx * len(text)), 1), memory=memory, n_threads=threads, progress=progress, **options,
+        progress=progress, announce=_announce, warn=note, **options,
     ) as planner:  # fmt: skip
         plan = planner.plan(bound)
     with atomic_file(path) as file:
         file.write(plan.to_json().encode())
     rows = [[name, format_size(nbytes), interval(q.distance.loss, "{:+.2%}")] for name, (nbytes, q) in plan.uniform.items()]
-    rows.append(
-        [
-            f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}",
-            format_size(plan.n_bytes),
-            interval(plan.quality.distance.loss, "{:+.2%}"),
-        ]
-    )
+    chosen = f"plan: {len(plan.low)} of {plan.n_experts} in {plan.lower}, others {plan.upper}"
+    rows.append([chosen, format_size(plan.n_bytes), interval(plan.quality.distance.loss, "{:+.2%}")])
     _table(f"{os.path.basename(model)}, {plan.quality.n_tokens} tokens scored", ["experts", "size", "loss (95 %)"], rows)
     return path
+
+
+@command("eval")
+@MODEL
+@own("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
+@own("--ctx", type=click.IntRange(min=4), metavar="N", default=512, show_default=True, help="Tokens in a window; its second half is scored.")
+@own("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")
+@own("--mode", type=click.Choice(["prefill", "decode", "simulated"]), default="prefill", show_default=True,
+     help="decode: feed the scored half token by token; simulated: faster, what a --deterministic run decides token by token.")  # fmt: skip
+@own("--json", "as_json", is_flag=True, help="Print JSON.")
+@takes("eval", strategy="lru")
+def eval_(
+    model: str | None, text: tuple[str, ...], ctx: int, mode: str, as_json: bool, max_loss: float | None = None, **options: Any,
+) -> None:  # fmt: skip
+    """Measure perplexity as llama-perplexity does, and how far a lower precision is from the lossless model.
+
+    What is lossy is compared with the lossless model on the same windows: loss of perplexity, KL divergence, and how often
+    both find the same token the likeliest.
+    """
+    from ..calibrate.perplexity import evaluate_model
+    from ..calibrate.statistics import interval
+    from ..policies.precision import LOSSLESS
+
+    model = model or demo_model()
+    precision = precision_of({name: options.pop(name, None) for name in THRESHOLDS}) or LOSSLESS
+    with progress_bar("tokens") as progress:
+        done = evaluate_model(model, text, ctx=ctx, mode=mode, max_loss=max_loss, precision=precision, progress=progress, **options)
+    stats = done.stats
+    if as_json:
+        from_stats = "tier expert_uses served_low skipped rerouted rerouted_margin max_loss estimated_loss strategy budget_bytes arena_bytes".split()
+        result = {
+            "model": model, "mode": mode, "ctx": ctx, **_fields(done.quality),
+            "texts": [{"file": path, **_fields(quality)} for path, quality in zip(text, done.texts)],
+            "precision": asdict(done.precision), **{name: getattr(stats, name) for name in from_stats},
+            "seconds": done.seconds, "bytes_read": done.bytes_read, "peak_rss_bytes": peak_rss(),
+        }  # fmt: skip
+        click.echo(json.dumps(result))
+        return
+    lossy = f"at most {100 * max_loss:g}% lost" if max_loss else options.get("tier") or ("lossless" if done.precision.lossless else "as its thresholds say")
+    compared = done.quality.kl is not None
+    rows = []
+    for path, q in [*zip(text, done.texts), *([("all", done.quality)] if len(text) > 1 else [])]:
+        distance = [interval(value, form) for value, form in zip(q.distance, ("{:+.2%}", "{:.5f}", "{:.2%}"))] if compared else []
+        rows.append([os.path.basename(path), str(q.n_windows), f"{q.perplexity:.4f} ± {q.perplexity_error:.5f}", *distance])
+    columns = ["text", "windows", "perplexity", *(["loss (95 %)", "KL (95 %)", "same top token (95 %)"] if compared else [])]
+    _table(f"{os.path.basename(model)}, {lossy}, {mode}, windows of {ctx} tokens", columns, rows)
+    speed = (
+        f"{done.n_tokens} tokens in {done.seconds:.1f} s, {done.n_tokens / done.seconds:.1f} tok/s | {done.bytes_read / 1e6 / done.n_tokens:.2f} MB/token read"
+    )
+    note(f"{speed} | {stats.precision_summary}" if stats.precision_summary else speed)
+
+
+def _fields(quality: Quality) -> dict[str, Any]:
+    return {name: value for name, value in asdict(quality).items() if value is not None}

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..atomic_file import atomic_file
-from ..console import remark
-from ..engine.chat_template import Template
+from ..console import note
+from ..engine.prompt import Template
 from ..errors import ContextError, MoeoffError, OptionError
+from ..files import atomic_file
 from ..memory import format_size, rss
 from .completion import Completer, Completion
 
@@ -74,7 +74,7 @@ class Chat:
         self._system = system
         self._messages: list[dict[str, str]] = []
         self._answers: list[Completion] = []
-        self._begin = self._llm.stats(), replace(self._llm.timing)
+        self._begin = self._llm.stats()
         self._commands: dict[str, Callable[[str], None]] = {
             "/help": self._help,
             "/reset": self._reset,
@@ -89,9 +89,9 @@ class Chat:
 
         `share` is a note on where the budget comes from, if it is the default.
         """
-        name, budget = os.path.basename(self._llm.model_path), self._llm.plan.budget
+        name, budget = os.path.basename(self._llm.model_path), self._llm.engine.plan.budget
         memory = f", {format_size(budget)} of memory{share}" if budget else ""
-        remark(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
+        note(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
         while True:
             try:
                 line = self._read()
@@ -113,11 +113,11 @@ class Chat:
     def _command(self, name: str, argument: str) -> None:
         command = self._commands.get(name)
         if command is None:
-            return remark(f"{name}: there is no such command; /help lists those there are")
+            return note(f"{name}: there is no such command; /help lists those there are")
         try:
             command(argument)
         except (MoeoffError, OSError) as error:
-            remark(str(error))
+            note(str(error))
 
     def _prompt(self) -> list[dict[str, str]]:
         return ([{"role": "system", "content": self._system}] if self._system else []) + self._messages
@@ -131,38 +131,38 @@ class Chat:
             answer = self._completer.complete(self._template.tokens(self._prompt()), writer.write)
         except ContextError as error:
             self._messages.pop()
-            return remark(_overflow(error, bool(self._messages)))
+            return note(_overflow(error, bool(self._messages)))
         except MoeoffError as error:
             self._messages.pop()
             writer.end()
-            return remark(str(error))
+            return note(str(error))
         writer.end()
         if answer.text.strip():
             self._messages.append({"role": "assistant", "content": answer.text})
         else:
             self._messages.pop()  # stopped before the first word: as if it had not been asked
         self._answers.append(answer)
-        remark(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
+        note(("stopped | " if answer.finish_reason == "cancelled" else "") + answer.summary())
         if answer.context_full:
-            remark(f"the context of {answer.n_ctx} tokens is full: /reset begins a new conversation, -c N at the start makes it larger")
+            note(f"the context of {answer.n_ctx} tokens is full: /reset begins a new conversation, -c N at the start makes it larger")
 
     def _help(self, _argument: str) -> None:
         print(HELP)
 
     def _reset(self, _argument: str) -> None:
         self._messages.clear()
-        remark("the conversation is forgotten")
+        note("the conversation is forgotten")
 
     def _set_system(self, text: str) -> None:
         if not text:
-            return remark(f"system prompt: {self._system}" if self._system else "there is no system prompt")
+            return note(f"system prompt: {self._system}" if self._system else "there is no system prompt")
         old, self._system = self._system, None if text == "-" else unquote(text)
         try:
             self._template.tokens([*self._prompt(), {"role": "user", "content": "?"}])
         except MoeoffError:  # some templates have no place for it
             self._system = old
             raise
-        remark("system prompt set" if self._system else "system prompt removed")
+        note("system prompt set" if self._system else "system prompt removed")
 
     def _save(self, file: str) -> None:
         if not file:
@@ -174,20 +174,20 @@ class Chat:
             text = "\n".join(f"{m['role']}: {m['content'].strip()}\n" for m in self._prompt())
         with atomic_file(path, overwrite=False) as out:
             out.write(text.encode())
-        remark(f"{len(self._messages)} messages written to {file}")
+        note(f"{len(self._messages)} messages written to {file}")
 
     def _memory(self, size: str) -> None:
         if size:
             self._llm.set_memory(size)
         s = self._llm.stats()
         budget = f" of {format_size(s.budget_bytes)}" if s.budget_bytes else ""
-        remark(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}")
+        note(f"memory {format_size(rss())}{budget}, experts at most {format_size(s.arena_bytes)}")
 
     def _stats(self, _argument: str) -> None:
         s = self._total()
         if s is None:
-            return remark("nothing was asked yet")
-        remark(
+            return note("nothing was asked yet")
+        note(
             f"{len(self._answers)} answers: {s.prompt_tokens} prompt tokens computed, {s.prompt_tps:.1f} tok/s; "
             f"{s.gen_tokens} generated, {s.gen_tps:.1f} tok/s\n"
             f"experts: {s.hit_summary}, {format_size(s.bytes_read)} read, {s.evictions} evictions, stalled {s.stall_seconds:.2f} s\n"
@@ -199,10 +199,9 @@ class Chat:
         """`Stats` since the chat began, its rates those of the answers together."""
         if not self._answers:
             return None
-        before, timing = self._begin
         parts = [answer.stats for answer in self._answers]
         return replace(
-            self._llm.stats().since(before, self._llm.timing.since(timing), sum(s.cpu_seconds for s in parts)),
+            self._llm.stats().since(self._begin, sum(s.cpu_seconds for s in parts)),
             gen_tps=_rate((s.gen_tokens, s.gen_tps) for s in parts),
         )
 
@@ -284,7 +283,7 @@ def _terminal_reader() -> Callable[[], str]:
 def _history() -> History:
     from prompt_toolkit.history import FileHistory, InMemoryHistory
 
-    from ..paths import cache_folder
+    from ..files import cache_folder
 
     try:
         path = cache_folder() / "chat_history"

@@ -20,46 +20,13 @@ from ..binding import quiet_log
 from ..engine.stats import Stats
 from ..errors import ContextError, MoeoffError, OptionError
 from ..memory import format_size, rss
+from ..options import Sampling
 
 if TYPE_CHECKING:
     from llama_cpp import CreateCompletionStreamResponse
 
     from ..engine.llama import Llama
-    from ..engine.prompt_cache import PromptCache
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How an answer is drawn, by llama.cpp's names and with its defaults.
-
-    Attributes:
-        n_predict: tokens at most; -1: until the model stops or the context is full.
-        top_k: 0 or less: of the whole vocabulary.
-        stop: texts that end the answer and are not part of it.
-        ignore_eos: the model's own end tokens are never drawn.
-    """
-
-    n_predict: int = -1
-    temp: float = 0.8
-    top_k: int = 40
-    top_p: float = 0.95
-    min_p: float = 0.05
-    repeat_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.n_predict == 0 or self.n_predict < -1:
-            raise OptionError(f"-n: at least 1 token, or -1 for as many as fit, not {self.n_predict}")
-        if self.temp < 0:
-            raise OptionError(f"--temp: 0 or more, not {self.temp}")
-        for name in ("top_p", "min_p"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise OptionError(f"--{name.replace('_', '-')}: between 0 and 1, not {getattr(self, name)}")
-        if self.repeat_penalty <= 0:
-            raise OptionError(f"--repeat-penalty: more than 0, not {self.repeat_penalty}")
-        if "" in self.stop:
-            raise OptionError("--stop: an empty text would end every answer before it begins")
+    from ..engine.prompt import PromptCache
 
 
 @dataclass(frozen=True)
@@ -169,7 +136,7 @@ class Completer:
         if len(tokens) >= n_ctx:
             raise ContextError(len(tokens), n_ctx)
         self._cancelled.clear()
-        before, timing = llm.stats(), replace(llm.timing)
+        before = llm.stats()
         cpu, started = time.process_time(), time.perf_counter()
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         text = []
@@ -186,16 +153,15 @@ class Completer:
                 future.exception()  # waits
             reason = future.result()
         ended = time.perf_counter()
-        spent = llm.timing.since(timing)
-        stats = llm.stats().since(before, spent, time.process_time() - cpu)
-        if spent.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
-            stats = replace(stats, gen_tps=spent.gen_tokens / (ended - started - spent.prompt_seconds))
+        stats = llm.stats().since(before, time.process_time() - cpu)
+        if stats.gen_tokens:  # as a reader sees it: sampling and writing are part of the time
+            stats = replace(stats, gen_tps=stats.gen_tokens / (ended - started - stats.prompt_seconds))
         n_tokens = llm.n_tokens + llm.n_discarded
         return Completion(
             text="".join(text),
             finish_reason=reason,
             prompt_tokens=len(tokens),
-            reused_tokens=max(n_tokens - spent.prompt_tokens - spent.gen_tokens, 0),
+            reused_tokens=max(n_tokens - stats.prompt_tokens - stats.gen_tokens, 0),
             completion_tokens=max(n_tokens - len(tokens) + 1, 0),  # after each token that was computed one is drawn
             n_ctx=n_ctx,
             stats=stats,

@@ -1,4 +1,4 @@
-"""`moeoff convert`."""
+"""`moeoff convert`, `merge` and `verify`: files of experts, written and checked."""
 
 from __future__ import annotations
 
@@ -9,29 +9,28 @@ import click
 
 from ..console import progress_bar
 from ..memory import format_size
-from .options import CONTEXT, one_sentence
+from .options import command
 
 
-@click.command(context_settings=CONTEXT)
+@command()
 @click.argument("model", type=click.Path())
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.experts.gguf, where run and serve find it."
 )
-@click.option("--tiers", metavar="NAMES", help="Precisions, as keep,Q2_K. keep: the model's own bytes; twin: a lower one for each type. Default: twin.")
+@click.option("--tiers", metavar="NAMES", help="Precisions, as original,Q2_K. original: the model's own bytes; auto: a lower one for each type. Default: auto.")
 @click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix for what is quantized.")
 @click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json", help="One more tier, 'bits', in which each expert has the type of this plan.")
 @click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Threads. Default: every core this process may use.")
 @click.option("--dry-run", is_flag=True, help="Print sizes and time, and write nothing.")
-@click.option("--force", is_flag=True, help="Replace an existing companion.")
+@click.option("--force", is_flag=True, help="Replace an existing sidecar.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion; if interrupted again, keep what is written.")
-@one_sentence
 def convert(**options: Any) -> None:
-    """Repack a model's experts into a companion file, in one or more precisions. The model stays as it is."""
-    from ..companion.convert import convert as command
+    """Repack a model's experts into a sidecar file, in one or more precisions. The model stays as it is."""
+    from ..sidecar.convert import convert as library
 
     try:
         with progress_bar("bytes") as progress:
-            done = command(**options, progress=progress and functools.partial(progress, "converting"))
+            done = library(**options, progress=progress and functools.partial(progress, "converting"))
     except KeyboardInterrupt:
         click.echo("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"), err=True)
         raise
@@ -42,3 +41,29 @@ def convert(**options: Any) -> None:
         click.echo(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} of disk, about {done.seconds:.0f} s")
     else:
         click.echo(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} in {done.seconds:.1f} s")
+
+
+@command()
+@click.argument("model", type=click.Path())
+@click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.merged.gguf.")
+@click.option("--force", is_flag=True, help="Replace an existing file.")
+def merge(**options: Any) -> None:
+    """Rewrite an old file, with a tensor for each expert, in the form that llama.cpp reads today. No weight is changed."""
+    from ..gguf.merge import merge as library
+
+    with progress_bar("bytes") as progress:
+        done = library(**options, progress=progress and (lambda now, all_: progress("merging", now, all_)))
+    click.echo(f"{done.path}: {done.n_before} experts' tensors in {done.n_after}, {format_size(done.n_bytes)}")
+
+
+@command()
+@click.argument("file", type=click.Path())
+@click.option("-m", "--model", type=click.Path(), help="The model. Default: the one that the sidecar names, if it is beside it.")
+def verify(**options: Any) -> None:
+    """Compare a sidecar with its hashes, and with the model that it was made of."""
+    from ..sidecar.verify import verify as library
+
+    with progress_bar("bytes") as progress:
+        done = library(**options, progress=progress and functools.partial(progress, "verifying"))
+    belongs = f"made of {done.model}" if done.model else "its model is not beside it and was not checked (give -m)"
+    click.echo(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")

@@ -16,18 +16,17 @@ from typing import Any
 
 import click
 
-from .. import __version__, cpu_level
-from ..budget.disk_probe import direct_io, file_system, probe
+from .. import __version__, cpu
+from ..budget.disk_probe import IN_MEMORY, choose_io_threads, direct_io, file_system, probe
+from ..cpu import n_cores
 from ..errors import MoeoffError
-from ..machine import n_cores
 from ..memory import available, cgroup_limit, format_size
-from .options import CONTEXT, one_sentence
+from .options import command
 
 PROBE_SECONDS = 1.0
 BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
 SLOW_DISK = 300e6  # bytes per second: below, a cache has to be nearly complete to be of use
 FEW_FILES = 256
-IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.gcsfuse", "ceph", "lustre")
 # what makes kernels fast on x86, by the names of /proc/cpuinfo and of llama.cpp
 SIMD = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
@@ -69,12 +68,12 @@ def check_cpu() -> Iterator[Finding]:
     found = ", ".join(sorted(built)) or "none"
     if lacking:
         yield Finding("cpu features", PROBLEM, f"built with {', '.join(lacking)}, which this CPU lacks: it will crash", "rebuild the fork here: make env")
-    elif unused and cpu_level.LEVEL is not None:
-        yield Finding("cpu features", OK, f"{found}: level {cpu_level.LEVEL} of the wheel; a build on this machine would have {', '.join(unused)}, too")
+    elif unused and cpu.LEVEL is not None:
+        yield Finding("cpu features", OK, f"{found}: level {cpu.LEVEL} of the wheel; a build on this machine would have {', '.join(unused)}, too")
     elif unused:
         yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
     else:
-        yield Finding("cpu features", OK, found if cpu_level.LEVEL is None else f"{found}: level {cpu_level.LEVEL} of the wheel")
+        yield Finding("cpu features", OK, found if cpu.LEVEL is None else f"{found}: level {cpu.LEVEL} of the wheel")
     quota = _cpu_quota()
     if quota is not None and quota < n_cores():
         yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
@@ -190,24 +189,25 @@ def _disk_of(path: str, block_bytes: int) -> Iterator[Finding]:
 
 def check_model(path: str) -> Iterator[Finding]:
     """The model's headers, its floor against what is available, and the disk at its slices' size."""
-    from ..budget.footprint import DEFAULT_CTX, Footprint, slice_kinds
-    from ..gguf.layout import Layout
+    from ..budget.dry_load import dry_load, slice_kinds, usual_ctx
+    from ..gguf.model_index import ModelIndex
 
     try:
-        layout = Layout.read(path)
-        layout.require_experts()
+        model_index = ModelIndex.read(path)
+        model_index.require_experts()
     except MoeoffError as error:
         yield Finding("model", PROBLEM, str(error), "moeoff runs GGUF files with routed experts")
         return
-    size = Footprint.of(layout, min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX))
-    text = (
-        f"{layout.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, all of it resident {format_size(size.fixed + size.arena_full)}"
-    )
+    size = dry_load(model_index, usual_ctx(model_index))
+    text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, all of it resident {format_size(size.fixed + size.arena_full)}"
     if size.floor > available():
         yield Finding("model", PROBLEM, text, "more memory, a smaller -c, or a model with fewer weights outside the experts")
     else:
         yield Finding("model", OK, text)
-    yield from check_disk(path, max(kind.nbytes for kind in slice_kinds(layout)))
+    block = max(kind.nbytes for kind in slice_kinds(model_index))
+    yield from check_disk(path, block)
+    threads = choose_io_threads(path, block, size.arena_full)
+    yield Finding("I/O threads", OK, f"{threads.n}: {threads.reason}")
 
 
 def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:
@@ -241,10 +241,9 @@ def _print(findings: list[Finding]) -> None:
         console.print(text, soft_wrap=True)
 
 
-@click.command(context_settings=CONTEXT)
+@command()
 @click.option("-m", "--model", type=click.Path(), help="A GGUF, or the folder where models are. Default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@one_sentence
 def doctor(**options: Any) -> None:
     """Check this machine and installation; exit code 1 if something is in the way."""
     if not run_checks(**options):

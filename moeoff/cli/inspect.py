@@ -9,28 +9,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..memory import MIB, format_size
-from .llama_options import BATCH, CACHE, FLASH, GPU_LAYERS, llama_arguments, with_options
-from .options import CONTEXT, one_sentence
+from .options import command, own, takes
 
 if TYPE_CHECKING:
     from ..budget.inspection import Report
 
 
-@click.command(context_settings=CONTEXT)
+@command()
 @click.argument("file", type=click.Path())
-@click.option("-c", "--ctx-size", type=click.IntRange(8, 2**31 - 1), help="Context in tokens. Default: 4096, or less if the model was trained with less.")
-@with_options(BATCH, CACHE, FLASH, GPU_LAYERS)
-@click.option("--probe/--no-probe", default=True, show_default=True, help="Read from the file for 2 seconds to tell its speed.")
-@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@one_sentence
-def inspect(file: str, ctx_size: int | None, probe: bool, as_json: bool, **options: Any) -> None:
+@takes("inspect")
+@own("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Read from the file for 2 seconds to tell its speed.")
+@own("--json", "as_json", is_flag=True, help="Print JSON.")
+def inspect(file: str, probe: str, as_json: bool, **options: Any) -> None:
     """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
     from ..budget.inspection import examine
-    from ..engine.llama_options import check_options, read_options
+    from ..options import Config, llama_keywords
 
-    keywords = read_options(llama_arguments(**options))
-    check_options(keywords)
-    report = examine(file, ctx_size=ctx_size, probe_disk=probe, keywords=keywords)
+    config = Config.make(file, **options)  # refuses what would have no effect
+    report = examine(file, ctx_size=config.n_ctx, probe_disk=probe == "on", keywords=llama_keywords(options))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:

@@ -1,25 +1,22 @@
-"""The command `moeoff`: one file for each of its commands, which parses, calls one library function, and prints."""
+"""The command `moeoff`: one file for each thought, whose commands parse, call one library function, and print."""
 
 from __future__ import annotations
 
 import click
+from click.shell_completion import get_completion_class
 
 from .. import __version__
-from .bench import bench
-from .calibrate import calibrate
-from .convert import convert
+from .bench import bench, report
+from .calibrate import calibrate, eval_
+from .convert import convert, merge, verify
 from .doctor import doctor
-from .eval import eval_
 from .inspect import inspect
-from .merge import merge
 from .options import CONTEXT
-from .report import report
-from .run import run
-from .serve import serve
-from .shell_completion import shell_completion
+from .run import run, serve
 from .simulate import simulate
-from .tune import tune
-from .verify import verify
+
+SHELLS = ("bash", "zsh", "fish")
+_VARIABLE = "_MOEOFF_COMPLETE"  # click's own name for it: with it set, the program answers what could come next
 
 
 @click.group(context_settings=CONTEXT)
@@ -28,5 +25,23 @@ def main() -> None:
     """Mixture-of-Experts models (GGUF) in less memory than they need."""
 
 
-for _command in (run, serve, tune, bench, report, inspect, doctor, convert, merge, verify, eval_, calibrate, simulate, shell_completion):
+@click.command(name="shell-completion", context_settings=CONTEXT)
+@click.argument("shell", type=click.Choice(SHELLS))
+def shell_completion(shell: str) -> None:
+    """Print what makes a shell complete moeoff's commands, options and files.
+
+    In ~/.bashrc: eval "$(moeoff shell-completion bash)"
+
+    In ~/.zshrc, after compinit: eval "$(moeoff shell-completion zsh)"
+
+    For fish, once: moeoff shell-completion fish > ~/.config/fish/completions/moeoff.fish
+    """
+    kind = get_completion_class(shell)
+    if kind is None:  # click knows all three
+        raise click.ClickException(f"this click cannot complete for {shell}")
+    context = click.get_current_context().find_root()
+    click.echo(kind(context.command, {}, "moeoff", _VARIABLE).source())
+
+
+for _command in (run, serve, bench, report, inspect, doctor, convert, merge, verify, eval_, calibrate, simulate, shell_completion):
     main.add_command(_command)

@@ -1,22 +1,22 @@
-"""`moeoff run`: answers a prompt, or chats where none is given."""
+"""`moeoff run` and `moeoff serve`: a model answers one prompt, a person who chats, or programs over HTTP."""
 
 from __future__ import annotations
 
 import json
 import os
 import random
+import signal
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
-from ..atomic_file import atomic_file
-from ..console import remark
+from ..console import note
 from ..errors import OptionError
-from ..memory import DEFAULT_SHARE
-from ..paths import demo_model
-from .options import CONTEXT, one_sentence, opening_arguments, opening_options
+from ..files import atomic_file, demo_model
+from ..memory import DEFAULT_SHARE, format_size
+from ..options import Sampling, table_of
+from .options import MODEL, command, own, takes
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -24,72 +24,32 @@ if TYPE_CHECKING:
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
 
-@click.command(context_settings=CONTEXT)
-@click.option("-m", "--model", type=click.Path(), help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
-@click.option("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
-@click.option("-p", "--prompt", help="Prompt. Without one, in a terminal: chat.")
-@click.option("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
-@click.option("--system", metavar="TEXT", help="System prompt.")
-@click.option("-n", "--n-predict", type=click.IntRange(min=-1), default=-1, show_default=True, help="Tokens to generate at most; -1: as many as fit.")
-@click.option("-s", "--stop", multiple=True, metavar="TEXT", help="Text that ends the answer. May be given several times.")
-@click.option("--raw", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
-@opening_options
-@click.option("--temp", type=click.FloatRange(min=0), default=0.8, show_default=True, help="Temperature; 0 takes the likeliest token.")
-@click.option("--top-k", type=int, default=40, show_default=True, help="Draw from the likeliest K tokens; 0: from all.")
-@click.option("--top-p", type=click.FloatRange(0, 1), default=0.95, show_default=True, help="Draw from the likeliest tokens that make up this probability.")
-@click.option(
-    "--min-p", type=click.FloatRange(0, 1), default=0.05, show_default=True, help="Leave out tokens below this share of the likeliest one's probability."
-)
-@click.option("--repeat-penalty", type=float, default=1.0, show_default=True, help="Penalty on tokens that occurred lately; 1: none.")
-@click.option("--seed", type=int, default=-1, show_default=True, help="Seed of the sampler; -1 draws one.")
-@click.option("--ignore-eos", is_flag=True, help="Generate -n tokens even if the model wants to stop.")
-@click.option("--prompt-cache", type=click.Path(dir_okay=False), metavar="FILE", help="Take the computed prompt from FILE, and write it there when it is new.")
-@click.option("--prompt-cache-all", is_flag=True, help="Keep the answer in the prompt cache, too.")
-@click.option("--prompt-cache-ro", is_flag=True, help="Use the prompt cache, and do not write it.")
-@click.option("--stats-json", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
-@click.option("--trace", type=click.Path(dir_okay=False), metavar="FILE", help="Record which experts the router selected, for simulate; appends to FILE.")
-@click.option("-v", "--verbose", is_flag=True, help="Show llama.cpp's log.")
-@one_sentence
-def run(**options: Any) -> None:
+@command()
+@MODEL
+@own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+@own("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
+@own("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
+@takes("run")
+@own("--system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
+@own("--raw", group="Prompt and answer", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@own("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
+@own("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
+@own("--prompt-cache", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
+     help="Take the computed prompt from FILE, and write it there when it is new.")  # fmt: skip
+@own("--prompt-cache-all", group="Prompt and answer", is_flag=True, help="Keep the answer in the prompt cache, too.")
+@own("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
+def run(
+    model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, raw: bool, as_json: bool, stats_json: str | None,
+    prompt_cache: str | None, prompt_cache_all: bool, prompt_cache_ro: bool, **options: Any,
+) -> None:  # fmt: skip
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
-    _run(**opening_arguments(**options))
-
-
-def _run(
-    *,
-    model: str | None = None,
-    hf_repo: str | None = None,
-    prompt: str | None = None,
-    file: str | None = None,
-    system: str | None = None,
-    raw: bool = False,
-    as_json: bool = False,
-    stats_json: str | None = None,
-    trace: str | None = None,
-    prompt_cache: str | None = None,
-    prompt_cache_all: bool = False,
-    prompt_cache_ro: bool = False,
-    memory: str | None = None,
-    expert_memory: str | None = None,
-    seed: int = -1,
-    **options: Any,
-) -> None:
-    """Answers a prompt, or chats; see `moeoff run --help` for the options.
-
-    Args:
-        **options: the fields of `moeoff.cli.completion.Sampling`, and what `open_model` takes.
-
-    Raises:
-        MoeoffError: the model, the budget or an option is no good.
-        KeyboardInterrupt: the answer was stopped with Ctrl-C; what was written of it stays.
-    """
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
     if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
         raise OptionError(f"{stats_json}: there is no such folder to write statistics into")
     if prompt_cache is None and (prompt_cache_all or prompt_cache_ro):
         raise OptionError("--prompt-cache-all and --prompt-cache-ro say how a --prompt-cache FILE is used: give one")
+    sampling = Sampling.make(**{name: options.pop(name) for name in table_of(Sampling) if name in options})
     if hf_repo:
         from ..gguf.hub import download, parse
 
@@ -105,18 +65,14 @@ def _run(
     if hf_repo:
         model = download(hf_repo)
 
-    from ..engine.llama import Llama
-    from ..engine.open import open_model
-    from ..engine.prompt_cache import PromptCache
-    from .completion import Completer, Sampling
+    from ..engine.llama import Llama, open_model
+    from ..engine.prompt import PromptCache
+    from .completion import Completer
 
-    sampling = {f.name: options.pop(f.name) for f in fields(Sampling) if f.name in options}
-    how = Sampling(**sampling | {"stop": tuple(sampling.get("stop", ()))})
     cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
-    share = f" ({DEFAULT_SHARE:.0%} of what is available)" if memory is None and expert_memory is None else ""
-    options |= {"memory": memory, "expert_memory": expert_memory, "trace": trace}
-    llm = open_model(Llama, model or demo_model(), seed=seed if seed >= 0 else random.getrandbits(31), **options)
-    with llm, Completer(llm, how, cache) as completer:
+    share = f" ({DEFAULT_SHARE:.0%} of what is available)" if not options.keys() & {"memory", "expert_memory"} else ""
+    llm = open_model(Llama, model or demo_model(), seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options)
+    with llm, Completer(llm, sampling, cache) as completer:
         if prompt is None:
             from .chat import Chat
 
@@ -159,8 +115,7 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
 
 def _complete(completer: Completer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str) -> Completion:
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
-    from ..engine.chat_template import Template
-    from ..engine.prompt import prompt_tokens
+    from ..engine.prompt import Template, prompt_tokens
 
     llm = completer.llm
     if raw or "tokenizer.chat_template" not in llm.metadata:
@@ -175,11 +130,30 @@ def _complete(completer: Completer, prompt: str, system: str | None, raw: bool, 
         print(json.dumps(answer.to_dict(), ensure_ascii=False))
         return answer
 
-    def write(text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-
-    answer = completer.complete(tokens, write)
-    write("\n")
-    remark(answer.summary() + share)
+    answer = completer.complete(tokens, lambda text: print(text, end="", flush=True))
+    print(flush=True)
+    note(answer.summary() + share)
     return answer
+
+
+@command()
+@MODEL
+@takes("serve")
+@click.argument("args", nargs=-1, type=click.UNPROCESSED)
+def serve(model: str | None, args: tuple[str, ...], **options: Any) -> None:
+    """Serve a model over HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
+
+    ARGS behind -- go to llama-server.
+    """
+    from ..server.server import Server
+
+    path = model or demo_model()
+    options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
+    before = signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(0))
+    try:
+        with Server(path, args=args, **options) as server:
+            page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
+            note(f"serving {path} on {server.url}/v1, {page}, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
+            server.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)

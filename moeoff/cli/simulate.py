@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,42 +10,26 @@ import click
 from ..console import progress_bar
 from ..errors import OptionError
 from ..memory import format_size, parse_size
-from .llama_options import with_options
-from .options import CONTEXT, PROMPT_LOW, REROUTE, one_sentence, threshold_options
+from .options import command, takes
 
 if TYPE_CHECKING:
-    from ..simulate.bandwidths import Bandwidths
     from ..simulate.rerouting import Rerouting
-    from ..simulate.trace import Trace
+    from ..trace import Trace
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 
-def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], Any]:
-    help_text = f"{text}, with --vram. Default: that of docs/guides/gpu.md."
-    return click.option(f"--{option}", name, type=click.FloatRange(0, min_open=True), metavar=metavar, help=help_text)
-
-
-@click.command(context_settings=CONTEXT)
+@command()
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
 @click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
-@REROUTE
-@with_options(threshold_options("0.6, for the penalty", "0.9"))
-@PROMPT_LOW
+@takes("simulate", t1=0.6, t2=0.9)
 @click.option(
     "--low-cost",
     type=click.FloatRange(0, 1),
     metavar="SHARE",
     help="What a low version has of a high one's bytes, for the penalty. Default: 0.25, int4 of float16.",
 )
-@click.option("--vram", multiple=True, metavar="SIZE", help="Memory for experts on a device, as 8G or 25% of them: replays on a clock. May be repeated.")
-@click.option("--vram-mode", type=click.Choice(["cooperative", "centric", "both"]), help="How the device computes with them, with --vram. Default: both.")
-@_speed("disk", "disk", "GB/s", "Reads from disk")
-@_speed("link", "link", "GB/s", "From host memory to the device")
-@_speed("device-rate", "device", "GB/s", "Weights that the device computes with")
-@_speed("host-rate", "host", "GB/s", "Weights that the CPU computes with")
-@_speed("layer-us", "layer_us", "US", "What a layer takes beside its experts")
 @click.option("--plot", type=click.Path(dir_okay=False, writable=True), metavar="FILE.png", help="Draw hit rates by size and layer, and the experts' use.")
 @click.option(
     "--scores",
@@ -57,17 +39,14 @@ def _speed(option: str, name: str, metavar: str, text: str) -> Callable[[Any], A
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
-@one_sentence
 def simulate(
-    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], reroute: float | None, t1: float | None, t2: float | None,
-    prompt_low: float | None, low_cost: float | None, vram: tuple[str, ...], vram_mode: str | None, disk: float | None, link: float | None, device: float | None,
-    host: float | None, layer_us: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
+    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
+    reroute: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
-    from ..cache.importance import MissCost
-    from ..simulate.bandwidths import Bandwidths
+    from ..policies.hobbit import MissCost
     from ..simulate.comparison import compare, gap_recovered, recorded_reads
-    from ..simulate.trace import Trace
+    from ..trace import Trace
 
     trace = Trace.join([Trace.read(path) for path in traces])
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
@@ -75,22 +54,11 @@ def simulate(
         _draw_scores(trace, scores, as_json)
         return
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
-    rates: dict[str, Any] = {"disk": disk, "link": link, "device": device, "host": host, "layer_us": layer_us}
-    rates = {name: value for name, value in rates.items() if value is not None}
-    given: dict[str, Any] = {"t1": t1, "t2": t2, "low": low_cost, "prompt_low": prompt_low}
-    given = {name: value for name, value in given.items() if value is not None}
-    if (rates or vram_mode) and not vram:
-        raise OptionError("rates and --vram-mode are of a machine with a device: give --vram, too")
-    if vram:
-        if plot or reroute or given:
-            raise OptionError("--vram replays on a clock, which has no --plot, no --reroute and no low versions")
-        _tiers(trace, names or ["lru", "score"], vram, arenas, vram_mode or "both", Bandwidths(**rates), as_json, seed)
-        return
-    cost = MissCost(**given)
+    cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:
-        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute or 0.0), cost=cost, progress=progress)
+        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), cost=cost, progress=progress)
     if plot:
-        from ..simulate.plots import plot as draw
+        from ..simulate.comparison import plot as draw
 
         draw(plot, trace, results)
     rows = [r.to_dict() | {"gap_recovered": gap_recovered(r, results)} for r in results]
@@ -108,36 +76,12 @@ def simulate(
         )
 
 
-def _tiers(trace: Trace, names: list[str], vram: tuple[str, ...], arenas: list[int], mode: str, speeds: Bandwidths, as_json: bool, seed: int) -> None:
-    from ..simulate.comparison import compare_tiers
-
-    full = trace.model.full_bytes
-    modes = ("cooperative", "centric") if mode == "both" else (mode,)
-    with progress_bar("events") as progress:
-        rows = compare_tiers(trace, names, [_arena(size, full) for size in vram], arenas, modes, speeds, seed=seed, progress=progress)
-    if as_json:
-        head = {"model": trace.model.name, "full_bytes": full, "events": len(trace.events), "speeds": asdict(speeds)}
-        click.echo(json.dumps(head | {"results": rows}, indent=2))
-        return
-    click.echo(
-        f"{'device':>10} {'memory':>10} {'mode':<12} {'strategy':<12} {'tok/s':>8} {'gain':>6} {'on device':>9} {'memory':>7} {'disk':>6} {'waiting':>8} "
-        f"{'up/token':>10} {'read/token':>11}"
-    )
-    for row in rows:
-        gain = "" if row["mode"] == "cpu" or row["gain"] is None else f"{row['gain']:+.0%}"
-        click.echo(
-            f"{format_size(row['vram_bytes']):>10} {format_size(row['arena_bytes']):>10} {row['mode']:<12} {row['strategy']:<12} "
-            f"{row['decode_tps'] or row['prompt_tps']:8.1f} {gain:>6} {row['on_device']:9.1%} {row['in_memory']:7.1%} {row['on_disk']:6.1%} {row['waiting']:8.1%} "
-            f"{format_size(int(row['up_bytes_per_token'])):>10} {format_size(int(row['read_bytes_per_token'])):>11}"
-        )
-
-
 def _draw_scores(trace: Trace, path: str, as_json: bool) -> None:
     """HOBBIT's figure 5b of this model, and the thresholds that give the shares which the paper's give on Mixtral."""
     import numpy as np
 
-    from ..cache.importance import T1, T2, thresholds, unimportance
-    from ..simulate.plots import plot_scores
+    from ..policies.hobbit import T1, T2, thresholds, unimportance
+    from ..simulate.comparison import plot_scores
 
     weights = [event.weights for event in trace.events if event.decode]
     if not weights:

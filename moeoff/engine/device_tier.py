@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from ctypes import c_uint64
-from dataclasses import dataclass
 
 from .. import native
 from ..binding import api
-from ..budget.device_plan import DeviceBound, DeviceRoom, slots_that_fit
+from ..budget.memory_plan import DeviceBound, DeviceRoom, slots_that_fit
 from ..devices import devices
-from ..errors import BudgetError, MoeoffError, OptionError, Remedy
+from ..errors import BudgetError, MoeoffError, OptionError
 from ..memory import MIB, format_size
 from .expert_buffer import ExpertBuffer
 
-__all__ = ["AUTO", "MODES", "WAVES", "DeviceTier", "DeviceUse"]
+__all__ = ["AUTO", "MODES", "WAVES", "DeviceTier"]
 
 AUTO = "auto"  # whichever is the fastest, by measuring
 
@@ -22,22 +21,6 @@ AUTO = "auto"  # whichever is the fastest, by measuring
 WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC, WAVES: native.DEVICE_WAVES}
 _UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once
-
-
-@dataclass(frozen=True)
-class DeviceUse:
-    """What is allocated on one device, in bytes.
-
-    Attributes:
-        n_slots: of each of its layers with experts.
-        slots: bytes of these, with the slots of zeros.
-        taken: by llama.cpp.
-    """
-
-    name: str
-    n_slots: int
-    slots: int
-    taken: int
 
 
 class DeviceTier:
@@ -51,7 +34,7 @@ class DeviceTier:
         mode: of `MODES`, or `AUTO`: begins cooperative, and `use` says how it goes on.
 
     Attributes:
-        uses: of the devices that have slots.
+        uses: by the name of each device with slots: their number in each of its layers with experts, and bytes of `experts` and `llama_cpp`.
 
     Raises:
         OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
@@ -64,13 +47,13 @@ class DeviceTier:
         layers = {tensor.gate: tensor.layer for tensor in buffer.tensors}
         self._devices = [native.layer_device(ctx, layers[gate]) or 0 for gate in sorted(layers)]
         if not any(self._devices):
-            raise OptionError("vram: no layer with experts is computed on a device: give n_gpu_layers")
+            raise OptionError("`vram`: no layer with experts is computed on a device", hint={"n_gpu_layers": ...})
         # a block whose experts are of several types, or of one that its device cannot compute with, has no slots
         self._devices = [handle if handle and buffer.device_slot_bytes(handle, gate, 1, n_used) else 0 for gate, handle in enumerate(self._devices)]
         if not any(self._devices):
-            raise OptionError("vram: the experts of no layer are of one type that its device can compute with")
+            raise OptionError("`vram`: the experts of no layer are of one type that its device can compute with")
         self._n_experts = buffer.priorities.shape[1]
-        self.uses: tuple[DeviceUse, ...] = ()
+        self.uses: dict[str, dict[str, int]] = {}
         self._is_placed = False
         self._place(bound)
         self._bound, self._is_placed = bound, True
@@ -94,8 +77,8 @@ class DeviceTier:
 
     @property
     def ways(self) -> tuple[str, ...]:
-        """Of `MODES`, those that these slots allow; the first is the one that `AUTO` begins with."""
-        return ("cooperative", "centric") if min(use.n_slots for use in self.uses) >= self._n_used else ("cooperative",)
+        """The `MODES` that these slots allow; the first is the one that `AUTO` begins with."""
+        return ("cooperative", "centric") if min(use["n_slots"] for use in self.uses.values()) >= self._n_used else ("cooperative",)
 
     def use(self, mode: str) -> None:
         """Between batches: one of `MODES`, or "cpu", without the slots; what they hold stays."""
@@ -116,17 +99,17 @@ class DeviceTier:
             slots = {handle: slots_that_fit(room, self._bytes_of(handle), self._n_experts) for handle, room in rooms.items()}
             if reason := self._allocate(slots):
                 raise self._no_room(rooms, slots, reason)
-            self.uses = tuple(
-                DeviceUse(room.name, slots[handle], sum(of(slots[handle]) for of in self._bytes_of(handle)), self._taken(handle))
+            self.uses = {
+                room.name: {"n_slots": slots[handle], "experts": sum(of(slots[handle]) for of in self._bytes_of(handle)), "llama_cpp": self._taken(handle)}
                 for handle, room in rooms.items()
-            )
-            less = {handle: use.slots + use.taken - room.bound for (handle, room), use in zip(rooms.items(), self.uses)}
+            }
+            less = {handle: self.uses[room.name]["experts"] + self.uses[room.name]["llama_cpp"] - room.bound for handle, room in rooms.items()}
             if is_last or max(less.values()) <= 0:
                 return
             self._free_slots()
 
     def _allocate(self, slots: dict[int, int]) -> str:
-        """Slots for each layer by its device, and llama.cpp's buffers beside them. Empty, or why there is no room; then there are none."""
+        """Slots for each layer by its device, and llama.cpp's buffers for them. Empty, or why there is no room; then there are none."""
         try:
             self._buffer.set_device_slots([(handle, slots.get(handle, 0)) for handle in self._devices], MODES[self._placed_as], self._n_used, _UPLOADS)
             self._replan()
@@ -138,10 +121,6 @@ class DeviceTier:
     def _free_slots(self) -> None:
         self._buffer.set_device_slots([])
         self._replan()
-
-    def items(self) -> dict[str, dict[str, int]]:
-        """`uses` by the devices' names."""
-        return {use.name: {"n_slots": use.n_slots, "experts": use.slots, "llama_cpp": use.taken} for use in self.uses}
 
     def _rooms(self, bound: DeviceBound, less: dict[int, int]) -> dict[int, DeviceRoom]:
         rooms = {}
@@ -166,7 +145,7 @@ class DeviceTier:
         buffers. A scheduler that is replaced after it has computed was seen to corrupt the heap on Mesa 22.3.6, also without slots."""
         planned = native.context_memory(self._ctx, (c_uint64 * 5)()) if self._is_placed else native.replan(self._ctx)
         if planned != 0:
-            raise MoeoffError("llama.cpp has no memory for its buffers beside them")
+            raise MoeoffError("llama.cpp has no memory for its buffers as well")
 
     def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, int], reason: str) -> BudgetError:
         """A driver gave less than it had said. What would fit is found by trying."""
@@ -178,5 +157,5 @@ class DeviceTier:
             if any(fewer.values()) and not self._allocate(fewer):
                 self._free_slots()
                 needed = max(sum(of(fewer[h]) for of in self._bytes_of(h)) + rooms[h].taken for h in rooms)
-                return BudgetError(said, Remedy.LESS_VRAM, needed=-(-needed // MIB) * MIB)
-        return BudgetError(f"{said}, and not one expert of each layer has room beside them; open the model without vram")
+                return BudgetError(said, hint={"vram": -(-needed // MIB) * MIB})
+        return BudgetError(f"{said}, and not one expert of each layer has room besides; open the model without `vram`")

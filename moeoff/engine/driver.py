@@ -1,141 +1,227 @@
 """The driver: gate events in, priorities out, on the native driver thread. Compute never waits for it.
 
-Owns a policy, a prefetcher and a trace, each may be missing. Knows nothing of text but which sequences begin, and which a batch holds.
+Its observers see every event, one after the other: prefetcher, replay, a user's callback, trace and meter, cache policy, as far as a strategy has
+them. Knows nothing of text but which sequences begin, and which a batch holds.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from ..cache import Policy
-from ..cache.grouped import GroupedPolicy
-from ..gate_event import GateEvent
-from ..predict.router import Router
-from ..simulate.trace import Model, TraceWriter
-from .batch_rows import BatchRows, OneSequence
-from .batch_spans import Span
+from ..errors import OptionError
+from ..gate_event import GateEvent, Observer
+from ..gguf.model_index import ModelIndex
+from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_policy, get_predictor
+from ..policies.precision import LOSSLESS, Precision
+from ..policies.router import Router
+from ..sidecar.profile import Profile
+from ..trace import Trace, TraceHeader, TraceWriter
+from .batch import BatchRows, OneSequence, Span
 from .expert_buffer import ExpertBuffer
-from .prefetcher import Prefetcher
-from .replay import Replay
+from .prefetcher import PredictionMeter, Prefetcher
 
 _RESIZED = 0.01  # of the arena: a change that the policy is told of
+_WITHOUT_INPUT = "activation-path"  # where an architecture gives no gate input
+
+
+class Replay(Observer):
+    """Gives a recorded run's decisions to a started buffer, and checks that the run follows the recorded one.
+
+    Raises:
+        OptionError: no trace, or one of another model, or it needs low versions and there is no arena for them.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], buffer: ExpertBuffer, model: TraceHeader):
+        trace = Trace.read(path)
+        if trace.model != model:
+            raise OptionError(f"{path}: is a trace of another model ({trace.model.name})")
+        self._path, self._events, self._at = path, trace.events, 0
+        buffer.force(trace.decisions())
+        if trace.rerouted:
+            buffer.force_experts(trace.experts())
+
+    def observe(self, event: GateEvent) -> None:
+        """Raises `OptionError` if the recorded run had another event here. After its end everything is allowed."""
+        if self._at < len(self._events):
+            recorded = self._events[self._at]
+            self._at += 1
+            if event.gate != recorded.gate or not np.array_equal(_router_ids(event), _router_ids(recorded)):
+                raise OptionError(
+                    f"{self._path}: another run: at event {self._at} it chose other experts (the prompts, seeds and batch sizes must be the same)"
+                )
+
+
+def _router_ids(event: GateEvent) -> np.ndarray:
+    return event.ids if event.router_ids is None else event.router_ids
+
+
+class _Listener(Observer):
+    """A user's callback, which may come and go."""
+
+    def __init__(self) -> None:
+        self.callback: Callable[[GateEvent], None] | None = None
+
+    def observe(self, event: GateEvent) -> None:
+        if self.callback is not None:
+            self.callback(event)
+
+
+class _Probabilities(Observer):
+    """Gives the events that have the router's logits its probabilities, for the observers behind it."""
+
+    def __init__(self, router: Router):
+        self._router = router
+
+    def observe(self, event: GateEvent) -> None:
+        if event.logits is not None:
+            event.probs = self._router.gated(event.logits)
+
+
+class _Records(Observer):
+    """Writes events and finished reads into a trace, and tells the meter of the reads: after each event for a trace, else once a token."""
+
+    def __init__(self, buffer: ExpertBuffer, trace: TraceWriter | None, meter: PredictionMeter | None):
+        self._buffer, self._trace, self._meter = buffer, trace, meter
+        buffer.log_reads()
+
+    def observe(self, event: GateEvent) -> None:
+        if self._trace is not None:
+            self._trace.write(event)
+        elif event.gate:
+            return
+        self._take_reads()
+
+    def _take_reads(self) -> None:
+        reads = self._buffer.take_reads()
+        if self._trace is not None:
+            self._trace.write_reads(reads)
+        if self._meter is not None:
+            self._meter.read(reads)
+
+    def new_sequence(self, sequence: int) -> None:
+        if self._trace is not None:
+            self._trace.new_sequence(sequence)
+
+    def close(self) -> None:
+        self._take_reads()
+        self._buffer.log_reads(False)
+
+
+class PolicyUpdates(Observer):
+    """Updates a cache policy by each event, and publishes the priorities that it wrote.
+
+    Args:
+        model: says how many experts an arena holds, where it may be resized.
+    """
+
+    def __init__(self, policy: Policy, buffer: ExpertBuffer, model: TraceHeader | None = None):
+        self.policy, self._buffer, self._model = policy, buffer, model
+        self._arena = self._arena_bytes() if model is not None else 0  # as the policy knows it
+
+    def observe(self, event: GateEvent) -> None:
+        if self.policy.update(event) is not False:
+            self._buffer.publish()
+
+    def begin(self, tokens: np.ndarray, decode: bool) -> None:
+        if self._model is None:
+            return
+        arena = self._arena_bytes()
+        if abs(arena - self._arena) > _RESIZED * self._arena:
+            self._buffer.drain()
+            self.policy.resize(CacheShape.of(self._model, arena).capacity)
+            self._buffer.publish()
+            self._arena = arena
+
+    def new_sequence(self, sequence: int) -> None:
+        self.policy.reset_sequence(sequence)
+        self._buffer.publish()
+
+    def _arena_bytes(self) -> int:
+        """For high versions."""
+        stats = self._buffer.stats()
+        return int(stats.arena_bytes - stats.low_arena_bytes)
 
 
 class Driver:
-    """Delivers each gate event to `policy` and `trace`, and publishes what the policy wrote.
+    """Delivers each gate event to its observers, one after the other.
 
     Args:
         buffer: started, and with gate inputs and logits if parts need them.
-        policy: writes into `buffer.priorities`.
-        trace: gets every event.
         router: gives GateEvent.probs of the logits.
-        prefetcher: sees every event first.
-        replay: the recorded run whose decisions are taken again; a run that departs from it raises at the next decode.
+        prefetcher: sees every event first, because the I/O threads may be idle.
+        replay: a run that departs from it raises at the next decode.
         model: says how many experts an arena holds, where it may be resized.
-        hold: policy updates wait for `release()`, so that what is evicted does not depend on the threads' timing (tests).
+
+    Attributes:
+        observers: in the order in which they see an event.
     """
 
     def __init__(self, buffer: ExpertBuffer, policy: Policy | None = None, trace: TraceWriter | None = None, router: Router | None = None,
-                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, hold: bool = False, model: Model | None = None):  # fmt: skip
-        self._buffer, self.policy, self.trace, self._router, self.prefetcher = buffer, policy, trace, router, prefetcher
-        self._replay, self._hold = replay, hold
-        self._held: list[GateEvent] = []
-        self._model = model
-        self._arena = self._arena_bytes() if model is not None else 0  # as the policy knows it
+                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, model: TraceHeader | None = None):  # fmt: skip
+        self._buffer, self.policy, self.prefetcher, self._trace = buffer, policy, prefetcher, trace
         self._ends: dict[int, int] = {}  # of each sequence, the first position at which it may go on
         self._one: dict[int, OneSequence] = {}
         self._rows: BatchRows | OneSequence | None = None  # of the batch that computes; None: all are of sequence 0, or it is not known
-        self._lock = threading.Lock()
-        self.listener: Callable[[GateEvent], None] | None = None  # a user's own callback
-        self.as_traced = False  # the policy gets numbers as a trace keeps them, to compare with a replay
-        self._updated = None if policy is None or policy.static else policy  # the policy, if events change its table
-        self._wants_probs = trace is not None
-        if self._updated is not None and self._updated.wants_probs:
-            if isinstance(self._updated, GroupedPolicy) and router is not None:
-                self._updated.gated = router.gated
+        self._listener = _Listener()
+        meter = None if prefetcher is None else prefetcher.meter
+        updates = policy is not None and not policy.static  # else events do not change its table
+        probabilities = None
+        if router is not None and trace is not None:
+            probabilities = _Probabilities(router)
+        if router is not None and policy is not None and updates and policy.wants_probs:
+            if isinstance(policy, GroupedPolicy):
+                policy.gated = router.gated
             else:
-                self._wants_probs = True
-        self.needed = any(part is not None for part in (self._updated, trace, prefetcher, replay))
-        self._logs = trace is not None or (prefetcher is not None and prefetcher.meter is not None)
-        if self._logs:
-            buffer.log_reads()
+                probabilities = _Probabilities(router)
+        observers = (
+            prefetcher,
+            replay,
+            self._listener,
+            probabilities,
+            _Records(buffer, trace, meter) if trace is not None or meter is not None else None,
+            PolicyUpdates(policy, buffer, model) if policy is not None and updates else None,
+        )
+        self.observers: list[Observer] = [observer for observer in observers if observer is not None]
+        self.needed = len(self.observers) > 1  # by more than a user's callback, which needs no driver
         if self.needed:
             buffer.set_gate_callback(self.deliver)
+
+    def set_listener(self, callback: Callable[[GateEvent], None] | None) -> None:
+        """A user's own callback gets the events from here on."""
+        self._buffer.drain()
+        self._listener.callback = callback
 
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
         if self._rows is not None:
             event.sequences = self._rows.of(event)
-        if self.prefetcher is not None:
-            self.prefetcher.observe(event)  # first: the I/O workers may be idle
-        if self._replay is not None:
-            self._replay.follow(event)
-        if self.listener is not None:
-            self.listener(event)
-        if self.trace is None and self._updated is None:
-            self._take_reads(event)
-            return
-        if (self._wants_probs or self.as_traced) and event.logits is not None and self._router is not None:
-            event.probs = self._router.gated(event.logits)
-        if self.trace is not None:
-            self.trace.write(event)
-        self._take_reads(event)
-        if self._updated is None:
-            return
-        if self.as_traced:
-            event = replace(event, weights=_halved(event.weights), probs=None if event.probs is None else _halved(event.probs))
-        with self._lock:
-            if self._hold:
-                self._held.append(event)
-                return
-            changed = self._updated.update(event) is not False
-        if changed:
-            self._buffer.publish()
-
-    def _take_reads(self, event: GateEvent | None = None) -> None:
-        """What has been read, for the trace after each event, else once a token."""
-        if not self._logs or (self.trace is None and event is not None and event.gate):
-            return
-        reads = self._buffer.take_reads()
-        if self.trace is not None:
-            self.trace.write_reads(reads)
-        if self.prefetcher is not None and self.prefetcher.meter is not None:
-            self.prefetcher.meter.read(reads)
-
-    def release(self) -> None:
-        """Waits for the events so far and applies what was held."""
-        self._buffer.drain()
-        with self._lock:
-            held, self._held = self._held, []
-            if self._updated is not None:
-                for event in held:
-                    self._updated.update(event)
-        if held:
-            self._buffer.publish()
+        for observer in self.observers:
+            observer.observe(event)
 
     def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decode: bool, rows: BatchRows | None = None) -> None:
         """Before a decode.
 
         Args:
             tokens: [n_tokens] of the batch.
-            spans: of the batch (`moeoff.engine.batch_spans`).
+            spans: of the batch (`moeoff.engine.batch`).
             decode: its tokens are decoded, not read.
             rows: which is of which sequence, where there are several; None: not known.
         """
         if not self.needed:
             return
-        self._follow_arena()
         self._set_rows(spans, rows)
         if begun := self._begun(spans):
-            self.new_sequence(*begun)
-        if self.prefetcher is not None and (self.prefetcher.predictor.wants_tokens or not decode):
             self._buffer.drain()
-            self.prefetcher.begin(tokens, decode)
+            for sequence in begun:
+                for observer in self.observers:
+                    observer.new_sequence(sequence)
+        for observer in self.observers:
+            observer.begin(tokens, decode)
 
     def _set_rows(self, spans: Mapping[int, Span], several: BatchRows | None) -> None:
         rows: BatchRows | OneSequence | None = several
@@ -156,56 +242,103 @@ class Driver:
         self._ends |= {sequence: span.first + 1 if span.decode else span.end for sequence, span in spans.items()}
         return begun
 
-    def _follow_arena(self) -> None:
-        """Tells the policy when the arena has been resized."""
-        if self.policy is None or self._model is None:
-            return
-        arena = self._arena_bytes()
-        if abs(arena - self._arena) > _RESIZED * self._arena:
-            self._buffer.drain()
-            with self._lock:
-                self.policy.resize(self._model.shape(arena).capacity)
-            self._buffer.publish()
-            self._arena = arena
-
-    def _arena_bytes(self) -> int:
-        """For high versions."""
-        stats = self._buffer.stats()
-        return int(stats.arena_bytes - stats.low_arena_bytes)
-
-    def new_sequence(self, *sequences: int) -> None:
-        """Between decodes: the next events of these are the first of a text. Waits for the events before."""
-        if not self.needed:
-            return
-        self._buffer.drain()
-        if self._hold:
-            self.release()
-        for sequence in sequences:
-            if self.trace is not None:
-                self.trace.new_sequence(sequence)
-            if self.prefetcher is not None:
-                self.prefetcher.reset_sequence(sequence)
-            if self.policy is not None:
-                with self._lock:
-                    self.policy.reset_sequence(sequence)
-        self._buffer.publish()
-
     def close(self, note: dict[str, Any] | None = None) -> None:
-        """Delivers what is left and closes the trace. Before the buffer closes."""
+        """Delivers what is left and closes the trace, with a note about the run at its end. Before the buffer closes."""
         if self.needed and self._buffer.running:
             self._buffer.drain()
             self._buffer.set_gate_callback(None)
-            self._take_reads()
-            if self._logs:
-                self._buffer.log_reads(False)
-        if self.trace is not None:
+            for observer in self.observers:
+                observer.close()
+        if self._trace is not None:
             try:
                 if note:
-                    self.trace.note(note)
+                    self._trace.note(note)
             finally:
-                self.trace.close()
+                self._trace.close()
 
 
-def _halved(x: np.ndarray) -> np.ndarray:
-    """As a trace keeps it: rounded to float16."""
-    return x.astype(np.float16).astype(np.float32)
+def sections(strategy: Strategy) -> set[str]:
+    """Sections of a profile that a strategy may take."""
+    names: set[str] = set() if strategy.policy is None else set(get_policy(strategy.policy).profile_sections)
+    if strategy.fill:
+        names.add("popularity")
+    if strategy.predictor is not None:
+        names |= set(get_predictor(strategy.predictor).more_sections)
+        names |= {s for n in (strategy.predictor, _WITHOUT_INPUT) if (s := get_predictor(n).profile_section) is not None}
+    return names
+
+
+def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
+    """True if gate events must carry the router's logits. A trace keeps their probabilities, so that any policy can be replayed on it."""
+    return trace is not None or (strategy.policy is not None and get_policy(strategy.policy).wants_probs)
+
+
+def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIndex, trace: str | os.PathLike[str] | None = None, *, io_threads: int = 4,
+                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, on_devices: bool = False, **options: Any) -> Driver | None:  # fmt: skip
+    """The driver of a started buffer, or None if the strategy needs none.
+
+    A policy that weighs uses by the precision they need gets its options from `precision`.
+
+    Args:
+        profile: what calibration measured of the model.
+        on_devices: the policy also says which experts devices hold, and what is predicted is written there ahead.
+        options: of the policy.
+
+    Raises:
+        OptionError: the trace file is something else, or an option that the policy does not know, or a predictor that needs a
+            profile and has none.
+    """
+    stats = buffer.stats()
+    arena = stats.arena_bytes - stats.low_arena_bytes
+    everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
+    policy_name = None if everything and not on_devices and not options else strategy.policy
+    if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
+        policy_name = None  # the buffer's own eviction order
+    predictor_name = None if everything and not precision.mispredicted_low and not on_devices else strategy.predictor  # what it does not ask for is served low
+    if policy_name is None and predictor_name is None and trace is None and replay is None:
+        return None
+    model = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))
+    router = prefetcher = policy = writer = None
+    if predictor_name is not None or wants_gate_logits(strategy, trace):
+        layers = {t.gate: t.layer for t in model.tensors}
+        router = Router.read(model_index, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
+    if predictor_name is not None and router is not None:
+        predictor = _predictor(predictor_name, router, profile, model_index, **strategy.options)
+        fallback = _predictor(_WITHOUT_INPUT, router, profile, model_index, small=True) if predictor.wants_gate_input else None
+        prefetcher = Prefetcher(
+            buffer,
+            predictor,
+            model.n_used,
+            io_threads,
+            fallback,
+            share=strategy.share,
+            ab_tested=strategy.ab_tested,
+            precision=precision,
+            fills_devices=on_devices,
+        )
+    if policy_name is not None:
+        kind = get_policy(policy_name)
+        if not precision.lossless:
+            options = kind.precision_options(precision.t1) | options
+        measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
+        policy = kind.from_profile(measured, CacheShape.of(model, arena), buffer.priorities, **options)
+        buffer.publish()  # what it has written at its start: a static policy is never published again
+    if trace is not None:
+        session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
+        if not precision.lossless:
+            session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
+        if router is not None:
+            session["routers_choose_by"] = router.chooses_by
+        writer = TraceWriter(trace, model, session)
+    return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, model)
+
+
+def _predictor(name: str, router: Router, profile: Profile | None, model_index: ModelIndex, small: bool = False, **options: Any) -> Predictor:
+    """small: without what only a strategy's own predictor is given."""
+    kind = get_predictor(name)
+    arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
+    if profile is not None and arrays is not None and not small:
+        arrays = dict(arrays) | {name: array for more in kind.more_sections for name, array in (profile.section(more) or {}).items()}
+    if kind.needs_profile and arrays is None:
+        raise OptionError(f"predictor {name} needs a calibration of this model: moeoff calibrate -m {model_index.files[0]}")
+    return kind(router, arrays, **options)

@@ -1,7 +1,7 @@
 """The expert buffer of one model: reserves the experts while llama.cpp loads, then serves them from disk.
 
 Owns the native object and every ctypes callback it may call. Knows nothing of policies or of text.
-Order of life: construct, load a model inside `loading()`, `attach()` the layout, `start()`, decode, `close()`.
+Order of life: construct, load a model inside `loading()`, `attach()` the model_index, `start()`, decode, `close()`.
 """
 
 from __future__ import annotations
@@ -10,18 +10,19 @@ import contextlib
 import ctypes
 import os
 import struct
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from .. import native
-from ..companion.source import ExpertSource
 from ..errors import ModelError, MoeoffError, OptionError, ReadError
 from ..gate_event import GateEvent
-from ..gguf.layout import Layout, TensorSpan
-from ..gguf.tensor_name import EMBEDDING_PATTERN, EXPERT_PATTERN
+from ..gguf.file import FileState
+from ..gguf.model_index import EMBEDDING_PATTERN, EXPERT_PATTERN, ModelIndex, TensorSpan
 from ..memory import slot_bytes
+from ..sidecar.file import ExpertSource
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
@@ -63,15 +64,14 @@ def _copy_event(address: int) -> GateEvent:
 
 
 class ExpertBuffer:
-    """Slices of routed experts in an arena of at most `arena_bytes`, read by `n_lanes` I/O threads.
+    """Slices of routed experts in an arena of at most `arena_bytes`, read by `io_threads` I/O threads.
 
-    A slice may have a low version beside the high one, with an arena of its own; `set_thresholds` says when it is used.
+    A slice may have a low version in addition to the high one, with an arena of its own; `set_thresholds` says when it is used.
 
     Args:
-        n_lanes: I/O threads, 1 to 64.
+        io_threads: I/O threads, 1 to 64.
         keep: False drops every slice after its use.
         eager: False lets each matrix op ask for its own slices instead of the gate for all of them.
-        serial: a matrix op computes nothing before it has read everything (if the arena can hold that).
         direct_io: reads around the page cache where the file system can.
         gate_input: gate events carry the router's input.
         gate_logits: gate events carry the router's logits.
@@ -81,23 +81,24 @@ class ExpertBuffer:
         OptionError: an argument out of range.
     """
 
-    def __init__(self, *, n_lanes: int = 4, keep: bool = True, eager: bool = True, serial: bool = False, direct_io: bool = True,
+    def __init__(self, *, io_threads: int = 4, keep: bool = True, eager: bool = True, direct_io: bool = True,
                  gate_input: bool = False, gate_logits: bool = False, routing: bool = False):  # fmt: skip
         flags = (
             (native.FLAG_KEEP if keep else 0)
             | (native.FLAG_EAGER if eager else 0)
-            | (native.FLAG_SERIAL if serial else 0)
             | (native.FLAG_DIRECT_IO if direct_io else 0)
             | (native.FLAG_GATE_INPUT if gate_input else 0)
             | (native.FLAG_GATE_LOGITS if gate_logits else 0)
             | (native.FLAG_ROUTING if routing else 0)
         )
         self._flags = flags
-        params = native.Params(flags=flags, n_io_workers=n_lanes, arena_bytes=0, read_chunk=READ_CHUNK)
+        params = native.Params(flags=flags, n_io_threads=io_threads, arena_bytes=0, read_chunk=READ_CHUNK)
         self._handle: int = native.expert_buffer_init(params)
         if not self._handle:
             raise OptionError(native.last_error().decode())
-        self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)  # in a forked process it does nothing
+        self._closing = threading.Lock()
         self._callback = native.GateCallback()  # kept for as long as native may call it
         self._exception: BaseException | None = None
         self.tensors: list[native.TensorInfo] = []
@@ -108,18 +109,35 @@ class ExpertBuffer:
 
     @property
     def handle(self) -> int:
+        """The native object.
+
+        Raises:
+            MoeoffError: it is closed, or this is a fork of the process that opened it, which has neither its threads nor its memory.
+        """
         if not self._finalizer.alive:
             raise MoeoffError("the expert buffer is closed")
+        if self._pid != os.getpid():
+            raise MoeoffError(
+                f"the model was opened in another process ({self._pid}), of which this one is a copy without its threads and memory: "
+                "open it in this one, or let multiprocessing start its processes with `spawn`"
+            )
         return self._handle
 
     @property
     def running(self) -> bool:
-        """Started and not closed."""
-        return self._started and self._finalizer.alive
+        """Started and not closed, in this process."""
+        return self._started and self._finalizer.alive and self._pid == os.getpid()
 
     def close(self) -> None:
-        """Stops the I/O workers and the driver. Call it when nothing decodes; the model must not be used afterwards."""
-        self._finalizer()
+        """Stops the I/O threads and the driver; what still decodes fails. The model must not be used afterwards."""
+        with self._closing:
+            self._finalizer()
+
+    def set_cancelled(self, cancelled: bool) -> None:
+        """Ends what is being computed, and what comes, until it is taken back. From any thread, also while another one closes the buffer."""
+        with self._closing:
+            if self._finalizer.alive:
+                native.set_cancelled(self.handle, cancelled)
 
     # --- set-up ---
 
@@ -130,7 +148,7 @@ class ExpertBuffer:
         Args:
             others: overrides for other tensors, as of `native.tensor_overrides`.
             embedding: reserve the token embedding, too, unless it is among the others; it must not be the output matrix
-                (`Layout.lookup_embedding`).
+                (`ModelIndex.lookup_embedding`).
         """
         self._check(native.load_begin(self.handle))
         pairs = [(EXPERT_PATTERN, native.buffer_type()), *others]
@@ -141,71 +159,70 @@ class ExpertBuffer:
         finally:
             native.load_end(self.handle)
 
-    def attach(self, layout: Layout, source: ExpertSource = ExpertSource(), low: ExpertSource | None = None) -> None:
-        """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its companion.
+    def attach(self, model_index: ModelIndex, source: ExpertSource = ExpertSource(), low: ExpertSource | None = None) -> None:
+        """Tells where the slices of the tensors that the model reserved are: in the model, or in a tier of its sidecar.
 
         Args:
             low: where their low versions are.
 
         Raises:
-            ModelError: the file's tensors are not those that llama.cpp loaded, or the companion lacks one.
+            ModelError: the file's tensors are not those that llama.cpp loaded, or the sidecar lacks one; or one of the two is no longer the
+                file whose header was read.
         """
-        files = list(layout.files)
+        files, states = list(model_index.files), list(model_index.states)
         for c in (source, low):
-            if c is not None and (companion := c.repacked) is not None and companion.path not in files:
-                files.append(companion.path)
-        for path in files:
+            if c is not None and (sidecar := c.repacked) is not None and sidecar.path not in files:
+                files.append(sidecar.path)
+                states.append(sidecar.state)
+        for path, state in zip(files, states, strict=True):
             if native.add_file(self.handle, os.fsencode(path)) < 0:
                 raise ModelError(native.last_error().decode("utf-8", "replace"))
+            # opened three times by now: for its header, for the dense weights, for the experts
+            if FileState.read(path) != state:
+                raise ModelError(f"{path}: the file was changed or replaced while it was loaded: load it again")
         for index in range(native.n_tensors(self.handle)):
             info = native.TensorInfo()
             self._check(native.tensor(self.handle, index, info))
             self.tensors.append(info)
             name, n_expert = info.name.decode(), info.ne[2]
-            span = layout.experts.get(name)
+            span = model_index.experts.get(name)
             if span is None or span.nbytes != n_expert * info.nbytes:
-                raise ModelError(f"{layout.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+                raise ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
             self.set_sources(index, self._sources(files, span, source))
             if low is not None:
-                self.set_low_sources(index, self._sources(files, span, low))
-        self._attach_embedding(layout)
+                self.set_sources(index, self._sources(files, span, low), low=True)
+        self._attach_embedding(model_index)
         self.buffered = bool(native.is_buffered(self.handle))
 
-    def _attach_embedding(self, layout: Layout) -> None:
+    def _attach_embedding(self, model_index: ModelIndex) -> None:
         info = native.TensorInfo()
         if not native.embedding(self.handle, info):
             return
         name = info.name.decode()
-        span = layout.dense.get(name)
+        span = model_index.dense.get(name)
         if span is None or span.nbytes != info.ne[1] * info.nbytes:
-            raise ModelError(f"{layout.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
+            raise ModelError(f"{model_index.files[0]}: {name} is not in the file as llama.cpp loaded it; was the file replaced meanwhile?")
         self._check(native.set_embedding_source(self.handle, native.Source(span.file, span.type, span.offset, span.nbytes, 0)))
         self.embedding_bytes = span.nbytes
 
     @staticmethod
     def _sources(files: list[str], span: TensorSpan, source: ExpertSource) -> list[native.Source]:
-        """Of each expert of a tensor."""
-        if (companion := source.repacked) is not None:
-            file = files.index(companion.path)
-            slices = companion.sources(span, source.tier)
+        """The source of each expert of a tensor."""
+        if (sidecar := source.repacked) is not None:
+            file = files.index(sidecar.path)
+            slices = sidecar.sources(span, source.tier)
             return [native.Source(file, s.type, s.offset, s.nbytes, s.hash if source.verify else 0) for s in slices]
         n_expert = span.shape[2]
         nbytes = span.nbytes // n_expert
-        known = source.companion.source_hashes if source.companion is not None and source.verify else {}
+        known = source.sidecar.source_hashes if source.sidecar is not None and source.verify else {}
         hashes = [known.get((span.name, e), 0) for e in range(n_expert)]
         return [native.Source(span.file, span.type, span.offset + e * nbytes, nbytes, hashes[e]) for e in range(n_expert)]
 
-    def set_sources(self, tensor: int, sources: Sequence[native.Source]) -> None:
-        """Where each expert of a tensor is; their types may differ. Before `start()`."""
-        self._set_sources(native.set_sources, native.HIGH, tensor, sources)
-
-    def set_low_sources(self, tensor: int, sources: Sequence[native.Source]) -> None:
-        """The same for the low versions; all tensors have them, or none."""
-        self._set_sources(native.set_low_sources, native.LOW, tensor, sources)
-
-    def _set_sources(self, function: Callable[..., int], version: int, tensor: int, sources: Sequence[native.Source]) -> None:
+    def set_sources(self, tensor: int, sources: Sequence[native.Source], *, low: bool = False) -> None:
+        """Where each expert of a tensor is, or its low version; their types may differ. Before `start()`. All tensors have low versions, or none."""
+        function = native.set_low_sources if low else native.set_sources
         self._check(function(self.handle, tensor, (native.Source * len(sources))(*sources), len(sources)))
-        self._slots[version][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
+        self._slots[native.LOW if low else native.HIGH][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
 
     def slots(self, *, low: bool = False) -> list[np.ndarray]:
         """[n_experts] int64 for each tensor: bytes that each expert's slice takes in the arena. Empty if there are no such versions."""
@@ -330,15 +347,15 @@ class ExpertBuffer:
 
     # --- precision ---
 
-    def set_thresholds(self, t1: float = 1.0, t2: float = 1.0, prefill_low_share: float = 0.0, *, blind: bool = False,
+    def set_thresholds(self, t1: float = 1.0, t2: float = 1.0, prefill_low_fraction: float = 0.0, *, blind: bool = False,
                        mispredicted_low: bool = False) -> None:  # fmt: skip
-        """Which version serves an expert that is chosen and not resident: `moeoff.budget.precision.Precision` says what they mean.
+        """Which version serves an expert that is chosen and not resident: `moeoff.policies.precision.Precision` says what they mean.
 
         Raises:
             OptionError: out of range, or it needs low versions and there is no arena for them.
         """
         flags = (native.THRESHOLDS_BLIND if blind else 0) | (native.THRESHOLDS_MISPREDICTED if mispredicted_low else 0)
-        thresholds = native.Thresholds(t1, t2, prefill_low_share, flags)
+        thresholds = native.Thresholds(t1, t2, prefill_low_fraction, flags)
         self._require(native.set_thresholds(self.handle, thresholds) == 0)
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
@@ -358,7 +375,7 @@ class ExpertBuffer:
     # --- routing ---
 
     def set_routing(self, reroute: float = 0.0, margin: float = 1.0, *, n_candidates: int = 0, n_kept: int = 1) -> None:
-        """Which resident experts may take the places of absent ones: `moeoff.budget.precision.Precision` says what the first two mean.
+        """Which resident experts may take the places of absent ones: `moeoff.policies.precision.Precision` says what the first two mean.
 
         Args:
             n_candidates: experts with the highest scores among which it chooses; 0: twice as many as serve a token.
@@ -424,11 +441,11 @@ class ExpertBuffer:
         self._callback = delivery
 
     def set_gate_rows(self, max_rows: int = 0) -> None:
-        """Of larger batches, events carry gate input and logits of at most `max_rows` tokens, evenly spread; 0: of all, as at first."""
+        """For larger batches, events carry gate input and logits of at most `max_rows` tokens, evenly spread; 0: of all, as at first."""
         native.set_gate_rows(self.handle, max_rows)
 
     def set_batch_kind(self, decode: bool | None = None) -> None:
-        """Whether the tokens of the batches to come are decoded, or a prompt's; None: a single one is decoded, several are a prompt."""
+        """Tells if the tokens of the batches to come are decoded, or a prompt's; None: a single one is decoded, several are a prompt."""
         kind = native.BATCH_BY_SIZE if decode is None else native.BATCH_DECODE if decode else native.BATCH_PROMPT
         self._check(native.set_batch_kind(self.handle, kind))
 
@@ -437,7 +454,7 @@ class ExpertBuffer:
         native.drain(self.handle)
 
     def check(self) -> None:
-        """Raises what a gate callback raised, or `ReadError` for a read that failed, since the last call."""
+        """Raises what a gate callback raised since the last call, or `ReadError` for a failed read that this thread's last graph needed."""
         message = ctypes.create_string_buffer(1024)
         failed = native.take_error(self.handle, message, len(message))  # taken in any case, or it would end the next graph
         if self._exception is not None:
@@ -449,7 +466,7 @@ class ExpertBuffer:
     # --- watching ---
 
     def log_reads(self, on: bool = True) -> None:
-        """Whether finished reads are kept for `take_reads()`."""
+        """Keeps finished reads for `take_reads()`, or no longer."""
         self._flags = self._flags | native.FLAG_LOG_READS if on else self._flags & ~native.FLAG_LOG_READS
         self._check(native.set_flags(self.handle, self._flags))
 

@@ -6,30 +6,236 @@ its expert, the native buffer cancels it, before or between its chunks (ProMoE �
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
 from .. import native
-from ..budget.precision import LOSSLESS, Precision
-from ..cache.importance import unimportance
-from ..gate_event import GateEvent
-from ..predict import Prediction, Predictor
-from .ab_test import ABTest
+from ..gate_event import GateEvent, Observer
+from ..policies import Prediction, Predictor
+from ..policies.fate import n_low
+from ..policies.hobbit import predicted_versions
+from ..policies.precision import LOSSLESS, Precision
+from .comparison import ABTest
 from .expert_buffer import ExpertBuffer
-from .prediction_meter import PredictionMeter
-from .read_ahead import ReadAhead
-from .usefulness import Usefulness
+
+_MOST_EXPERTS_SHARE = 0.75  # share of a gate's experts; a batch that selects fewer leaves the next gate to the predictor
+_KEEP = 0.5  # what a count keeps from batch to batch
+
+
+class ReadAhead:
+    """Queues the next gate's experts in a prompt, while this one's are computed.
+
+    Of hundreds of tokens some select nearly every expert of a gate: all are queued, those that the most tokens selected before first. The gate
+    gives up what it does not select.
+
+    Args:
+        buffer: started.
+        precision: its share of the least popular experts is read in low precision, as the gate will decide (Fate §4.5).
+    """
+
+    def __init__(self, buffer: ExpertBuffer, precision: Precision):
+        self._buffer, self._precision = buffer, precision
+        self._n_experts = [0] * buffer.priorities.shape[0]
+        self._n_slices = [0] * len(self._n_experts)
+        for tensor in buffer.tensors:
+            self._n_experts[tensor.gate] = max(self._n_experts[tensor.gate], tensor.ne[2])
+            self._n_slices[tensor.gate] += tensor.ne[2]
+        self._uses = [np.zeros(n, np.float32) for n in self._n_experts]
+        self._slices_per_byte = sum(self._n_slices) / buffer.arena_full
+
+    def observe(self, event: GateEvent, first: Sequence[int] = ()) -> bool:
+        """After a batch's router has selected; False if it selected too few experts to tell what the next gate needs.
+
+        Args:
+            first: of the next gate, what a predictor expects, the most popular first (Fate §4.3); the others follow.
+        """
+        uses, n = self._uses[event.gate], self._n_experts[event.gate]
+        count = np.bincount(event.ids.ravel(), minlength=n)
+        uses *= _KEEP
+        uses += count
+        if np.count_nonzero(count) < _MOST_EXPERTS_SHARE * n:
+            return False
+        if event.gate + 1 < len(self._uses):
+            self._read(event.gate + 1, self._n_slices[event.gate], first)
+        return True
+
+    def begin(self, n_tokens: int, n_used: int) -> bool:
+        """Before a batch, while nothing computes; False if it is too small to tell what the first gate needs."""
+        if 1 - (1 - n_used / self._n_experts[0]) ** n_tokens < _MOST_EXPERTS_SHARE:
+            return False
+        self._read(0, 0)
+        return True
+
+    def _read(self, gate: int, n_computing: int, first: Sequence[int] = ()) -> None:
+        """Queues as many as fit next to the slices of the gate that is computed: more would be evicted again before their turn."""
+        room = int(self._buffer.stats().arena_bytes * self._slices_per_byte) - n_computing
+        self.read(gate, list(dict.fromkeys([*first, *np.argsort(-self._uses[gate], kind="stable").tolist()])), max(room, 0))
+
+    def read(self, gate: int, order: list[int], limit: int = -1) -> int:
+        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all. Returns how many it has queued."""
+        n_high = len(order) - n_low(len(order), self._precision.prefill_low_fraction)
+        queued = self._buffer.prefetch(gate, order[:n_high], limit=limit)
+        if n_high < len(order):
+            queued += self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
+        return queued
+
+
+@dataclass
+class _Selected:
+    """The experts that a gate selected and that had been predicted, and when."""
+
+    t_ns: int
+    right: frozenset[int]
+
+
+class PredictionMeter:
+    """GoodPred = accuracy x fetch rate (ProMoE §4.1) of tokens that are decoded, both counted and none assumed.
+
+    A read of a selected expert that ended after its router had selected, as the I/O threads' log tells, was late.
+
+    Args:
+        tensors: of the buffer.
+        n_gates: rows of the priority table.
+    """
+
+    def __init__(self, tensors: Sequence[Any], n_gates: int):
+        self._gate_of = [int(t.gate) for t in tensors]
+        self._n_matrices = np.bincount(self._gate_of, minlength=n_gates).tolist()
+        self._predicted: list[frozenset[int] | None] = [None] * n_gates
+        self._selected: list[list[_Selected]] = [[] for _ in range(n_gates)]  # of the last two tokens, the newest first
+        self._n_selected = self._n_right = 0  # experts
+        self._right_slices = self._late_slices = 0
+
+    def reset(self) -> None:
+        """Counts from here on; predictions that are waiting stay."""
+        self._n_selected = self._n_right = self._right_slices = self._late_slices = 0
+
+    def predicted(self, gate: int, best: np.ndarray) -> None:
+        """The experts [n] that this gate will select next, as many as serve its tokens."""
+        self._predicted[gate] = frozenset(best.tolist())
+
+    def selected(self, event: GateEvent) -> None:
+        """A router has selected."""
+        gate, ids = event.gate, frozenset(event.ids.ravel().tolist())
+        right = ids & (self._predicted[gate] or frozenset())
+        self._predicted[gate] = None
+        self._selected[gate] = [_Selected(event.t_ns, right), *self._selected[gate][:1]]
+        self._n_selected += len(ids)
+        self._n_right += len(right)
+        self._right_slices += len(right) * self._n_matrices[gate]
+
+    def read(self, reads: np.ndarray) -> None:
+        """Finished reads, of `READ_DTYPE`, at the latest a token after they ended."""
+        if not len(reads):
+            return
+        for tensor, expert, t_done, result in zip(*(reads[name].tolist() for name in ("tensor", "expert", "t_done", "result"))):
+            found = next((s for s in self._selected[self._gate_of[tensor]] if s.t_ns < t_done), None)
+            if result == 0 and found is not None and expert in found.right:
+                self._late_slices += 1
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of the selected experts that had been predicted; a layer without a prediction counts 0."""
+        return self._n_right / self._n_selected if self._n_selected else None
+
+    @property
+    def fetch_rate(self) -> float | None:
+        """Share of the slices of experts predicted and selected that was resident when their router selected."""
+        return max(1 - self._late_slices / self._right_slices, 0.0) if self._right_slices else None
+
+    @property
+    def good_pred(self) -> float | None:
+        """Share of the selected experts that had been predicted and was there in time."""
+        return self.accuracy * self.fetch_rate if self.accuracy is not None and self.fetch_rate is not None else None
+
+
+MIN_USEFUL_SHARE = 0.5  # least share that must be useful: no more is read for nothing than for use, even at the last place that is read
+_USEFULNESS_RATE = 0.03  # of a token, in the running sums
+_PRIOR = 4.0  # observations that the assumption "half is useful", and for a gate "as in all gates", weigh as much as
+_NO_EXPERTS = np.zeros(0, np.int32)
+
+
+class Usefulness:
+    """How often an expert that was predicted, and absent, is then selected, by its place in the prediction.
+
+    The experts that a good cache lacks are hard to foresee: of all predictions most are right, of those about absent experts fewer.
+
+    Args:
+        n_gates, n_experts: of the priority table.
+        n_places: candidates of a prediction.
+    """
+
+    def __init__(self, n_gates: int, n_experts: int, n_places: int):
+        self._resident = np.ones((n_gates, n_experts), bool)
+        self._ids: list[np.ndarray] = [_NO_EXPERTS] * n_gates  # this token's
+        self._best: list[np.ndarray] = [_NO_EXPERTS] * n_gates
+        self._places: list[np.ndarray] = [_NO_EXPERTS] * n_gates
+        self._all_places = np.arange(n_places)
+        self._gates = np.arange(n_gates)
+        self._absent, self._useful = np.zeros(n_places), np.zeros(n_places)
+        self._expected_of, self._useful_of = np.zeros(n_gates), np.zeros(n_gates)
+        self._n_paying = [n_places] * n_gates
+
+    def n_paying(self, gate: int) -> int:
+        """Up to which place the likeliest candidates of a gate are read if they are absent."""
+        return self._n_paying[gate]
+
+    def predicted(self, gate: int, best: np.ndarray, places: np.ndarray | None = None) -> None:
+        """The candidates [n] of a gate for its next token, each once, and the place of each; None: the likeliest first."""
+        self._best[gate] = best
+        self._places[gate] = self._all_places if places is None else places
+
+    def selected(self, gate: int, ids: np.ndarray) -> None:
+        """A gate has selected these for a token [n], or for one each of several sequences: of use is what any of them selects."""
+        self._ids[gate] = ids  # that is all: this runs for each gate
+
+    def next_token(self, resident: np.ndarray) -> None:
+        """The first gate has selected: counts what was predicted for it and, in the token before, for the others.
+
+        Args:
+            resident: [n_gates, n_experts] bool, what is in memory now; the next predictions are judged by it.
+        """
+        n_places, n_gates = len(self._absent), len(self._gates)
+        selected = np.zeros_like(self._resident)
+        selected[self._gate_of(self._ids), np.concatenate(self._ids)] = True
+        gates, best, places = self._gate_of(self._best), np.concatenate(self._best), np.concatenate(self._places)
+        absent = ~self._resident[gates, best]
+        gates, best, places = gates[absent], best[absent], places[absent]
+        useful = selected[gates, best]
+        for sums, new in (
+            (self._absent, np.bincount(places, minlength=n_places)),
+            (self._useful, np.bincount(places[useful], minlength=n_places)),
+            (self._useful_of, np.bincount(gates[useful], minlength=n_gates)),
+        ):
+            sums *= 1 - _USEFULNESS_RATE
+            sums += new
+        share = (self._useful + _PRIOR / 2) / (self._absent + _PRIOR)
+        self._expected_of *= 1 - _USEFULNESS_RATE
+        self._expected_of += np.bincount(gates, share[places], n_gates)
+        in_gate = (self._useful_of + _PRIOR) / (self._expected_of + _PRIOR)
+        pays = in_gate[:, None] * share >= MIN_USEFUL_SHARE
+        self._n_paying = np.logical_and.accumulate(pays, axis=1).sum(axis=1).tolist()
+        self._ids, self._best, self._places = ([_NO_EXPERTS] * n_gates for _ in range(3))
+        self._resident[:] = resident
+
+    def _gate_of(self, of_each: list[np.ndarray]) -> np.ndarray:
+        return np.repeat(self._gates, [len(part) for part in of_each])
+
 
 _RATE = 0.4  # of a token, in the running means
 SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
 _LEAST_BUSY = 0.01  # of the time, in which the disk reads: below it prediction has no measurable effect
 
 
-class Prefetcher:
+class Prefetcher(Observer):
     """Args:
     buffer: started.
     predictor: its `observe` is called for the events that are predicted from.
     n_used: experts for each token.
-    n_lanes: I/O workers of the buffer.
+    io_threads: I/O threads of the buffer.
     fallback: takes the predictor's place if it reads gate inputs and events have none.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
     ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of sequences), and
@@ -38,14 +244,14 @@ class Prefetcher:
     fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
     """
 
-    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, n_lanes: int,
+    def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, io_threads: int,
                  fallback: Predictor | None = None, *, share: float = 0.0, ab_tested: bool = True,
                  precision: Precision = LOSSLESS, fills_devices: bool = False):  # fmt: skip
         self._buffer, self.predictor, self._fallback, self._precision = buffer, predictor, fallback, precision
         self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
         self._fills_devices = fills_devices
         self._n_gates, n_experts = buffer.priorities.shape
-        self._n_used, self._n_lanes = n_used, n_lanes
+        self._n_used, self._io_threads = n_used, io_threads
         self._n_candidates = min(max(n_used, round(share * n_experts)), n_experts)
         self._n_experts = n_experts
         self._n_matrices = int(max(np.bincount([t.gate for t in buffer.tensors])))
@@ -65,9 +271,9 @@ class Prefetcher:
         self._token_ns = 0.0
         self._missed = 0  # slices that this token's gates found absent
         self._misses = self._most / 2  # the same for each gate
-        self._busy: float | None = None  # ns of a token, all I/O workers
+        self._busy: float | None = None  # ns of a token, all I/O threads
         self._credit = self._earned = 0.0  # slices; what a gate adds to them
-        self._seen = (0, 0)  # io_worker_busy_ns, reads
+        self._seen = (0, 0)  # io_thread_busy_ns, reads
 
     @property
     def on(self) -> bool:
@@ -80,7 +286,7 @@ class Prefetcher:
 
     @property
     def _predicts(self) -> bool:
-        """Whether this token's gates are predicted."""
+        """True while this token's gates are predicted."""
         return self.on and (self._precision.mispredicted_low or self._fills_devices or self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
 
     def observe(self, event: GateEvent) -> None:
@@ -109,24 +315,21 @@ class Prefetcher:
             self._act(self.predictor.observe(event.sample(SAMPLE)), True)
 
     def begin(self, tokens: np.ndarray, decode: bool) -> None:
-        """Before a batch, while no layer computes.
-
-        Args:
-            tokens: [n_tokens].
-            decode: each is the next of a text of its own.
-        """
+        if decode and not self.predictor.wants_tokens:
+            return
+        self._buffer.drain()
         if not decode and self._read_ahead.begin(len(tokens), self._n_used):
             return
         if self._predicts or not decode:
             self._act(self.predictor.begin(tokens), decode, stops=decode)
 
     def _next_token(self, event: GateEvent) -> None:
-        """The first gate of a token: what the one before has taken, and what the disk can read beside demand."""
+        """At the first gate of a token: measures the token before, and what the disk can read besides demand."""
         now, n_rows = event.t_ns, len(event.ids)
         n_sequences = 1 if event.sequences is None else len(set(event.sequences.tolist()))
         stats = self._buffer.stats()
-        busy, reads = stats.io_worker_busy_ns - self._seen[0], stats.reads - self._seen[1]
-        self._seen = (stats.io_worker_busy_ns, stats.reads)
+        busy, reads = stats.io_thread_busy_ns - self._seen[0], stats.reads - self._seen[1]
+        self._seen = (stats.io_thread_busy_ns, stats.reads)
         if self._usefulness is not None and self._predicts:
             self._usefulness.next_token(self._buffer.residency() == self._matrices)
         if self._token_t and n_rows == self._n_rows and n_sequences == self._n_sequences:
@@ -135,11 +338,11 @@ class Prefetcher:
                 self.ab_test.token(ns)
             self._token_ns += _RATE * (ns - self._token_ns) if self._token_ns else ns
             self._misses += _RATE * (self._missed / self._n_gates - self._misses)
-            busy_now = busy / self._n_lanes
+            busy_now = busy / self._io_threads
             self._busy = busy_now if self._busy is None else self._busy + _RATE * (busy_now - self._busy)
-            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the workers idle, and adds up
+            # n = T / t_expert (Fate §4.3) in slices: T is the part of the gap in which demand leaves the I/O threads idle, and adds up
             if reads > 0:
-                t_slice = busy / reads / self._n_lanes
+                t_slice = busy / reads / self._io_threads
                 self._earned = max(self._token_ns / self._n_gates / t_slice - self._misses, 0.0) if t_slice else 0.0
         if n_rows != self._n_rows:
             self._most = float(min(n_rows * self._n_used, self._n_experts) * self._n_matrices)
@@ -170,7 +373,7 @@ class Prefetcher:
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
 
     def _lacks(self, p: Prediction, top: np.ndarray, best: np.ndarray) -> bool:
-        """Whether a candidate is not in memory in the version that would serve it, or a better one."""
+        """True if a candidate is not in memory in the version that would serve it, or a better one."""
         whole, absent = self._matrices[p.gate], best[self._buffer.residency()[p.gate, best] != self._matrices[p.gate]]
         if not self._as_weighed or not len(absent):
             return len(absent) > 0
@@ -181,7 +384,8 @@ class Prefetcher:
         return len(low) > 0 and bool((self._buffer.residency(low=True)[p.gate, low] != whole).any())
 
     def _would_serve(self, p: Prediction, top: np.ndarray) -> np.ndarray:
-        return self._versions(self.predictor.router.gated(p.scores) if p.logits else p.scores, top)
+        scores = self.predictor.router.gated(p.scores) if p.logits else p.scores
+        return predicted_versions(scores, top, min(self._n_used, self._n_candidates), self._precision)
 
     def _read(self, p: Prediction, top: np.ndarray, best: np.ndarray, n_paying: int, limit: int) -> int:
         """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many.
@@ -201,29 +405,17 @@ class Prefetcher:
             queued += prefetch(gate, low, low=True, limit=limit - queued)
         return queued
 
-    def _versions(self, scores: np.ndarray, top: np.ndarray) -> np.ndarray:
-        """Versions that would serve the candidates if their scores [n_tokens, n_experts] were gate weights (HOBBIT §3.3): as in the native
-        rule, the best that any token wants. [n_experts] of native.HIGH, LOW, SKIP."""
-        weights = np.take_along_axis(scores, top, axis=1)
-        s = np.minimum(unimportance(weights, min(self._n_used, self._n_candidates)), 1)
-        wanted = np.where(s <= self._precision.t1, native.HIGH, np.where(s <= self._precision.t2, native.LOW, native.SKIP))
-        wanted[weights[:, -1] < 0] = native.HIGH  # no weights
-        versions = np.full(scores.shape[1], native.SKIP)
-        np.minimum.at(versions, top, wanted)
-        return versions
-
     def _read_union(self, p: Prediction) -> int:
         """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3); returns how many slices were absent."""
         return self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used))
 
-    def reset_sequence(self, sequence: int = 0) -> None:
-        """This sequence begins a new text."""
+    def new_sequence(self, sequence: int) -> None:
         self.predictor.reset_sequence(sequence)
         self._token_t = 0
 
 
 def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
-    """Of scores [n_tokens, n_experts] the experts that some token is likely to select, those of the most tokens first."""
+    """The experts that, by scores [n_tokens, n_experts], some token is likely to select, those of the most tokens first."""
     n_experts = scores.shape[1]
     chosen = np.argpartition(scores, -n_used, axis=1)[:, -n_used:] if n_used < n_experts else np.arange(n_experts)
     count = np.bincount(chosen.ravel(), minlength=n_experts)
@@ -233,7 +425,7 @@ def _by_popularity(scores: np.ndarray, n_used: int) -> list[int]:
 
 
 def _merged(top: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Of candidates [n_tokens, n], best first, each expert once, those in the first places before those in the second; and their places.
+    """Candidates [n_tokens, n], best first, as each expert once, those in the first places before those in the second; and their places.
     None: one token's, in order."""
     if len(top) == 1:
         return top[0], None

@@ -1,20 +1,22 @@
-"""A prompt's text as tokens, within the budget.
-
-llama.cpp's tokenizers take dozens of bytes for each character of a text. What is far longer than the context is therefore found out piece by piece.
-"""
+"""A prompt: the tokens of its text or of a conversation, within the budget, and a file that keeps it computed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, cast
 
-from ..errors import ContextError
+from ..binding import PatchedLlama
+from ..errors import ContextError, ModelError, OptionError, WriteError
+from ..files import atomic_file
 
 if TYPE_CHECKING:
+    from llama_cpp import ChatCompletionRequestMessage
+
     from .llama import Llama
 
-__all__ = ["prompt_tokens"]
-
-_PIECE = 1 << 15  # characters
+_PIECE = 1 << 15  # characters that are tokenized at once: llama.cpp's tokenizers take dozens of bytes for each
+_RAW = ": it can only continue a text, as moeoff run --raw does"
 _SLACK = 64  # tokens that a cut may add
 
 
@@ -34,3 +36,75 @@ def prompt_tokens(llm: Llama, text: str, *, add_bos: bool) -> list[int]:
 
 def _tokens(llm: Llama, text: str, add_bos: bool) -> list[int]:
     return llm.tokenize(text.encode("utf-8", "replace"), add_bos=add_bos, special=True)
+
+
+class Template:
+    """
+    Raises:
+        ModelError: the model holds none, or one that cannot be read.
+    """
+
+    def __init__(self, llm: Llama):
+        import jinja2
+        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
+
+        template = llm.metadata.get("tokenizer.chat_template")
+        if not template:
+            raise ModelError(f"{llm.model_path}: the model has no chat template{_RAW}")
+        self._refusals = (jinja2.TemplateError, ValueError, TypeError)
+        self._llm = llm
+
+        try:
+            self._format = Jinja2ChatFormatter(template, eos_token=llm.token_text(llm.token_eos()), bos_token=llm.token_text(llm.token_bos()))
+        except jinja2.TemplateError as error:
+            raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}{_RAW}") from None
+
+    def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Tokens of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it, `ContextError` if it is far too long."""
+        try:
+            text = self._format(messages=cast("list[ChatCompletionRequestMessage]", list(messages))).prompt
+        except self._refusals as error:  # templates raise on purpose: "system role not supported"
+            raise ModelError(f"the model's chat template refuses this conversation: {error}") from None
+        return prompt_tokens(self._llm, text, add_bos=False)
+
+
+class PromptCache:
+    """Args:
+    path: of the file; it need not be there yet.
+    read_only: it is used and never written.
+    answers: what the model has answered is kept, too.
+
+    Raises:
+        OptionError: a file that is only to be read is not there.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], *, read_only: bool = False, answers: bool = False):
+        if read_only and answers:
+            raise OptionError("a prompt cache that is only read keeps no answers")
+        if read_only and not os.path.exists(path):
+            raise OptionError(f"{os.fspath(path)}: there is no such prompt cache, and it is not to be made")
+        self.path, self._read_only, self.answers = os.fspath(path), read_only, answers
+
+    def load(self, llm: PatchedLlama) -> int:
+        """Fills the context, and returns its tokens: a prompt that begins with them goes on behind them. 0: there is no file yet.
+
+        Raises:
+            ModelError: the file is damaged, or of another model or context.
+        """
+        if not os.path.exists(self.path):
+            return 0
+        if reason := llm.load_context(self.path):
+            raise ModelError(f"{self.path}: not a prompt cache of this model and context: {reason}")
+        return llm.n_tokens
+
+    def save(self, llm: PatchedLlama) -> None:
+        """Writes what the context holds, whole or not at all.
+
+        Raises:
+            WriteError: it cannot be written.
+        """
+        if self._read_only:
+            return
+        with atomic_file(self.path) as file:
+            if reason := llm.save_context(file.name):
+                raise WriteError(f"{self.path}: cannot be written: {reason}")

@@ -1,18 +1,14 @@
-"""Statistics of a run: counters of the expert buffer in the units people ask for, and the tokens decoded in what time."""
+"""Statistics of a run: the native counters in the units people ask for, the tokens decoded in what time, and what was chosen."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
-from ..companion.file import KEEP
-from .expert_buffer import ExpertBuffer
-
-_COUNTERS = (
-    "demand_hits demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds "
-    "expert_uses served_low skipped rerouted simulated_misses low_bytes_read events_dropped device_hits device_uploads device_bytes "
-    "device_upload_seconds device_downloads device_bytes_down device_download_seconds device_wait_seconds"
-).split()
+from .. import native
+from ..sidecar.file import ORIGINAL
 
 
 @dataclass
@@ -32,21 +28,14 @@ class Timing:
             self.prompt_tokens += n_tokens
             self.prompt_seconds += seconds
 
-    def since(self, earlier: Timing) -> Timing:
-        return Timing(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
-
-    def reset(self) -> None:
-        self.prompt_tokens = self.gen_tokens = 0
-        self.prompt_seconds = self.gen_seconds = 0.0
-
 
 @dataclass(frozen=True)
 class Stats:
     """The fields of --stats-json. Names stay stable; sizes in bytes, times in seconds, rates per second.
 
     hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
-    tier is the companion's that all experts are read in, "keep" the model's own precision. expert_uses counts what gates chose, an
-    expert for a token; of these served_low were computed in low precision (in another tier than "keep" all of them), skipped not at all, and rerouted by
+    tier is the sidecar's that all experts are read in, "original" the model's own precision. expert_uses counts what gates chose, an
+    expert for a token; of these served_low were computed in low precision (in another tier than "original" all of them), skipped not at all, and rerouted by
     a resident expert in the place of the router's; rerouted_margin is the most that one of these scored below the other, as a share of the range
     of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was
     promised for that, estimated_loss what it was measured to cost; None: no promise.
@@ -61,6 +50,7 @@ class Stats:
     device_download_seconds; device_wait_seconds: of device_upload_seconds, what compute waited for (vram_mode centric and waves); device_experts: on
     devices now; device_memory: of each device with slots, their number for each layer, their bytes, and what llama.cpp takes there; device_mode: with vram_mode auto, how the next token will be computed, and device_gain the speed with devices relative to
     without, minus 1, when it was last compared.
+    io_threads is the number of threads that read experts, io_threads_reason why so many.
     micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
     events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
     stall_seconds is how long compute waited for bytes, averaged over its threads.
@@ -83,8 +73,10 @@ class Stats:
     driver_seconds: float
     direct_io: bool
     prompt_tokens: int = 0
+    prompt_seconds: float = 0.0
     prompt_tps: float = 0.0
     gen_tokens: int = 0
+    gen_seconds: float = 0.0
     gen_tps: float = 0.0
     prefetch_on: bool | None = None
     prefetch_gain: float | None = None
@@ -93,7 +85,7 @@ class Stats:
     good_pred: float | None = None
     cpu_seconds: float = 0.0
     expert_uses: int = 0
-    tier: str = KEEP
+    tier: str = ORIGINAL
     served_low: int = 0
     skipped: int = 0
     rerouted: int = 0
@@ -105,6 +97,8 @@ class Stats:
     events_dropped: int = 0
     max_loss: float | None = None
     estimated_loss: float | None = None
+    io_threads: int = 0
+    io_threads_reason: str = ""
     micro_batch: int = 0
     micro_batch_reason: str = ""
     drafts_on: bool | None = None
@@ -125,7 +119,7 @@ class Stats:
 
     @property
     def device_hit_rate(self) -> float:
-        """Of the slices that gates chose, the share that a device held."""
+        """Share of the slices that gates chose that a device held."""
         uses = self.demand_hits + self.demand_misses
         return self.device_hits / uses if uses else 0.0
 
@@ -137,10 +131,10 @@ class Stats:
 
     @property
     def precision_summary(self) -> str:
-        """What was given up, in words; empty if nothing was."""
+        """The precision that was given up, in words; empty if none was."""
         uses = max(self.expert_uses, 1)
-        parts = [f"all experts in {self.tier}"] if self.tier != KEEP else []
-        if self.tier == KEEP and (self.served_low or self.skipped):
+        parts = [f"all experts in {self.tier}"] if self.tier != ORIGINAL else []
+        if self.tier == ORIGINAL and (self.served_low or self.skipped):
             parts.append(f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped")
         elif self.skipped:
             parts.append(f"{self.skipped / uses:.1%} skipped")
@@ -152,63 +146,38 @@ class Stats:
         return ", ".join(parts) + bound
 
     @classmethod
-    def collect(cls, buffer: ExpertBuffer, *, model: str, strategy: str, tier: str, budget: int, peak: int) -> Stats:
-        s = buffer.stats()
-        uses = s.demand_hits + s.demand_misses
-        return cls(
-            model=model,
-            strategy=strategy,
-            budget_bytes=budget,
-            peak_rss_bytes=peak,
-            arena_bytes=s.arena_bytes,
-            hit_rate=s.demand_hits / uses if uses else 0.0,
-            demand_hits=s.demand_hits,
-            demand_misses=s.demand_misses,
-            evictions=s.evictions,
-            prefetch_issued=s.prefetch_issued,
-            prefetch_useful=s.prefetch_useful,
-            bytes_read=s.bytes_read,
-            stall_seconds=s.stall_ns / 1e9,
-            lane_busy_seconds=s.io_worker_busy_ns / 1e9,
-            driver_seconds=s.driver_ns / 1e9,
-            direct_io=not buffer.buffered and s.direct_reads == s.reads,
-            expert_uses=s.expert_uses,
-            tier=tier,
-            served_low=s.served_low if tier == KEEP else s.expert_uses,
-            skipped=s.skipped,
-            rerouted=s.rerouted,
-            rerouted_margin=s.rerouted_margin,
-            simulated_misses=s.simulated_misses,
-            low_bytes_read=s.low_bytes_read,
-            low_arena_bytes=s.low_arena_bytes,
-            embedding_disk_bytes=buffer.embedding_bytes,
-            events_dropped=s.events_dropped,
-            device_hits=s.device_hits,
-            device_uploads=s.device_uploads,
-            device_bytes=s.device_bytes,
-            device_upload_seconds=s.device_upload_ns / 1e9,
-            device_downloads=s.device_downloads,
-            device_bytes_down=s.device_bytes_down,
-            device_download_seconds=s.device_download_ns / 1e9,
-            device_wait_seconds=s.device_wait_ns / 1e9,
-            device_experts=s.device_experts,
-        )
+    def of(cls, counters: native.Stats, timing: Timing, **facts: Any) -> Stats:
+        """The native counters and the time of the decodes, with what else is known of the run.
 
-    def timed(self, timing: Timing) -> Stats:
-        """With the tokens and times of these decodes."""
-        return replace(
-            self,
-            prompt_tokens=timing.prompt_tokens,
-            prompt_tps=timing.prompt_tokens / timing.prompt_seconds if timing.prompt_seconds else 0.0,
-            gen_tokens=timing.gen_tokens,
-            gen_tps=timing.gen_tokens / timing.gen_seconds if timing.gen_seconds else 0.0,
-        )
+        Args:
+            facts: fields that neither has.
+        """
+        counted = {name: getattr(counters, there) for name, there in _NATIVE.items()}
+        counted = {name: n / 1e9 if name.endswith("_seconds") else n for name, n in counted.items()} | asdict(timing)
+        if facts.get("tier", ORIGINAL) != ORIGINAL:
+            counted["served_low"] = counters.expert_uses
+        return cls(**counted, **_rates(counted), **facts)
 
-    def since(self, earlier: Stats, timing: Timing, cpu_seconds: float = 0.0) -> Stats:
-        """What happened between an earlier snapshot and this one, with the tokens and times of the decodes between."""
-        d = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
-        uses = d["demand_hits"] + d["demand_misses"]
-        return replace(self.timed(timing), **d, hit_rate=d["demand_hits"] / uses if uses else 0.0, cpu_seconds=cpu_seconds)
+    def since(self, earlier: Stats, cpu_seconds: float = 0.0) -> Stats:
+        """The difference between an earlier snapshot and this one."""
+        counted: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        return replace(self, **counted, **_rates(counted), cpu_seconds=cpu_seconds)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=2) + "\n"
+
+
+def _native_name(name: str) -> str:
+    if name == "lane_busy_seconds":
+        return "io_thread_busy_ns"
+    return name.removesuffix("_seconds") + "_ns" if name.endswith("_seconds") else name
+
+
+def _rates(counted: Mapping[str, float]) -> dict[str, Any]:
+    uses = counted["demand_hits"] + counted["demand_misses"]
+    rates = {f"{kind}_tps": counted[f"{kind}_tokens"] / seconds if (seconds := counted[f"{kind}_seconds"]) else 0.0 for kind in ("prompt", "gen")}
+    return rates | {"hit_rate": counted["demand_hits"] / uses if uses else 0.0}
+
+
+_NATIVE = {f.name: there for f in fields(Stats) if (there := _native_name(f.name)) in {name for name, *_ in native.Stats._fields_}}
+_COUNTERS = {*_NATIVE, *(f.name for f in fields(Timing))} - {"arena_bytes", "low_arena_bytes", "device_experts", "rerouted_margin"}  # which do not add up

@@ -1,8 +1,7 @@
 """Warm start: which slices were resident when a model was closed, so that the next start loads them in the background; all of them where all fit.
 
-One small file for each model in the user's cache folder, named after the model's path, size and time of change: another or
-changed model never finds it. It holds high and low versions, not tiers: a start with other tiers loads those. Where there is none, a strategy
-may begin with the experts that other text used most.
+One file for each model in the user's cache folder, named after the model's path, size and time of change. It holds high and low versions,
+not tiers: a start with other tiers loads those. Where there is none, a strategy may begin with the experts that other text used most.
 """
 
 from __future__ import annotations
@@ -15,9 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ..atomic_file import atomic_file
-from ..gguf.layout import Layout
-from ..paths import cache_folder
+from ..files import atomic_file, cache_folder
+from ..gguf.model_index import ModelIndex
 from .expert_buffer import ExpertBuffer
 
 _POLL = 0.002  # seconds
@@ -25,23 +23,23 @@ _STUCK = 10.0  # seconds without a read that ends: what is still queued comes in
 VERSION = 1  # "low" came later, and is not in every file
 
 
-def _file(layout: Layout) -> Path:
-    return cache_folder() / "warm" / f"{layout.identity}.npz"
+def _file(model_index: ModelIndex) -> Path:
+    return cache_folder() / "warm" / f"{model_index.identity}.npz"
 
 
-def remember(buffer: ExpertBuffer, layout: Layout) -> None:
+def remember(buffer: ExpertBuffer, model_index: ModelIndex) -> None:
     """Writes down what is resident. A cache folder that cannot be written is no error: the next start is a cold one."""
     residency, low = buffer.residency(), buffer.residency(low=True)
     if not residency.any() and not low.any():
         return
     with contextlib.suppress(OSError):
-        path = _file(layout)
+        path = _file(model_index)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as file:
             np.savez_compressed(file, version=VERSION, residency=residency, low=low)
 
 
-def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int:
+def recall(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int]) -> int:
     """Queues what was resident, as far as the arenas go; returns how many slices. Demand always comes first.
 
     Args:
@@ -50,7 +48,7 @@ def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int
     if arenas[0] >= buffer.arena_full and not arenas[1]:
         return _preload(buffer, np.full_like(buffer.residency(), 0xFF), arenas[0], False)
     try:
-        with np.load(_file(layout), allow_pickle=False) as saved:
+        with np.load(_file(model_index), allow_pickle=False) as saved:
             high = saved["residency"]
             low = saved["low"] if "low" in saved else np.zeros_like(high)
             if int(saved["version"]) != VERSION or not high.shape == low.shape == buffer.priorities.shape:
@@ -58,7 +56,7 @@ def recall(buffer: ExpertBuffer, layout: Layout, arenas: tuple[int, int]) -> int
     except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):  # never closed before, or a damaged file
         return 0
     # the few low ones first: once a high version is there, the native side leaves its low one out, and what is resident
-    # would depend on the I/O workers' speed
+    # would depend on the I/O threads' speed
     return _preload(buffer, low, arenas[1], True) + _preload(buffer, high, arenas[0], False)
 
 

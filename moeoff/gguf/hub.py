@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from types import ModuleType
 
 from ..errors import ModelError, OptionError
-from .split_name import SplitName
+from .model_index import SplitName
 
 DEFAULT_QUANT = "Q4_K_M"
 
@@ -32,7 +32,7 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
     Raises:
         ModelError: there is no GGUF, none of this quant, or a part is missing.
     """
-    models = sorted(f for f in files if f.lower().endswith(".gguf") and not _is_companion(f))
+    models = sorted(f for f in files if f.lower().endswith(".gguf") and not _is_no_model(f))
     if not models:
         raise ModelError("the repository has no GGUF file")
     found = [f for f in models if _has_quant(f, quant or DEFAULT_QUANT)]
@@ -49,7 +49,7 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
     return parts
 
 
-def _is_companion(file: str) -> bool:
+def _is_no_model(file: str) -> bool:
     name = os.path.basename(file).lower()
     return "mmproj" in name or "imatrix" in name
 

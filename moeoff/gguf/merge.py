@@ -9,21 +9,21 @@ import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from math import prod
 
-from ..errors import ModelError, OptionError, Remedy
-from .file import ModelFile, ModelWriter, Tensor
-from .layout import Layout
-from .split_name import model_stem
-from .tensor_name import SINGLE_EXPERT
+from ..errors import ModelError, OptionError
+from .file import ModelFile, Tensor
+from .model_index import SINGLE_EXPERT, ModelIndex, model_stem
+from .writer import ModelWriter
 
 __all__ = ["Merged", "merge", "merged_path"]
 
-_PIECE = 1 << 24  # bytes written at once
+_PIECE = 1 << 24  # bytes read and written at once, of rows that are shorter
 
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: the file, its size in bytes, how many experts' tensors became how many."""
+    """The file that was written, its size in bytes, and the number of experts' tensors before and after."""
 
     path: str
     n_bytes: int
@@ -32,7 +32,7 @@ class Merged:
 
 
 def merged_path(model: str | os.PathLike[str]) -> str:
-    """Where the new file goes by default: MODEL.merged.gguf."""
+    """Default path of the new file: MODEL.merged.gguf."""
     return model_stem(model) + ".merged.gguf"
 
 
@@ -55,13 +55,13 @@ def merge(
         OptionError: the output is there already, or is the model itself.
         WriteError: it cannot be written.
     """
-    files = Layout.read(model).files
+    files = ModelIndex.read(model).files
     target = os.fspath(output) if output is not None else merged_path(files[0])
     if os.path.exists(target):
         if any(os.path.samefile(target, file) for file in files):
-            raise OptionError(f"{target}: the model itself", Remedy.OTHER_OUTPUT)
+            raise OptionError(f"{target}: the model itself", hint={"output": ...})
         if not force:
-            raise OptionError(f"{target} exists already", Remedy.OVERWRITE)
+            raise OptionError(f"{target} exists already", hint={"force": True, "output": ...})
     with contextlib.ExitStack() as stack:
         parts = [stack.enter_context(ModelFile(file)) for file in files]
         where = {name: part for part in parts for name in part.tensors}
@@ -78,10 +78,13 @@ def merge(
         with ModelWriter(target, metadata, tensors, parts[0].alignment, overwrite=force) as writer:
             for old in groups.values():
                 for name in sorted(old, key=_number):
-                    data = where[name].data(name).reshape(-1)
-                    for start in range(0, len(data), _PIECE):
-                        writer.write(data[start : start + _PIECE])
-                        done += len(data[start : start + _PIECE])
+                    tensor = where[name].tensors[name]
+                    n_rows = prod(tensor.shape[:-1])
+                    step = max(_PIECE * n_rows // max(tensor.n_bytes, 1), 1)
+                    for start in range(0, n_rows, step):
+                        data = where[name].data(name, start, start + step)
+                        writer.write(data)
+                        done += data.nbytes
                         if progress:
                             progress(done, total)
     return Merged(target, os.path.getsize(target), n_before, sum(old != [new] for new, old in groups.items()))

@@ -1,6 +1,6 @@
-"""What a model's headers must say before llama.cpp sees the file: it ends the process over what it does not expect.
+"""Checks of a model's headers before llama.cpp sees the file: it ends the process over what it does not expect.
 
-Most of what llama.cpp asserts while it loads comes back as an error (`moeoff.binding.guarded`). Here is the rest, and what
+Most of what llama.cpp asserts while it loads comes back as an error (`moeoff.binding.assertions_raise`). Here is the rest, and what
 deserves a sentence of its own: counts that it divides by, and types that fail while it computes.
 """
 
@@ -11,9 +11,8 @@ import re
 from collections.abc import Iterator
 
 from ..errors import ModelError
-from .layout import Layout, count
+from .model_index import ModelIndex, count, parse_tensor_name
 from .quantize import is_computed, type_name
-from .tensor_name import parse_tensor_name
 
 __all__ = ["preflight"]
 
@@ -31,18 +30,18 @@ _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
 _F32, _I32 = 0, 26
 
 
-def preflight(layout: Layout) -> None:
+def preflight(index: ModelIndex) -> None:
     """Raises `ModelError` if llama.cpp would end the process over what the file says."""
-    for key, good, expected in _counts(layout):
+    for key, good, expected in _counts(index):
         if not good:
-            found = repr(layout.hparams[key]) if key in layout.hparams else "missing"
-            raise ModelError(f"{layout.files[0]}: {key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
-    _check_tensors(layout)
+            found = repr(index.hparams[key]) if key in index.hparams else "missing"
+            raise ModelError(f"{index.files[0]}: {key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
+    _check_tensors(index)
 
 
-def _counts(layout: Layout) -> Iterator[tuple[str, bool, str]]:
+def _counts(index: ModelIndex) -> Iterator[tuple[str, bool, str]]:
     """(key, whether its value will do, what would). A missing or mistyped key llama.cpp refuses in words."""
-    h, n_layer, n_expert, n_used = layout.hparams, layout.n_layer, layout.n_expert, layout.n_expert_used
+    h, n_layer, n_expert, n_used = index.hparams, index.n_layer, index.n_expert, index.n_expert_used
     n_groups, n_groups_used = count(h, "expert_group_count"), count(h, "expert_group_used_count")
     scaling = h.get("rope.scaling.type", "linear")
     yield "block_count", "block_count" not in h or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"
@@ -53,14 +52,14 @@ def _counts(layout: Layout) -> Iterator[tuple[str, bool, str]]:
     yield "expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"
     yield "expert_group_used_count", n_groups < 2 or 1 <= n_groups_used < n_groups, f"1 to {n_groups - 1}, less than expert_group_count"
     if isinstance(used := h.get("expert_used_count"), tuple):
-        layers = {parse_tensor_name(name).layer for name in layout.experts}
+        layers = {parse_tensor_name(name).layer for name in index.experts}
         each = [n for layer, n in enumerate(used) if layer in layers]
         yield "expert_used_count", all(type(n) is int and 1 <= n <= n_expert for n in each), f"1 to the {n_expert} of expert_count in each layer"
     n_head = count(h, "attention.head_count")
     for kind in ("", "_swa"):
         width = count(h, f"attention.key_length{kind}") or count(h, "attention.key_length") or (count(h, "embedding_length") // n_head if n_head else 0)
         yield f"rope.dimension_count{kind}", not width or count(h, f"rope.dimension_count{kind}") <= width, f"at most the {width} numbers of a key"
-    if layout.architecture == "deepseek2" and h.get("attention.temperature_scale"):
+    if index.architecture == "deepseek2" and h.get("attention.temperature_scale"):
         yield "attention.temperature_length", count(h, "attention.temperature_length") > 0, "1 or more, because attention.temperature_scale is set"
     for key, value in h.items():
         if key.endswith("epsilon"):
@@ -68,12 +67,12 @@ def _counts(layout: Layout) -> Iterator[tuple[str, bool, str]]:
     yield "rope.scaling.type", not isinstance(scaling, str) or scaling in _ROPE_SCALINGS, ", ".join(_ROPE_SCALINGS)
 
 
-def _check_tensors(layout: Layout) -> None:
-    for name, span in {**layout.dense, **layout.experts}.items():
-        path = layout.files[span.file]
+def _check_tensors(index: ModelIndex) -> None:
+    for name, span in {**index.dense, **index.experts}.items():
+        path = index.files[span.file]
         if not is_computed(span.type):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
         if (span.type != _F32 and _ELEMENTWISE.search(name)) or (span.type == _I32 and not _ID_TABLES.search(name)):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert the model again")
-        if name in layout.experts and not parse_tensor_name(name).chunk and span.shape[2] != layout.n_expert:
-            raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {layout.n_expert} of expert_count")
+        if name in index.experts and not parse_tensor_name(name).chunk and span.shape[2] != index.n_expert:
+            raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {index.n_expert} of expert_count")

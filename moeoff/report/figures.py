@@ -1,32 +1,118 @@
-"""The numbers of the page, from a recorded session. Knows nothing of how they are drawn."""
+"""The numbers of the page: one run whose every gate event and read is recorded, and what follows from them. Knows nothing of how they are drawn."""
 
 from __future__ import annotations
 
+import os
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..memory import format_size
-from ..simulate.read_log import PREFETCH_LEVEL
+from ..bench.job import Sample, TokenStream, read_text
+from ..bench.rows import ceiling_share
+from ..bench.worker import disk_rate
+from ..budget.disk_probe import DiskRate
+from ..engine.llama import Llama
+from ..engine.stats import Stats
+from ..gguf.model_index import ModelIndex
+from ..memory import format_size, peak_rss
 from ..simulate.simulator import simulate
-from .session import Session
+from ..trace import PREFETCH_LEVEL, Trace
+
+N_PROMPT, N_DECODE = 128, 96
+_CTX_STEP = 256
+_PROBE_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Session:
+    """Everything that was recorded of a run.
+
+    Attributes:
+        prompt, decode: statistics of the two parts.
+        trace: of all events; those of the single tokens begin at `first_single`.
+        reads: [n] `moeoff.trace.READ` of the single tokens.
+        disk: measured right afterwards.
+    """
+
+    model_index: ModelIndex
+    prompt: Stats
+    decode: Stats
+    n_tokens: tuple[int, int]
+    trace: Trace
+    first_single: int
+    reads: np.ndarray
+    disk: DiskRate
+    io_threads: int
+    policy: str
+    peak_rss: int
+
+    @property
+    def seconds(self) -> tuple[float, float]:
+        """Inside llama_decode: of the prompt, and of the single tokens."""
+        return self.prompt.prompt_seconds, self.decode.gen_seconds
+
+    @property
+    def arena(self) -> int:
+        return self.decode.arena_bytes
+
+
+def record(
+    model: str, *, memory: str | int | None = None, text: str | None = None, n_prompt: int = N_PROMPT, n_decode: int = N_DECODE,
+    progress: Callable[[str, int, int], None] | None = None, **options: Any,
+) -> Session:  # fmt: skip
+    """Runs the model.
+
+    Args:
+        text: file whose tokens are fed; None: the usual text of measurements.
+        **options: of `moeoff.Llama`.
+
+    Raises:
+        MoeoffError: the model, the budget or an option is no good.
+    """
+    model_index = ModelIndex.read(model)
+    words = read_text(text)
+    options = {"n_ctx": -(-(n_prompt + n_decode) // _CTX_STEP) * _CTX_STEP} | options
+    with tempfile.TemporaryDirectory(prefix="moeoff-report-") as folder:
+        path = os.path.join(folder, "session.trace")
+        with Llama(model, memory=memory, trace=path, **options) as llm:
+            stream = TokenStream(llm, words, llm.adds_bos())
+            tokens = stream.take(n_prompt + n_decode, first=True)
+            llm.eval(tokens[:n_prompt])
+            llm.engine.buffer.drain()
+            prompt = llm.stats()
+            llm.reset_stats()
+            for i, token in enumerate(tokens[n_prompt:], 1):
+                llm.eval([token])
+                if progress:
+                    progress("single tokens", i, n_decode)
+            llm.engine.buffer.drain()
+            decode = llm.stats()
+            io_threads, policy, peak = llm.engine.io_threads.n, llm.engine.config.strategy.policy or "lru", peak_rss()
+        trace = Trace.read(path)
+    disk = disk_rate(model_index, io_threads, _PROBE_SECONDS)
+    first = next((i for i, event in enumerate(trace.events) if len(event.ids) == 1 and event.gate == 0), len(trace.events))
+    start = trace.events[first].t_ns if first < len(trace.events) else 0
+    reads = trace.reads[(trace.reads["result"] == 0) & (trace.reads["t_queued"] >= start)]
+    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, first, reads, disk, io_threads, policy, peak)
+
 
 _SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)  # of all experts in memory
 _TOKENS = 3  # that the timeline shows
 
 
-@dataclass(frozen=True)
-class Part:
-    """Of a whole: bytes of memory, say."""
+class Part(NamedTuple):
+    """A part of a whole: of memory, say."""
 
     name: str
     value: float
     text: str
 
 
-@dataclass(frozen=True)
-class LayerUse:
-    """One layer, over the single tokens. hit_rate of slices; bytes read for each token, and those of them that were prefetched."""
+class LayerUse(NamedTuple):
+    """One layer, over the single tokens: hit rate of slices; bytes read for each token, and those of them that were prefetched."""
 
     layer: int
     hit_rate: float
@@ -34,15 +120,8 @@ class LayerUse:
     prefetched: float
 
 
-@dataclass(frozen=True)
-class MoreMemory:
-    """What a run would be with another arena.
-
-    Attributes:
-        share: of all experts in memory.
-        memory: the process's bound, in bytes; 0 where only the experts are bounded.
-        mb_per_token, tps: estimated; here is the size that was run.
-    """
+class MoreMemory(NamedTuple):
+    """A run as it would be with this share of all experts in memory, or (here) was; the process's bound in bytes, 0 where only the experts are bounded."""
 
     share: float
     memory: int
@@ -52,9 +131,8 @@ class MoreMemory:
     here: bool = False
 
 
-@dataclass(frozen=True)
-class Bar:
-    """On the timeline: milliseconds from its start."""
+class Bar(NamedTuple):
+    """On the timeline, in milliseconds from its start; row 0 is computing, the others are I/O threads."""
 
     row: int
     start: float
@@ -63,10 +141,7 @@ class Bar:
     text: str
 
 
-@dataclass(frozen=True)
-class Timeline:
-    """milliseconds: how long it is. Row 0 is computing, the others are I/O workers."""
-
+class Timeline(NamedTuple):
     milliseconds: float
     rows: list[str]
     bars: list[Bar]
@@ -86,7 +161,7 @@ _MEMORY = {
 
 
 def memory_parts(session: Session) -> list[Part]:
-    """What the process holds or plans for, the largest first."""
+    """Memory that the process holds or plans for, the largest first."""
     items = sorted(session.decode.memory.items(), key=lambda item: -item[1])
     return [Part(_MEMORY.get(name, name), nbytes, format_size(nbytes)) for name, nbytes in items if nbytes]
 
@@ -95,15 +170,13 @@ def time_parts(session: Session) -> list[Part]:
     """A token's milliseconds: computing, and waiting for bytes."""
     n, seconds = session.n_tokens[1], session.seconds[1]
     stall = min(session.decode.stall_seconds, seconds)
-    parts = {"computing": seconds - stall, "waiting for experts": stall}
-    return [Part(name, 1e3 * value / n, f"{1e3 * value / n:.1f} ms") for name, value in parts.items()]
+    return [Part(name, ms, f"{ms:.1f} ms") for name, ms in (("computing", 1e3 * (seconds - stall) / n), ("waiting for experts", 1e3 * stall / n))]
 
 
 def ceiling(session: Session) -> float:
-    """The longer one of computing alone and reading alone, over the time that was taken; as `moeoff.bench.row.ceiling_share`."""
-    seconds = session.seconds[1]
-    rate = max(session.disk.bytes_per_second, session.decode.bytes_read / seconds)
-    return max(seconds - session.decode.stall_seconds, session.decode.bytes_read / rate) / seconds
+    """`moeoff.bench.rows.ceiling_share` of the single tokens."""
+    counters = {"bytes_read": session.decode.bytes_read, "stall_seconds": session.decode.stall_seconds}
+    return ceiling_share([Sample(0, session.n_tokens[1], session.seconds[1], counters=counters)], session.disk.bytes_per_second)
 
 
 def layers(session: Session) -> list[LayerUse]:
@@ -135,21 +208,19 @@ def more_memory(session: Session) -> list[MoreMemory]:
     floor = 2 * max(t.slot_bytes for t in trace.model.tensors)
     rest = session.decode.budget_bytes - session.arena if session.decode.budget_bytes else 0
 
-    def missed(arena: int) -> tuple[float, int]:
-        done = simulate(trace, session.policy, arena)
-        return done.hit_rate, done.bytes_read
-
     here = min(session.arena, full)
-    hit_here, bytes_here = missed(here)
+    replayed = simulate(trace, session.policy, here)
     out = [MoreMemory(here / full, session.decode.budget_bytes, session.decode.hit_rate, mb, n / seconds, True)]
     for share in _SHARES:
         arena = int(share * full)
         if arena < floor or abs(share - here / full) < 0.02:
             continue
-        # with everything in memory the replay still reads each slice once
-        hit, nbytes = missed(arena) if share < 1 else (1.0, 0)
-        ratio = nbytes / bytes_here if bytes_here else float(share < here / full)
-        hit_rate = 1 - (1 - session.decode.hit_rate) * (1 - hit) / max(1 - hit_here, 1e-9) if share < 1 else 1.0
+        # with everything in memory a replay would still read each slice once
+        ratio, hit_rate = 0.0, 1.0
+        if share < 1:
+            done = simulate(trace, session.policy, arena)
+            ratio = done.bytes_read / replayed.bytes_read if replayed.bytes_read else float(share < here / full)
+            hit_rate = 1 - (1 - session.decode.hit_rate) * (1 - done.hit_rate) / max(1 - replayed.hit_rate, 1e-9)
         out.append(MoreMemory(share, rest + arena if rest else 0, min(max(hit_rate, 0.0), 1.0), mb * ratio, n / (seconds - stall + stall * ratio)))
     return sorted(out, key=lambda row: row.share)
 
@@ -171,15 +242,15 @@ def timeline(session: Session) -> Timeline | None:
     start = reads["t_queued"] + reads["wait_us"].astype(np.int64) * 1000
     end = start + reads["read_us"].astype(np.int64) * 1000
     inside = np.flatnonzero((end > t0) & (start < t1))
-    free = [0] * session.n_lanes  # when each worker has ended; which one read is not recorded, and any that was free may have
+    free = [0] * session.io_threads  # when each worker has ended; which one read is not recorded, and any that was free may have
     layer = {i: t.layer for i, t in enumerate(session.trace.model.tensors)}
     for i in inside[np.argsort(start[inside], kind="stable")]:
-        row = next((w for w in range(session.n_lanes) if free[w] <= start[i]), int(np.argmin(free)))
+        row = next((w for w in range(session.io_threads) if free[w] <= start[i]), int(np.argmin(free)))
         free[row] = int(end[i])
         early = reads["level"][i] == PREFETCH_LEVEL
         text = f"{'prefetch' if early else 'read'}: layer {layer[int(reads['tensor'][i])]}, expert {int(reads['expert'][i])}, {format_size(int(reads['nbytes'][i]))}"
         bars.append(Bar(1 + row, max(_ms(int(start[i]), t0), 0), min(_ms(int(end[i]), t0), _ms(t1, t0)), "prefetch" if early else "read", text))
-    return Timeline(_ms(t1, t0), ["computing", *(f"I/O worker {i + 1}" for i in range(session.n_lanes))], bars)
+    return Timeline(_ms(t1, t0), ["computing", *(f"I/O thread {i + 1}" for i in range(session.io_threads))], bars)
 
 
 def _ms(t: int, t0: int) -> float:

@@ -4,45 +4,39 @@ from __future__ import annotations
 
 import importlib.resources
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import datetime, timezone
 from typing import Any
 
 import jinja2
 
 from .. import __version__
-from ..bench.row import Row, model_facts
-from ..machine import machine_name
+from ..bench.rows import model_facts
+from ..cpu import machine_name
 from ..memory import format_size
 from . import figures
-from .session import Session, record
+from .figures import Session, record
 
 
 def write_report(
-    model: str, *, memory: str | int | None = None, text: str | None = None, rows: Sequence[Row] = (),
-    progress: Callable[[str, int, int], None] | None = None, **options: Any,
-) -> str:  # fmt: skip
-    """Runs the model (`record`) and returns the page.
-
-    Args:
-        rows: of a benchmark, for a table.
-        **options: of `record`.
-    """
-    return render(record(model, memory=memory, text=text, progress=progress, **options), rows)
+    model: str, *, memory: str | int | None = None, text: str | None = None, progress: Callable[[str, int, int], None] | None = None, **options: Any
+) -> str:
+    """Runs the model and returns the page; arguments are those of `record`."""
+    return render(record(model, memory=memory, text=text, progress=progress, **options))
 
 
-def render(session: Session, rows: Sequence[Row] = ()) -> str:
+def render(session: Session) -> str:
     """HTML of a recorded session."""
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["size"] = format_size
     template = environment.from_string((importlib.resources.files(__package__) / "page.html.jinja").read_text(encoding="utf-8"))
-    facts = model_facts(session.model)
+    facts = model_facts(session.model_index.files[0])
     n = session.n_tokens
     return template.render(
         version=__version__,
         date=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
         machine=machine_name(),
-        model=os.path.basename(session.model),
+        model=os.path.basename(session.model_index.files[0]),
         facts=facts,
         s=session,
         prompt_tps=n[0] / session.seconds[0] if session.seconds[0] else 0.0,
@@ -55,5 +49,4 @@ def render(session: Session, rows: Sequence[Row] = ()) -> str:
         layers=figures.layers(session),
         more=figures.more_memory(session),
         timeline=figures.timeline(session),
-        rows=rows,
     )

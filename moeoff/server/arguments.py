@@ -1,16 +1,13 @@
-"""llama-server's command line, made of a `Config` and the server's own options; what a user may not pass on, and why."""
+"""llama-server's command line, made by walking the table of options; what a user may not pass on, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..engine.config import Config
-from ..engine.llama_options import NO_RPC, NUMA_STRATEGIES, ROPE_SCALINGS, SPLIT_MODES
 from ..errors import OptionError
-from ..gguf.quantize import type_name
 from ..memory import MIB
+from ..options import NO_RPC, Config, ServerOptions, table_of
 
 _PLACE = "experts are served from the expert buffer, and moeoff places the rest: give --override-tensor or -ngl to moeoff serve"
 _OURS = "moeoff serve has an option for it, and plans the budget with it"
@@ -42,50 +39,11 @@ REFUSED: dict[str, str] = {
 _HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """Attributes:
-    parallel: answers at a time; each may use the context that the others leave.
-    cache_ram: bytes of prompts that are kept outside the context.
-    cors: origins whose pages may ask.
-    args: of llama-server, passed on.
-    """
-
-    host: str = "127.0.0.1"
-    port: int = 8080
-    parallel: int = 4
-    cache_ram: int = 0
-    alias: str | None = None
-    api_key: str | None = None
-    cors: tuple[str, ...] = ()
-    mmproj: str | None = None
-    draft: str | None = None
-    spec_type: str | None = None
-    embedding: bool = False
-    verbose: bool = False
-    args: tuple[str, ...] = ()
-
-    @property
-    def drafts(self) -> bool:
-        """Whether there is something to make drafts with."""
-        return bool(self.draft or self.spec_type)
-
-    def __post_init__(self) -> None:
-        if self.parallel < 1:
-            raise OptionError(f"parallel: at least 1 answer at a time, not {self.parallel}")
-        for argument in self.args:
-            name = argument.partition("=")[0]
-            if name in REFUSED:
-                raise OptionError(f"{name} cannot be passed to llama-server: {REFUSED[name]}")
-
-
-_FLAGS = {
-    "n_threads": "-t", "n_threads_batch": "-tb", "n_batch": "-b", "n_ubatch": "-ub", "n_gpu_layers": "-ngl", "main_gpu": "-mg", "rope_freq_base":
-    "--rope-freq-base", "rope_freq_scale": "--rope-freq-scale", "yarn_orig_ctx": "--yarn-orig-ctx", "yarn_ext_factor": "--yarn-ext-factor",
-    "yarn_attn_factor": "--yarn-attn-factor", "yarn_beta_fast": "--yarn-beta-fast", "yarn_beta_slow": "--yarn-beta-slow",
-}  # fmt: skip
-_NAMES = {"rope_scaling_type": ("--rope-scaling", ROPE_SCALINGS), "split_mode": ("-sm", SPLIT_MODES), "numa": ("--numa", NUMA_STRATEGIES)}
-_ELSEWHERE = {"n_ctx", "verbose", "use_mmap", "use_mlock", "flash_attn", "type_k", "type_v", "swa_full", "tensor_split"}
+def check_passed_on(args: Sequence[str]) -> None:
+    """Before anything reads them: one may end the process. Raises OptionError for arguments that may not be passed on."""
+    for argument in args:
+        if (name := argument.partition("=")[0]) in REFUSED:
+            raise OptionError(f"{name} cannot be passed to llama-server: {REFUSED[name]}")
 
 
 def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions) -> list[str]:
@@ -96,38 +54,21 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
         keywords: of llama_cpp.Llama, as `Config.keywords` gives them.
 
     Raises:
-        OptionError: a keyword that llama-server has under another name, or adapters that cannot be.
+        OptionError: a keyword that llama-server has under another name, or adapters that cannot be passed on.
     """
     config.check_adapters(any(argument.startswith("--lora") for argument in options.args))
-    out = ["llama-server", "-m", config.model_path, "--host", options.host, "--port", str(options.port), "-np", str(options.parallel), "-c", str(n_ctx)]
-    out += ["--kv-unified", "--cache-ram", str(options.cache_ram // MIB), "--ctx-checkpoints", "0", "--threads-http", str(_HTTP_THREADS + 2 * options.parallel)]
-    out += ["--metrics", "--no-slots", "-lv", "4" if options.verbose else "1", "-fa", "on" if keywords.get("flash_attn") else "off"]
-    if keywords.get("swa_full", True):  # llama_cpp's default: what a sliding window forgets could not be gone on from
+    if unknown := {name for name, value in config.llama_cpp.items() if value is not None} - {"use_mmap", "use_mlock"}:
+        raise OptionError(f"{min(unknown)}: give llama-server's own option for it in args")
+    out = ["llama-server", "-m", config.model_path, "-c", str(n_ctx), "--kv-unified", "--cache-ram", str(options.cache_ram // MIB), "--ctx-checkpoints", "0"]
+    out += ["--threads-http", str(_HTTP_THREADS + 2 * options.parallel), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
+    for name, line in table_of(Config).items():
+        value = getattr(config, name) if line.number else keywords.get(name, getattr(config, name))  # its number is llama_cpp's
+        out += line.server_arguments(value) if value != line.default else []
+    if config.swa_full is not False:  # llama_cpp's default: what a sliding window forgets could not be gone on from
         out.append("--swa-full")
-    for name, value in keywords.items():
-        if value is None or name in _ELSEWHERE or (name == "n_gpu_layers" and not value):
-            continue
-        if name in _FLAGS:
-            out += [_FLAGS[name], str(value)]
-        elif name in _NAMES:
-            flag, values = _NAMES[name]
-            out += [item for text, number in values.items() if number == value for item in (flag, text)]
-        else:
-            raise OptionError(f"{name}: give llama-server's own option for it in args")
-    for flag, name in (("-ctk", "type_k"), ("-ctv", "type_v")):
-        if keywords.get(name) is not None:
-            out += [flag, type_name(keywords[name]).lower()]
-    if keywords.get("tensor_split"):
-        out += ["-ts", ",".join(str(share) for share in keywords["tensor_split"])]
-    if config.context_shift:
-        out += ["--context-shift", "--keep", str(config.n_keep)]
-    for flag, given in (("--alias", options.alias), ("--api-key", options.api_key), ("--mmproj", options.mmproj), ("-md", options.draft),
-                        ("--spec-type", options.spec_type)):  # fmt: skip
-        if given:
-            out += [flag, given]
+    for name, line in table_of(ServerOptions).items():
+        out += line.server_arguments(getattr(options, name))
     out += ["--cors-origins", ",".join(options.cors)]  # llama-server's default is every page of the web
     if options.mmproj:
         out += ["--mtmd-batch-max-tokens", "1"]  # one picture is computed at a time, and planned for
-    if options.embedding:
-        out.append("--embedding")
     return [*out, *options.args]

@@ -49,7 +49,7 @@ def library() -> ctypes.CDLL:
     try:
         lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:
-        raise OptionError(f"the installed llama-cpp-python has no server ({error}): run `make env` to rebuild it") from None
+        raise OptionError(f"this build of llama-cpp-python has no server, `make env` builds it ({error})") from None
     lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
     lib.moeoff_server_check.restype, lib.moeoff_server_check.argtypes = c_bool, [c_int, POINTER(c_char_p), c_char_p, c_size_t]
     lib.moeoff_projector_memory.restype = c_int32

@@ -101,16 +101,13 @@ def _main() -> None:
         server = Server(model, host=socket, **options).start()
     except Exception as error:
         said = error if isinstance(error, MoeoffError) else MoeoffError(f"{model}: {type(error).__name__}: {error}")
-        _answer(stdout, MoeoffError(str(said)))
+        with stdout:
+            pickle.dump(MoeoffError(str(said)), stdout)
         sys.exit(1)
-    _answer(stdout, None)
+    with stdout:
+        pickle.dump(None, stdout)
     threading.Thread(target=_stop_at_the_end, args=(server, stdin, os.path.dirname(socket)), daemon=True).start()
     server.wait()
-
-
-def _answer(stdout: Any, error: MoeoffError | None) -> None:
-    pickle.dump(error, stdout)
-    stdout.close()
 
 
 def _stop_at_the_end(server: Any, stdin: Any, folder: str) -> None:

@@ -10,31 +10,27 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from ctypes import c_int32, c_uint64
-from dataclasses import replace
+from ctypes import c_int32
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 
 from .. import native
 from ..binding import api
-from ..budget.dry_load import MemorySizes
-from ..budget.footprint import DEFAULT_CTX
-from ..engine.assembly import Assembly, config_of
-from ..engine.batch_rows import MAYBE, NO, YES, BatchRows
-from ..engine.batch_spans import is_decode, spans_of
-from ..engine.config import Config
+from ..budget.dry_load import context_sizes, usual_ctx
+from ..chat_sandbox import growing
+from ..engine.batch import MAYBE, NO, YES, BatchRows, UbatchOrder, is_decode, spans_of
+from ..engine.engine import Engine
 from ..engine.stats import Stats
-from ..errors import BudgetError, MoeoffError, OptionError, Remedy
-from ..gguf.layout import Layout
-from ..gguf.tensor_name import EMBEDDING
-from ..memory import format_size, parse_size, share_malloc_arenas, trim
+from ..errors import BudgetError, MoeoffError, OptionError
+from ..gguf.model_index import EMBEDDING, ModelIndex
+from ..memory import format_size, parse_size, rss, share_malloc_arenas, trim
+from ..options import Config, ServerOptions
 from ..threads import CoreBinding
-from .arguments import ServerOptions, arguments
-from .beside import Beside
-from .draft_judge import DraftJudge
+from .arguments import arguments, check_passed_on
+from .extra_models import DraftJudge, ExtraModels
 from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
-from .metrics import metrics_text
 
 _POLL = 0.05  # seconds
 _LONG = 256 << 10  # bytes that a request has taken
@@ -50,22 +46,21 @@ class Server:
 
     Args:
         model: a GGUF, or a `Config`.
-        cache_ram: bytes for prompts outside the context, also as text, "256M"; it and all others up to `options` as
-            `moeoff.server.arguments.ServerOptions` has them.
-        **options: of `moeoff.Llama`.
+        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`.
+
+    Attributes:
+        engine: the model's runtime state.
 
     Raises:
         MoeoffError: the model, the budget or an option is no good; nothing is loaded yet.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Config, *, host: str = "127.0.0.1", port: int = 8080, parallel: int = 4,
-                 cache_ram: str | int = 0, alias: str | None = None, api_key: str | None = None, cors: tuple[str, ...] = (),
-                 mmproj: str | None = None, draft: str | None = None, spec_type: str | None = None, embedding: bool = False,
-                 verbose: bool = False, args: tuple[str, ...] = (), **options: Any):  # fmt: skip
-        self._options = ServerOptions(host, port, parallel, parse_size(cache_ram) if cache_ram else 0, alias, api_key, tuple(cors), mmproj, draft, spec_type,
-                                      embedding, verbose, tuple(args))  # fmt: skip
-        self._assembly = self._assemble(config_of(model, {"flash_attn": True} | options))
-        self._argv = arguments(self._assembly.config, self._assembly.footprint.n_ctx, self._assembly.keywords, self._options)
+    def __init__(self, model: str | os.PathLike[str] | Config, **options: Any):
+        ours = {f.name for f in fields(ServerOptions)}
+        self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
+        check_passed_on(self._options.args)
+        self.engine = self._open(Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours}))
+        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options)
         check_arguments(self._argv)
         self.url = ""
         self._error: BaseException | None = None
@@ -80,25 +75,25 @@ class Server:
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
 
-    def _assemble(self, config: Config) -> Assembly:
+    def _open(self, config: Config) -> Engine:
         options = self._options
-        layout = Layout.read(config.model_path)
+        model_index = ModelIndex.read(config.model_path)
         check_templates(config.model_path)
-        if not config.llama_cpp.get("n_ctx"):
-            usual = options.parallel * min(DEFAULT_CTX, layout.n_ctx_train or DEFAULT_CTX)
-            config = replace(config, llama_cpp={**config.llama_cpp, "n_ctx": usual})
-        embedding = layout.dense.get(EMBEDDING)
+        n_ctx = usual_ctx(model_index, config.n_ctx) * (options.parallel if config.n_ctx is None else 1)
+        config = replace(config, n_ctx=n_ctx, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
+        embedding = model_index.dense.get(EMBEDDING)
         n_vocab = embedding.shape[1] if embedding else _MANY
-        beside = Beside.of(layout, config.n_ctx, config.keywords, options)
-        self._options = replace(options, spec_type=beside.spec_type)
-        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + beside.computing
-        parts = Assembly(config, n_sequences=options.parallel, kept=kept, loaded=beside.resident, nextn=beside.nextn)
-        if parts.lossy.simulates:
-            raise OptionError("deterministic: rerouting follows one text from its first token on, and a server goes on where others have begun")
-        return parts
+        extras = ExtraModels.of(model_index, n_ctx, config.keywords, options)
+        self._options = replace(options, spec_type=extras.spec_type)
+        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + extras.computing
+        engine = Engine(config, model_index, n_sequences=options.parallel, kept=kept, loaded=extras.resident, nextn=extras.nextn)
+        if engine.quality.simulates:
+            raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
+        return engine
 
     # --- life ---
 
+    @growing()  # for its thread, which loads
     def start(self) -> Server:
         """Loads the model and listens. Returns when the first request can be answered.
 
@@ -126,7 +121,7 @@ class Server:
         """Ends every answer, then the server. May be called twice, and from any thread."""
         self._stopping = True
         if self._thread.is_alive():
-            native.set_cancelled(self._assembly.buffer.handle, True)
+            self.engine.buffer.set_cancelled(True)
             while self._thread.is_alive():  # a stop that comes before there is something to stop is lost
                 self._lib.moeoff_serve_stop()
                 self._thread.join(0.2)
@@ -144,7 +139,7 @@ class Server:
         ended = self._ended.is_set()
         if ended and not self._stopping:
             self._thread.join()
-            raise self._error or MoeoffError(f"{self._assembly.config.model_path}: llama-server has ended by itself (more with verbose=True)")
+            raise self._error or MoeoffError(f"{self.engine.config.model_path}: llama-server has ended by itself (`verbose` says more)")
         return ended
 
     def __enter__(self) -> Server:
@@ -158,15 +153,10 @@ class Server:
         """Whether this build has llama-server's web page, at the URL itself."""
         return bool(library().moeoff_serve_has_page())
 
-    @property
-    def settings_summary(self) -> str:
-        """What `moeoff tune` has chosen, in a line; empty: nothing."""
-        return self._assembly.settings_summary
-
     def stats(self) -> Stats:
         """What happened since the start."""
         with self._between:
-            stats = self._assembly.stats()
+            stats = self.engine.stats()
         return stats if self._judge is None else replace(stats, drafts_on=self._judge.on, drafts_gain=self._judge.gain)
 
     def set_memory(self, memory: str | int) -> None:
@@ -176,16 +166,16 @@ class Server:
             BudgetError: below what the model needs; the old budget stays.
         """
         with self._between:
-            self._assembly.set_memory(parse_size(memory))
+            self.engine.set_memory(parse_size(memory))
 
     # --- the serving thread ---
 
     def _serve(self) -> None:
-        parts = self._assembly
+        engine = self.engine
         try:
-            overrides = self._loading.enter_context(parts.loading())  # of this thread, which loads
+            overrides = self._loading.enter_context(engine.loading())  # of this thread, which loads
             hooks = Hooks(
-                parts.buffer.handle,
+                engine.buffer.handle,
                 overrides,
                 ctypes.pointer(self._drafting),
                 Loaded(self._guarded(self._on_loaded, 1)),
@@ -202,8 +192,8 @@ class Server:
             with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
                 stack.callback(self._ended.set)
                 stack.callback(_serving.release)
-                stack.callback(parts.close)
-                stack.callback(parts.close_driver)
+                stack.callback(engine.close)
+                stack.callback(engine.close_driver)
                 stack.callback(self._loading.close)
                 if self._core_binding is not None:
                     stack.callback(self._core_binding.close)
@@ -223,28 +213,32 @@ class Server:
     def _on_loaded(self, model: int, ctx: int) -> int:
         """What comes before `_on_ready` computes in the smallest arena."""
         self._loading.close()
-        parts = self._assembly
-        parts.attach()
-        parts.buffer.start(parts.buffer.arena_floor, parts.buffer.low_arena_floor)
-        api.llama_set_abort_callback(ctx, native.should_abort, parts.buffer.handle)
+        engine = self.engine
+        engine.attach()
+        engine.buffer.start(engine.buffer.arena_floor, engine.buffer.low_arena_floor)
+        api.llama_set_abort_callback(ctx, native.should_abort, engine.buffer.handle)
         return 0
 
     def _on_ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None, url: bytes) -> int:
         """Everything that the server allocates is allocated: the arena gets what is left."""
         if self._options.drafts and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
-        parts, out = self._assembly, (c_uint64 * 5)()
-        parts.start_devices(ctx, adapters=any(argument.startswith("--lora") for argument in self._options.args))
-        if native.context_memory(ctx, out) != 0:
-            raise MoeoffError("no memory for the graph of the largest batch")
-        weights, state, compute, work, outputs = out
-        if ctx_draft and native.context_memory(ctx_draft, out) == 0:  # weights and state of it are resident already
-            compute, work, outputs = compute + out[2], work + out[3], outputs + out[4]
-        parts.start(MemorySizes(weights, state, compute, work, outputs), ctx)
-        parts.attach_driver()
-        parts.warm_up()
+        engine = self.engine
+        engine.start_devices(ctx, adapters=any(argument.startswith("--lora") for argument in self._options.args))
+        allocated = context_sizes(ctx)
+        if ctx_draft:  # weights and state of it are resident already
+            drafts = context_sizes(ctx_draft)
+            allocated = replace(
+                allocated,
+                compute=allocated.compute + drafts.compute,
+                work=allocated.work + drafts.work,
+                outputs=allocated.outputs + drafts.outputs,
+            )
+        engine.start(allocated, ctx)
+        engine.attach_driver()
+        engine.warm_up()
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
-        if parts.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:
+        if engine.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:
             self._core_binding = CoreBinding(ctx)
         if self._stopping:
             return 1
@@ -262,21 +256,13 @@ class Server:
                 self._judge.begin(spans, self._decodes, self._started)
                 self._drafting.value = self._judge.on
             if self._ready.is_set():
-                rows = self._batch_rows(slots, is_prompt) if len(spans) > 1 else None
+                rows = batch_rows(self.engine.ubatch_order, slots, is_prompt) if len(spans) > 1 else None
                 with self._between:
-                    self._assembly.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
+                    self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
             if self._core_binding is not None:
                 self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch
         except Exception as error:  # the batch is computed all the same, and then fails with this
             self._batch_error = error
-
-    def _batch_rows(self, slots: list[int], is_prompt: list[int]) -> BatchRows | None:
-        """llama-server wants the outputs of what it decodes, and of a prompt's last token; it does not tell which token that is."""
-        outputs = np.where(is_prompt, NO, YES)
-        for at in dict(zip(slots, range(len(slots)))).values():  # the last of each slot
-            if is_prompt[at]:
-                outputs[at] = MAYBE
-        return self._assembly.splitting.rows(np.array(slots, np.int32), outputs)
 
     def _after(self, result: int, n: int, message: int, size: int) -> int:
         error, self._batch_error = self._batch_error, None
@@ -285,7 +271,7 @@ class Server:
         if self._ready.is_set():
             try:
                 with self._between:
-                    self._assembly.end(n, time.perf_counter() - self._started, self._decodes)
+                    self.engine.end(n, time.perf_counter() - self._started, self._decodes)
             except Exception as failed:  # of this batch; the next one may work
                 error = error or failed
         if error is None and result == _ABORTED:
@@ -298,7 +284,7 @@ class Server:
         """A long request, and its pictures and sounds, take memory that the experts have."""
         try:
             with self._between:
-                self._assembly.lend(nbytes)
+                self.engine.sizer.reserve(nbytes)
             if nbytes < -_LONG:
                 trim()  # what it took is free, and the C allocator would keep it from the experts
         except BudgetError:
@@ -315,6 +301,15 @@ class Server:
         write_text(text, size, metrics_text(self.stats()))
 
 
+def batch_rows(order: UbatchOrder, slots: list[int], is_prompt: list[int]) -> BatchRows | None:
+    """llama-server wants the outputs of what it decodes, and of a prompt's last token; it does not tell which token that is."""
+    outputs = np.where(is_prompt, NO, YES)
+    for at in dict(zip(slots, range(len(slots)))).values():  # the last of each slot
+        if is_prompt[at]:
+            outputs[at] = MAYBE
+    return order.rows(np.array(slots, np.int32), outputs)
+
+
 def _check_address(hosts: str, port: int) -> None:
     """Before anything is loaded: whether it can be listened on. Hosts are separated by commas; a path that ends in .sock is a Unix socket's."""
     for host in filter(None, (part.strip() for part in hosts.split(","))):
@@ -326,4 +321,44 @@ def _check_address(hosts: str, port: int) -> None:
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
         except OSError as error:
-            raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", Remedy.OTHER_ADDRESS) from None
+            raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", hint={"host": ..., "port": ...}) from None
+
+
+def metrics_text(stats: Stats) -> str:
+    """Counters since the server started and gauges of now, in Prometheus' text format."""
+    lines = []
+
+    def metric(name: str, text: str, samples: float | dict[str, float]) -> None:
+        lines.append(f"# HELP moeoff_{name} {text}")
+        lines.append(f"# TYPE moeoff_{name} {'counter' if name.endswith('_total') else 'gauge'}")
+        lines.extend(f"moeoff_{name}{labels} {value}" for labels, value in (samples.items() if isinstance(samples, dict) else [("", samples)]))
+
+    metric("expert_hits_total", "Expert slices resident when they were asked for.", stats.demand_hits)
+    metric("expert_misses_total", "Expert slices that had to be read.", stats.demand_misses)
+    metric("expert_evictions_total", "Expert slices dropped for others.", stats.evictions)
+    metric("expert_read_bytes_total", "Bytes of experts read from disk.", stats.bytes_read)
+    high = stats.expert_uses - stats.served_low - stats.skipped
+    uses: dict[str, float] = {'{precision="high"}': high, '{precision="low"}': stats.served_low, '{precision="none"}': stats.skipped}
+    metric("expert_uses_total", "Experts that gates chose for a token, by the precision that served them.", uses)
+    metric("expert_rerouted_total", "Of these, resident experts in the place of the router's choice.", stats.rerouted)
+    if stats.device_memory:
+        metric("device_hits_total", "Of the hits, expert slices that a GPU held.", stats.device_hits)
+        metric("device_uploads_total", "Experts written into a GPU's memory.", stats.device_uploads)
+        metric("device_upload_bytes_total", "Bytes of these.", stats.device_bytes)
+        metric("device_upload_seconds_total", "Time that writing them took.", stats.device_upload_seconds)
+        metric("device_download_bytes_total", "Bytes that went from a GPU's memory back to the host's.", stats.device_bytes_down)
+        metric("device_download_seconds_total", "Time that reading them took.", stats.device_download_seconds)
+        metric("device_wait_seconds_total", "Of writing into a GPU's memory, what compute waited for.", stats.device_wait_seconds)
+        metric("device_experts", "Experts in GPUs' memory.", stats.device_experts)
+        held: dict[str, float] = {f'{{device="{name}"}}': use["experts"] for name, use in stats.device_memory.items()}
+        metric("device_bytes", "GPU memory that experts may take.", held)
+    metric("stall_seconds_total", "Time compute waited for experts, mean over its threads.", stats.stall_seconds)
+    metric("prefetch_issued_total", "Expert slices read ahead.", stats.prefetch_issued)
+    metric("prefetch_useful_total", "Of these, slices that were then asked for.", stats.prefetch_useful)
+    for name, on in (("prefetch", stats.prefetch_on), ("drafts", stats.drafts_on)):
+        if on is not None:
+            metric(f"{name}_on", f"Whether {name} pays at the moment, as measured.", int(on))
+    metric("arena_bytes", "Memory that experts may take.", stats.arena_bytes)
+    metric("resident_memory_bytes", "Resident memory of the process.", rss())
+    metric("budget_bytes", "The bound given by --memory; 0 where only the experts are bounded.", stats.budget_bytes)
+    return "\n".join(lines) + "\n"

@@ -1,25 +1,23 @@
-"""Policies compared on one trace: each at each arena size, with LRU and Belady's optimum between which a policy can win."""
+"""Policies compared on one trace: each at each arena size, with LRU and Belady's optimum between which a policy can win. And pictures of that."""
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from ..cache import get_policy
-from ..cache.importance import PAPERS_COST, MissCost
 from ..errors import OptionError
-from .bandwidths import Bandwidths
-from .read_log import DEMAND_LEVEL
+from ..policies import get_policy
+from ..policies.hobbit import PAPERS_COST, MissCost
+from ..trace import DEMAND_LEVEL, Trace
 from .rerouting import Rerouting
 from .simulator import Result, simulate
-from .tiered import replay
-from .trace import Trace
 
-__all__ = ["compare", "compare_tiers", "gap_recovered", "recorded_reads"]
+__all__ = ["compare", "gap_recovered", "recorded_reads"]
 
 
 def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, rerouting: Rerouting | None = None,
@@ -46,61 +44,15 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     runs = [(arena, name) for arena in arenas for name in names]
     for i, (arena, name) in enumerate(runs, 1):
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
-        # a variant's result is named after the variant, not after its policy
-        results.append(
-            replace(
-                simulate(trace, name, arena, seed=seed, rerouting=None if name == "belady" else rerouting, cost=cost, progress=report, **_options(name, cost)),
-                policy=name,
-            )
-        )
+        options: dict[str, Any] = {"t1": cost.t1} if "t1" in get_policy(name).defaults else {}
+        rerouted = None if name == "belady" else rerouting
+        done = simulate(trace, name, arena, seed=seed, rerouting=rerouted, cost=cost, progress=report, **options)
+        results.append(replace(done, policy=name))  # a variant's result is named after the variant, not after its policy
     return results
 
 
-def compare_tiers(trace: Trace, policies: Sequence[str], vrams: Sequence[int], arenas: Sequence[int], modes: Sequence[str], speeds: Bandwidths, *,
-                  seed: int = 0, progress: Callable[[str, int, int], None] | None = None) -> list[dict[str, Any]]:  # fmt: skip
-    """Replays a trace with a device beside host memory and disk, on a clock.
-
-    Args:
-        vrams, arenas: bytes for experts on the device and in host memory.
-        modes: of `tiered.MODES`; for each arena the CPU alone comes first.
-
-    Returns:
-        A row each: sizes, mode, strategy, what `TieredResult.to_dict` has, and "gain": decode speed over the CPU alone, minus 1.
-
-    Raises:
-        OptionError: the trace is empty, or there is no such policy or mode.
-        BudgetError: a memory has no room for what one gate selects.
-    """
-    if not trace.events:
-        raise OptionError("there is no gate event in the trace")
-    runs = [
-        (arena, name, vram, mode) for arena in arenas for name in policies for vram, mode in [(0, "cpu"), *((v, m) for v in vrams for m in modes if m != "cpu")]
-    ]
-    rows, alone = [], 0.0
-    for i, (arena, name, vram, mode) in enumerate(runs, 1):
-        report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name}, {mode} ({i} of {len(runs)})")
-        result = replay(trace, name, speeds, vram, arena, mode, seed=seed, progress=report)
-        alone = result.decode_tps if mode == "cpu" else alone
-        rows.append(
-            {
-                "vram_bytes": vram,
-                "arena_bytes": arena,
-                "mode": mode,
-                "strategy": name,
-                **result.to_dict(),
-                "gain": result.decode_tps / alone - 1 if alone else None,
-            }
-        )
-    return rows
-
-
-def _options(name: str, cost: MissCost) -> dict[str, Any]:
-    """Of the policy, that follow from what misses cost."""
-    return {"t1": cost.t1} if "t1" in get_policy(name).defaults else {}
-
-
 def recorded_reads(trace: Trace) -> dict[str, float] | None:
-    """Numbers of reads in the runs that the trace was recorded in; None for traces of version 1."""
+    """Numbers of reads in the runs that the trace was recorded in; None for traces without reads."""
     done = trace.reads[trace.reads["result"] == 0]
     if not len(done):
         return None
@@ -118,3 +70,65 @@ def gap_recovered(result: Result, results: list[Result]) -> float | None:
     """Share of the way from LRU's hit rate to Belady's at the same size."""
     rate = {r.policy: r.hit_rate for r in results if r.arena_bytes == result.arena_bytes and r.policy in ("lru", "belady")}
     return (result.hit_rate - rate["lru"]) / (rate["belady"] - rate["lru"]) if rate["belady"] > rate["lru"] else None
+
+
+def plot(path: str | os.PathLike[str], trace: Trace, results: list[Result]) -> None:
+    """Writes three panels, as PNG or in the format of the name's ending.
+
+    Raises:
+        OptionError: matplotlib is not installed, or cannot write such a file.
+    """
+    figure = new_figure(16)
+    sizes, layers, heat = figure.subplots(1, 3)
+    full = trace.model.full_bytes
+    strategies = list(dict.fromkeys(r.policy for r in results))
+    middle = sorted({r.arena_bytes for r in results})[len({r.arena_bytes for r in results}) // 2]
+    for name in strategies:
+        mine = sorted((r for r in results if r.policy == name), key=lambda r: r.arena_bytes)
+        style = {"label": name, "marker": "o", "markersize": 3} | ({"color": "black", "linestyle": "--"} if name == "belady" else {})
+        sizes.plot([100 * r.arena_bytes / full for r in mine], [100 * r.hit_rate for r in mine], **style)
+        at = next((r for r in mine if r.arena_bytes == middle), None)
+        if at is not None:
+            layers.plot(100 * at.gate_hits / np.maximum(at.gate_hits + at.gate_misses, 1), **style)
+    sizes.set(xlabel="buffer, % of all experts", ylabel="hit rate, %", title="Hit rate by buffer size")
+    layers.set(xlabel="layer", ylabel="hit rate, %", title=f"Hit rate by layer, buffer {100 * middle / full:.0f} %")
+    sizes.legend(fontsize=8)
+    counts = trace.counts()
+    image = heat.imshow(counts / max(trace.n_tokens, 1), aspect="auto", cmap="viridis", interpolation="nearest")
+    heat.set(xlabel="expert", ylabel="layer", title=f"Share of {trace.n_tokens:,} tokens that used an expert")
+    figure.colorbar(image, ax=heat)
+    save(figure, path)
+
+
+def plot_scores(path: str | os.PathLike[str], scores: np.ndarray, t1: float, t2: float) -> None:
+    """Writes the cumulative distribution of unimportance scores [n] (HOBBIT figure 5b), with two thresholds.
+
+    Raises:
+        OptionError: as `plot`.
+    """
+    figure = new_figure(7)
+    axes = figure.subplots()
+    ordered = np.sort(scores)
+    axes.step(ordered, 100 * np.arange(1, len(ordered) + 1) / len(ordered), where="post")
+    for name, t in (("T1", t1), ("T2", t2)):
+        axes.axvline(t, linestyle="--", color="gray")
+        axes.annotate(f"{name} {t:.2f}", (t, 3), rotation=90, ha="right")
+    axes.set(xlabel="unimportance of a selected expert", ylabel="experts up to it, %", xlim=(-0.02, 1.02), ylim=(0, 102))
+    save(figure, path)
+
+
+def new_figure(width: float, height: float = 4.6) -> Any:
+    """A figure of matplotlib, inches. Raises `OptionError` if that is not installed."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise OptionError("plots need matplotlib: pip install 'moeoff[plot]'") from None
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: str | os.PathLike[str], dpi: int | str = 110) -> None:
+    """In the format of the name's ending. Raises `OptionError` if there is no such format."""
+    try:
+        figure.savefig(path, dpi=dpi)
+    except ValueError as error:
+        raise OptionError(f"{os.fspath(path)}: {error}") from None

@@ -1,9 +1,8 @@
-"""What `moeoff convert` takes and what it buys.
+"""What `moeoff convert` takes: docs/results/conversion.md.
 
-usage: bench_convert.py errors MODEL...            errors of each type on the experts of models
-       bench_convert.py speed MODEL                beside cp on the same disk
-       bench_convert.py memory MODEL               in a memory cgroup (needs root)
-       bench_convert.py cold MODEL --text FILE     decoding from the model and from a `keep` companion (needs root)
+usage: bench_convert.py errors MODEL...   errors of each type on the experts of models
+       bench_convert.py speed MODEL       beside cp on the same disk
+       bench_convert.py memory MODEL      in a memory cgroup (root)
 
 Runs alternate and start with what they read out of the page cache.
 """
@@ -11,9 +10,7 @@ Runs alternate and start with what they read out of the page cache.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -24,12 +21,13 @@ from pathlib import Path
 import click
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 from cgroup import memory_cgroup
-from moeoff.companion.convert import convert
-from moeoff.gguf.layout import Layout
+from moeoff.bench.run import drop_from_page_cache
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
-from results_file import HELP, ResultsFile
-from timing import drop_from_page_cache, run
+from results import HELP, ResultsFile
 
 SEARCHED = "Q2_0, searched scales"
 TYPES = f"Q8_0|Q6_K|Q5_K|Q4_K|Q4_0|IQ4_NL|IQ4_XS|MXFP4|NVFP4|Q3_K|IQ3_S|IQ3_XXS|Q2_K|IQ2_S|{SEARCHED}|Q2_0|TQ2_0".split("|")
@@ -40,7 +38,7 @@ ROUNDS = click.option("--rounds", default=5, show_default=True)
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 
 
-@click.group()
+@click.group(help=__doc__)
 def main() -> None:
     pass
 
@@ -57,12 +55,12 @@ def scratch(folder: str | None, model: str, name: str) -> Iterator[Path]:
 
 def sampled(model: str, n_slices: int, n_rows: int) -> Iterator[tuple[int, np.ndarray]]:
     """Types and values f32 [at most n_rows, n_cols] of slices spread over a model."""
-    layout, rng = Layout.read(model), np.random.default_rng(0)
-    spans = list(layout.experts.values())
+    model_index, rng = ModelIndex.read(model), np.random.default_rng(0)
+    spans = list(model_index.experts.values())
     for i in rng.choice(len(spans), min(n_slices, len(spans)), replace=False):
         span, expert = spans[i], int(rng.integers(spans[i].shape[2]))
         rows = min(span.shape[1], n_rows)
-        with open(layout.files[span.file], "rb") as file:
+        with open(model_index.files[span.file], "rb") as file:
             data = os.pread(file.fileno(), rows * row_bytes(span.type, span.shape[0]), span.offset + expert * (span.nbytes // span.shape[2]))
         yield span.type, dequantize(data, span.type, (rows, span.shape[0]))
 
@@ -113,11 +111,11 @@ def timed(command: list[str], out: Path, model: str) -> float:
 @MODEL
 @FOLDER
 @ROUNDS
-@click.option("--tiers", default="keep", show_default=True)
+@click.option("--tiers", default="original", show_default=True)
 @JSON
 def speed(model, folder, rounds, tiers, json_file) -> None:
     """Bytes of source per second. cp copies the model whole, convert its experts: rates, not times, are compared."""
-    expert_bytes, file_bytes = Layout.read(model).expert_bytes, os.path.getsize(model)
+    expert_bytes, file_bytes = ModelIndex.read(model).expert_bytes, os.path.getsize(model)
     rates: dict[str, list[float]] = {"cp": [], "convert": []}
     with scratch(folder, model, "speed") as out:
         for _ in range(rounds):
@@ -136,7 +134,7 @@ def speed(model, folder, rounds, tiers, json_file) -> None:
 @MODEL
 @FOLDER
 @click.option("--limit", default=1024, show_default=True, help="MiB of the cgroup, in which the page cache counts too.")
-@click.option("--tiers", default="keep,twin", show_default=True)
+@click.option("--tiers", default="original,auto", show_default=True)
 @JSON
 def memory(model, folder, limit, tiers, json_file) -> None:
     """Peak resident memory of a conversion, and whether it lives in a cgroup."""
@@ -155,47 +153,6 @@ def memory(model, folder, limit, tiers, json_file) -> None:
             table = results.table("memory", f"A conversion to {tiers} in a memory cgroup", columns)
             sizes = [f"{os.path.getsize(path) / 2**30:.2f} GiB" for path in (model, out)]
             table.row(*sizes, f"{limit} MiB", f"{int(peak) / 1024:.0f} MiB", f"{group.peak_bytes >> 20} MiB")
-
-
-@main.command()
-@MODEL
-@FOLDER
-@ROUNDS
-@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--limit", default=1100, show_default=True, help="MiB of the cgroup; --memory is 5% below.")
-@click.option("--n-prompt", default=32, show_default=True)
-@click.option("--n-decode", default=96, show_default=True)
-@click.option("-o", "--output", type=click.Path(dir_okay=False), help="Add every run's numbers to this JSON file.")
-@JSON
-def cold(model, folder, rounds, text, limit, n_prompt, n_decode, output, json_file) -> None:
-    """Decoding tok/s from the model, from a copy of it (what the place on the disk makes of it), and from a `keep` companion."""
-    with scratch(folder, model, "copy") as copy, scratch(folder, model, "keep") as keep:
-        shutil.copyfile(model, copy)
-        convert(model, output=keep, tiers="keep")
-        plans = {"model": (model, False), "copy": (str(copy), False), "keep": (model, str(keep))}
-        rows: dict[str, list[dict]] = {name: [] for name in plans}
-        for index in range(rounds):
-            names = list(plans)
-            for name in names[index % 3 :] + names[: index % 3]:
-                path, experts = plans[name]
-                drop_from_page_cache(str(keep))
-                row = run(limit << 20, "moeoff", path, text, n_prompt, n_decode, 300, memory=int(limit * 0.95) << 20, experts=experts)
-                if "failed" in row:
-                    sys.exit(f"{name}: {row['failed']}")
-                rows[name].append(row | {"mb_per_s": row["mb_per_token"] * row["gen_tps"]})
-    if output:
-        before = json.loads(Path(output).read_text()) if os.path.exists(output) else {}
-        rows = {name: before.get(name, []) + list_ for name, list_ in rows.items()}
-        Path(output).write_text(json.dumps(rows, indent=2) + "\n")
-    with ResultsFile(json_file) as results:
-        columns = ["experts read from", "decode tok/s", "MB/s read", "of the model's tok/s, pairs"]
-        table = results.table("cold", "Decoding from the model, a copy of it, and its companion", columns)
-        for name, list_ in rows.items():
-            cells = []
-            for values in ([row["gen_tps"] for row in list_], [row["mb_per_s"] for row in list_]):
-                cells.append(f"{statistics.median(values):.3g} ({min(values):.3g}-{max(values):.3g})")
-            ratios = [row["gen_tps"] / base["gen_tps"] for row, base in zip(list_, rows["model"])]
-            table.row(name, *cells, f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
 
 
 if __name__ == "__main__":

@@ -10,23 +10,27 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 
-from moeoff import cache, native, predict
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from moeoff import native, policies
 from moeoff.engine.driver import Driver
 from moeoff.engine.expert_buffer import _copy_event
 from moeoff.engine.prefetcher import Prefetcher
 from moeoff.gate_event import GateEvent
-from moeoff.predict.router import Router
-from results_file import HELP, ResultsFile
+from moeoff.policies.router import Router
+from results import HELP, ResultsFile
 
 SHAPES = "48x128x8x2048,24x32x4x2880,60x256x8x7168,12x32x4x512"
 POLICIES = ("lfu", "decay", "arc", "edgemoe", "hobbit", "score")
-PREDICTORS = ("gate", "stacked", "activation-path", "previous-token")
+PREDICTORS = ("gate", "stacked", "activation-path")
 ON = SimpleNamespace(on=True, gain=None, token=lambda ns: None)
 ABSENT = 0.1  # share of the experts that are not resident
 
@@ -36,7 +40,8 @@ class MadeBuffer:
 
     def __init__(self, n_gates: int, n_experts: int):
         self.priorities = np.zeros((n_gates, n_experts), np.float32)
-        self.tensors = [SimpleNamespace(gate=g, matrix=m) for g in range(n_gates) for m in (1, 2, 3)]
+        self.tensors = [SimpleNamespace(gate=g, matrix=m, ne=(1, 1, n_experts)) for g in range(n_gates) for m in (1, 2, 3)]
+        self.arena_full = 3 * n_gates * n_experts
         rng = np.random.default_rng(1)
         self._residency = np.where(rng.random((n_gates, n_experts)) < ABSENT, 0, 0b1110).astype(np.uint8)
         self._stats = native.Stats()
@@ -52,7 +57,7 @@ class MadeBuffer:
         return self._residency.copy()
 
     def stats(self) -> native.Stats:
-        self._stats.io_worker_busy_ns += 20_000_000
+        self._stats.io_thread_busy_ns += 20_000_000
         self._stats.reads += 10
         return self._stats
 
@@ -116,11 +121,11 @@ def parts(router: Router, events: list[GateEvent]) -> Iterator[tuple[str, Callab
     copies = [as_native(event) for event in events]
     yield "event copy", lambda event: _copy_event(ctypes.addressof(copies[event.seq - 1][0]))
     yield "probabilities", lambda event: router.gated(event.logits)
-    shape = cache.Shape(n, e, k, n * e * (1 - ABSENT))
+    shape = policies.CacheShape(n, e, k, n * e * (1 - ABSENT))
     for name in POLICIES:
-        yield f"policy {name}", cache.create(name, shape).update
+        yield f"policy {name}", policies.get_policy(name)(shape).update
     for name in PREDICTORS:
-        yield f"predictor {name}", predict.create(name, router).observe
+        yield f"predictor {name}", policies.get_predictor(name)(router).observe
     buffer = MadeBuffer(n, e)
     made = predictions(router)
     prefetcher = Prefetcher(buffer, SimpleNamespace(observe=lambda event: made[event.gate]), k, 4)
@@ -128,17 +133,17 @@ def parts(router: Router, events: list[GateEvent]) -> Iterator[tuple[str, Callab
     yield "prefetcher", prefetcher.observe
     for policy, predictor in (("score", None), ("score", "gate")):
         buffer = MadeBuffer(n, e)
-        ahead = None if predictor is None else Prefetcher(buffer, predict.create(predictor, router), k, 4)
+        ahead = None if predictor is None else Prefetcher(buffer, policies.get_predictor(predictor)(router), k, 4)
         if ahead is not None:
             ahead.ab_test = ON
-        driver = Driver(buffer, cache.create(policy, shape, buffer.priorities), router=router, prefetcher=ahead)
+        driver = Driver(buffer, policies.get_policy(policy)(shape, buffer.priorities), router=router, prefetcher=ahead)
         yield f"driver: {policy}" + (f" and {predictor}" if predictor else ""), driver.deliver
 
 
-def predictions(router: Router) -> list[list[predict.Prediction]]:
+def predictions(router: Router) -> list[list[policies.Prediction]]:
     rng = np.random.default_rng(3)
     n, e = router.n_gates, router.n_experts
-    return [[predict.Prediction((g + 1) % n, rng.standard_normal((1, e), np.float32), True)] for g in range(n)]
+    return [[policies.Prediction((g + 1) % n, rng.standard_normal((1, e), np.float32), True)] for g in range(n)]
 
 
 def main() -> None:

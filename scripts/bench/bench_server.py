@@ -1,6 +1,6 @@
 """The server under one client and several: tokens per second of all together, the first token of a second turn, and stock llama-server beside it.
 
-usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 3] [--stock]
+usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 5] [--stock]
                        [--drafts ngram-simple] [--disk MB/S] [--json FILE]
 
 Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
@@ -27,12 +27,15 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import httpx
 from rich.console import Console
 
 from cgroup import disk_cgroup
-from moeoff.gguf.layout import Layout
-from results_file import HELP, ResultsFile
+from moeoff.gguf.model_index import ModelIndex
+from results import HELP, ResultsFile
 
 ROOT = Path(__file__).resolve().parents[2]
 N_PROMPT, N_HISTORY = 64, 2000  # tokens, about
@@ -117,7 +120,7 @@ def second_turn(url: str, text: str) -> tuple[float, float]:
 @click.option("--memory", default="1100M", show_default=True)
 @click.option("--clients", default="1,4", show_default=True)
 @click.option("--n-decode", default=96, show_default=True)
-@click.option("--rounds", default=3, show_default=True)
+@click.option("--rounds", default=5, show_default=True)
 @click.option("-t", "--threads", default=0, help="Compute threads. Default: every core.")
 @click.option("--strategy", default="auto", show_default=True)
 @click.option("--turns/--no-turns", default=True, help="Measure the first token of a second turn, too.")
@@ -131,21 +134,15 @@ def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds
     counts = [int(n) for n in clients.split(",")]
     threads = threads or len(os.sched_getaffinity(0))
     words = Path(text).read_text()
-    pieces = [words[i * 20000 : i * 20000 + 4 * N_PROMPT] for i in range(max(counts))]
+    step = len(words) // max(counts)
+    if step < 4 * N_PROMPT or turns and len(words) < 4 * N_HISTORY:
+        raise click.UsageError(f"{text} is too short for prompts of {max(counts)} clients" + (" and a long one for two turns" if turns else ""))
+    pieces = [words[i * step :][: 4 * N_PROMPT] for i in range(max(counts))]
     n_ctx = (2 * N_HISTORY if turns else 0) + max(counts) * (2 * N_PROMPT + n_decode)
-    architecture = Layout.read(model).architecture
+    architecture = ModelIndex.read(model).architecture
     longer = ["--override-kv", f"{architecture}.context_length=int:{n_ctx}"]  # the reference model was trained on 256 tokens
     common = ["-m", model, "-c", str(n_ctx), "-t", str(threads), "-np", str(max(counts)), "--port"]
-    ours = [
-        os.path.join(os.path.dirname(sys.executable), "moeoff"),
-        "serve",
-        *common,
-        "0",
-        "--memory",
-        memory,
-        "--strategy",
-        strategy,
-    ]
+    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", *common, "0", "--memory", memory, "--strategy", strategy]
     said = r"on (http://\S+)/v1"
     contenders = {"moeoff serve": ([*ours, "--", *longer], said)}
     if drafts:

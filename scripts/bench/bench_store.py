@@ -11,10 +11,13 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
-from results_file import HELP, ResultsFile
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from results import HELP, ResultsFile
 
 ROOT = Path(__file__).parents[2]
 CORE = ROOT / "llamacpp_patches" / "src" / "core"

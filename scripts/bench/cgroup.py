@@ -1,13 +1,9 @@
-"""Cgroups around a command: moeoff.bench.cgroup's, which bounds its memory, and one that slows its disk. Needs root.
-
-usage: cgroup.py MIB COMMAND...
-"""
+"""Cgroups around a process: moeoff.bench.cgroup's, which bounds its memory, and one that slows its disk. Needs root."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 
 from moeoff.bench.cgroup import Cgroup, MemoryCgroup, controller, make_folder, memory_cgroup, set_value, unavailable
@@ -32,17 +28,3 @@ def disk_cgroup(path: str, bytes_per_second: int) -> Iterator[Cgroup]:
             yield group
         finally:
             Cgroup(parent).enter()  # this process, if it had entered: a cgroup with processes is not removed
-
-
-def main() -> int:
-    if len(sys.argv) < 3:
-        print(__doc__, file=sys.stderr)
-        return 2
-    with memory_cgroup(int(sys.argv[1]) << 20) as group:
-        result = group.run(sys.argv[2:])
-        print(f"peak {group.peak_bytes / (1 << 20):.0f} MiB, exit {result.returncode}", file=sys.stderr)
-    return result.returncode if result.returncode >= 0 else 128 - result.returncode
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -26,9 +26,13 @@ import time
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import click
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import httpx
 import numpy as np
 from rich.console import Console
@@ -36,7 +40,7 @@ from rich.console import Console
 import moeoff
 from cgroup import memory_cgroup, unavailable
 from moeoff.memory import format_size, parse_size
-from results_file import HELP, ResultsFile, commit
+from results import HELP, ResultsFile, commit
 
 N_TOKENS = 48  # of an answer
 NEAR = 0.2  # logits: what batches of different shapes round apart
@@ -52,18 +56,18 @@ import moeoff
 from moeoff.memory import rss
 options = json.loads(sys.argv[2])
 with moeoff.Server(sys.argv[1], port=0, **options) as server:
-    parts = server._assembly
-    experts, least = parts.buffer.arena_full, parts.sizer.plan.needs.total + parts.buffer.arena_floor
+    parts = server.engine
+    experts, least = parts.buffer.arena_full, parts.plan.fixed + parts.buffer.arena_floor
     print(server.url, flush=True)
     for line in sys.stdin:
         found = parts.buffer.stats()
-        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.sizer.plan.budget, "misses": found.demand_misses}
+        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.plan.budget, "misses": found.demand_misses}
         while True:
             try:
                 server.set_memory(min(least + int(float(line) * experts), options["memory"]))
                 break
             except moeoff.BudgetError as error:  # what the smallest budget is changes with what the process needs beside the model
-                least = error.facts["needed"] + (1 << 20)
+                least = error.hint["memory"] + (1 << 20)
         print(json.dumps(said), flush=True)
 """
 

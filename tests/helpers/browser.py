@@ -109,7 +109,7 @@ class Page:
             raise BrowserError(failed.get("exception", {}).get("description") or failed["text"])
         return done["result"].get("value")
 
-    def wait(self, script: str, timeout: float = 60) -> None:
+    def wait(self, script: str, timeout: float = 300) -> None:
         """Until the expression is true."""
         wait_until(lambda: self.evaluate(script), timeout)
 
@@ -182,7 +182,7 @@ class Chat:
     def is_answering(self) -> bool:
         return self.page.evaluate(f"{self.STOP} !== undefined")
 
-    def read(self, timeout: float = 60) -> str:
+    def read(self, timeout: float = 300) -> str:
         """The answer, once it has come to its end."""
         self.page.wait(f"{self.STOP} === undefined && {self.ANSWER} !== ''", timeout)
         return self.answer()

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-SCRIPTS = Path(__file__).resolve().parents[2] / "scripts" / "bench"
+TESTS = Path(__file__).resolve().parents[1]
 ENVIRONMENT = {"GGML_VK_VISIBLE_DEVICES": "0"}  # ggml leaves software drivers out, unless they are named
 COMMON = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 99, "logits_all": True, "op_offload": False, "flash_attn": False}
 
@@ -24,7 +24,7 @@ COMMON = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "n_gpu_layers": 99
 @cache
 def why_no_device() -> str:
     """Empty, or what is missing on this machine."""
-    code = "from moeoff.binding import buffer_types, supports_gpu; print(supports_gpu(), [n for n in buffer_types() if n != 'CPU'])"
+    code = "from moeoff.binding import supports_gpu; from moeoff.devices import buffer_types; print(supports_gpu(), [n for n in buffer_types() if n != 'CPU'])"
     done = subprocess.run([sys.executable, "-c", code], env=os.environ | ENVIRONMENT, capture_output=True, text=True)
     if done.returncode:
         return f"devices cannot be listed: {done.stderr[-200:]}"
@@ -56,12 +56,13 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from dataclasses import asdict
 
     import moeoff
-    import moeoff.engine.device_judge as device_judge
+    import moeoff.engine.comparison as comparison
     import moeoff.engine.device_tier as device_tier
-    from moeoff.binding import buffer_types, llama_cpp
-    from moeoff.gguf.tensor_name import EXPERT_PATTERN
+    from helpers.logits import Stock, decode_in
+    from moeoff.binding import llama_cpp
+    from moeoff.devices import buffer_types
+    from moeoff.gguf.model_index import EXPERT_PATTERN
     from moeoff.native import tensor_overrides
-    from stock import Stock
 
     class StockOnDevice(Stock):
         def _change_model_params(self, params: Any) -> None:
@@ -74,7 +75,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     then, second = run.pop("then", None), run.pop("second", False)
     device_tier._UPLOADS = run.pop("uploads", 2)
     if block := run.pop("block", None):
-        device_judge._BLOCK, device_judge._SKIP = block, 0
+        comparison._BLOCK, comparison._SKIP = block, 0
     if slots:
         device_tier.slots_that_fit = lambda *_: slots
     if (room := run.pop("room", None)) is not None:
@@ -84,7 +85,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     try:
         llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **ours)
     except (moeoff.BudgetError, moeoff.OptionError) as error:
-        return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.facts.get("needed")}
+        return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.hint.get("vram")}
     for turn in range(2 if then else passes):
         if then and turn:
             device_tier.slots_that_fit = lambda *_: then
@@ -93,11 +94,11 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
         if not where:
             llm.reset_stats()
         rows, elsewhere, first = [], [], 0
-        ctx = llama_cpp.llama_init_from_model(llm._model.model, llm.context_params) if second else None
+        ctx = llama_cpp.llama_init_from_model(llm.model, llm.context_params) if second else None
         for n in batches:
             tokens = [(7 + 13 * i) % min(300, llm.n_vocab()) for i in range(first, first + n)]
             if second:
-                elsewhere.append(_decode_in(ctx, tokens, first, llm.n_vocab()))
+                elsewhere.append(decode_in(ctx, tokens, first, llm.n_vocab()))
             llm.eval(tokens)
             rows.append(llm.scores[first : first + n].copy())
             first += n
@@ -109,21 +110,6 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     stats = None if where else asdict(llm.stats()) | {"device_hit_rate": llm.stats().device_hit_rate}
     llm.close()
     return np.concatenate(rows), stats
-
-
-def _decode_in(ctx: Any, tokens: list[int], first: int, n_vocab: int) -> np.ndarray:
-    """Logits [len(tokens), n_vocab] of another context of a model."""
-    from moeoff.binding import llama_cpp
-
-    batch = llama_cpp.llama_batch_init(len(tokens), 0, 1)
-    batch.n_tokens = len(tokens)
-    for i, token in enumerate(tokens):
-        batch.token[i], batch.pos[i], batch.n_seq_id[i], batch.logits[i] = token, first + i, 1, True
-        batch.seq_id[i][0] = 0
-    assert llama_cpp.llama_decode(ctx, batch) == 0
-    logits = np.ctypeslib.as_array(llama_cpp.llama_get_logits(ctx), (len(tokens), n_vocab)).copy()
-    llama_cpp.llama_batch_free(batch)
-    return logits
 
 
 def _limit_room(room: int) -> None:
@@ -141,7 +127,7 @@ def _limit_room(room: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(SCRIPTS))
+    sys.path.insert(0, str(TESTS))
     job = json.load(sys.stdin)
     results = {name: _run(job["model"], run) for name, run in job["runs"].items()}
     np.savez(sys.argv[1], **{name: logits for name, (logits, _) in results.items()})

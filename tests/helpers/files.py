@@ -1,4 +1,4 @@
-"""Where the files are that tests use."""
+"""Where the files are that tests use, and one flipped bit in a copy of one."""
 
 from __future__ import annotations
 
@@ -10,3 +10,11 @@ SMALL_TRACE = ROOT / "tests" / "data" / "small.trace"
 # words and code of this project as they once were: what is measured on them must not change with the docs
 PROSE, MORE_PROSE, CODE = (ROOT / "tests" / "data" / name for name in ("prose.txt", "prose-2.txt", "code.txt"))
 CALIBRATION_TEXTS = [str(PROSE), str(CODE)]
+
+
+def flip_bit(path: str | Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 1]))

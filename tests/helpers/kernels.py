@@ -102,8 +102,8 @@ class Op:
         self.n_used = n_used
         self._context = Context(4 + len(experts), len(experts))
         self._rows = self._context.tensor(F32, *self.rows_shape[::-1])
-        self._ids = self._context.tensor(I32, *self.ids_shape[::-1])
-        ids = self._context.view_2d(self._ids, n_used, n_tokens, 4 * N_EXPERT) if padded_ids else self._ids
+        self.id_tensor = self._context.tensor(I32, *self.ids_shape[::-1])
+        ids = self._context.view_2d(self.id_tensor, n_used, n_tokens, 4 * N_EXPERT) if padded_ids else self.id_tensor
         rows = self._rows
         if padded_rows:
             rows = self._context.view_3d(rows, n_cols, n_rows_in, n_tokens, 8 * n_cols, 8 * n_cols * n_rows_in, 4 * n_cols)
@@ -123,13 +123,13 @@ class Op:
         popularity = rng.exponential(1.5, N_EXPERT)
         scores = rng.gumbel(size=(self.ids_shape[0], N_EXPERT)) + popularity
         ids = np.argsort(-scores, axis=1)[:, : self.ids_shape[1]].astype(np.int32)
-        write(self._ids, ids)
+        write(self.id_tensor, ids)
         return ids[:, : self.n_used]
 
     def give(self, rows: np.ndarray, ids: np.ndarray) -> None:
         """These rows and experts instead of random ones."""
         write(self._rows, rows)
-        write(self._ids, ids)
+        write(self.id_tensor, ids)
 
     def compute(self, backend: Backend, i: int, n_threads: int = 2, status: int = SUCCESS) -> np.ndarray:
         """uint32 bits [n_tokens, n_used, n_rows] of the i-th tensor's result."""

@@ -28,13 +28,13 @@ def start_with_bars(command: list[str], **kwargs) -> tuple[subprocess.Popen, pex
     ours, theirs = os.openpty()
     process = subprocess.Popen(command, stderr=theirs, text=True, **kwargs)
     os.close(theirs)
-    return process, pexpect.fdpexpect.fdspawn(ours, encoding="utf-8", timeout=60)
+    return process, pexpect.fdpexpect.fdspawn(ours, encoding="utf-8", timeout=300)
 
 
 class Terminal:
     """A chat on a pseudo terminal. Keys go in with `say` and `press`; `read_to` waits for what comes out."""
 
-    def __init__(self, *args: str, cache: Path, columns: int = 160, timeout: float = 60):
+    def __init__(self, *args: str, cache: Path, columns: int = 160, timeout: float = 300):
         # a pseudo terminal does not answer prompt_toolkit's question where the cursor is
         env = os.environ | {"XDG_CACHE_HOME": str(cache), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
         command = str(Path(sys.executable).with_name("moeoff"))

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(condition: Callable[[], object], timeout: float = 60) -> None:
+def wait_until(condition: Callable[[], object], timeout: float = 300) -> None:
     """Returns as soon as the condition holds; an AssertionError after `timeout` seconds without it."""
     deadline = time.monotonic() + timeout
     while not condition():

@@ -25,7 +25,7 @@ struct unit_test_entry {
     unit_test_entry(const char * name, void (*run)()) { unit_tests().push_back({ name, run }); }
 };
 
-// tests/test_native.py finds the tests by this word at the beginning of a line
+// tests/native/test_native.py finds the tests by this word at the beginning of a line
 #define TEST(name)                                            \
     static void name();                                       \
     static const unit_test_entry entry_of_##name(#name, name); \

@@ -1,4 +1,4 @@
-// Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, I/O workers whose
+// Stress of the expert store: contexts that compute, a policy that prefetches, cancels, reorders and resizes, I/O threads whose
 // reads fail or dawdle, two threads that stop and start the driver, all at once, over arenas from two slots to everything. In most
 // rounds every slice has two versions and the thresholds change all the time: each op must get the versions that its own gate event
 // decided. In most rounds one of the contexts has a device, whose slots must hold what its events say for as long as its ops take.
@@ -12,8 +12,9 @@
 #include "fake_device.h"
 #include "slice_file.h"
 
-#include "moeoff-store.h"
+#include "moeoff-op-run.h"
 
+#include <array>
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
@@ -26,7 +27,10 @@ using namespace moeoff;
 static constexpr int n_layers   = 5;
 static constexpr int n_expert   = 12;
 static constexpr int n_contexts = 3;
-static constexpr int n_threads  = 2; // compute threads of one context
+static constexpr int n_threads  = 3; // compute threads of one context
+static constexpr int max_parts  = 5;
+
+static std::atomic<uint64_t> n_cancels {0}; // by the user, and taken back: odd in between
 
 // all threads of a context meet here
 class meeting {
@@ -60,7 +64,9 @@ struct context {
     std::vector<uint8_t> versions; // of each of them
     const tensor *       op   = nullptr;
     bool                 quit = false;
-    std::unique_ptr<std::atomic<int>[]> done { new std::atomic<int>[n_expert * (SKIP + 1)] };
+    std::vector<op_item> items { n_expert * (SKIP + 1) };
+    std::vector<std::array<std::atomic<int>, max_parts>> n_computed { items.size() }; // of each part of each item
+    alignas(op_run) char run_of_op[sizeof(op_run)];
     std::atomic<uint64_t> computed {0}, failed {0}, low {0}, skipped {0}, on_device {0};
     fake_device * device = nullptr;
     std::vector<int32_t> slots, host; // of the last event; empty: the device has no part in it
@@ -83,63 +89,68 @@ struct context {
         }
     }
 
-    // one thread's part of an op, as the MUL_MAT_ID kernel does it
-    void compute() {
-        std::vector<char> mine(experts.size(), 0);
-        if (s.get_flags() & MOEOFF_FLAG_SERIAL && s.fits(*op, (int32_t) experts.size())) {
-            for (size_t i = 0; i < experts.size(); i++) {
-                const slice & sl = s.at(*op, experts[i], versions[i]);
-                for (uint64_t seen = s.generation(); !sl.settled(); seen = s.generation()) {
-                    s.wait(seen, *op, n_threads);
-                }
+    void begin(std::mt19937 & rng) {
+        for (size_t i = 0; i < experts.size(); i++) {
+            items[i].expert  = experts[i];
+            items[i].version = versions[i];
+            items[i].n_rows  = rng() % 2 ? 1 : 300; // worth more than one thread
+            items[i].n_parts = 1 + (int32_t) (rng() % max_parts);
+            for (auto & n : n_computed[i]) {
+                n = 0;
             }
         }
-        size_t left = experts.size();
-        while (left > 0) {
-            const uint64_t seen   = s.generation();
-            const size_t   before = left;
-            for (size_t i = 0; i < experts.size(); i++) {
-                const slice & sl = s.at(*op, experts[i], versions[i]);
-                if (mine[i] || !sl.settled()) {
-                    continue;
-                }
-                REQUIRE(versions[i] == SKIP ? sl.source.type < 0 : sl.version == versions[i] && sl.expert == experts[i]);
-                if (sl.data) {
-                    low += versions[i] == LOW;
-                    for (uint64_t b = 0; b < sl.source.nbytes; b += 97) {
-                        REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
-                    }
-                    computed++;
-                } else if (sl.source.type >= 0) {
-                    failed++;
-                }
-                skipped += versions[i] == SKIP;
-                mine[i] = 1;
-                left--;
-                if (done[i].fetch_add(1) + 1 == n_threads) {
-                    s.unpin(*op, experts[i], versions[i]);
-                }
-            }
-            if (left == before) {
-                s.wait(seen, *op, n_threads);
-            }
-        }
+        new (run_of_op) op_run(s, *op, graph_of_this_thread(), items.data(), experts.data(), versions.data(), (int32_t) experts.size(), n_threads);
     }
 
-    void helper() {
+    // one thread's part of an op, as the MUL_MAT_ID kernel does it
+    void compute(int ith) {
+        ((op_run *) run_of_op)->compute(ith, [this](const op_item & item, const slice & sl, const uint8_t * data, int32_t part) {
+            REQUIRE(item.version == SKIP ? sl.source.type < 0 : sl.version == item.version && sl.expert == item.expert);
+            REQUIRE(sl.settled() && sl.data == data);
+            if (data) {
+                low += item.version == LOW;
+                for (uint64_t b = (uint64_t) part; b < sl.source.nbytes; b += 97) {
+                    REQUIRE(data[b] == byte_at(sl.source.offset + b));
+                }
+                computed++;
+            } else if (sl.source.type >= 0) {
+                failed++;
+            }
+            skipped += item.version == SKIP;
+            n_computed[(size_t) (&item - items.data())][(size_t) part]++;
+        });
+    }
+
+    // each part once
+    bool is_whole() const {
+        bool is_whole = true;
+        for (size_t i = 0; i < experts.size(); i++) {
+            for (int part = 0; part < max_parts; part++) {
+                const int n = n_computed[i][(size_t) part];
+                REQUIRE(n <= (part < items[i].n_parts));
+                is_whole = is_whole && n == (part < items[i].n_parts);
+            }
+        }
+        return is_whole;
+    }
+
+    void helper(int ith) {
         while (true) {
             meet.wait();
             if (quit) {
                 return;
             }
-            compute();
+            compute(ith);
             meet.wait();
         }
     }
 
     void run() {
         std::mt19937 rng(seed);
-        std::thread second([this] { helper(); });
+        std::vector<std::thread> helpers;
+        for (int i = 1; i < n_threads; i++) {
+            helpers.emplace_back([this, i] { helper(i); });
+        }
         while (!stop) {
             for (int layer = 0; layer < n_layers; layer++) {
                 const int n_tokens = rng() % 4 ? 1 : 5;
@@ -171,6 +182,8 @@ struct context {
                     const device_ids out = { slots.data(), host.data() };
                     s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float), 0 }, has_device ? &out : nullptr);
                     check_device(g, ids);
+                    std::string of_upload;
+                    s.take_error(of_upload);
                     for (int i = 0; e.versions && i < n_tokens * n_used; i++) {
                         decided[ids[i]] = of_row[i] = e.versions[i];
                     }
@@ -200,20 +213,26 @@ struct context {
                             versions.push_back(v);
                         }
                     }
-                    for (size_t i = 0; i < experts.size(); i++) {
-                        done[i] = 0;
-                    }
-                    s.pin(*op, experts.data(), versions.data(), (int32_t) experts.size());
+                    const uint64_t n_failed = failed, n_before = n_cancels;
+                    begin(rng);
                     meet.wait();
-                    compute();
+                    compute(0);
                     meet.wait();
+                    const bool is_cancelled = n_before % 2 == 1 || n_before != n_cancels;
+                    REQUIRE(is_whole() || is_cancelled);
+                    std::string message; // of this context's ops, and of no other's
+                    REQUIRE(failed == n_failed || s.should_abort());
+                    const bool is_told = s.take_error(message);
+                    REQUIRE(is_told <= (failed > n_failed) && (is_cancelled || is_told == (failed > n_failed)));
                 }
                 check_device(g, ids);
             }
         }
         quit = true;
         meet.wait();
-        second.join();
+        for (auto & t : helpers) {
+            t.join();
+        }
     }
 };
 
@@ -249,9 +268,8 @@ static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned s
 static void round_of(const std::string & path, double seconds, unsigned seed) {
     std::mt19937 rng(seed);
     moeoff_params params = {};
-    params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | MOEOFF_FLAG_ROUTING | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0) |
-                         (rng() % 2 ? MOEOFF_FLAG_SERIAL : 0);
-    params.n_io_workers     = 1 + (int32_t) (rng() % 4);
+    params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | MOEOFF_FLAG_ROUTING | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
+    params.n_io_threads     = 1 + (int32_t) (rng() % 4);
     params.read_chunk  = page_size;
     const bool two_versions = rng() % 4 != 0;
     store s(params);
@@ -377,7 +395,14 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
             s.check_invariants();
             moeoff_stats stats;
             s.get_stats(stats);
-            s.take_error(e);
+            REQUIRE(!s.take_error(e)); // of other threads' graphs
+            if (r() % 50 == 0) {
+                n_cancels++;
+                s.set_cancelled(true);
+                std::this_thread::sleep_for(std::chrono::microseconds(r() % 500));
+                s.set_cancelled(false);
+                n_cancels++;
+            }
             for (int32_t i = s.take_reads(reads.data(), (int32_t) reads.size()); i-- > 0;) {
                 const moeoff_read & read = reads[i];
                 REQUIRE(read.nbytes == s.at(s.experts().tensor_at(read.tensor), read.expert, (uint8_t) read.version).source.nbytes);
@@ -429,7 +454,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     REQUIRE((low_reads > 0) >= (low > 0) && (stats.low_bytes_read > 0) >= (low > 0) && stats.low_bytes_read <= stats.bytes_read);
     printf("device mode %d: %llu slices there, %llu experts uploaded; ", device ? mode : 0, (unsigned long long) on_device, (unsigned long long) stats.device_uploads);
     printf("flags %u, %d workers: %llu slices computed, %llu low, %llu skipped, %llu failed, %llu hits, %llu misses, %llu evictions, %llu prefetched, %llu useful, "
-           "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_io_workers,
+           "%llu dropped, %llu read errors, %llu events lost\n", params.flags, params.n_io_threads,
            (unsigned long long) computed, (unsigned long long) low, (unsigned long long) skipped, (unsigned long long) failed, (unsigned long long) stats.demand_hits, (unsigned long long) stats.demand_misses,
            (unsigned long long) stats.evictions, (unsigned long long) stats.prefetch_issued, (unsigned long long) stats.prefetch_useful,
            (unsigned long long) stats.prefetch_dropped, (unsigned long long) stats.read_errors, (unsigned long long) stats.events_dropped);

@@ -5,9 +5,17 @@
 #include "moeoff-arena.h"
 #include "moeoff-files.h"
 
+#include <cerrno>
 #include <cstring>
 #include <random>
 #include <set>
+#include <string>
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 using namespace moeoff;
 
@@ -126,3 +134,125 @@ TEST(slots_do_not_overlap_and_keep_their_bytes) {
         }
     }
 }
+
+#ifdef __linux__
+
+// what the system says of the mapping that p lies in: its permissions, or the line of its flags
+static std::string mapping_of(const uint8_t * p, bool wants_flags) {
+    FILE * file = fopen("/proc/self/smaps", "r");
+    REQUIRE(file);
+    char        line[512], permissions[8];
+    std::string found;
+    bool        is_inside = false;
+    while (fgets(line, sizeof(line), file)) {
+        unsigned long begin, end;
+        if (sscanf(line, "%lx-%lx %7s", &begin, &end, permissions) == 3) {
+            is_inside = begin <= (uintptr_t) p && (uintptr_t) p < end;
+            found     = is_inside && !wants_flags ? permissions : found;
+        } else if (is_inside && wants_flags && strncmp(line, "VmFlags:", 8) == 0) {
+            found = std::string(line).replace(strlen(line) - 1, 1, " ");
+        }
+    }
+    fclose(file);
+    return found;
+}
+
+static uint64_t data_bytes() {
+    FILE * file = fopen("/proc/self/status", "r");
+    REQUIRE(file);
+    char          line[256];
+    unsigned long kib = 0;
+    while (fgets(line, sizeof(line), file)) {
+        sscanf(line, "VmData: %lu", &kib);
+    }
+    fclose(file);
+    return (uint64_t) kib << 10;
+}
+
+TEST(a_slot_can_be_written_to_from_its_first_use_on) {
+    arena a;
+    const int cls = a.add_class(1, 64), other = a.add_class(page_size + 1, 64);
+    REQUIRE(a.reserve(a.full_bytes()));
+    for (int i = 0; i < 8; i++) {
+        REQUIRE(a.take(cls) == i);
+    }
+    REQUIRE(mapping_of(a.data(cls, 7), false) == "rw-p" && mapping_of(a.data(cls, 8), false) == "---p");
+    REQUIRE(mapping_of(a.data(cls, 63), false) == "---p" && mapping_of(a.data(other, 63), false) == "---p");
+    for (int i = 0; i < 8; i++) {
+        a.give(cls, i);
+    }
+    a.set_limit(0);
+    REQUIRE(a.trim());
+    a.set_limit(a.full_bytes());
+    REQUIRE(a.take(cls) < 8); // not one that has never been used
+    REQUIRE(mapping_of(a.data(cls, 8), false) == "---p");
+}
+
+// RLIMIT_DATA counts what may be written, as vm.overcommit_memory=2 does for the whole system
+TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
+    arena a;
+    const uint64_t slice = 1 << 20, n = 1 << 12;
+    const int      cls   = a.add_class(slice, n);
+    rlimit         bound;
+    REQUIRE(getrlimit(RLIMIT_DATA, &bound) == 0);
+    bound.rlim_cur = data_bytes() + 32 * slice;
+    REQUIRE(setrlimit(RLIMIT_DATA, &bound) == 0);
+    REQUIRE(a.reserve(a.full_bytes()));
+    std::vector<int32_t> taken;
+    for (int32_t slot; (slot = a.take(cls)) >= 0; taken.push_back(slot)) {
+        memset(a.data(cls, slot), 1, a.slot_bytes_of(cls));
+    }
+    REQUIRE(taken.size() > 8 && taken.size() <= 32 && a.committed_bytes() == taken.size() * a.slot_bytes_of(cls));
+    a.give(cls, taken.back());
+    REQUIRE(a.take(cls) == taken.back() && a.take(cls) == -1);
+}
+
+TEST(an_arena_without_memory_for_two_slots_is_refused) {
+    arena  a;
+    rlimit bound;
+    a.add_class(64 << 20, 4);
+    REQUIRE(getrlimit(RLIMIT_DATA, &bound) == 0);
+    bound.rlim_cur = data_bytes() + (80 << 20);
+    REQUIRE(setrlimit(RLIMIT_DATA, &bound) == 0);
+    REQUIRE(!a.reserve(a.full_bytes()) && errno == ENOMEM);
+}
+
+TEST(a_forked_process_and_a_core_file_have_nothing_of_the_arena) {
+    arena a;
+    const int cls = a.add_class(page_size, 16);
+    REQUIRE(a.reserve(a.full_bytes()));
+    const int32_t slot = a.take(cls);
+    memset(a.data(cls, slot), 1, a.slot_bytes_of(cls));
+    for (const uint8_t * p : { a.data(cls, slot), a.data(cls, 15) }) {
+        const std::string flags = mapping_of(p, true);
+        REQUIRE(flags.find(" dc ") != std::string::npos && flags.find(" dd ") != std::string::npos && flags.find(" nh ") != std::string::npos);
+    }
+    const pid_t child = fork();
+    if (child == 0) {
+        _exit(msync(a.data(cls, slot), page_size, MS_ASYNC) == -1 && errno == ENOMEM ? 0 : 1); // not mapped
+    }
+    int status = -1;
+    REQUIRE(waitpid(child, &status, 0) == child && status == 0);
+}
+
+// the sanitizer's does nothing
+extern "C" int munlock(const void * p, size_t n) noexcept { return (int) syscall(SYS_munlock, p, n); }
+
+TEST(what_is_locked_in_memory_is_given_back_too) {
+    arena a;
+    const int cls = a.add_class(page_size, 4);
+    REQUIRE(a.reserve(a.full_bytes()));
+    const int32_t slot = a.take(cls);
+    memset(a.data(cls, slot), 1, small);
+    REQUIRE(syscall(SYS_mlock, a.data(cls, 0), 2 * small) == 0); // as mlockall() does
+    a.give(cls, slot);
+    a.set_limit(0);
+    REQUIRE(a.trim() && a.committed_bytes() == 0);
+    a.set_limit(small);
+    REQUIRE(a.take(cls) == slot);
+    for (uint64_t i = 0; i < small; i++) {
+        REQUIRE(a.data(cls, slot)[i] == 0);
+    }
+}
+
+#endif

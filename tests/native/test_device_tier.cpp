@@ -437,3 +437,24 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
     std::string message;
     REQUIRE(s.take_error(message) && message == "scripted");
 }
+
+TEST(who_waits_for_uploads_wakes_when_one_ends_after_the_stop) {
+    uploader          uploads;
+    std::atomic<bool> drains {false};
+    uploads.start([&](gate &, const upload &) {
+        while (!drains) {
+            std::this_thread::yield();
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(50)); // it falls asleep meanwhile
+    });
+    gate g;
+    uploads.announce();
+    uploads.stop();
+    std::thread waiting([&] {
+        drains = true;
+        uploads.drain();
+    });
+    uploads.add(g, {});
+    waiting.join();
+    REQUIRE(uploads.n_pending() == 0);
+}

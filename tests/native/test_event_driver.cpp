@@ -5,6 +5,9 @@
 #include "moeoff-event-driver.h"
 
 #include <chrono>
+#include <string>
+
+#include <pthread.h>
 
 using namespace moeoff;
 
@@ -14,6 +17,7 @@ struct received {
     std::atomic<bool>     inside {false};
     int                   n_ends = 0;
     int                   n_rows = 0;
+    std::string           thread;          // its name
 };
 
 static void on_gate(const moeoff_gate_event * e, void * user) {
@@ -22,6 +26,9 @@ static void on_gate(const moeoff_gate_event * e, void * user) {
         r.n_ends++;
         return;
     }
+    char name[32] = "";
+    pthread_getname_np(pthread_self(), name, sizeof(name));
+    r.thread = name;
     r.inside = true;
     while (r.hold) {
         std::this_thread::sleep_for(std::chrono::milliseconds(1));
@@ -93,7 +100,7 @@ TEST(events_arrive_in_order_and_dense) {
         }
     }
     driver.stop();
-    REQUIRE(r.seqs.size() == 2000 && r.n_ends == 1);
+    REQUIRE(r.seqs.size() == 2000 && r.n_ends == 1 && r.thread == "moeoff-driver");
     for (uint64_t seq = 0; seq < 2000; seq++) {
         REQUIRE(r.seqs[seq] == seq);
     }

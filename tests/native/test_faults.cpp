@@ -24,7 +24,7 @@
 
 using namespace moeoff;
 
-enum call { OPEN, STAT, READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED, MAP, ADVISE, THREAD, ALLOC, N_CALLS };
+enum call { OPEN, STAT, READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED, MAP, PROTECT, ADVISE, THREAD, ALLOC, N_CALLS };
 
 static std::atomic<int>  armed {-1};
 static std::atomic<long> nth {0}, n_seen {0}, n_fired {0};
@@ -54,6 +54,21 @@ int open(const char * path, int flags, ...) {
     return next(path, flags, mode);
 }
 
+// what a disk would tell of itself; 0: it tells nothing
+static std::atomic<uint32_t> direct_alignment {0};
+
+int statx(int fd, const char * path, int flags, unsigned mask, struct statx * st) noexcept {
+    static const auto next = real<int (*)(int, const char *, int, unsigned, struct statx *)>("statx");
+    const int done = next(fd, path, flags, mask, st);
+    if (done == 0 && mask & STATX_DIOALIGN) {
+        st->stx_mask            |= direct_alignment ? STATX_DIOALIGN : 0;
+        st->stx_mask            &= direct_alignment ? ~0u : ~(unsigned) STATX_DIOALIGN;
+        st->stx_dio_offset_align = direct_alignment;
+        st->stx_dio_mem_align    = 4;
+    }
+    return done;
+}
+
 int fstat(int fd, struct stat * st) noexcept {
     static const auto next = real<int (*)(int, struct stat *)>("fstat");
     if (strikes(STAT)) {
@@ -63,8 +78,14 @@ int fstat(int fd, struct stat * st) noexcept {
     return next(fd, st);
 }
 
+static thread_local std::function<bool(int fd)> before_read; // true: refuses this one
+
 ssize_t pread(int fd, void * data, size_t n, off_t at) {
     static const auto next = real<ssize_t (*)(int, void *, size_t, off_t)>("pread");
+    if (before_read && before_read(fd)) {
+        errno = EINVAL;
+        return -1;
+    }
     for (const int call : { READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED }) {
         if (strikes(call)) {
             if (call == READ_SHORT) {
@@ -84,6 +105,15 @@ void * mmap(void * at, size_t n, int prot, int flags, int fd, off_t offset) noex
         return MAP_FAILED;
     }
     return next(at, n, prot, flags, fd, offset);
+}
+
+int mprotect(void * at, size_t n, int prot) noexcept {
+    static const auto next = real<int (*)(void *, size_t, int)>("mprotect");
+    if (strikes(PROTECT)) {
+        errno = ENOMEM;
+        return -1;
+    }
+    return next(at, n, prot);
 }
 
 int madvise(void * at, size_t n, int advice) noexcept {
@@ -179,7 +209,7 @@ struct user {
                 try { // as the gate's node does it
                     s.gate_event(s.experts().gate_at(t.info.gate), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 });
                 } catch (const std::bad_alloc &) {
-                    s.fail("out of memory");
+                    s.fail(graph_of_this_thread(), "out of memory");
                 }
                 if (prefetches) {
                     s.prefetch(1 - t.info.gate, ids, 2, 2, ~0u, HIGH, true, -1);
@@ -195,13 +225,14 @@ struct user {
                     REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
                 }
                 good = good && sl.data;
+                s.fail(graph_of_this_thread(), sl);
                 s.unpin(t, e, HIGH);
             }
         }
         s.drain();
         std::string message;
         const bool is_told = s.take_error(message);
-        REQUIRE(good || is_told);
+        REQUIRE(good || is_told); // and a prefetch that failed is not
         REQUIRE(!is_told || message == "out of memory" || (message.find(file.path) == 0 && message.find("at offset ") != std::string::npos));
         return !is_told;
     }
@@ -272,6 +303,45 @@ void load_and_compute(user & u, bool & failed) {
 }
 
 } // namespace
+
+TEST(a_read_goes_on_when_another_one_is_refused) {
+    const slice_file file { 1 << 15 };
+    files f;
+    std::string error;
+    REQUIRE(f.add(file.path, true, error) == 0);
+    alignas(page_size) static uint8_t bytes[1 << 15], other[1 << 13];
+    bool direct = false;
+    int  n = 0;
+    before_read = [&](int) {
+        if (++n == 2) { // between two chunks of the first read; what it was told of the file no longer holds
+            std::string message;
+            bool        is_direct = true;
+            REQUIRE(f.read(0, 0, 5000, other, page_size, nullptr, is_direct, message) == 0 && !is_direct);
+        }
+        return n == 3; // the file system refuses the other one
+    };
+    const int err = f.read(0, 100, 30000, bytes, page_size, nullptr, direct, error);
+    before_read = nullptr;
+    REQUIRE(err == 0 && f.any_buffered() && n > 5);
+    for (int i = 100; i < 30100; i++) {
+        REQUIRE(bytes[i] == byte_at((uint64_t) i));
+    }
+}
+
+TEST(a_disk_with_large_sectors_is_not_asked_for_pages) {
+    const slice_file file { 1 << 15 };
+    alignas(page_size) static uint8_t bytes[1 << 13];
+    for (const uint32_t alignment : { 0u, 512u, (uint32_t) page_size, 4u * (uint32_t) page_size }) {
+        direct_alignment = alignment;
+        files       f;
+        std::string error;
+        bool        direct = false;
+        REQUIRE(f.add(file.path, true, error) == 0);
+        REQUIRE(f.read(0, 0, 5000, bytes, page_size, nullptr, direct, error) == 0);
+        REQUIRE(direct == (alignment <= page_size) && f.any_buffered() == !direct);
+    }
+    direct_alignment = 0;
+}
 
 TEST(every_fault_while_loading) {
     REQUIRE(sweep(load_and_compute, false) > 50);

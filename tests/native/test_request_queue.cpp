@@ -2,7 +2,7 @@
 
 #include "check.h"
 
-#include "moeoff-request-queue.h"
+#include "moeoff-slice-table.h"
 
 #include <algorithm>
 #include <deque>

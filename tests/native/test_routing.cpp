@@ -3,7 +3,6 @@
 #include "check.h"
 
 #include "moeoff-routing.h"
-#include "moeoff-simulated-cache.h"
 
 #include <algorithm>
 #include <cmath>

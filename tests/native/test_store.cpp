@@ -84,6 +84,7 @@ TEST(an_op_after_the_stop_fails) {
     x.pin({ 1 });
     REQUIRE(x.settles(1));
     REQUIRE(x.state(1) == FAILED && !x.s.at(*x.t, 1, HIGH).data);
+    x.s.fail(graph_of_this_thread(), x.s.at(*x.t, 1, HIGH)); // as the op does
     REQUIRE(x.s.should_abort()); // else the graph would go on with zeros
     x.s.unpin(*x.t, 1, HIGH);
     REQUIRE(x.state(1) == ABSENT);
@@ -98,7 +99,7 @@ TEST(a_stop_fails_what_is_queued_and_pinned) {
     REQUIRE(x.state(1) == QUEUED);
     std::thread stopper([&] { x.s.stop(); });
     REQUIRE(x.settles(1));
-    REQUIRE(x.state(1) == FAILED && x.s.should_abort());
+    REQUIRE(x.state(1) == FAILED);
     x.reads[0].released = true;
     stopper.join();
     REQUIRE(x.state(0) == READY); // its read had begun
@@ -118,7 +119,7 @@ TEST(a_read_that_was_given_up_and_wanted_again_fails_at_the_stop) {
     x.reads[0].released = true;
     stopper.join();
     REQUIRE(x.settles(0));
-    REQUIRE(x.state(0) == FAILED && x.s.should_abort());
+    REQUIRE(x.state(0) == FAILED);
 }
 
 TEST(a_prefetch_evicts_no_other_candidate) {
@@ -139,51 +140,123 @@ TEST(a_prefetch_evicts_no_other_candidate) {
     REQUIRE(x.state(0) == READY && x.state(1) == ABSENT && x.state(3) == ABSENT);
 }
 
-TEST(the_error_of_a_graph_does_not_fail_the_next_one) {
-    scripted_store x(2);
-    x.reads[0].result = EIO;
-    x.reads[1].result = EIO;
-    x.pin({ 0, 1 });
-    wait_until([&] { return x.reads[0].started.load() && x.reads[1].started.load(); });
-    x.reads[0].released = true;
-    REQUIRE(x.settles(0));
-    x.s.unpin(*x.t, 0, HIGH);
-    // the graph ends, its second read is slow to land; taking the error waits for it
-    std::thread slow([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1300));
-        x.reads[1].released = true;
-    });
-    std::string message;
-    REQUIRE(x.s.take_error(message) && message == "scripted");
-    REQUIRE(x.state(1) == FAILED);
-    slow.join();
-    REQUIRE(!x.s.should_abort());
+TEST(a_prefetch_that_fails_is_dropped_and_counted) {
+    for (const bool is_expected : { true, false }) {
+        for (const int err : { EIO, ENOMEM }) {
+            scripted_store x(1);
+            x.reads[1].result   = err;
+            x.reads[1].released = true;
+            const int32_t guess = 1;
+            REQUIRE(x.s.prefetch(0, &guess, 1, 1, ~0u, HIGH, is_expected, -1) == 1);
+            moeoff_stats stats = {};
+            wait_until([&] {
+                x.s.get_stats(stats);
+                return stats.read_errors == 1;
+            });
+            REQUIRE(x.state(1) == ABSENT && stats.prefetch_dropped == 1);
+            std::string message;
+            REQUIRE(!x.s.should_abort() && !x.s.take_error(message)); // nobody needs it
+            x.reads[1].result = 0;
+            x.pin({ 1 }); // whoever does reads it again
+            REQUIRE(x.settles(1) && x.state(1) == READY);
+            x.s.unpin(*x.t, 1, HIGH);
+            x.s.check_invariants();
+        }
+    }
 }
 
-TEST(taking_an_error_does_not_wait_for_reads_that_begin_later) {
+TEST(what_a_gate_has_chosen_is_read_again_for_its_op) {
+    scripted_store x(1);
+    x.reads[1].result   = EIO;
+    x.reads[1].released = true;
+    const int32_t id = 1;
+    const float   weight = 1.0f;
+    moeoff_gate_event e = {};
+    e.n_tokens = 1; e.n_used = 1; e.ids = &id; e.weights = &weight;
+    x.s.gate_event(x.s.experts().gate_at(0), e, { sizeof(id), sizeof(weight), sizeof(float) });
+    moeoff_stats stats = {};
+    wait_until([&] {
+        x.s.get_stats(stats);
+        return stats.read_errors == 1;
+    });
+    REQUIRE(!x.s.should_abort() && x.state(1) == ABSENT);
+    x.reads[1].result = 0;
+    x.pin({ 1 });
+    REQUIRE(x.settles(1) && x.state(1) == READY);
+    x.s.unpin(*x.t, 1, HIGH);
+    x.s.get_stats(stats);
+    REQUIRE(stats.demand_misses == 1 && stats.prefetch_dropped == 0);
+}
+
+TEST(a_failure_belongs_to_the_graph_whose_op_it_was) {
     scripted_store x(2);
     x.reads[0].result   = EIO;
-    x.reads[0].released = true;
+    x.reads[0].released = x.reads[1].released = true;
+    std::thread other_context([&] { // which has one of its own, and takes it
+        x.pin({ 1 });
+        REQUIRE(x.settles(1));
+        x.s.fail(graph_of_this_thread(), x.s.at(*x.t, 1, HIGH)); // no failure
+        REQUIRE(!x.s.should_abort());
+        x.s.unpin(*x.t, 1, HIGH);
+    });
+    const uint64_t mine = graph_of_this_thread();
     x.pin({ 0 });
     REQUIRE(x.settles(0));
+    std::thread helper([&] { x.s.fail(mine, x.s.at(*x.t, 0, HIGH)); }); // any thread of the op
+    helper.join();
     x.s.unpin(*x.t, 0, HIGH);
-    // another context goes on: two of its reads are in flight, a prefetch waits
-    x.pin({ 1, 3 });
-    wait_until([&] { return x.reads[1].started && x.reads[3].started; });
-    const int32_t expert = 2;
-    REQUIRE(x.s.prefetch(0, &expert, 1, 1, ~0u, HIGH, false, -1) == 1);
-    std::thread taker([&] {
-        std::string message;
-        REQUIRE(x.s.take_error(message));
+    other_context.join();
+    std::string message;
+    std::thread third([&] {
+        REQUIRE(graph_of_this_thread() != mine && !x.s.should_abort() && !x.s.take_error(message));
     });
-    wait_until([&] { return x.state(2) == ABSENT; }); // dropped: now it waits for what is in flight
-    x.pin({ 2 });
-    x.reads[3].released = true;
-    wait_until([&] { return x.reads[2].started.load(); }); // a read that began later, and does not end
-    x.reads[1].released = true;
-    taker.join();
-    x.reads[2].released = true;
-    REQUIRE(x.settles(2));
+    third.join();
+    REQUIRE(x.s.should_abort());
+    REQUIRE(x.s.take_error(message) && message == "scripted");
+    REQUIRE(!x.s.should_abort() && !x.s.take_error(message)); // the next graph starts clean
+}
+
+TEST(a_cancelled_wait_ends_though_its_read_hangs) {
+    scripted_store x(1);
+    x.pin({ 0, 1 });
+    wait_until([&] { return x.reads[0].started.load(); });
+    std::atomic<bool> has_ended { false };
+    std::thread op([&] {
+        const uint64_t seen = x.s.generation();
+        REQUIRE(!x.s.wait(seen, *x.t, 1));
+        x.s.fail(graph_of_this_thread(), nullptr);
+        for (const int e : { 0, 1 }) {
+            x.s.unpin(*x.t, e, HIGH);
+        }
+        x.s.set_cancelled(false);
+        std::string message;
+        REQUIRE(x.s.should_abort()); // though it was taken back
+        REQUIRE(!x.s.take_error(message) && !x.s.should_abort());
+        has_ended = true;
+    });
+    x.s.set_cancelled(true);
+    wait_until([&] { return has_ended.load(); });
+    op.join();
+    x.s.check_invariants();
+    REQUIRE(x.state(0) == LOADING && x.state(1) == ABSENT); // the slot waits for the read
+    x.reads[0].released = true;
+    wait_until([&] { return x.state(0) == READY; });
+}
+
+TEST(sources_have_the_size_of_their_type_and_shape) {
+    slice_file file { 1 << 16 };
+    store s(scripted_store::params_of(1));
+    std::string error;
+    REQUIRE(s.add_file(file.path, error) == 0);
+    s.set_type_size([](int32_t type, const int64_t * ne) -> uint64_t { return type == 1 && ne[0] % 4 == 0 ? (uint64_t) (2 * ne[0] * ne[1]) : 0; });
+    moeoff_tensor_info info = tensor_info(0, MOEOFF_MATRIX_UP, 1);
+    info.ne[0] = 8;
+    info.ne[1] = 3;
+    s.add_tensor(info, false);
+    const moeoff_source good = { 0, 1, 100, 48, 0 }, small = { 0, 1, 100, 47, 0 }, unknown = { 0, 2, 100, 48, 0 }, none = { -1, -1, 0, 0, 0 };
+    REQUIRE(s.set_sources(0, HIGH, &good, 1, error) && s.set_sources(0, HIGH, &none, 1, error));
+    REQUIRE(!s.set_sources(0, HIGH, &small, 1, error) && error == "blk.0.1: expert 0 has 47 bytes, and 3 rows of 8 values of type 1 take 48");
+    REQUIRE(!s.set_sources(0, HIGH, &unknown, 1, error) && error == "blk.0.1: expert 0 has 48 bytes, and 3 rows of 8 values of type 2 do not exist");
 }
 
 TEST(evictions_go_by_the_priorities_that_were_published) {

@@ -2,7 +2,7 @@
 
 #include "check.h"
 
-#include "moeoff-gate-selection.h"
+#include "moeoff-gate-events.h"
 #include "moeoff-version-selector.h"
 
 #include <algorithm>

@@ -27,6 +27,7 @@ struct template_question { // source and input follow
     uint32_t task;
     uint32_t mark_input;
     uint64_t memory; // bytes that may be taken for it
+    uint64_t seconds; // after which the program ends itself: who asked may be gone
     uint64_t n_source;
     uint64_t n_input;
 };

@@ -5,6 +5,7 @@
 
 #include "ggml.h"
 
+#include <signal.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <unistd.h>
@@ -128,6 +129,15 @@ static template_answer answer(std::list<parsed_template> & kept, const template_
     return said;
 }
 
+// As of a new process: who started this one may have blocked it, or chosen to ignore it
+static void receive_alarms() {
+    sigset_t alarms;
+    sigemptyset(&alarms);
+    sigaddset(&alarms, SIGALRM);
+    signal(SIGALRM, SIG_DFL);
+    sigprocmask(SIG_UNBLOCK, &alarms, nullptr);
+}
+
 int main() {
     for (int fd = 3; fd < 1024; fd++) { // of the process that has started this one
         close(fd);
@@ -135,11 +145,13 @@ int main() {
     const rlimit no_core = { 0, 0 };
     setrlimit(RLIMIT_CORE, &no_core);
     std::set_new_handler(on_no_memory);
+    receive_alarms();
     no_signals(0);
     const uint64_t             before = address_space();
     std::list<parsed_template> kept;
     template_question          question;
     while (read_whole(&question, sizeof(question))) {
+        alarm((unsigned) question.seconds);
         bound_memory(before, question.memory + 2 * (question.n_source + question.n_input)); // so that it can be read
         std::string     text;
         jinja::caps     caps;
@@ -148,6 +160,7 @@ int main() {
             said.status == TEMPLATE_NO_MEMORY) {
             break;
         }
+        alarm(0);
     }
     return 0;
 }

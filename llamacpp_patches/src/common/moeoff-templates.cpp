@@ -254,7 +254,8 @@ static reply ask(template_task task, const std::string & source, const std::stri
     const int64_t large = LARGE + TIMES * (int64_t) input.size();
     turn          mine;
     for (const int64_t memory : { SMALL, large }) {
-        const template_question question = { task, mark_input, (uint64_t) memory, source.size(), input.size() };
+        const uint64_t          seconds  = (uint64_t) PATIENCE.count() + 1;
+        const template_question question = { task, mark_input, (uint64_t) memory, seconds, source.size(), input.size() };
         reply                   got      = mine.ask(question, source, input);
         if (got.went == io::gone && !got.fresh) { // somebody may have ended it
             mine.end();

@@ -1,8 +1,9 @@
 // moeoff.h over the store: no logic of its own. No exception leaves it: what takes memory runs inside guarded(), the rest throws
 // nothing.
 
+#include "moeoff-api.h"
+
 #include "moeoff-hash.h"
-#include "moeoff-last-error.h"
 #include "moeoff-store.h"
 
 #include <cstddef>
@@ -52,18 +53,21 @@ uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t seed) { retu
 
 moeoff_expert_buffer * moeoff_expert_buffer_init(moeoff_params params) {
     return guarded((moeoff_expert_buffer *) nullptr, [&]() -> moeoff_expert_buffer * {
-        if (params.n_io_workers < 1 || params.n_io_workers > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
-            fail("n_lanes must be 1 to 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
+        if (params.n_io_threads < 1 || params.n_io_threads > 64 || params.read_chunk < moeoff::page_size || params.read_chunk % moeoff::page_size != 0) {
+            fail("io_threads must be 1 to 64 and read_chunk a multiple of " + std::to_string(moeoff::page_size));
             return nullptr;
         }
-        return new moeoff_expert_buffer { std::make_shared<moeoff::store>(params) };
+        auto eb  = std::make_shared<moeoff_expert_buffer>();
+        eb->store = std::make_unique<moeoff::store>(params);
+        eb->self  = eb;
+        return eb.get();
     });
 }
 
 void moeoff_expert_buffer_free(moeoff_expert_buffer * eb) {
-    if (eb) {
+    if (eb && !eb->store->is_copy()) { // there it is forgotten
         eb->store->stop();
-        delete eb;
+        const auto last = std::move(eb->self); // or a model is
     }
 }
 
@@ -135,16 +139,19 @@ float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gates, int32_t 
 
 void moeoff_publish(moeoff_expert_buffer * eb) { eb->store->publish(); }
 
-static int32_t queued(int32_t n) {
-    return n >= 0 ? n : guarded(-1, [] { return fail("no such gate, experts, or versions of them, or the buffer is not running"); });
+static int32_t queued(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, bool expected, int32_t limit) {
+    return guarded(-1, [&] {
+        const int32_t n_queued = eb->store->prefetch(gate, experts, n, n_read, matrices, (moeoff::version) version, expected, limit);
+        return n_queued >= 0 ? n_queued : fail("no such gate, experts, or versions of them, or the buffer is not running");
+    });
 }
 
 int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit) {
-    return queued(eb->store->prefetch(gate, experts, n, n_read, matrices, (moeoff::version) version, true, limit));
+    return queued(eb, gate, experts, n, n_read, matrices, version, true, limit);
 }
 
 int32_t moeoff_preload(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, uint32_t matrices, int32_t version) {
-    return queued(eb->store->prefetch(gate, experts, n, n, matrices, (moeoff::version) version, false, -1));
+    return queued(eb, gate, experts, n, n, matrices, version, false, -1);
 }
 
 int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gate) { return eb->store->prefetch_cancel(gate); }
@@ -211,6 +218,10 @@ int moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32
 
 int moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size) {
     std::string text;
+    if (eb->store->is_copy()) {
+        snprintf(message, size, "the model was opened in another process, of which this one is a copy: it cannot compute here");
+        return 1;
+    }
     if (!eb->store->take_error(text)) {
         return 0;
     }

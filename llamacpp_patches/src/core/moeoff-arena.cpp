@@ -6,6 +6,7 @@
 #include "moeoff-files.h"
 
 #include <algorithm>
+#include <initializer_list>
 
 #include <sys/mman.h>
 #include <unistd.h>
@@ -16,19 +17,35 @@
 
 namespace moeoff {
 
-// Gives the memory of a range back at once. The system's pages may be larger than ours; those that reach beyond the range stay.
-static void give_back(uint8_t * base, uint64_t bytes) {
+// The system's pages may be larger than ours.
+static uintptr_t system_page() {
     static const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
-    const uintptr_t begin = ((uintptr_t) base + page - 1) / page * page;
-    const uintptr_t end   = ((uintptr_t) base + bytes) / page * page;
+    return page;
+}
+
+static uintptr_t system_page_floor(const uint8_t * p) { return (uintptr_t) p / system_page() * system_page(); }
+static uintptr_t system_page_ceil (const uint8_t * p) { return system_page_floor(p + system_page() - 1); }
+
+// Gives the memory of a range back at once. The system's pages that reach beyond the range stay.
+static void give_back(uint8_t * base, uint64_t bytes) {
+    const uintptr_t begin = system_page_ceil(base), end = system_page_floor(base + bytes);
     if (begin >= end) {
         return;
     }
 #ifdef __APPLE__ // MADV_DONTNEED keeps what is in them there; new pages in their place do not
     mmap((void *) begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #else
-    madvise((void *) begin, end - begin, MADV_DONTNEED);
+    if (madvise((void *) begin, end - begin, MADV_DONTNEED) != 0) { // of a process that has locked all of its memory, these pages too
+        munlock((void *) begin, end - begin);
+        madvise((void *) begin, end - begin, MADV_DONTNEED);
+    }
 #endif
+}
+
+// From here on the range may be read and written: the system promises memory for it, or does not.
+static bool open_range(uint8_t * base, uint64_t bytes) {
+    const uintptr_t begin = system_page_floor(base), end = system_page_ceil(base + bytes);
+    return mprotect((void *) begin, end - begin, PROT_READ | PROT_WRITE) == 0;
 }
 
 arena::~arena() {
@@ -78,15 +95,18 @@ bool arena::reserve(uint64_t limit_bytes) {
     if (region_bytes == 0) {
         return true;
     }
-    void * p = mmap(nullptr, region_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void * p = mmap(nullptr, region_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
         region_bytes = 0;
         return false;
     }
     region = (uint8_t *) p;
-#ifdef MADV_NOHUGEPAGE
-    // a huge page would bring back memory that was just given up beside a slot, and break the bound
-    madvise(region, region_bytes, MADV_NOHUGEPAGE);
+#ifdef __linux__
+    // A huge page would bring back memory that was just given up beside a slot, and break the bound. A forked process cannot use the
+    // slots, and would double what is written to from then on; a core file would be as large as the model.
+    for (const int advice : { MADV_NOHUGEPAGE, MADV_DONTFORK, MADV_DONTDUMP }) {
+        madvise(region, region_bytes, advice);
+    }
 #endif
     uint8_t * base = region;
     for (auto & c : classes) {
@@ -97,7 +117,21 @@ bool arena::reserve(uint64_t limit_bytes) {
         for (int32_t i = (int32_t) c.n - 1; i >= 0; i--) {
             c.uncommitted.push_back(i); // lowest address is taken first
         }
+        // with two of them any slice can be read in the end, whatever the system promises later
+        while (c.n_open < std::min(c.n, 2u)) {
+            if (!open_next(c)) {
+                return false;
+            }
+        }
     }
+    return true;
+}
+
+bool arena::open_next(size_class & c) {
+    if (!open_range(c.base + (uint64_t) c.n_open * c.stride, c.stride)) {
+        return false;
+    }
+    c.n_open++;
     return true;
 }
 
@@ -115,6 +149,9 @@ int32_t arena::take(int cls, bool borrows) {
         return -1;
     }
     const int32_t slot = c.uncommitted.back();
+    if (slot >= (int32_t) c.n_open && !open_next(c)) {
+        return -1;
+    }
     c.uncommitted.pop_back();
     committed += c.stride;
     peak = std::max(peak, committed);

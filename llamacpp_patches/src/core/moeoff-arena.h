@@ -4,6 +4,9 @@
 // Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
 // bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each page that comes
 // back: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
+//
+// A slot can be written to from its first use on. A system that promises no more memory than it has (vm.overcommit_memory=2) therefore
+// counts the slots that were in use, not the address space. A forked process has none of it.
 
 #include <cstddef>
 #include <cstdint>
@@ -19,7 +22,7 @@ class arena {
 
     // slots of this size, room for n of them; returns the class. Before reserve()
     int  add_class(uint64_t slice_bytes, uint32_t n);
-    // false: no address space
+    // false: no address space, or no memory for two slots of each class
     bool reserve(uint64_t limit_bytes);
 
     void     set_limit(uint64_t bytes) { limit = bytes; }
@@ -31,8 +34,8 @@ class arena {
     uint64_t spare_bytes()     const { return limit / 128; }
     uint64_t slot_bytes_of(int cls) const { return classes[cls].stride; }
 
-    // A slot of the class within the limit; -1: something must be evicted. Free slots of other classes are taken for it if they
-    // are more than the spare ones, or if it borrows
+    // A slot of the class within the limit, and within what the system promises; -1: something must be evicted. Free slots of other
+    // classes are taken for it if they are more than the spare ones, or if it borrows
     int32_t take(int cls, bool borrows = false);
     // the slot's bytes stay committed for the next take() of its class
     void    give(int cls, int32_t slot);
@@ -45,10 +48,13 @@ class arena {
     struct size_class {
         uint64_t             stride = 0;
         uint32_t             n      = 0;
+        uint32_t             n_open = 0; // of the lowest addresses, that have been in use or can be: free slots above are never taken before them
         uint8_t *            base   = nullptr;
         std::vector<int32_t> committed_free; // memory behind it, holds nothing
         std::vector<int32_t> uncommitted;    // address space only
     };
+    static bool open_next(size_class & c);
+
     std::vector<size_class> classes;
     uint8_t * region       = nullptr;
     uint64_t  region_bytes = 0;

@@ -1,11 +1,13 @@
 #include "moeoff-device-tier.h"
 
+#include "moeoff-gate-events.h"
+
 #include <algorithm>
 
 namespace moeoff {
 
 void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots, const expert_map & map, slice_table & table) {
-    table.clear_on_device();
+    table.space.clear_on_device();
     slots.clear();
     user        = nullptr;
     last_gate   = -1;
@@ -24,11 +26,11 @@ bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, slic
         return false;
     }
     mode = next;
-    table.clear_on_device();
+    table.space.clear_on_device();
     for (int32_t i = 0; i < map.n_gates() && is_on(); i++) {
         for (int32_t e = 0; e < map.gate_at(i).n_expert && slots[(size_t) i]; e++) {
             if (slots[(size_t) i]->find(e) >= 0) {
-                table.set_on_device(map.gate_at(i), e, true);
+                table.space.set_on_device(map.gate_at(i), e, true);
             }
         }
     }
@@ -61,9 +63,9 @@ int32_t device_tier::n_waves(const gate & g, int64_t n_used, int64_t n_tokens) c
 
 void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) {
     int32_t displaced;
-    const int32_t slot = slots[(size_t) g.index]->take(expert, table.keys_of(g), is_needed, forced, displaced);
+    const int32_t slot = slots[(size_t) g.index]->take(expert, table.space.keys_of(g), is_needed, forced, displaced);
     if (displaced >= 0) {
-        table.set_on_device(g, displaced, false);
+        table.space.set_on_device(g, displaced, false);
     }
     if (slot >= 0) {
         uploads.push_back({ expert, slot, displaced, 0 });
@@ -84,7 +86,7 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table, i
         }
     }
     if (!uploads_all() && (int32_t) candidates.size() > n) {
-        const uint32_t * keys = table.keys_of(g);
+        const uint32_t * keys = table.space.keys_of(g);
         std::partial_sort(candidates.begin(), candidates.begin() + n, candidates.end(), [&s, keys](int32_t a, int32_t b) { return s.is_below(b, a, keys); });
         candidates.resize((size_t) n);
     }
@@ -120,7 +122,7 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, s
         expected[(size_t) experts[i]] = 1;
     }
     for (int32_t i = 0; i < n && (int32_t) uploads.size() < std::min(n_most, max_uploads); i++) {
-        if (!table.on_device(g, experts[i]) && table.is_in_memory(g, experts[i])) {
+        if (!table.space.on_device(g, experts[i]) && table.is_in_memory(g, experts[i])) {
             begin_upload(g, experts[i], false, expected.data(), uploads, table);
         }
     }
@@ -132,7 +134,7 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, s
 void device_tier::finish(const gate & g, const upload & u, bool is_complete, slice_table & table) {
     slots[(size_t) g.index]->finish(u, is_complete);
     if (is_complete && is_on()) {
-        table.set_on_device(g, u.expert, true);
+        table.space.set_on_device(g, u.expert, true);
     }
 }
 

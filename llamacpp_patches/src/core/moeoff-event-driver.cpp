@@ -1,8 +1,14 @@
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE // pthread_setname_np
+#endif
+
 #include "moeoff-event-driver.h"
 
 #include <cstring>
 #include <ctime>
 #include <new>
+
+#include <pthread.h>
 
 namespace moeoff {
 
@@ -14,6 +20,14 @@ static int64_t clock_ns(clockid_t id) {
 
 int64_t now_ns()        { return clock_ns(CLOCK_MONOTONIC); }
 int64_t thread_cpu_ns() { return clock_ns(CLOCK_THREAD_CPUTIME_ID); }
+
+void name_thread(const char * name) {
+#ifdef __APPLE__
+    pthread_setname_np(name);
+#else
+    pthread_setname_np(pthread_self(), name);
+#endif
+}
 
 static constexpr size_t n_always = 4; // events that may wait however large they are
 
@@ -125,6 +139,7 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
 }
 
 void event_driver::run() {
+    name_thread("moeoff-driver");
     checked_lock lock(mutex);
     const moeoff_gate_callback deliver = callback;
     void * const               to      = user;

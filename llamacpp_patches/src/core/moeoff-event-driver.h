@@ -65,5 +65,6 @@ class event_driver {
 
 int64_t now_ns();        // CLOCK_MONOTONIC
 int64_t thread_cpu_ns(); // of the calling thread
+void    name_thread(const char * name); // the calling one, for tools that list threads: at most 15 characters
 
 } // namespace moeoff

@@ -52,6 +52,13 @@ bool expert_map::set_sources(int32_t i, version v, const moeoff_source * src, in
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " has no file or no bytes";
             return false;
         }
+        const uint64_t expected = size_of ? size_of(src[e].type, t.info.ne) : src[e].nbytes;
+        if (src[e].nbytes != expected) {
+            error = std::string(t.info.name) + ": expert " + std::to_string(e) + " has " + std::to_string(src[e].nbytes) + " bytes, and " +
+                    std::to_string(t.info.ne[1]) + " rows of " + std::to_string(t.info.ne[0]) + " values of type " + std::to_string(src[e].type) +
+                    (expected ? " take " + std::to_string(expected) : " do not exist");
+            return false;
+        }
         const uint64_t size = in.size(src[e].file);
         if (src[e].nbytes > size || src[e].offset > size - src[e].nbytes) {
             error = std::string(t.info.name) + ": expert " + std::to_string(e) + " lies beyond the end of its file";

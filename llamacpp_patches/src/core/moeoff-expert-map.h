@@ -46,8 +46,12 @@ struct gate {
     std::vector<decision> decisions GUARDED_BY(store_mutex); // empty as long as all is served high
 };
 
+// bytes of rows * ne[0] values of a ggml_type, ne [2]; 0: no such type, or it has no rows of this length
+using type_size = uint64_t (*)(int32_t type, const int64_t * ne);
+
 class expert_map {
   public:
+    void     set_type_size(type_size f) { size_of = f; } // without it sources may have any size
     tensor * add_tensor(const moeoff_tensor_info & info, bool second_block, store * owner);
     bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, const files & in, std::string & error);
     // whether every tensor has its sources
@@ -71,6 +75,7 @@ class expert_map {
     std::vector<std::unique_ptr<gate>>      gates;
     std::vector<std::vector<moeoff_source>> sources[n_pools]; // of each tensor
     int32_t                                 max_experts = 0;
+    type_size                               size_of = nullptr;
 };
 
 } // namespace moeoff

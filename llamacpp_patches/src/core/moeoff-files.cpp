@@ -31,8 +31,21 @@ static int open_direct(const char * path) {
 #endif
 }
 
+// Whether direct reads of whole pages into whole pages are what the file takes. Disks with larger sectors refuse some of them and not others
+static bool takes_pages(int fd) {
+#ifdef STATX_DIOALIGN
+    struct statx st = {};
+    if (statx(fd, "", AT_EMPTY_PATH, STATX_DIOALIGN, &st) == 0 && st.stx_mask & STATX_DIOALIGN) {
+        return st.stx_dio_offset_align > 0 && page_size % st.stx_dio_offset_align == 0 && page_size % st.stx_dio_mem_align == 0;
+    }
+#else
+    (void) fd;
+#endif
+    return true; // not told: a read will
+}
+
 files::entry::~entry() {
-    for (const int fd : { fd_buffered, fd_direct_owned }) {
+    for (const int fd : { fd_buffered, fd_direct }) {
         if (fd >= 0) {
             close(fd);
         }
@@ -54,8 +67,8 @@ int files::add(const std::string & path, bool direct, std::string & error) {
     }
     e->size = (uint64_t) st.st_size;
     if (direct) {
-        e->fd_direct_owned = open_direct(path.c_str());
-        e->fd_direct       = e->fd_direct_owned;
+        e->fd_direct  = open_direct(path.c_str());
+        e->is_refused = e->fd_direct < 0 || !takes_pages(e->fd_direct);
     }
 #ifdef POSIX_FADV_RANDOM
     // read-ahead would fetch neighbours that were not asked for
@@ -68,7 +81,7 @@ int files::add(const std::string & path, bool direct, std::string & error) {
 }
 
 bool files::any_buffered() const {
-    return std::any_of(entries.begin(), entries.end(), [](const auto & e) { return e->fd_direct < 0; });
+    return std::any_of(entries.begin(), entries.end(), [](const auto & e) { return e->fd_direct < 0 || e->is_refused; });
 }
 
 int files::read(int file, uint64_t offset, uint64_t nbytes, uint8_t * dst, uint64_t chunk,
@@ -79,13 +92,13 @@ int files::read(int file, uint64_t offset, uint64_t nbytes, uint8_t * dst, uint6
     const uint64_t need  = offset + nbytes; // one past the last byte that matters
     const uint64_t end   = page_ceil(need); // direct reads take whole pages; at the end of the file they come back short
 
-    was_direct = e.fd_direct >= 0;
+    was_direct = e.fd_direct >= 0 && !e.is_refused;
     uint64_t at = begin;
     while (at < need) {
         if (cancel && cancel->load(std::memory_order_relaxed)) {
             return ECANCELED;
         }
-        const int      fd   = was_direct ? e.fd_direct.load() : e.fd_buffered;
+        const int      fd   = was_direct ? e.fd_direct : e.fd_buffered; // both stay open, whatever other threads find out
         const uint64_t want = std::min(chunk, end - at);
         const ssize_t  got  = pread(fd, dst + (at - begin), want, (off_t) at);
         if (got < 0) {
@@ -93,8 +106,8 @@ int files::read(int file, uint64_t offset, uint64_t nbytes, uint8_t * dst, uint6
                 continue;
             }
             if (was_direct && errno == EINVAL) {
-                e.fd_direct = -1; // some file systems accept the flag and refuse the read
-                was_direct  = false;
+                e.is_refused = true; // some file systems accept the flag and refuse the read
+                was_direct   = false;
                 continue;
             }
             const int err = errno;

@@ -39,8 +39,8 @@ class files {
 
         std::string       path;
         int               fd_buffered = -1;
-        std::atomic<int>  fd_direct   {-1}; // -1 once the file system has refused a direct read
-        int               fd_direct_owned = -1;
+        int               fd_direct   = -1;
+        std::atomic<bool> is_refused  {false}; // the file system has refused a direct read
         uint64_t          size = 0;
     };
     std::vector<std::unique_ptr<entry>> entries;

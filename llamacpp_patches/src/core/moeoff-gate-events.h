@@ -3,10 +3,8 @@
 // What happens when a router has selected experts: resident ones may take others' places, versions are decided and kept for the ops
 // of the graph, what was expected and not selected is cancelled, what was selected is requested.
 
-#include "moeoff-device-tier.h"
-#include "moeoff-gate-selection.h"
+#include "moeoff-device-slots.h"
 #include "moeoff-routing.h"
-#include "moeoff-simulated-cache.h"
 #include "moeoff-slice-table.h"
 #include "moeoff-version-selector.h"
 
@@ -15,6 +13,22 @@
 #include <vector>
 
 namespace moeoff {
+
+class device_tier;
+
+// What the tokens of one event chose together. Of one thread, and used again: a large batch is gone through without the store's mutex
+struct selection {
+    std::vector<int32_t> chosen;     // each expert once; of several tokens those that most of them chose first (Fate §4.3)
+    std::vector<uint8_t> is_chosen;  // by expert: bit 1 << version, 0: not chosen
+    std::vector<uint8_t> version_of; // by expert, high unless it is decided otherwise
+    std::vector<uint8_t> versions;   // [n_tokens, n_used], what the event then points to
+    std::vector<int32_t> count;      // by expert: how many of the tokens chose it
+    std::vector<int32_t> slot_of;    // by expert: the device's slot that serves it, -1: none
+    std::vector<upload>  uploads;    // of this event
+    std::vector<uint8_t> on_device;  // [n_tokens, n_used], what the event then points to
+
+    void collect(const choice & c, int32_t n_experts); // as if all were served high
+};
 
 // What a router has computed for a batch, before the weights. Rows may be strided (bytes)
 struct router_output {

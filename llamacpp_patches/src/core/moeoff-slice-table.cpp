@@ -9,49 +9,46 @@
 
 namespace moeoff {
 
+static constexpr const char * was_stopped = "the expert buffer was stopped while a graph needed experts that are not in memory";
+
+// --- queue ---
+
+bool request_queue::empty() const {
+    for (const auto & e : ends) {
+        if (e.next != none) {
+            return false;
+        }
+    }
+    return true;
+}
+
+void request_queue::insert(request_level level, uint32_t i, uint32_t before, uint32_t after) {
+    links[i] = { after, before };
+    (before == none ? ends[level] : links[before]).next = i;
+    (after == none ? ends[level] : links[after]).previous = i;
+}
+
+void request_queue::remove(request_level level, uint32_t i) {
+    const link l = links[i];
+    (l.previous == none ? ends[level] : links[l.previous]).next = l.next;
+    (l.next == none ? ends[level] : links[l.next]).previous = l.previous;
+    links[i] = {};
+}
+
 // --- life ---
 
 bool slice_table::start(uint64_t high_limit, uint64_t low_limit) {
-    checked_lock   publisher(publishing);
-    store_lock     lock(sync);
-    const uint32_t n      = map.n_slices();
-    const int      n_used = map.has_low() ? 2 : 1; // pools
-    all.n_high    = n;
-    all.n_experts = map.n_experts();
-    all.slices    = std::vector<slice>((size_t) n_used * n);
-    all.firsts.assign((size_t) map.n_gates(), { -1, -1, -1, -1 });
-    written.assign((size_t) map.n_gates() * map.n_experts(), 0.0f);
-    all.keys.assign(written.size(), eviction_rank::key_of(0.0f));
-    published.assign(written.size(), 0.0f);
-    all.on_device.assign(written.size(), 0);
-    keys_of_row.resize((size_t) all.n_experts);
+    if (!space.start(high_limit, low_limit)) {
+        return false;
+    }
+    store_lock lock(sync);
     queue.resize(all.slices.size());
-    for (auto & list : wants) {
-        list.reserve(all.slices.size());
-    }
     for (int32_t i = 0; i < map.n_tensors(); i++) {
-        const tensor & t = map.tensor_at(i);
-        gate &         g = map.gate_of(t);
-        all.firsts[(size_t) t.info.gate][(size_t) t.info.matrix] = t.first;
-        g.noted.reserve(g.noted.capacity() + (size_t) n_used * (size_t) t.info.ne[2]);
-        for (int v = 0; v < n_used; v++) {
-            const auto & sources = map.sources_of(i, (version) v);
-            for (int32_t e = 0; e < (int32_t) sources.size(); e++) {
-                slice & s = slice_at(t, e, (uint8_t) v);
-                s.source  = sources[e];
-                s.version = (uint8_t) v;
-                s.gate    = t.info.gate;
-                s.expert  = e;
-                s.matrix  = t.info.matrix;
-                if (s.source.type < 0) {
-                    s.state = READY;
-                } else {
-                    s.size_class = pool_of(s).slots.add_class(s.source.nbytes, 1);
-                }
-            }
-        }
+        const tensor & t     = map.tensor_at(i);
+        auto &         noted = map.gate_of(t).noted;
+        noted.reserve(noted.capacity() + (size_t) (all.has_low() ? 2 : 1) * (size_t) t.info.ne[2]);
     }
-    return pools[HIGH].reserve(n, high_limit) && pools[LOW].reserve(n_used > 1 ? n : 0, low_limit);
+    return true;
 }
 
 void slice_table::stop() {
@@ -59,57 +56,69 @@ void slice_table::stop() {
     for (const request_level level : { DEMAND, GATE, PREFETCH }) {
         for (uint32_t i = queue.first(level); i != request_queue::none; i = queue.first(level)) {
             queue.remove(level, i);
-            give_up(all.slices[i]);
+            give_up(all.slices[i], was_stopped);
         }
     }
-    sync.work.notify_all();
-    sync.settled.notify_all();
+    sync.advance_for_all(sync.work);
 }
 
 // this slice will not be read
-void slice_table::give_up(slice & s) {
+void slice_table::give_up(slice & s, std::string_view message) noexcept {
     pool_of(s).give_slot(s);
     clear_expected(s);
-    s.want_seq = 0;
-    settle(s, s.pins > 0 ? FAILED : ABSENT);
-    if (s.pins > 0 && stopped) {
-        fail("the expert buffer was stopped while a graph needed experts that are not in memory");
+    if (s.pins > 0) {
+        try {
+            failures.emplace_back(all.index_of(s), message);
+        } catch (const std::bad_alloc &) {
+            // failure_of() says so
+        }
     }
+    settle(s, s.pins > 0 ? FAILED : ABSENT);
 }
 
 void slice_table::settle(slice & s, slice_state state) {
     s.state.store(state, std::memory_order_release);
-    n_settled.fetch_add(1, std::memory_order_release);
-}
-
-void slice_table::fail(std::string_view message) noexcept {
-    if (failure.empty()) {
-        try {
-            failure = message;
-        } catch (const std::bad_alloc &) {
-            failure = "out of memory"; // short enough to be stored in the string itself
+    if (s.pins == 0) {
+        return; // nobody waits for it
+    }
+    sync.advance_for_all(sync.settled);
+    for (auto & op : ops) {
+        if (op.n_ops > 0 && op.gate < 0) {
+            sync.advance_for_all(op.settled);
+        } else if (op.n_ops > 0 && op.gate == s.gate && op.matrix == s.matrix) {
+            sync.advance(op.settled);
         }
     }
-    has_failed.store(true, std::memory_order_release);
 }
 
-std::string slice_table::take_failure() {
-    has_failed.store(false, std::memory_order_release);
-    std::string message;
-    message.swap(failure);
-    return message;
+running_op & slice_table::begin_op(const tensor & t) {
+    running_op & op = *std::min_element(ops.begin(), ops.end(), [](const auto & a, const auto & b) { return a.n_ops < b.n_ops; });
+    op.gate   = op.n_ops++ > 0 ? -1 : t.info.gate;
+    op.matrix = t.info.matrix;
+    return op;
+}
+
+void slice_table::wake_ops() {
+    sync.advance_for_all(sync.settled);
+    for (auto & op : ops) {
+        sync.advance_for_all(op.settled);
+    }
+}
+
+std::string_view slice_table::failure_of(const slice & s) const {
+    for (const auto & f : failures) {
+        if (f.first == all.index_of(s)) {
+            return f.second;
+        }
+    }
+    return "out of memory"; // for the message
 }
 
 // --- requests ---
 
 void slice_table::next_event() {
-    all.n_events++;
     clock++;
-    auto & ended = wants[all.n_events % catalog::want_window];
-    for (const uint32_t i : ended) {
-        reconsider(all.slices[i]);
-    }
-    ended.clear();
+    space.next_event();
 }
 
 void slice_table::mark_expected(slice & s) {
@@ -121,7 +130,7 @@ void slice_table::mark_expected(slice & s) {
             s.noted = true;
             g.noted.push_back(all.index_of(s));
         }
-        reconsider(s);
+        space.reconsider(s);
     }
 }
 
@@ -129,7 +138,7 @@ void slice_table::clear_expected(slice & s) {
     if (s.expected) {
         s.expected = false;
         map.gate_at(s.gate).n_expected--;
-        reconsider(s);
+        space.reconsider(s);
     }
     s.prefetched = false;
 }
@@ -148,12 +157,7 @@ void slice_table::mark_chosen(slice & s, moeoff_gate_event & event) {
     stats.prefetch_useful += s.prefetched;
     clear_expected(s);
     s.last_use = clock;
-    s.want_seq = all.n_events;
-    if (s.want_noted != all.n_events) {
-        s.want_noted = all.n_events;
-        wants[all.n_events % catalog::want_window].push_back(all.index_of(s));
-    }
-    reconsider(s);
+    space.want(s);
 }
 
 void slice_table::request(slice & s, request_level level, bool * may_evict) {
@@ -176,11 +180,11 @@ void slice_table::request(slice & s, request_level level, bool * may_evict) {
             break;
         default: // ABSENT
             if (stopped) {
-                give_up(s);
+                give_up(s, was_stopped);
                 return;
             }
             s.t_queued = now_ns();
-            s.state.store(QUEUED, std::memory_order_relaxed);
+            s.state.store(QUEUED, std::memory_order_release);
     }
     s.level = level;
     if (s.slot < 0 && may_evict[s.version]) {
@@ -196,7 +200,7 @@ void slice_table::drop_queued(slice & s) {
     unqueue(s);
     pool_of(s).give_slot(s);
     clear_expected(s);
-    s.state.store(ABSENT, std::memory_order_relaxed);
+    s.state.store(ABSENT, std::memory_order_release);
 }
 
 void slice_table::pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
@@ -208,7 +212,7 @@ void slice_table::pin(const tensor & t, const int32_t * experts, const uint8_t *
         }
         slice & s = slice_at(t, experts[i], version_of[i]);
         s.pins++;
-        reconsider(s);
+        space.reconsider(s);
         if (s.want_seq == 0 && s.size_class >= 0) {
             if (!is_event) {
                 clock++;
@@ -234,12 +238,18 @@ void slice_table::unpin(slice & s, bool keep) {
     if (s.size_class < 0 || s.pins > 0) {
         return;
     }
-    if (s.state.load(std::memory_order_relaxed) == FAILED) {
-        s.state.store(ABSENT, std::memory_order_relaxed);
+    const uint8_t state = s.state.load(std::memory_order_relaxed);
+    if (state == FAILED) {
+        failures.erase(std::remove_if(failures.begin(), failures.end(), [&](const auto & f) { return f.first == all.index_of(s); }), failures.end());
+        s.state.store(ABSENT, std::memory_order_release);
+    } else if (state == QUEUED) {
+        drop_queued(s); // its op was cancelled
+    } else if (state == LOADING) {
+        return; // likewise, and the read goes on
     } else if (!keep) {
         evict(s);
     } else {
-        reconsider(s);
+        space.reconsider(s);
     }
     fit_limits();
     wake_workers();
@@ -248,7 +258,7 @@ void slice_table::unpin(slice & s, bool keep) {
 void slice_table::hold(slice & s) {
     s.pins++;
     s.held++;
-    reconsider(s);
+    space.reconsider(s);
 }
 
 void slice_table::release(slice & s, bool keep) {
@@ -259,7 +269,7 @@ void slice_table::release(slice & s, bool keep) {
     if (!keep && s.want_seq == 0) {
         evict(s);
     } else {
-        reconsider(s);
+        space.reconsider(s);
     }
     fit_limits();
     wake_workers();
@@ -329,23 +339,9 @@ void slice_table::drop_preloads() {
     preloading = false;
 }
 
-void slice_table::drop_unpinned_requests() {
-    for (const request_level level : { DEMAND, GATE, PREFETCH }) {
-        uint32_t next;
-        for (uint32_t i = queue.first(level); i != request_queue::none; i = next) {
-            slice & s = all.slices[i];
-            next = queue.next(i);
-            if (s.pins == 0) {
-                drop_queued(s);
-                s.want_seq = 0;
-            }
-        }
-    }
-}
-
 void slice_table::wake_workers() {
     if (has_requests()) {
-        sync.work.notify_all();
+        sync.advance(sync.work);
     }
 }
 
@@ -358,7 +354,7 @@ bool slice_table::is_ready(const gate & g, int32_t expert, version v) const {
     return true;
 }
 
-bool slice_table::is_resident(const gate & g, int32_t expert, version v) const { return (v == HIGH && on_device(g, expert)) || is_ready(g, expert, v); }
+bool slice_table::is_resident(const gate & g, int32_t expert, version v) const { return (v == HIGH && space.on_device(g, expert)) || is_ready(g, expert, v); }
 
 bool slice_table::is_expected(const gate & g, int32_t expert) const {
     for (const int32_t ti : g.tensors) {
@@ -382,26 +378,7 @@ void slice_table::count_on_device(const gate & g, int32_t expert, moeoff_gate_ev
             slice & s = slice_at(map.tensor_at(ti), expert, HIGH);
             clear_expected(s); // it was not yet on the device when it was
             s.last_use = clock;
-            reconsider(s);
-        }
-    }
-}
-
-void slice_table::set_on_device(const gate & g, int32_t expert, bool is_there) {
-    all.on_device[leaf_of(g, expert)] = is_there;
-    for (const int32_t ti : g.tensors) {
-        for (int v = 0; ti >= 0 && v < (all.has_low() ? 2 : 1); v++) {
-            reconsider(slice_at(map.tensor_at(ti), expert, (uint8_t) v));
-        }
-    }
-}
-
-void slice_table::clear_on_device() {
-    for (int32_t i = 0; i < map.n_gates(); i++) {
-        for (int32_t e = 0; e < map.gate_at(i).n_expert; e++) {
-            if (on_device(map.gate_at(i), e)) {
-                set_on_device(map.gate_at(i), e, false);
-            }
+            space.reconsider(s);
         }
     }
 }
@@ -409,6 +386,7 @@ void slice_table::clear_on_device() {
 // --- reading ---
 
 slice * slice_table::next_read() {
+    bool got_no_slot = false;
     for (const request_level level : { DEMAND, GATE, PREFETCH }) {
         bool may_evict[n_pools] = { true, true };
         for (uint32_t i = queue.first(level); i != request_queue::none; i = queue.next(i)) {
@@ -416,15 +394,19 @@ slice * slice_table::next_read() {
             if (s.slot < 0) {
                 if (may_evict[s.version] ? !take_slot(s, level) : (s.slot = pool_of(s).slots.take(s.size_class, true)) < 0) {
                     may_evict[s.version] = false; // nor for the others of this level; a free slot of another class may still serve
+                    got_no_slot = true;
                     continue;
                 }
             }
             queue.remove(level, i);
-            s.state.store(LOADING, std::memory_order_relaxed);
+            s.state.store(LOADING, std::memory_order_release);
             s.cancel.store(false, std::memory_order_relaxed);
+            wants_slots.store(got_no_slot, std::memory_order_relaxed);
+            wake_workers(); // the next, if there is more
             return &s;
         }
     }
+    wants_slots.store(got_no_slot, std::memory_order_relaxed);
     return nullptr;
 }
 
@@ -434,36 +416,35 @@ void slice_table::end_read(slice & s, int err, const std::string & message) {
         s.data = destination(s) + s.source.offset % page_size;
         p.enter(s);
         settle(s, READY);
-        reconsider_low(s);
+        space.reconsider_low(s);
         if (s.pins == 0 && s.level == PREFETCH && s.cancel.load(std::memory_order_relaxed)) {
             clear_expected(s); // cancelled too late to stop it: an ordinary resident now
         }
     } else if (err != ECANCELED) {
         stats.read_errors++;
-        fail(message);
-        give_up(s);
+        stats.prefetch_dropped += s.pins == 0 && s.level == PREFETCH;
+        give_up(s, message);
     } else if (!stopped && (s.pins > 0 || s.level > PREFETCH || !s.cancel.load(std::memory_order_relaxed))) {
-        s.state.store(QUEUED, std::memory_order_relaxed); // chosen after all: from the start again
+        s.state.store(QUEUED, std::memory_order_release); // chosen after all: from the start again
         queue.push_front((request_level) s.level, all.index_of(s));
     } else {
         stats.prefetch_dropped++;
-        give_up(s);
+        give_up(s, was_stopped);
     }
     fit_limits();
-    sync.settled.notify_all();
 }
 
 bool slice_table::begin_download(slice & s) {
     if (stopped || s.size_class < 0 || s.state.load(std::memory_order_relaxed) != ABSENT) {
         return false;
     }
-    const eviction_rank own = { all.keys[leaf_of(map.gate_at(s.gate), s.expert)], all.index_of(s), s.last_use };
+    const eviction_rank own = space.rank_of(s);
     if (!take_slot(s, [&](pool & p) REQUIRES(store_mutex) { return p.victim_below(own); }, [] { return false; })) {
         return false;
     }
     s.level = PREFETCH;
     s.cancel.store(false, std::memory_order_relaxed);
-    s.state.store(LOADING, std::memory_order_relaxed);
+    s.state.store(LOADING, std::memory_order_release);
     return true;
 }
 
@@ -510,14 +491,7 @@ void slice_table::evict(slice & s) {
     clear_expected(s);
     s.state.store(ABSENT, std::memory_order_release);
     p.give_slot(s);
-    reconsider_low(s);
-}
-
-// the high version of a slice has come or gone
-void slice_table::reconsider_low(const slice & s) {
-    if (s.version == HIGH && all.has_low()) {
-        reconsider(all.slices[all.index_of(s) + all.n_high]);
-    }
+    space.reconsider_low(s);
 }
 
 void slice_table::set_limits(uint64_t high, uint64_t low) {
@@ -552,52 +526,11 @@ void slice_table::evict_unwanted() {
     }
 }
 
-void slice_table::publish() {
-    checked_lock lock(publishing);
-    const size_t n = (size_t) all.n_experts;
-    for (size_t gate = 0; gate * n < written.size(); gate++) {
-        const float * now  = &written[gate * n];
-        float *       then = &published[gate * n];
-        if (memcmp(now, then, n * sizeof(float)) == 0) {
-            continue;
-        }
-        memcpy(then, now, n * sizeof(float));
-        for (size_t e = 0; e < n; e++) {
-            keys_of_row[e] = eviction_rank::key_of(then[e]);
-        }
-        store_lock store(sync);
-        std::copy(keys_of_row.begin(), keys_of_row.end(), all.keys.begin() + (ptrdiff_t) (gate * n));
-        for (auto & p : pools) {
-            p.reorder(gate);
-        }
-    }
-}
-
-void slice_table::set_low_spare(bool spare) {
-    all.low_spare = spare;
-    for (const uint32_t i : pools[LOW].residents()) {
-        reconsider(all.slices[i]);
-    }
-}
-
 // --- watching ---
-
-void slice_table::residency(version v, uint8_t * out) const {
-    memset(out, 0, written.size());
-    std::copy(pools[v].matrices().begin(), pools[v].matrices().end(), out);
-    for (size_t leaf = 0; v == HIGH && leaf < all.on_device.size(); leaf++) {
-        for (int matrix = 0; all.on_device[leaf] && matrix < MOEOFF_N_MATRIX; matrix++) {
-            out[leaf] |= (uint8_t) (all.firsts[leaf / (size_t) all.n_experts][(size_t) matrix] >= 0 ? 1u << matrix : 0u);
-        }
-    }
-}
 
 void slice_table::get_stats(moeoff_stats & out) const {
     out = stats;
-    out.arena_committed     = pools[HIGH].slots.committed_bytes() + pools[LOW].slots.committed_bytes();
-    out.arena_peak          = pools[HIGH].slots.peak_bytes() + pools[LOW].slots.peak_bytes();
-    out.resident_slices     = pools[HIGH].residents().size() + pools[LOW].residents().size();
-    out.low_arena_committed = pools[LOW].slots.committed_bytes();
+    space.add_stats(out);
 }
 
 void slice_table::check_invariants() const {
@@ -647,7 +580,9 @@ void slice_table::check_invariants() const {
         assert(pools[v].slots.committed_bytes() == taken[v] + pools[v].slots.free_bytes());
     }
     assert(!stopped || queue.empty());
-    assert(has_failed.load() == !failure.empty());
+    for (const auto & f : failures) {
+        assert(all.slices[f.first].state.load() == FAILED);
+    }
 #endif
 }
 

@@ -1,6 +1,7 @@
 #include "moeoff-store.h"
 
 #include "moeoff-hash.h"
+#include "moeoff-op-run.h"
 
 #include <algorithm>
 #include <cerrno>
@@ -78,7 +79,7 @@ bool store::start(std::string & error) {
     stall_ns = std::vector<std::atomic<uint64_t>>(map.n_gates());
     phase    = RUNNING;
     try {
-        workers.start(params.n_io_workers, read);
+        workers.start(params.n_io_threads, read);
     } catch (...) { // no threads
         stop();
         throw;
@@ -87,6 +88,9 @@ bool store::start(std::string & error) {
 }
 
 void store::stop() {
+    if (is_copy()) {
+        return;
+    }
     driver.stop();
     uploads.stop();
     {
@@ -118,7 +122,8 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     const choice c = { event, strides.ids, strides.weights, strides.weights_step };
     all.collect(c, map.n_experts());
     event.decode = is_decode(event.n_tokens);
-    bool has_requests, is_inline;
+    event.t_ns   = driver.running() ? now_ns() : 0; // before its own requests are queued
+    bool is_inline;
     {
         store_lock lock(sync);
         events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER, out ? out->host : nullptr, max_pending_uploads - uploads.n_pending());
@@ -126,10 +131,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         if (!is_inline) {
             announce(g, all.uploads);
         }
-        has_requests = table.has_requests();
-    }
-    if (has_requests) {
-        sync.work.notify_all(); // a system call, and whom it wakes wants the mutex
+        table.wake_workers();
     }
     if (out) {
         for (const upload & u : all.uploads) {
@@ -155,7 +157,6 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
         event.row_step = max_rows > 0 ? (event.n_tokens + max_rows - 1) / max_rows : 1;
         event.n_rows   = (event.n_tokens + event.row_step - 1) / event.row_step;
-        event.t_ns     = now_ns();
         driver.post(event, strides);
     }
 }
@@ -239,10 +240,16 @@ bool store::upload_expert(gate & g, const upload & u, bool is_held) {
         if (!is_held) {
             pin(t, &u.expert, &v, 1);
         }
-        for (uint64_t seen = generation(); !s.settled(); seen = generation()) {
-            wait(seen, t, 1);
+        bool is_cancelled = false;
+        for (uint64_t seen = generation(); !s.settled() && !is_cancelled; seen = generation()) {
+            is_cancelled = !wait(seen, t, 1);
         }
-        is_complete = is_complete && s.data != nullptr;
+        if (is_cancelled) {
+            fail(graph_of_this_thread(), nullptr);
+        } else {
+            fail(graph_of_this_thread(), s);
+        }
+        is_complete = is_complete && !is_cancelled && s.data != nullptr;
         if (is_complete) {
             const int64_t t0 = now_ns();
             slots->write(g.index, m, u.slot, s.data, s.source.nbytes);
@@ -289,27 +296,68 @@ void store::unpin(const tensor & t, int32_t expert, uint8_t v) {
     }
 }
 
-bool store::fits(const tensor & t, int32_t n) const {
+running_op & store::begin_op(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n) {
     store_lock lock(sync);
-    return (uint64_t) n * arena::slot_bytes(t.max_nbytes) <= (limits[LOW] > 0 ? std::min(limits[HIGH], limits[LOW]) : limits[HIGH]);
+    running_op & op = table.begin_op(t); // before anything can settle
+    table.pin(t, experts, version_of, n);
+    return op;
 }
 
-void store::wait(uint64_t seen, const tensor & t, int32_t n_threads) {
-    const int64_t t0 = now_ns();
-    {
-        store_lock lock(sync);
-        while (generation() == seen) {
-            lock.wait(sync.settled);
+void store::release(const tensor & t, op_item * items, int32_t n, running_op * ended) {
+    const bool keep = get_flags() & MOEOFF_FLAG_KEEP;
+    store_lock lock(sync);
+    for (int32_t i = 0; i < n; i++) {
+        op_item & item = items[i];
+        if (!item.is_released && (ended || item.is_done())) {
+            item.is_released = true;
+            if (item.version != SKIP) {
+                table.unpin(table.slice_at(t, item.expert, (uint8_t) item.version), keep);
+            }
         }
+    }
+    if (ended) {
+        table.end_op(*ended);
+    }
+}
+
+bool store::wait(event_count & settled, uint32_t seen, const tensor & t, int32_t n_threads) {
+    const int64_t t0 = now_ns();
+    while (settled.now() == seen && !cancelled.load(std::memory_order_seq_cst)) {
+        settled.sleep(seen);
     }
     const uint64_t ns = (uint64_t) (now_ns() - t0) / (uint64_t) n_threads;
     stall_ns[t.info.gate].fetch_add(ns, std::memory_order_relaxed);
     total_stall_ns.fetch_add(ns, std::memory_order_relaxed);
+    return !cancelled.load(std::memory_order_seq_cst);
 }
 
-void store::fail(const char * message) {
+void store::set_cancelled(bool on) {
     store_lock lock(sync);
-    table.fail(message);
+    cancelled.store(on, std::memory_order_seq_cst);
+    table.wake_ops();
+}
+
+bool store::should_abort() const {
+    if (cancelled.load(std::memory_order_acquire) || phase.load(std::memory_order_acquire) == STOPPED || is_copy()) {
+        return true;
+    }
+    if (!failures.any()) {
+        return false;
+    }
+    store_lock lock(sync);
+    return failures.has(graph_of_this_thread());
+}
+
+void store::fail(uint64_t graph, const char * message) {
+    store_lock lock(sync);
+    failures.add(graph, message ? message : "");
+}
+
+void store::fail(uint64_t graph, const slice & s) {
+    if (s.state.load(std::memory_order_acquire) == FAILED) {
+        store_lock lock(sync);
+        failures.add(graph, table.failure_of(s));
+    }
 }
 
 // --- devices ---
@@ -376,11 +424,14 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
         if (std::any_of(experts, experts + n, [&g](int32_t e) { return e < 0 || e >= g.n_expert; })) {
             return -1;
         }
+        if (device.is_on()) {
+            ahead.reserve(max_pending_uploads); // a slot that is taken is then written to
+        }
         bool may_evict[n_pools] = { true, true };
         for (const bool may_queue : { false, true }) { // what is resident is protected first: no read may evict it
             for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
                 for (int32_t i = 0; i < (may_queue ? std::min(n, n_read) : n) && g.tensors[m] >= 0 && matrices & (1u << m); i++) {
-                    n_queued += table.on_device(g, experts[i]) ? 0 : table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
+                    n_queued += table.space.on_device(g, experts[i]) ? 0 : table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
                 }
             }
         }
@@ -443,7 +494,7 @@ bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
 }
 
 bool store::set_thresholds(const moeoff_thresholds & next, std::string & error) {
-    if (!(0.0f <= next.t1 && next.t1 <= next.t2 && next.t2 <= 1.0f && 0.0f <= next.prefill_low_share && next.prefill_low_share <= 1.0f)) {
+    if (!(0.0f <= next.t1 && next.t1 <= next.t2 && next.t2 <= 1.0f && 0.0f <= next.prefill_low_fraction && next.prefill_low_fraction <= 1.0f)) {
         error = "thresholds need 0 <= t1 <= t2 <= 1 and a share between 0 and 1";
         return false;
     }
@@ -457,7 +508,7 @@ bool store::set_thresholds(const moeoff_thresholds & next, std::string & error) 
         return false;
     }
     events.selector().thresholds = next;
-    table.set_low_spare(!(next.flags & MOEOFF_THRESHOLDS_BLIND));
+    table.space.set_low_spare(!(next.flags & MOEOFF_THRESHOLDS_BLIND));
     return true;
 }
 
@@ -505,7 +556,7 @@ bool store::set_simulated_cache(float share, std::string & error) {
     }
     store_lock lock(sync);
     events.simulate(share);
-    table.set_low_spare(share < 0.0f && !(events.selector().thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
+    table.space.set_low_spare(share < 0.0f && !(events.selector().thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
     return true;
 }
 
@@ -548,7 +599,7 @@ void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64
 
 void store::residency(version v, uint8_t * out) const {
     store_lock lock(sync);
-    table.residency(v, out);
+    table.space.residency(v, out);
 }
 
 int32_t store::take_reads(moeoff_read * out, int32_t n) {
@@ -590,15 +641,11 @@ bool store::get_stall(uint64_t * ns, int32_t n_gates, std::string & error) const
 }
 
 bool store::take_error(std::string & message) {
-    if (!table.failed()) {
+    if (!failures.any()) {
         return false;
     }
     store_lock lock(sync);
-    // The graph has ended: what it had requested, and what is being read for it, must not fail into the next one. Other contexts may
-    // go on reading for ever, so reads that begin from now on do not count.
-    table.drop_unpinned_requests();
-    workers.wait_for_reads(lock);
-    message = table.take_failure();
+    message = failures.take(graph_of_this_thread());
     return !message.empty();
 }
 

@@ -4,27 +4,32 @@
 //
 //     expert_map     tensors, gates, sources: written during set-up, then read by all
 //     slice_table    states of slices, requests, eviction          guarded
+//     room           which slices are in memory, and their order   guarded, but for what a policy writes
 //     gate_events    what follows when a router has selected       guarded
 //     device_tier    which experts are on devices                  guarded
 //     slot_memory    their bytes: exchanged between decodes, written by who got the slot
 //     uploader       the thread that writes them                   has a mutex of its own
-//     io_workers     the threads that read
+//     graph_failures what went wrong in which graph               guarded
+//     io_threads     the threads that read
 //     event_driver   tells the driver of gate events               has a mutex of its own
 //     embedding      rows of the token embedding                   has a mutex of its own
 //
 // Lock order: the store's mutex before the others. Today no thread holds two, and callbacks run under none. What compute
 // threads look at without the mutex is atomic (state, cancel, generation) or published by it (data), see moeoff-slice.h.
 //
-// A store is set up by one thread, started once, and stopped once; after the stop an op that needs what is not resident fails.
+// A store is set up by one thread, started once, and stopped once; after the stop graphs fail. In a copy of the process that it was made
+// in it does nothing: graphs fail there too, and nobody waits for threads that are not there (moeoff-forks.h).
 
+#include "moeoff-device-tier.h"
 #include "moeoff-embedding.h"
 #include "moeoff-event-driver.h"
 #include "moeoff-expert-map.h"
 #include "moeoff-files.h"
+#include "moeoff-forks.h"
 #include "moeoff-gate-events.h"
-#include "moeoff-io-worker.h"
+#include "moeoff-graph-failures.h"
+#include "moeoff-io-thread.h"
 #include "moeoff-slice-table.h"
-#include "moeoff-slot-memory.h"
 #include "moeoff-uploader.h"
 
 #include <atomic>
@@ -33,6 +38,8 @@
 #include <vector>
 
 namespace moeoff {
+
+struct op_item;
 
 // What the ops of a graph get of which a device computes a part: [n_tokens, n_used], dense
 struct device_ids {
@@ -48,6 +55,7 @@ class store {
     // --- set-up, one thread ---
     tensor * add_tensor(const moeoff_tensor_info & info, bool second_block) { return map.add_tensor(info, second_block, this); }
     int      add_file(const std::string & path, std::string & error);
+    void     set_type_size(type_size f) { map.set_type_size(f); }
     bool     set_sources(int32_t tensor, version v, const moeoff_source * sources, int32_t n, std::string & error);
     // the model's token embedding, if it has been reserved; at most one
     embedding * add_embedding(const moeoff_tensor_info & info);
@@ -55,7 +63,8 @@ class store {
     bool     set_embedding_source(const moeoff_source & source, std::string & error);
     bool     start(std::string & error);
     void     stop(); // joins workers and driver
-    bool     started() const { return phase.load(std::memory_order_acquire) == RUNNING; }
+    bool     started() const { return phase.load(std::memory_order_acquire) == RUNNING && !is_copy(); }
+    bool     is_copy() const { return n_forks() != made_at; } // in another process: nothing here but this and should_abort() may be called
     const expert_map & experts() const { return map; }
     bool     any_buffered() const { return sources.any_buffered(); }
     const slice_reader & reader() const { return read; }
@@ -78,13 +87,19 @@ class store {
     void pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
     void unpin(const tensor & t, int32_t expert, uint8_t v);
     const slice & at(const tensor & t, int32_t expert, uint8_t v) const { return table.at(t, expert, v); }
-    // whether the slices of n experts of t can be pinned at once
-    bool fits(const tensor & t, int32_t n) const;
-    uint64_t generation() const { return table.generation(); }
-    // sleeps until some slice has settled after generation seen; every pinned slice does, after the stop too
-    void wait(uint64_t seen, const tensor & t, int32_t n_threads);
-    bool should_abort() const { return table.failed() || cancelled.load(std::memory_order_acquire); }
-    void fail(const char * message); // ends the graph
+    // the same for an op that op_run computes: its threads are woken when one of the slices has settled
+    running_op & begin_op(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
+    // unpins those of the n items that are done, each once; all of them if the op has ended
+    void release(const tensor & t, op_item * items, int32_t n, running_op * ended);
+    bool is_short() const { return table.is_short(); } // of slots
+    uint32_t generation() const { return sync.settled.now(); }
+    // Sleeps until some slice that is pinned has settled after generation seen; every one does, after the stop too. false: the user has
+    // cancelled. The op does without what is not there and ends its graph, though a read may still hang
+    bool wait(uint32_t seen, const tensor & t, int32_t n_threads) { return wait(sync.settled, seen, t, n_threads); }
+    bool wait(event_count & settled, uint32_t seen, const tensor & t, int32_t n_threads);
+    bool should_abort() const; // the graph of this thread
+    void fail(uint64_t graph, const char * message); // ends the graph; nullptr: the user has cancelled it, and nothing is wrong
+    void fail(uint64_t graph, const slice & s); // that its op has pinned: the graph ends if it is FAILED
 
     // --- devices ---
     // between decodes; slots [n_gates] in memory, which has n_spare more of each gate. Without memory there are none
@@ -100,8 +115,8 @@ class store {
     int32_t n_pending_uploads() const { return uploads.n_pending(); }
 
     // --- policy ---
-    float * priorities() { return table.priorities(); } // [n_gates, n_experts]
-    void    publish() { table.publish(); }
+    float * priorities() { return table.space.priorities(); } // [n_gates, n_experts]
+    void    publish() { table.space.publish(); }
     // expected: a gate that does not choose them gives them up; otherwise they are loaded whatever the gates choose
     int32_t prefetch(int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, version v, bool expected, int32_t limit);
     int32_t prefetch_cancel(int32_t gate);
@@ -113,7 +128,7 @@ class store {
     bool    set_simulated_cache(float share, std::string & error);
     int64_t force_experts(const int32_t * ids, int64_t n, std::string & error);
     bool    set_flags(uint32_t flags, std::string & error);
-    void    set_cancelled(bool on) { cancelled.store(on, std::memory_order_release); } // by the user, until taken back
+    void    set_cancelled(bool on); // by the user, until taken back: ends graphs, and their waits for what is being read
 
     // --- watching ---
     void    set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes);
@@ -125,7 +140,7 @@ class store {
     void    get_stats(moeoff_stats & out) const;
     void    reset_stats();
     bool    get_stall(uint64_t * ns, int32_t n_gates, std::string & error) const;
-    // the message of a failed read, after its graph has ended: what that graph still wanted is given up first
+    // what ended the last graph of this thread, if anything was wrong
     bool    take_error(std::string & message);
     void    check_invariants() const; // in debug builds
 
@@ -140,6 +155,7 @@ class store {
     bool check_routing(std::string & error) const;
     bool is_decode(int32_t n_tokens) const;
 
+    const uint32_t             made_at = n_forks();
     const moeoff_params        params;    // flags and arena_bytes: as they were at first
     mutable monitor            sync;
     expert_map                 map;
@@ -147,11 +163,12 @@ class store {
     slice_table                table { map, sync };
     mutable device_tier        device;
     gate_events                events { map, table, device };
+    graph_failures             failures;
     std::unique_ptr<slot_memory> slots;
     uploader                   uploads;
     bool                       has_uploader = false; // started, with the first slots
     std::atomic<uint32_t>      flags;     // moeoff_flag
-    io_workers                 workers { table, sync, flags };
+    io_threads                 workers { table, sync, flags };
     event_driver               driver;
     std::unique_ptr<embedding> token_rows;
     slice_reader               read;
@@ -167,5 +184,6 @@ class store {
 } // namespace moeoff
 
 struct moeoff_expert_buffer {
-    std::shared_ptr<moeoff::store> store; // shared with the model's ggml buffer: either may be freed first
+    std::unique_ptr<moeoff::store>        store;
+    std::shared_ptr<moeoff_expert_buffer> self; // until it is freed; a model's ggml buffer holds it too: either may be freed first
 };

@@ -3,6 +3,10 @@
 // What clang's thread safety analysis needs to know (-Wthread-safety; `make lint-native` runs it), empty for other compilers,
 // and a mutex whose locking it can follow.
 
+#include "moeoff-event-count.h"
+
+#include <algorithm>
+#include <climits>
 #include <condition_variable>
 #include <mutex>
 
@@ -51,26 +55,77 @@ class SCOPED_CAPABILITY checked_lock {
 struct CAPABILITY("mutex") store_mutex_name {};
 inline store_mutex_name store_mutex;
 
-// a store's mutex, and what threads sleep on
+// A store's mutex, and what threads sleep on. Who is to be woken is noted under the mutex and woken once it is free: a thread that is
+// woken earlier runs into it.
 class monitor {
   public:
-    std::condition_variable work;    // I/O workers: a request was queued, or a slot became free
-    std::condition_variable settled; // compute threads: the state of some slice is final
+    event_count work;    // I/O threads: a request was queued, or a slot became free. Each wakes the next
+    event_count settled; // whoever waits for a slice outside an op
+
+    void advance(event_count & count) REQUIRES(store_mutex) {
+        if (count.advance()) {
+            note({ &count, 1 });
+        }
+    }
+    void advance_for_all(event_count & count) REQUIRES(store_mutex) {
+        if (count.advance_for_all()) {
+            note({ &count, INT_MAX });
+        }
+    }
 
   private:
     friend class store_lock;
+    struct wake {
+        event_count * count;
+        int           n;
+    };
+
+    void note(const wake & w) {
+        if (n_due == max_due) {
+            w.count->wake(w.n);
+        } else {
+            due[n_due++] = w;
+        }
+    }
+
+    static constexpr int max_due = 8;
+
     std::mutex mutex;
+    wake       due[max_due];
+    int        n_due = 0;
 };
 
 class SCOPED_CAPABILITY store_lock {
   public:
-    explicit store_lock(monitor & m) ACQUIRE(store_mutex) : held(m.mutex) {}
-    ~store_lock() RELEASE() {}
+    explicit store_lock(monitor & m) ACQUIRE(store_mutex) : sync(m), held(m.mutex) {}
+    ~store_lock() RELEASE() {
+        if (held.owns_lock()) {
+            free();
+        }
+    }
     void lock() ACQUIRE() { held.lock(); }
-    void unlock() RELEASE() { held.unlock(); }
-    void wait(std::condition_variable & cv) { cv.wait(held); }
+    void unlock() RELEASE() { free(); }
+    // sleeps without the mutex until the count, which is read under it, has changed, or for no reason
+    void sleep(event_count & count) {
+        const uint32_t seen = count.now();
+        free();
+        count.sleep(seen);
+        held.lock();
+    }
 
   private:
+    void free() {
+        monitor::wake due[monitor::max_due];
+        const int     n_due = sync.n_due;
+        std::copy_n(sync.due, n_due, due);
+        sync.n_due = 0;
+        held.unlock();
+        for (int i = 0; i < n_due; i++) {
+            due[i].count->wake(due[i].n);
+        }
+    }
+
+    monitor &                    sync;
     std::unique_lock<std::mutex> held;
 };
 

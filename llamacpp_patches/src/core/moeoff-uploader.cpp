@@ -21,7 +21,14 @@ void uploader::add(gate & g, const upload & u) {
         }
     }
     write(g, u);
+    checked_lock lock(mutex);
+    finish_one();
+}
+
+// under the mutex, or a drain() could look before and sleep after
+void uploader::finish_one() {
     pending.fetch_sub(1, std::memory_order_acq_rel);
+    changed.notify_all();
 }
 
 void uploader::drain() {
@@ -54,8 +61,7 @@ void uploader::run() {
         lock.unlock();
         write(*next.g, next.u);
         lock.lock();
-        pending.fetch_sub(1, std::memory_order_acq_rel);
-        changed.notify_all();
+        finish_one();
     }
 }
 

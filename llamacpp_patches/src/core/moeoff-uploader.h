@@ -32,6 +32,7 @@ class uploader {
         upload u;
     };
     void run() EXCLUDES(mutex);
+    void finish_one() REQUIRES(mutex);
 
     std::function<void(gate & g, const upload & u)> write;
     std::atomic<int32_t>    pending {0};

@@ -53,7 +53,7 @@ void version_selector::by_popularity(const choice & c, const std::vector<int32_t
     }
     order = chosen;
     std::sort(order.begin(), order.end(), [this](int32_t a, int32_t b) { return count[a] != count[b] ? count[a] < count[b] : a > b; });
-    const size_t n_low = (size_t) ((double) thresholds.prefill_low_share * (double) order.size());
+    const size_t n_low = (size_t) ((double) thresholds.prefill_low_fraction * (double) order.size());
     for (size_t i = 0; i < order.size(); i++) {
         version_of[order[i]] = i < n_low ? LOW : HIGH;
     }

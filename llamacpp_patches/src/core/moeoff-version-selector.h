@@ -27,7 +27,7 @@ class version_selector {
     // false: all is served in high precision, select() need not be called
     bool active() const { return thresholds.t1 < 1.0f || uses_low() || !forced.empty(); }
     bool uses_low() const { return uses_low(thresholds); }
-    static bool uses_low(const moeoff_thresholds & t) { return t.t1 < t.t2 || t.prefill_low_share > 0.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED; }
+    static bool uses_low(const moeoff_thresholds & t) { return t.t1 < t.t2 || t.prefill_low_fraction > 0.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED; }
 
     // appends decisions [n_tokens, n_used] of gate events to come
     void   force(const uint8_t * versions, size_t n) { forced.insert(forced.end(), versions, versions + n); }

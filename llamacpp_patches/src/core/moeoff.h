@@ -26,7 +26,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 13
+#define MOEOFF_ABI_VERSION 14
 #define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
@@ -36,7 +36,6 @@ enum moeoff_flag {
     MOEOFF_FLAG_EAGER      = 2, // the gate event queues the slices of all matrices; without it each matrix op queues its own
     MOEOFF_FLAG_DIRECT_IO  = 4, // try O_DIRECT; files that refuse it are read through the page cache
     MOEOFF_FLAG_GATE_INPUT = 8, // the gate node also takes the router's input (costs a copy on GPU backends)
-    MOEOFF_FLAG_SERIAL     = 16, // a matrix op reads all its slices before it computes with any: the papers' baseline
     MOEOFF_FLAG_LOG_READS  = 32, // finished reads are kept for moeoff_take_reads()
     MOEOFF_FLAG_GATE_LOGITS = 64, // the gate node also takes the router's logits (the same cost)
     MOEOFF_FLAG_ROUTING     = 128, // a node before the weights may change what a router has chosen (the same cost)
@@ -83,11 +82,11 @@ enum moeoff_thresholds_flag {
 // of the larger gate weights of the same token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped; an
 // expert that several tokens chose gets the best of what they say. In a prompt (Fate §4.5): of the experts chosen, this share
 // is served low, those that the fewest tokens chose.
-// Nothing is lost at t1 = 1, prefill_low_share = 0 and without flags, the default.
+// Nothing is lost at t1 = 1, prefill_low_fraction = 0 and without flags, the default.
 struct moeoff_thresholds {
     float    t1;
     float    t2;
-    float    prefill_low_share;
+    float    prefill_low_fraction;
     uint32_t flags;        // moeoff_thresholds_flag
 };
 
@@ -105,7 +104,7 @@ struct moeoff_routing {
 
 struct moeoff_params {
     uint32_t flags;        // moeoff_flag
-    int32_t  n_io_workers; // threads that read
+    int32_t  n_io_threads; // threads that read
     uint64_t arena_bytes;  // upper bound of the resident high versions, slot padding included
     uint64_t read_chunk;   // a read is split into pieces of this size, a prefetch can be given up between two
 };
@@ -164,12 +163,12 @@ struct moeoff_stats {
     uint64_t read_errors;
     uint64_t prefetch_issued;
     uint64_t prefetch_useful;   // prefetched slices that a router then selected
-    uint64_t prefetch_dropped;  // given up before or while reading
+    uint64_t prefetch_dropped;  // given up before or while reading, or the read failed
     uint64_t gate_events;
     uint64_t events_dropped;    // the driver was too late and the queue was full
     uint64_t stall_ns;          // compute waited for bytes, mean over the compute threads
     uint64_t queue_wait_ns;     // from asking to the start of the read, summed over reads
-    uint64_t io_worker_busy_ns; // summed over the I/O workers
+    uint64_t io_thread_busy_ns; // summed over the I/O threads
     uint64_t driver_ns;         // CPU time inside the gate callback
     uint64_t arena_bytes;       // allowed now, both versions together
     uint64_t arena_committed;   // in use now, slot padding included
@@ -226,7 +225,8 @@ MOEOFF_API uint64_t moeoff_hash64(const void * data, uint64_t nbytes, uint64_t s
 // --- life: init, then load a model on the same thread between begin and end, then sources, then start ---
 
 MOEOFF_API moeoff_expert_buffer * moeoff_expert_buffer_init(struct moeoff_params params);
-// stops I/O workers and driver and gives the arena back; memory the model still refers to lives until the model is freed
+// Stops I/O threads and driver; from then on graphs fail. The arena lives as long as a model that was loaded with the buffer. In a copy
+// of the process that made it (fork) nothing happens
 MOEOFF_API void moeoff_expert_buffer_free(moeoff_expert_buffer * eb);
 // ggml_backend_buffer_type_t for llama_model_tensor_buft_override
 MOEOFF_API void * moeoff_buffer_type(void);
@@ -331,10 +331,13 @@ MOEOFF_API void moeoff_get_stats(const moeoff_expert_buffer * eb, struct moeoff_
 MOEOFF_API void moeoff_reset_stats(moeoff_expert_buffer * eb);
 // stall_ns for each gate
 MOEOFF_API int  moeoff_get_stall(const moeoff_expert_buffer * eb, uint64_t * stall_ns, int32_t n_gates);
-// 1 and the message if a read has failed since the last call, else 0
+// 1 and the message if a read has failed that this thread's last graph needed, else 0. To be asked after each graph, on the thread that
+// computed it: else its next one ends, too
 MOEOFF_API int  moeoff_take_error(moeoff_expert_buffer * eb, char * message, size_t size);
-// a ggml_abort_callback with eb as its data: ends the graph after a failed read, after the buffer was stopped, or while cancelled
+// A ggml_abort_callback with eb as its data: ends the graph after a failed read of its own, after the buffer was freed, while cancelled,
+// and in a copy of the process (fork). It alone may be called after moeoff_expert_buffer_free(), for as long as a model that was loaded with eb lives
 MOEOFF_API bool moeoff_should_abort(void * eb);
+// true: what is computed ends, even where it waits for a read that hangs
 MOEOFF_API void moeoff_set_cancelled(moeoff_expert_buffer * eb, bool cancelled);
 // 0: every file takes O_DIRECT, 1: some are read through the page cache
 MOEOFF_API int  moeoff_is_buffered(const moeoff_expert_buffer * eb);

@@ -187,7 +187,11 @@ class traits : public ggml::cpu::tensor_traits {
         return true;
     }
     bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
-        if (op->op == GGML_OP_GET_ROWS) {
+        if (reserved_store(op->src[0]).is_copy()) {
+            if (params->ith == 0) {
+                memset(op->data, 0, ggml_nbytes(op)); // the graph ends
+            }
+        } else if (op->op == GGML_OP_GET_ROWS) {
             get_rows(params, op);
         } else {
             mul_mat_id(params, op);
@@ -232,7 +236,13 @@ void * moeoff_buffer_type(void) {
 }
 
 int moeoff_load_begin(moeoff_expert_buffer * eb) {
-    moeoff::loading = eb->store;
+    eb->store->set_type_size([](int32_t type, const int64_t * ne) -> uint64_t {
+        if (type < 0 || type >= GGML_TYPE_COUNT || ggml_blck_size((ggml_type) type) <= 0 || ne[0] % ggml_blck_size((ggml_type) type) != 0) {
+            return 0;
+        }
+        return (uint64_t) ggml_row_size((ggml_type) type, ne[0]) * (uint64_t) ne[1];
+    });
+    moeoff::loading = std::shared_ptr<moeoff::store>(eb->self, eb->store.get());
     return 0;
 }
 

@@ -1,6 +1,6 @@
 #include "moeoff-device-memory.h"
 
-#include "moeoff-last-error.h"
+#include "moeoff-api.h"
 
 #include "ggml-backend.h"
 

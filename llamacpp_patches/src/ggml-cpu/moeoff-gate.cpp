@@ -101,7 +101,7 @@ static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor
         try {
             gate.owner->gate_event(gate, event, strides, has_device ? &out : nullptr);
         } catch (const std::bad_alloc &) { // ggml is C
-            gate.owner->fail("out of memory");
+            gate.owner->fail(moeoff::graph_of_this_thread(), "out of memory");
         }
     }
 }
@@ -136,7 +136,7 @@ void moeoff_wave_node(ggml_tensor * dst, int ith, int, void * of) {
         for (int32_t i = 0; i < n_tokens * n_used; i++) {
             ((int32_t *) dst->data)[i] = n_slots + i % n_used;
         }
-        gate.owner->fail("out of memory");
+        gate.owner->fail(moeoff::graph_of_this_thread(), "out of memory");
     }
 }
 
@@ -161,7 +161,7 @@ static void route(ggml_tensor * dst, moeoff::gate & gate, bool is_softmax_last) 
         try {
             gate.owner->route(gate, r);
         } catch (const std::bad_alloc &) { // ggml is C
-            gate.owner->fail("out of memory");
+            gate.owner->fail(moeoff::graph_of_this_thread(), "out of memory");
         }
     }
 }

@@ -22,7 +22,7 @@ struct wanted_row {
 };
 
 size_t get_rows_work_size(int n_threads, const ggml_tensor * op) {
-    return (size_t) n_threads * GGML_PAD(op->src[0]->nb[1], cache_line) + cache_line; // wdata itself may be unaligned
+    return (size_t) n_threads * GGML_PAD(op->src[0]->nb[1], cache_line) + 2 * cache_line; // behind the rows the graph; wdata itself may be unaligned
 }
 
 // the op for one token, whose row is at data
@@ -42,7 +42,7 @@ static void convert_row(const ggml_compute_params * params, const ggml_tensor * 
 }
 
 // tokens [t0, t1): in the order of their rows, so that each is read once and neighbours are read together
-static void get_share(const ggml_compute_params * params, ggml_tensor * op, store & owner, embedding & rows, int32_t t0, int32_t t1, uint8_t * data) {
+static void get_share(const ggml_compute_params * params, ggml_tensor * op, store & owner, uint64_t graph, embedding & rows, int32_t t0, int32_t t1, uint8_t * data) {
     static thread_local std::vector<wanted_row> wanted; // keep their capacity
     static thread_local std::vector<int32_t>    distinct;
     wanted.clear();
@@ -65,7 +65,7 @@ static void get_share(const ggml_compute_params * params, ggml_tensor * op, stor
     int32_t     last = -1;
     for (const auto & w : wanted) {
         if (error.empty() && w.row != last && !rows.read(w.row, data, error)) {
-            owner.fail(error.c_str());
+            owner.fail(graph, error.c_str());
         }
         last = w.row;
         if (error.empty()) {
@@ -83,16 +83,21 @@ void get_rows(const ggml_compute_params * params, ggml_tensor * op) {
     const int32_t share = (n + params->nth - 1) / params->nth;
     const int32_t t0    = std::min(share * params->ith, n);
     const int32_t t1    = std::min(t0 + share, n);
+    uint8_t * wdata = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, cache_line);
+    const size_t row = GGML_PAD(op->src[0]->nb[1], cache_line);
+    GGML_ASSERT((size_t) (wdata - (uint8_t *) params->wdata) + (size_t) params->nth * row + cache_line <= params->wsize);
+    auto * graph = (uint64_t *) (wdata + (size_t) params->nth * row);
+    if (params->ith == 0) {
+        *graph = graph_of_this_thread();
+    }
+    ggml_barrier(params->threadpool);
     if (t0 == t1) {
         return;
     }
-    uint8_t * wdata = (uint8_t *) GGML_PAD((uintptr_t) params->wdata, cache_line);
-    const size_t row = GGML_PAD(op->src[0]->nb[1], cache_line);
-    GGML_ASSERT((size_t) (wdata - (uint8_t *) params->wdata) + (size_t) params->nth * row <= params->wsize);
     try {
-        get_share(params, op, owner, *reserved_embedding(op->src[0]), t0, t1, wdata + (size_t) params->ith * row);
+        get_share(params, op, owner, *graph, *reserved_embedding(op->src[0]), t0, t1, wdata + (size_t) params->ith * row);
     } catch (const std::bad_alloc &) { // ggml is C
-        owner.fail("out of memory");
+        owner.fail(*graph, "out of memory");
     }
 }
 

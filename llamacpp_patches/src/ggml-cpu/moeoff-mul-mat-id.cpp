@@ -1,9 +1,9 @@
 // MUL_MAT_ID whose left matrices may still be on their way. Same grouping of rows and the same row kernels as ggml-cpu's
 // own, so the results are equal bit for bit; only the order of experts differs: those that are resident are computed first,
-// of several tokens those that most of them chose before the others (Fate §4.3), and a thread sleeps only when nothing it still has to
-// do is there.
+// of several tokens those that most of them chose before the others (Fate §4.3). Which thread computes what, and when it sleeps, op_run says.
 
 #include "moeoff-buffer-type.h"
+#include "moeoff-op-run.h"
 
 #include "ggml-cpu-impl.h"
 #include "ggml-cpu.h"
@@ -25,17 +25,6 @@ struct row_mapping {
     int32_t i2;
 };
 
-// one version of an expert with rows in this op
-struct work_item {
-    int32_t              expert;
-    int32_t              n_rows;
-    int32_t              first_row;      // into the row mappings
-    int32_t              version;
-    std::atomic<int32_t> next_chunk;
-    std::atomic<int32_t> n_threads_done;
-    char                 pad[cache_line - 4 * sizeof(int32_t) - 2 * sizeof(std::atomic<int32_t>)];
-};
-
 // the formats that rows of src1 are needed in; one unless the experts' types differ
 struct activation {
     ggml_type type;
@@ -45,7 +34,7 @@ struct activation {
 struct layout {
     activation activations[GGML_TYPE_COUNT];
     int        n_activations = 0;
-    size_t     header, items, counts, order, versions, by_row, rows, done, scratch, end;
+    size_t     run, items, counts, order, versions, by_row, rows, scratch, end;
 };
 
 static ggml_type activation_type(int32_t type) {
@@ -68,10 +57,6 @@ struct typed_op {
         src0.extra = nullptr;
         dst.src[0] = &src0;
     }
-};
-
-struct op_header {
-    int32_t n_items;
 };
 
 static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads) {
@@ -99,14 +84,13 @@ static layout layout_of(const tensor & t, const ggml_tensor * op, int n_threads)
         const size_t bytes = vt == src1->type ? 0 : ggml_row_size(vt, ggml_nelements(src1));
         l.activations[l.n_activations++] = { vt, area(bytes) };
     }
-    l.header  = area(sizeof(op_header));
-    l.items   = area(n_act * sizeof(work_item));
+    l.run     = area(sizeof(op_run));
+    l.items   = area(n_act * sizeof(op_item));
     l.counts  = area(n_as * n_versions * 2 * sizeof(int32_t)); // rows of each expert's version, then its item
     l.order   = area(n_as * n_versions * sizeof(int32_t)); // in which they are listed
     l.versions = area(n_as * n_versions);
     l.by_row  = area(n_row);
     l.rows    = area(n_row * sizeof(row_mapping));
-    l.done    = area((size_t) n_threads * GGML_PAD(n_act, cache_line));
     l.scratch = area(scratch);
     l.end     = at;
     return l;
@@ -139,13 +123,37 @@ static int32_t id_at(const ggml_tensor * ids, int64_t i1, int64_t i2) {
     return *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
 }
 
+// How an item is divided, as ggml-cpu does it: chunks of n0 x n1, or groups of weight rows for the tiled kernel. The results do not
+// depend on it.
+struct division {
+    int64_t n0 = 1, n1 = 1;
+};
+
+static division division_of(const ggml_tensor * op, int32_t type, int64_t n_rows, int n_threads) {
+    if (type < 0) {
+        return { 1, std::min<int64_t>(n_rows, n_threads) }; // rows of zeros
+    }
+    if (n_rows >= 8) {
+        typed_op top(op, type, nullptr);
+        if (ggml_tiled_wdata_size(1, &top.dst) > 0) {
+            return { n_threads, 1 };
+        }
+    }
+    const int64_t nr0        = op->src[0]->ne[1];
+    const int64_t chunk_size = nr0 == 1 || n_rows == 1 ? 64 : 16;
+    const division d = { (nr0 + chunk_size - 1) / chunk_size, (n_rows + chunk_size - 1) / chunk_size };
+    if (d.n0 * d.n1 < n_threads * 4 || ggml_is_numa()) {
+        return nr0 > n_rows ? division { n_threads, 1 } : division { 1, n_threads };
+    }
+    return d;
+}
+
 // groups the rows by expert and lists the experts that have any: resident ones first, of both kinds those with most rows
-static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, const layout & l) {
+static void build_items(const tensor & t, const ggml_tensor * op, int n_threads, char * wdata, const layout & l) {
     const ggml_tensor * ids  = op->src[2];
     const int64_t       n_as = op->src[0]->ne[2];
 
-    auto * header = (op_header *) (wdata + l.header);
-    auto * items  = (work_item *) (wdata + l.items);
+    auto * items  = (op_item *) (wdata + l.items);
     auto * counts = (int32_t *) (wdata + l.counts);
     auto * item_i = counts + n_as * n_versions;
     auto * order  = (int32_t *) (wdata + l.order);
@@ -189,12 +197,11 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
             if (item_i[key] >= 0 || (ready && !t.owner->at(t, e, v).settled())) {
                 continue;
             }
-            work_item * item = new (&items[n_items]) work_item;
+            op_item * item = new (&items[n_items]) op_item;
             item->expert         = e;
             item->version        = v;
             item->n_rows         = 0;
             item->first_row      = counts[key]; // how many, until all are listed
-            item->n_threads_done = 0;
             item_i[key] = n_items++;
         }
     }
@@ -208,19 +215,19 @@ static void build_items(const tensor & t, const ggml_tensor * op, char * wdata, 
         for (int64_t i1 = 0; i1 < ids->ne[0]; i1++) {
             const int32_t key = key_of(i1, i2);
             if (key >= 0) {
-                work_item & item = items[item_i[key]];
+                op_item & item = items[item_i[key]];
                 rows[item.first_row + item.n_rows++] = { (int32_t) i1, (int32_t) i2 };
             }
         }
     }
-    header->n_items = n_items;
-
     int32_t * experts = counts; // no longer needed as counts
     for (int32_t i = 0; i < n_items; i++) {
+        const division d = division_of(op, t.owner->at(t, items[i].expert, (uint8_t) items[i].version).source.type, items[i].n_rows, n_threads);
+        items[i].n_parts = (int32_t) (d.n0 * d.n1);
         experts[i]  = items[i].expert;
         versions[i] = (uint8_t) items[i].version; // by item from here on
     }
-    t.owner->pin(t, experts, versions, n_items);
+    new (wdata + l.run) op_run(*t.owner, t, graph_of_this_thread(), items, experts, versions, n_items, n_threads);
 }
 
 struct op_args {
@@ -231,15 +238,15 @@ struct op_args {
     const row_mapping *         rows;
 };
 
-static void zero_rows(const op_args & a, const work_item & item) {
-    for (int32_t r = a.params->ith; r < item.n_rows; r += a.params->nth) {
+static void zero_rows(const op_args & a, const op_item & item, int32_t part) {
+    for (int32_t r = part; r < item.n_rows; r += item.n_parts) {
         const row_mapping m = a.rows[item.first_row + r];
         memset((char *) a.op->data + m.i1 * a.op->nb[1] + m.i2 * a.op->nb[2], 0, a.op->ne[0] * sizeof(float));
     }
 }
 
 // rows [r0, r1) of the weights times columns [c0, c1) of the expert's group, in blocks of 16 as ggml-cpu does
-static void dot_chunk(const op_args & a, const work_item & item, const typed_op & top, const char * weights,
+static void dot_chunk(const op_args & a, const op_item & item, const typed_op & top, const char * weights,
                       const char * src1_rows, size_t src1_stride1, size_t src1_stride2, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
     const ggml_vec_dot_t vec_dot = ggml_get_type_traits_cpu(top.src0.type)->vec_dot;
     const ggml_tensor *  op      = a.op;
@@ -275,26 +282,27 @@ static void zero_device_rows(const op_args & a) {
     }
 }
 
-// this thread's share of one expert
-static void compute_item(const op_args & a, work_item & item, const slice & s) {
-    if (!s.data) {
-        zero_rows(a, item); // "none", or a read that failed and ends this graph
-        return;
-    }
+// part of an expert's rows, whose weights are at data
+static void compute_part(const op_args & a, const op_item & item, int32_t type, const uint8_t * data, int32_t part) {
     const ggml_tensor * src1 = a.op->src[1];
-    typed_op top(a.op, s.source.type, nullptr);
+    typed_op top(a.op, type, nullptr);
     // the tiled kernel finds the expert by itself: let its index lead to the slice
-    top.src0.data = (void *) ((uintptr_t) s.data - (uintptr_t) item.expert * top.src0.nb[2]);
+    top.src0.data = (void *) ((uintptr_t) data - (uintptr_t) item.expert * top.src0.nb[2]);
 
     const activation * act = a.l->activations;
-    while (act->type != activation_type(s.source.type)) {
+    while (act->type != activation_type(type)) {
         act++;
     }
     const bool own_type = act->type == src1->type;
 
-    ggml_compute_params params = *a.params;
+    // as if there were a thread for each part; but this one has a scratch of its own
+    const size_t        one_scratch = ggml_tiled_wdata_size(1, &top.dst) - ggml_tiled_wdata_size(0, &top.dst);
+    const uintptr_t     scratch     = (uintptr_t) (a.wdata + a.l->scratch) + (uintptr_t) a.params->ith * one_scratch - (uintptr_t) part * one_scratch;
+    ggml_compute_params params      = *a.params;
+    params.ith   = part;
+    params.nth   = item.n_parts;
     params.wdata = a.wdata + act->offset; // where the tiled kernel looks for converted rows
-    if (ggml_compute_forward_mul_mat_id_tiled(&params, &top.dst, item.expert, item.n_rows, (const int32_t *) (a.rows + item.first_row), a.wdata + a.l->scratch)) {
+    if (ggml_compute_forward_mul_mat_id_tiled(&params, &top.dst, item.expert, item.n_rows, (const int32_t *) (a.rows + item.first_row), (char *) scratch)) {
         return;
     }
 
@@ -303,33 +311,20 @@ static void compute_item(const op_args & a, work_item & item, const slice & s) {
     const size_t stride1   = own_type ? src1->nb[1] : row_bytes;
     const size_t stride2   = own_type ? src1->nb[2] : row_bytes * src1->ne[1];
 
-    const int     nth = a.params->nth;
-    const int64_t nr0 = top.src0.ne[1];
-    const int64_t nr1 = item.n_rows;
-    const int64_t chunk_size = nr0 == 1 || nr1 == 1 ? 64 : 16;
-    int64_t n_chunk0 = (nr0 + chunk_size - 1) / chunk_size;
-    int64_t n_chunk1 = (nr1 + chunk_size - 1) / chunk_size;
-    if (n_chunk0 * n_chunk1 < nth * 4 || ggml_is_numa()) {
-        n_chunk0 = nr0 > nr1 ? nth : 1;
-        n_chunk1 = nr0 > nr1 ? 1 : nth;
-    }
-    const int64_t dr0 = (nr0 + n_chunk0 - 1) / n_chunk0;
-    const int64_t dr1 = (nr1 + n_chunk1 - 1) / n_chunk1;
-
-    int64_t chunk = item.next_chunk.fetch_add(1, std::memory_order_relaxed);
-    while (chunk < n_chunk0 * n_chunk1) {
-        const int64_t i0 = chunk % n_chunk0;
-        const int64_t i1 = chunk / n_chunk0;
-        dot_chunk(a, item, top, (const char *) s.data, src1_rows, stride1, stride2,
-                  dr0 * i0, std::min(dr0 * (i0 + 1), nr0), dr1 * i1, std::min(dr1 * (i1 + 1), nr1));
-        chunk = item.next_chunk.fetch_add(1, std::memory_order_relaxed);
-    }
+    const division d   = division_of(a.op, type, item.n_rows, a.params->nth);
+    const int64_t  nr0 = top.src0.ne[1];
+    const int64_t  nr1 = item.n_rows;
+    const int64_t  dr0 = (nr0 + d.n0 - 1) / d.n0;
+    const int64_t  dr1 = (nr1 + d.n1 - 1) / d.n1;
+    const int64_t  i0  = part % d.n0;
+    const int64_t  i1  = part / d.n0;
+    dot_chunk(a, item, top, (const char *) data, src1_rows, stride1, stride2,
+              dr0 * i0, std::min(dr0 * (i0 + 1), nr0), dr1 * i1, std::min(dr1 * (i1 + 1), nr1));
 }
 
 void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
-    const tensor & t     = *reserved_tensor(op->src[0]);
-    store &        owner = *t.owner;
-    const layout   l     = layout_of(t, op, params->nth);
+    const tensor & t = *reserved_tensor(op->src[0]);
+    const layout   l = layout_of(t, op, params->nth);
     char *         wdata = (char *) GGML_PAD((uintptr_t) params->wdata, cache_line);
 
     GGML_ASSERT(params->wsize >= (size_t) (wdata - (char *) params->wdata) + l.end);
@@ -341,52 +336,19 @@ void mul_mat_id(const ggml_compute_params * params, ggml_tensor * op) {
         }
     }
     if (params->ith == 0) {
-        build_items(t, op, wdata, l);
-        auto * items = (work_item *) (wdata + l.items);
-        for (int32_t i = 0; i < ((op_header *) (wdata + l.header))->n_items; i++) {
-            items[i].next_chunk = 0;
-        }
+        build_items(t, op, params->nth, wdata, l);
     }
     ggml_barrier(params->threadpool);
 
     const op_args a = { params, op, wdata, &l, (const row_mapping *) (wdata + l.rows) };
-    const int32_t n_items = ((const op_header *) (wdata + l.header))->n_items;
-    auto *        items   = (work_item *) (wdata + l.items);
-    const size_t  n_act   = (l.scratch - l.done) / (size_t) params->nth;
-    char *        done    = wdata + l.done + (size_t) params->ith * n_act;
-    memset(done, 0, (size_t) n_items);
     zero_device_rows(a);
-
-    if ((owner.get_flags() & MOEOFF_FLAG_SERIAL) && owner.fits(t, n_items)) {
-        for (int32_t i = 0; i < n_items; i++) {
-            const slice & s = owner.at(t, items[i].expert, (uint8_t) items[i].version);
-            for (uint64_t seen = owner.generation(); !s.settled(); seen = owner.generation()) {
-                owner.wait(seen, t, params->nth);
-            }
+    ((op_run *) (wdata + l.run))->compute(params->ith, [&a](const op_item & item, const slice & s, const uint8_t * data, int32_t part) {
+        if (data) {
+            compute_part(a, item, s.source.type, data, part);
+        } else {
+            zero_rows(a, item, part);
         }
-    }
-
-    int32_t left = n_items;
-    while (left > 0) {
-        const uint64_t seen   = owner.generation(); // before looking: nothing that settles later is slept through
-        const int32_t  before = left;
-        for (int32_t i = 0; i < n_items; i++) {
-            work_item &   item = items[i];
-            const slice & s    = owner.at(t, item.expert, (uint8_t) item.version);
-            if (done[i] || !s.settled()) {
-                continue;
-            }
-            compute_item(a, item, s);
-            done[i] = 1;
-            left--;
-            if (item.n_threads_done.fetch_add(1, std::memory_order_acq_rel) + 1 == params->nth) {
-                owner.unpin(t, item.expert, (uint8_t) item.version);
-            }
-        }
-        if (left == before) {
-            owner.wait(seen, t, params->nth);
-        }
-    }
+    });
 }
 
 } // namespace moeoff

@@ -8,6 +8,7 @@
 #include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
 
 #include "ggml-backend.h"
+#include "ggml-cpp.h"
 #include "ggml-cpu.h"
 
 #include <algorithm>
@@ -20,17 +21,26 @@
 #include <stdexcept>
 #include <vector>
 
+#ifdef __linux__
+#include <sys/mman.h>
+#include <unistd.h>
+#endif
+
+static constexpr uint64_t huge_page = 2 << 20;
+
 // of our nodes
 static const char * const gate_name  = "moeoff_gate";
 static const char * const fetch_name = "moeoff_fetch";
 static const char * const wave_name  = "moeoff_wave";
 
-bool moeoff_is_reserved(const ggml_tensor * tensor) {
-    return moeoff_on_disk(tensor);
-}
-
-void moeoff_use_huge_pages(const ggml_tensor * tensor) {
-    moeoff_advise_huge_pages(tensor->buffer);
+bool moeoff_stays_on_disk(const ggml_tensor * tensor) {
+    if (moeoff_on_disk(tensor)) {
+        return true;
+    }
+    if (tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) { // without data it is mapped
+        moeoff_advise_huge_pages(tensor->buffer);
+    }
+    return false;
 }
 
 // the gate that a block's experts belong to, or nullptr, and how many there are
@@ -247,6 +257,17 @@ uint32_t moeoff_n_more_nodes(const llama_model & model) {
     return n;
 }
 
+// Plans the graph of a batch that sees the whole context, and returns the bytes of the CPU backend's work area for it. sizes: of each of the
+// scheduler's backends, the bytes of its compute buffer that the graph needs, or nullptr. ctx forgets the graph that it computed last.
+static uint64_t plan_batch(llama_context * ctx, uint32_t n_tokens, uint32_t n_seqs, size_t * sizes) {
+    const int  n_threads = std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx));
+    const auto memory    = ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr;
+    // split and not allocated: a context that is only planned (no_alloc) stays so
+    const uint32_t n_outputs = std::min(n_tokens, ctx->get_cparams().n_outputs_max); // pooling asserts that every token has one
+    const auto *   graph     = ctx->graph_reserve(n_tokens, n_seqs, n_outputs, memory.get(), true, sizes);
+    return graph ? ggml_graph_plan(graph, n_threads, nullptr).work_size : 0;
+}
+
 static void context_memory(llama_context * ctx, uint64_t * bytes) {
     std::fill(bytes, bytes + 5, 0);
     for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
@@ -257,16 +278,70 @@ static void context_memory(llama_context * ctx, uint64_t * bytes) {
         }
     }
     // allocated by the first graph that needs it, so no buffer tells its size yet
-    const uint32_t n_tokens  = std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx));
-    const int      n_threads = std::max(llama_n_threads(ctx), llama_n_threads_batch(ctx));
-    const auto     memory    = ctx->get_memory() ? ctx->get_memory()->init_full() : nullptr;
-    // split and not allocated: a context that is only planned (no_alloc) stays so
-    const uint32_t n_outputs = std::min(n_tokens, ctx->get_cparams().n_outputs_max); // pooling asserts that every token has one
-    const auto *   graph     = ctx->graph_reserve(n_tokens, llama_n_seq_max(ctx), n_outputs, memory.get(), true);
-    if (graph) {
-        bytes[3] = ggml_graph_plan(graph, n_threads, nullptr).work_size;
-    }
+    bytes[3] = plan_batch(ctx, std::min(llama_n_ctx(ctx), llama_n_ubatch(ctx)), llama_n_seq_max(ctx), nullptr);
     bytes[4] = sizeof(float) * llama_vocab_n_tokens(llama_model_get_vocab(llama_get_model(ctx))) * (uint64_t) ctx->get_cparams().n_outputs_max;
+}
+
+// bytes of all compute buffers; 0: one of them is no ordinary memory, a device's, that may be pinned
+static uint64_t cpu_compute_bytes(const llama_context * ctx) {
+    uint64_t sum = 0;
+    for (const auto & [buft, mb] : llama_get_memory_breakdown(ctx)) {
+        if (mb.compute > 0 && buft != ggml_backend_cpu_buffer_type()) {
+            return 0;
+        }
+        sum += mb.compute;
+    }
+    return sum;
+}
+
+// The compute buffer itself, or nullptr: no interface tells it, but a graph of one node lies in it. The scheduler forgets how larger graphs lay there.
+static ggml_backend_buffer_t compute_buffer(ggml_backend_sched_t sched) {
+    const ggml_context_ptr ctx(ggml_init({ ggml_tensor_overhead() * 2 + ggml_graph_overhead_custom(2, false), nullptr, true }));
+    ggml_tensor * input = ggml_new_tensor_1d(ctx.get(), GGML_TYPE_F32, 1);
+    ggml_set_input(input);
+    ggml_tensor * node = ggml_neg(ctx.get(), input);
+    ggml_cgraph * gf   = ggml_new_graph_custom(ctx.get(), 2, false);
+    ggml_build_forward_expand(gf, node);
+    ggml_backend_sched_reset(sched);
+    ggml_backend_buffer_t buffer = ggml_backend_sched_alloc_graph(sched, gf) ? node->buffer : nullptr;
+    ggml_backend_sched_reset(sched);
+    return buffer;
+}
+
+// gives the system back what lies behind the first n_used bytes; false: it stays
+static bool give_back(ggml_backend_buffer_t buffer, uint64_t n_used) {
+#ifdef __linux__
+    const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
+    const uintptr_t base  = (uintptr_t) ggml_backend_buffer_get_base(buffer);
+    const uintptr_t begin = (base + n_used + page - 1) / page * page;
+    const uintptr_t end   = (base + ggml_backend_buffer_get_size(buffer)) / page * page;
+    return begin >= end || madvise((void *) begin, end - begin, MADV_DONTNEED) == 0;
+#else
+    (void) buffer;
+    (void) n_used;
+    return false;
+#endif
+}
+
+static int batch_memory(llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes) {
+    const uint64_t all = cpu_compute_bytes(ctx);
+    if (all == 0) {
+        return -1;
+    }
+    const uint32_t n_seqs = llama_n_seq_max(ctx);
+    n_tokens = std::min({ std::max(n_tokens, n_seqs), llama_n_ctx(ctx), llama_n_ubatch(ctx) });
+    n_tokens = (n_tokens + n_seqs - 1) / n_seqs * n_seqs; // caches of their own divide a batch among them, also one of a single sequence
+    bytes[0] = bytes[1] = 0;
+    for (const uint32_t n : { 1u, n_seqs }) { // states that grow with the square of a sequence's tokens take more for one than for several
+        std::vector<size_t> sizes(ggml_backend_sched_get_n_backends(ctx->get_sched()), 0);
+        bytes[1] = std::max<uint64_t>(bytes[1], plan_batch(ctx, n_tokens, n, sizes.data()));
+        bytes[0] = std::max<uint64_t>(bytes[0], *std::max_element(sizes.begin(), sizes.end())); // backends with the same memory share a buffer
+    }
+    bytes[0] = std::min((bytes[0] + huge_page - 1) / huge_page * huge_page, all); // what is touched in part may be resident as a whole
+    // The plans have made ctx forget its last graph. One that needs more than the compute buffer has also freed it, and the scheduler would compute
+    // a graph like the planned one without any: it has to plan that anew.
+    ggml_backend_buffer_t buffer = compute_buffer(ctx->get_sched());
+    return !gives_back || (buffer && give_back(buffer, bytes[0])) ? 0 : -1;
 }
 
 void * moeoff_layer_device(const llama_context * ctx, int32_t layer) {
@@ -287,7 +362,7 @@ void moeoff_device_memory(const llama_context * ctx, void * device, uint64_t * b
 
 int moeoff_replan(llama_context * ctx) {
     try {
-        ctx->set_adapter_cvec(nullptr, 0, 0, 0, 0); // without a control vector all that it does is to ask for new plans
+        ctx->set_embeddings_layer_inp(0, ctx->get_cparams().embeddings_layer_inp[0]); // as it is: all that it does is to ask for new plans
         ctx->sched_reserve();
         return 0;
     } catch (const std::exception &) {
@@ -299,6 +374,14 @@ int moeoff_context_memory(llama_context * ctx, uint64_t * bytes) {
     try {
         context_memory(ctx, bytes);
         return 0;
+    } catch (const std::exception &) {
+        return -1;
+    }
+}
+
+int moeoff_batch_memory(llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes) {
+    try {
+        return batch_memory(ctx, n_tokens, gives_back, bytes);
     } catch (const std::exception &) {
         return -1;
     }

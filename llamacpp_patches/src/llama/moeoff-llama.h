@@ -29,15 +29,18 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
 // What a graph of the model may have more than llama.cpp has counted: nodes of the waves
 uint32_t moeoff_n_more_nodes(const llama_model & model);
 
-// true if the loader must not read this tensor
-bool moeoff_is_reserved(const ggml_tensor * tensor);
-
-// Before a tensor is read into memory: its buffer gets huge pages, where the system leaves that to programs. Only beside reserved tensors.
-void moeoff_use_huge_pages(const ggml_tensor * tensor);
+// Before the loader reads a tensor; true: it must not. The buffer of one that is read into memory beside reserved tensors gets huge pages,
+// where the system leaves that to programs.
+bool moeoff_stays_on_disk(const ggml_tensor * tensor);
 
 // Bytes in host memory: [0] weights, reserved tensors not counted, [1] KV and recurrent state, [2] compute buffers,
 // [3] the CPU backend's work area for the largest batch, [4] logits of as many tokens as a batch may give at most. Needs the experts' sources; not while ctx decodes. -1: out of memory.
 extern "C" LLAMA_API int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);
+
+// Of batches of at most n_tokens, at any length of their sequences: [0] bytes of the compute buffer, [1] of the work area. gives_back: graphs of such batches
+// then lie in the first [0] bytes of the buffer, and the memory of the rest is the system's until a larger one comes: between graphs it holds nothing.
+// Not while ctx decodes. -1: a device computes, too, or the system took nothing back.
+extern "C" LLAMA_API int moeoff_batch_memory(struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
 
 // The device (ggml_backend_dev_t) that computes a layer, or NULL: the CPU does.
 extern "C" LLAMA_API void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);

@@ -18,7 +18,7 @@ extern "C" int stbi_info_from_memory(const unsigned char * data, int size, int *
 namespace moeoff {
 
 static const moeoff_server_hooks * server_hooks  = nullptr;
-static moeoff_stats                seen          = {}; // by the decode before; one thread decodes
+static std::optional<moeoff_stats> seen; // by the decode before; one thread decodes
 static llama_context *             draft_context = nullptr;
 static const llama_model *         served_model  = nullptr;
 static bool                        can_draft     = false;
@@ -31,7 +31,7 @@ static bool          abandoned = false;
 
 void server_attach(const moeoff_server_hooks * hooks) {
     server_hooks  = hooks;
-    seen          = {};
+    seen          = std::nullopt;
     draft_context = nullptr;
     served_model  = nullptr;
     can_draft     = false;
@@ -56,11 +56,11 @@ void server_usage::add(const server_usage & share) {
     rerouted_margin = share.rerouted > 0 ? share.rerouted_margin : rerouted_margin;
 }
 
-void server_usage::to_json(common_json & out) const {
+void server_usage::to_json(common_json & timings) const {
     if (server_hooks == nullptr) {
         return;
     }
-    out["moeoff"] = {
+    timings["moeoff"] = {
         {"hits", std::llround(hits)},
         {"device_hits", std::llround(device_hits)},
         {"misses", std::llround(misses)},
@@ -73,6 +73,49 @@ void server_usage::to_json(common_json & out) const {
         {"rerouted", std::llround(rerouted)},
         {"rerouted_margin", rerouted_margin},
     };
+}
+
+static bool usage_in_timings(const common_json & answer) {
+    if (answer.is_array()) {
+        for (const common_json & one : answer) {
+            if (one.is_object() && usage_in_timings(one)) {
+                return true;
+            }
+        }
+        return false;
+    }
+    return answer.is_object() && ((answer.contains("timings") && answer.at("timings").contains("moeoff")) ||
+                                  (answer.contains("__verbose") && usage_in_timings(answer.at("__verbose"))));
+}
+
+static void move_usage(common_json & answer) {
+    if (answer.is_array()) {
+        for (common_json & one : answer) {
+            move_usage(one);
+        }
+        return;
+    }
+    if (!usage_in_timings(answer)) {
+        return;
+    }
+    if (answer.contains("timings") && answer.at("timings").contains("moeoff")) {
+        common_json & timings = answer.at("timings");
+        common_json   usage   = timings.at("moeoff");
+        timings.erase("moeoff");
+        answer["moeoff"] = std::move(usage);
+    }
+    if (answer.contains("__verbose")) {
+        move_usage(answer.at("__verbose"));
+    }
+}
+
+std::optional<common_json> server_usage_beside_timings(const common_json & answer) {
+    if (server_hooks == nullptr || !usage_in_timings(answer)) {
+        return std::nullopt;
+    }
+    common_json moved = answer;
+    move_usage(moved);
+    return moved;
 }
 
 void server_decode::add(int32_t token, int32_t position, int32_t slot, bool prompt) {
@@ -97,12 +140,15 @@ void server_decode::before() {
         std::lock_guard<std::mutex> lock(tasks_mutex);
         tasks_in_progress = std::move(tasks);
     }
+    if (!seen) { // what warmed the model up is nobody's
+        moeoff_get_stats(server_hooks->buffer, &seen.emplace());
+    }
     server_hooks->before(tokens.data(), positions.data(), slots.data(), is_prompt.data(), (int32_t) tokens.size());
 }
 
-std::string server_decode::finish(int result, server_usage & share) {
+int server_decode::after(int result) {
     if (server_hooks == nullptr) {
-        return "";
+        return result;
     }
     {
         std::lock_guard<std::mutex> lock(tasks_mutex);
@@ -115,19 +161,29 @@ std::string server_decode::finish(int result, server_usage & share) {
     moeoff_stats now;
     moeoff_get_stats(server_hooks->buffer, &now);
     const double n = tokens.empty() ? 1 : (double) tokens.size();
-    share.hits       = (now.demand_hits - seen.demand_hits) / n;
-    share.misses     = (now.demand_misses - seen.demand_misses) / n;
-    share.bytes_read = (now.bytes_read - seen.bytes_read) / n;
-    share.stall_ns   = (now.stall_ns - seen.stall_ns) / n;
-    share.uses       = (now.expert_uses - seen.expert_uses) / n;
-    share.served_low = (now.served_low - seen.served_low) / n;
-    share.skipped    = (now.skipped - seen.skipped) / n;
-    share.device_hits = (now.device_hits - seen.device_hits) / n;
-    share.rerouted   = (now.rerouted - seen.rerouted) / n;
+    share.hits       = (now.demand_hits - seen->demand_hits) / n;
+    share.misses     = (now.demand_misses - seen->demand_misses) / n;
+    share.bytes_read = (now.bytes_read - seen->bytes_read) / n;
+    share.stall_ns   = (now.stall_ns - seen->stall_ns) / n;
+    share.uses       = (now.expert_uses - seen->expert_uses) / n;
+    share.served_low = (now.served_low - seen->served_low) / n;
+    share.skipped    = (now.skipped - seen->skipped) / n;
+    share.device_hits = (now.device_hits - seen->device_hits) / n;
+    share.rerouted   = (now.rerouted - seen->rerouted) / n;
     share.rerouted_margin = now.rerouted_margin;
     seen = now;
     char text[1024] = "";
-    return server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) != 0 ? text : "";
+    if (server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) == 0) {
+        return result;
+    }
+    error = text;
+    return result == 0 ? 2 : result;
+}
+
+void server_decode::charge(server_usage & usage) const {
+    for (size_t i = 0; i < tokens.size(); i++) {
+        usage.add(share);
+    }
 }
 
 server_guard::server_guard() {
@@ -227,8 +283,10 @@ void server_media_decode::before() {
 }
 
 int server_media_decode::after(int result) {
-    error = decode.after(result, [this](int32_t) -> server_usage & { return usage; });
-    return result == 0 && !error.empty() ? -1 : result;
+    result = decode.after(result);
+    error  = decode.error;
+    decode.charge(usage);
+    return result;
 }
 
 void server_media_decode::add_to(server_usage & to) const {

@@ -6,6 +6,7 @@
 
 #include "json.h"
 
+#include <optional>
 #include <set>
 #include <string>
 #include <unordered_set>
@@ -22,29 +23,50 @@ struct server_usage {
     double rerouted_margin = 0; // the largest so far
 
     void add(const server_usage & share);
-    void to_json(common_json & out) const; // adds a "moeoff" object if there are hooks
+    void to_json(common_json & timings) const; // adds a "moeoff" object if there are hooks
 };
+
+// llama.cpp makes the "timings" of an answer in one place and puts them into it in nine: "moeoff" lies in them until the answer is read or written,
+// and stands beside them there. The answer with that done, also in several of them and in a "__verbose" one; nothing where it is right as it is.
+std::optional<common_json> server_usage_beside_timings(const common_json & answer);
 
 // One decode of the main context.
 class server_decode {
   public:
-    void add(int32_t token, int32_t position, int32_t slot, bool is_prompt);
-    void add_task(int id); // of an answer that is being computed, whether this batch has tokens of it or not
-    void before();
+    std::string  error; // why all answers of the batch have failed, if that is known
+    server_usage share; // that each of its tokens has in what it took
 
-    // Why all answers of the batch have failed, or nothing; usage(slot) gets its share of what the decode took.
-    template <typename Usage> std::string after(int result, Usage usage) {
-        server_usage share;
-        const std::string error = finish(result, share);
-        for (const int32_t slot : slots) {
-            usage(slot).add(share);
+    server_decode() = default;
+
+    // What llama-server is about to decode: of its batch, n tokens from off, for the answers of its slots.
+    template <typename Token, typename Slot> server_decode(const std::vector<Token> & batch, int32_t off, int32_t n, const std::vector<Slot> & all) {
+        for (int32_t i = off; i < off + n; i++) {
+            add(batch[i].token, batch[i].pos, batch[i].id_slot, batch[i].is_prompt);
         }
-        return error;
+        for (const Slot & slot : all) {
+            if (slot.is_processing()) { // also where the batch has no tokens of it
+                add_task(slot.task->id);
+            }
+        }
+        before();
     }
 
-  private:
-    std::string finish(int result, server_usage & share);
+    void add(int32_t token, int32_t position, int32_t slot, bool is_prompt);
+    void add_task(int id); // of an answer that is being computed
+    void before();
+    int  after(int result); // returned is result, or where only the host has failed, 2: aborted
 
+    template <typename Slot> int after(int result, std::vector<Slot> & all) {
+        result = after(result);
+        for (const int32_t slot : slots) {
+            all[slot].stats.moeoff.add(share);
+        }
+        return result;
+    }
+
+    void charge(server_usage & usage) const; // with all of it
+
+  private:
     std::vector<int32_t> tokens, positions, slots;
     std::vector<uint8_t> is_prompt;
     std::set<int>        tasks;

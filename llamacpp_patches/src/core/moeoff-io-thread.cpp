@@ -1,0 +1,90 @@
+#include "moeoff-io-thread.h"
+
+#include "moeoff-event-driver.h"
+
+#include <algorithm>
+#include <cerrno>
+#include <new>
+
+namespace moeoff {
+
+void io_threads::start(int n, slice_reader r) {
+    reader = std::move(r);
+    threads.reserve((size_t) n);
+    for (int i = 0; i < n; i++) {
+        threads.emplace_back([this] { run(); });
+    }
+}
+
+void io_threads::stop() {
+    {
+        store_lock lock(sync);
+        stopping = true;
+        sync.advance_for_all(sync.work);
+    }
+    for (auto & t : threads) {
+        t.join();
+    }
+    threads.clear();
+}
+
+void io_threads::run() {
+    name_thread("moeoff-io");
+    store_lock     lock(sync);
+    moeoff_stats & stats = table.counters();
+    while (!stopping) {
+        slice * s = table.next_read();
+        if (!s) {
+            lock.sleep(sync.work);
+            continue;
+        }
+        uint8_t *     dst = table.destination(*s);
+        const int64_t t0  = now_ns();
+        stats.queue_wait_ns += (uint64_t) (t0 - s->t_queued);
+        lock.unlock();
+
+        bool        direct = false;
+        std::string message;
+        int         err;
+        try {
+            err = reader(s->source, dst, &s->cancel, direct, message);
+        } catch (const std::bad_alloc &) {
+            err     = ENOMEM;
+            message = "out of memory"; // short enough to be stored in the string itself
+        }
+        const int64_t t1 = now_ns();
+
+        lock.lock();
+        stats.io_thread_busy_ns += (uint64_t) (t1 - t0);
+        stats.reads++;
+        stats.direct_reads += direct;
+        if (err == 0) {
+            stats.bytes_read += s->source.nbytes;
+            stats.low_bytes_read += s->version == LOW ? s->source.nbytes : 0;
+        }
+        if (flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_LOG_READS) {
+            log_read(*s, t0, t1, err);
+        }
+        table.end_read(*s, err, message);
+    }
+}
+
+void io_threads::log_read(const slice & s, int64_t t_start, int64_t t_done, int err) {
+    if (read_log.size() == n_read_log) {
+        read_log.pop_front();
+    }
+    try {
+        read_log.push_back({ ++n_logged, s.t_queued, t_start, t_done, s.source.nbytes, table.tensor_of(s), s.expert, s.version, s.level, err });
+    } catch (const std::bad_alloc &) {
+        // the gap in seq tells
+    }
+}
+
+int32_t io_threads::take_reads(moeoff_read * out, int32_t n) {
+    const size_t taken = std::min(read_log.size(), (size_t) std::max(n, 0));
+    std::copy_n(read_log.begin(), taken, out);
+    read_log.erase(read_log.begin(), read_log.begin() + (ptrdiff_t) taken);
+    return (int32_t) taken;
+}
+
+} // namespace moeoff

@@ -1,0 +1,45 @@
+#pragma once
+
+// The threads that read slices. Each takes the most urgent request that can get a slot, reads it without the mutex, and reports
+// how it ended. Knows nothing of experts; the log of reads is kept here.
+
+#include "moeoff-slice-table.h"
+
+#include <deque>
+#include <functional>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace moeoff {
+
+// Reads a source so that its first byte lands at dst + offset % page_size. Gives up once cancel is true. Returns 0, ECANCELED, or
+// an errno with a message; tells whether the read went around the page cache.
+using slice_reader = std::function<int(const moeoff_source &, uint8_t * dst, const std::atomic<bool> * cancel, bool & was_direct, std::string & message)>;
+
+class io_threads {
+  public:
+    io_threads(slice_table & table, monitor & sync, const std::atomic<uint32_t> & flags) : table(table), sync(sync), flags(flags) {}
+
+    void start(int n, slice_reader reader) EXCLUDES(store_mutex);
+    // after table.stop(): what is being read is read to its end, or given up
+    void stop() EXCLUDES(store_mutex);
+    int32_t take_reads(moeoff_read * out, int32_t n) REQUIRES(store_mutex);
+
+  private:
+    void run() EXCLUDES(store_mutex);
+    void log_read(const slice & s, int64_t t_start, int64_t t_done, int err) REQUIRES(store_mutex);
+
+    static constexpr size_t n_read_log = 65536; // finished reads that may wait to be taken
+
+    slice_table &                 table;
+    monitor &                     sync;
+    const std::atomic<uint32_t> & flags;   // moeoff_flag
+    slice_reader                  reader;  // set before the threads start
+    std::vector<std::thread>      threads; // used by start() and stop() only
+    bool                          stopping GUARDED_BY(store_mutex) = false;
+    std::deque<moeoff_read>       read_log GUARDED_BY(store_mutex);
+    uint64_t                      n_logged GUARDED_BY(store_mutex) = 0;
+};
+
+} // namespace moeoff

@@ -1,0 +1,402 @@
+"""Results of a benchmark: a row for each test of a configuration, with llama-bench's names; written as md, csv, json, jsonl or sql, and drawn."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import os
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from datetime import datetime, timezone
+from functools import lru_cache
+from typing import Any
+
+from .. import __version__
+from ..cpu import cpu_name, n_cores
+from ..errors import OptionError
+from ..gguf.model_index import ModelIndex
+from ..memory import format_size
+from ..policies import get_strategy
+from ..simulate.comparison import new_figure, save
+from .job import MOEOFF, Measurement, Sample, rates
+
+STOCK_NAME = "stock llama.cpp"
+
+
+@dataclass(frozen=True)
+class Row:
+    """Sizes in bytes, times in nanoseconds or as their name says, rates per second.
+
+    Attributes:
+        memory: the bound of the process; of stock in a cgroup that of the cgroup; 0: none.
+        strategy: or "stock llama.cpp".
+        avg_ts, stddev_ts: tokens per second over the repetitions.
+        mb_per_token: read from disk, in 10^6 bytes; of stock unknown, as other fields about experts: None.
+        vram, vram_mode: the bound of each GPU's memory, as it was given, and how it computes with experts; empty: no experts there.
+        hit_rate: of the slices that routers selected, those that were in memory; device_hit_rate: those that a GPU held.
+        stall_share: of the time, in which compute waited for bytes.
+        disk_mb_s: what the disk gave when it was asked for nothing else, measured right after the run.
+        ceiling_share: the longer one of computing alone and of reading alone at that rate, or what the run itself got if that was more, over the
+            time that was taken.
+        peak_rss: of the process.
+        mode: how it ran, in words.
+        error: why there are no samples, or fewer; empty: nothing went wrong.
+    """
+
+    build: str
+    cpu_info: str
+    model_filename: str
+    model_type: str
+    model_size: int
+    model_n_params: int
+    n_threads: int
+    n_batch: int | None
+    n_ubatch: int | None
+    type_k: str
+    type_v: str
+    flash_attn: bool
+    n_gpu_layers: int
+    vram: str
+    vram_mode: str
+    memory: int
+    strategy: str
+    io_threads: int | None
+    n_prompt: int
+    n_gen: int
+    n_depth: int
+    test: str
+    test_time: str
+    avg_ns: float | None
+    stddev_ns: float | None
+    avg_ts: float | None
+    stddev_ts: float | None
+    mb_per_token: float | None
+    hit_rate: float | None
+    device_hit_rate: float | None
+    stall_share: float | None
+    disk_mb_s: float | None
+    ceiling_share: float | None
+    cpu_ms_per_token: float | None
+    driver_ms_per_token: float | None
+    arena: int | None
+    peak_rss: int | None
+    mode: str
+    error: str = ""
+    samples_ns: list[float] = field(default_factory=list)
+    samples_ts: list[float] = field(default_factory=list)
+
+
+def rows(done: Measurement, memory: int, note: str = "") -> list[Row]:
+    """A row for each test of a job.
+
+    Args:
+        memory: the bound, 0 for none.
+        note: about the surroundings, for `mode`.
+    """
+    return [_row(done, index, memory, note) for index in range(len(done.job.tests))]
+
+
+def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
+    job, test, samples = done.job, done.job.tests[index], done.of(index)
+    ours, options, facts = job.engine == MOEOFF, job.options, model_facts(job.model)
+    speeds, times = [s.tps for s in samples], [1e9 * s.seconds for s in samples]
+    found = rates(samples)
+    known: dict[str, Any] = {name: found.get(name) for name in ("mb_per_token", "hit_rate", "stall_share", "cpu_ms_per_token", "driver_ms_per_token")}
+    disk = done.closed.get("disk_bytes_per_second")
+    return Row(
+        build=f"moeoff {__version__}",
+        cpu_info=cpu_name(),
+        model_filename=job.model,
+        **facts,
+        n_threads=options.get("n_threads") or n_cores(),
+        n_batch=options.get("n_batch"),
+        n_ubatch=done.opened.get("micro_batch") or options.get("n_ubatch"),
+        type_k=str(options.get("type_k") or "f16"),
+        type_v=str(options.get("type_v") or "f16"),
+        flash_attn=bool(options.get("flash_attn")),
+        n_gpu_layers=int(options.get("n_gpu_layers", 0)),
+        vram=str(options.get("vram") or "") if ours else "",
+        vram_mode=str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
+        memory=done.opened.get("budget_bytes") or memory,
+        strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else STOCK_NAME,
+        io_threads=done.opened.get("io_threads"),
+        n_prompt=test.n_prompt,
+        n_gen=test.n_gen,
+        n_depth=test.depth,
+        test=test.name,
+        test_time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        avg_ns=statistics.fmean(times) if times else None,
+        stddev_ns=_deviation(times),
+        avg_ts=statistics.fmean(speeds) if speeds else None,
+        stddev_ts=_deviation(speeds),
+        **known,
+        device_hit_rate=found.get("device_hit_rate") if options.get("vram") else None,
+        disk_mb_s=disk / 1e6 if disk else None,
+        ceiling_share=ceiling_share(samples, disk) if "stall_share" in found and disk else None,
+        arena=done.opened.get("arena_bytes"),
+        peak_rss=done.closed.get("peak_rss_bytes"),
+        mode=_mode(done, note),
+        error=done.error or _cut(samples, job.repetitions, test.n_tokens),
+        samples_ns=times,
+        samples_ts=speeds,
+    )
+
+
+def ceiling_share(samples: list[Sample], disk: float) -> float:
+    """max(computing, reading) / time: what is left to win by overlapping both is what is missing to 1, at most 1.
+
+    Args:
+        disk: bytes per second that it gave right after the run. A disk that gave the run more, in a burst, can give that.
+    """
+    seconds, nbytes = sum(s.seconds for s in samples), sum(s.counters["bytes_read"] for s in samples)
+    compute = seconds - sum(s.counters["stall_seconds"] for s in samples)
+    rate = max([disk, *(s.counters["bytes_read"] / s.seconds for s in samples if s.seconds)])
+    return max(compute, nbytes / rate) / seconds
+
+
+def _deviation(values: list[float]) -> float | None:
+    """llama-bench's: of a sample; of one value 0."""
+    return (statistics.stdev(values) if len(values) > 1 else 0.0) if values else None
+
+
+def _cut(samples: list[Sample], repetitions: int, n_tokens: int) -> str:
+    if len(samples) == repetitions and all(s.n_tokens == n_tokens for s in samples):
+        return ""
+    return f"cut off after {sum(s.n_tokens for s in samples)} tokens" if samples else "nothing was measured"
+
+
+def _mode(done: Measurement, note: str) -> str:
+    """How the run went about its work, in words."""
+    job, closed, opened = done.job, done.closed, done.opened
+    if job.engine != MOEOFF:
+        parts = ["memory map" if job.options.get("use_mmap", True) else "read into memory"]
+        parts.append("repacked kernels" if job.options.get("use_extra_bufts", True) else "plain kernels")
+        return ", ".join([*parts, *([note] if note else [])])
+    if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
+        return note
+    parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {opened['io_threads']} I/O threads"]
+    parts.append(f"{opened['resident_share']:.0%} of the experts fit")
+    tier = opened["tier"]
+    parts.append("own precision" if tier == "original" and not closed["precision_summary"] else closed["precision_summary"] or f"all experts in {tier}")
+    if closed["prefetch_on"] is not None:
+        gain = closed["prefetch_gain"]
+        parts.append(f"prefetching {'on' if closed['prefetch_on'] else 'off'}" + (f" ({gain:+.1%} when compared)" if gain is not None else ""))
+    parts.append(f"micro-batch {opened['micro_batch']} ({opened['micro_batch_reason']})")
+    parts += [note] if note else []
+    return ", ".join(parts)
+
+
+@lru_cache(maxsize=8)
+def model_facts(path: str) -> dict[str, Any]:
+    """model_type, model_size and model_n_params of a file."""
+    model_index = ModelIndex.read(path)
+    spans = [*model_index.experts.values(), *model_index.dense.values()]
+    n_params = sum(math.prod(max(n, 1) for n in span.shape) for span in spans)
+    used = f", top {model_index.n_expert_used}" if model_index.n_expert_used else ""
+    kind = f"{model_index.architecture} {model_index.n_layer} x {model_index.n_expert}{used}"
+    return {"model_type": kind, "model_size": sum(span.nbytes for span in spans), "model_n_params": n_params}
+
+
+_NAMES = [f.name for f in fields(Row) if f.name not in ("samples_ns", "samples_ts")]
+TABLE = "moeoff_bench"
+
+
+class Format:
+    """Writes rows as they come."""
+
+    def begin(self) -> str:
+        return ""
+
+    def rows(self, rows: list[Row]) -> str:
+        """The lines of one configuration."""
+        raise NotImplementedError
+
+    def end(self) -> str:
+        return ""
+
+
+class Json(Format):
+    """One array."""
+
+    _between = ""
+
+    def begin(self) -> str:
+        return "[\n"
+
+    def rows(self, rows: list[Row]) -> str:
+        out = ""
+        for row in rows:
+            out += self._between + json.dumps(asdict(row), indent=2)
+            self._between = ",\n"
+        return out
+
+    def end(self) -> str:
+        return "\n]\n"
+
+
+class JsonLines(Format):
+    def rows(self, rows: list[Row]) -> str:
+        return "".join(json.dumps(asdict(row)) + "\n" for row in rows)
+
+
+class Csv(Format):
+    def begin(self) -> str:
+        return _csv([_NAMES])
+
+    def rows(self, rows: list[Row]) -> str:
+        return _csv([["" if (value := getattr(row, name)) is None else value for name in _NAMES] for row in rows])
+
+
+def _csv(lines: Iterable[Iterable[Any]]) -> str:
+    out = io.StringIO()
+    csv.writer(out, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n").writerows(lines)
+    return out.getvalue()
+
+
+class Sql(Format):
+    """For sqlite3 and its like: a table, made if it is not there, and an INSERT for each row."""
+
+    def begin(self) -> str:
+        kinds = {"int": "INTEGER", "int | None": "INTEGER", "float | None": "REAL", "bool": "INTEGER"}
+        columns = ",\n  ".join(f"{f.name} {kinds.get(str(f.type), 'TEXT')}" for f in fields(Row) if f.name in _NAMES)
+        return f"CREATE TABLE IF NOT EXISTS {TABLE} (\n  {columns}\n);\n\n"
+
+    def rows(self, rows: list[Row]) -> str:
+        return "".join(f"INSERT INTO {TABLE} ({', '.join(_NAMES)}) VALUES ({', '.join(_literal(getattr(row, name)) for name in _NAMES)});\n" for row in rows)
+
+
+def _literal(value: object) -> str:
+    if value is None:
+        return "NULL"
+    if isinstance(value, (int, float)):
+        return repr(value + 0)  # a bool as a number
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _text(value: float | None, form: str = ".1%") -> str:
+    return "" if value is None else format(value, form)
+
+
+def _speed(row: Row) -> str:
+    if row.avg_ts is None:
+        return "-"
+    digits = 2 if row.avg_ts < 1000 else 1
+    return f"{row.avg_ts:.{digits}f} ± {row.stddev_ts:.{digits}f}"
+
+
+# (title, width, value); a negative width aligns to the left, as in llama-bench
+_ALWAYS: list[tuple[str, int, Callable[[Row], str]]] = [
+    ("model", -24, lambda r: r.model_type),
+    ("size", 10, lambda r: format_size(r.model_size)),
+    ("params", 9, lambda r: f"{r.model_n_params / 1e9:.2f} B"),
+    ("threads", 7, lambda r: str(r.n_threads)),
+    ("memory", 10, lambda r: format_size(r.memory) if r.memory else "no limit"),
+    ("strategy", -15, lambda r: r.strategy),
+]
+_IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
+    ("n_batch", 7, lambda r: str(r.n_batch or "")),
+    ("n_ubatch", 8, lambda r: str(r.n_ubatch or "")),
+    ("type_k", 6, lambda r: r.type_k),
+    ("type_v", 6, lambda r: r.type_v),
+    ("flash_attn", 10, lambda r: str(int(r.flash_attn))),
+    ("n_gpu_layers", 12, lambda r: str(r.n_gpu_layers)),
+    ("vram", 6, lambda r: r.vram),
+    ("vram_mode", 11, lambda r: r.vram_mode),
+    ("on GPU", 7, lambda r: _text(r.device_hit_rate)),
+    ("io_threads", 7, lambda r: str(r.io_threads or "")),
+]
+_RESULTS: list[tuple[str, int, Callable[[Row], str]]] = [
+    ("test", 14, lambda r: r.test),
+    ("t/s", 16, _speed),
+    ("MB/token", 8, lambda r: _text(r.mb_per_token, ".1f")),
+    ("hit rate", 8, lambda r: _text(r.hit_rate)),
+    ("stalled", 7, lambda r: _text(r.stall_share)),
+    ("disk MB/s", 9, lambda r: _text(r.disk_mb_s, ".0f")),
+    ("of ceiling", 10, lambda r: _text(r.ceiling_share)),
+    ("peak RSS", 9, lambda r: "" if r.peak_rss is None else format_size(r.peak_rss)),
+]
+
+
+class Markdown(Format):
+    """llama-bench's table, a configuration's lines as soon as it is done, and below it how each ran.
+
+    Args:
+        varied: options with several values, or that were given: they have columns of their own.
+    """
+
+    def __init__(self, varied: Iterable[str] = ()):
+        chosen = set(varied)
+        self._columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in chosen or (column[0] == "on GPU" and "vram" in chosen)), *_RESULTS]
+        self._notes: list[str] = []
+
+    def begin(self) -> str:
+        titles = [_cell(title, width) for title, width, _ in self._columns]
+        rules = ["-" * (abs(width) + 1) + (":" if width > 0 else "-") for _, width, _ in self._columns]
+        return f"| {' | '.join(titles)} |\n|{'|'.join(rules)}|\n"
+
+    def rows(self, rows: list[Row]) -> str:
+        out = ""
+        for row in rows:
+            out += f"| {' | '.join(_cell(value(row), width) for _, width, value in self._columns)} |\n"
+            if row.error and not any(row.error in note for note in self._notes[-len(rows) :]):
+                self._notes.append(f"{_title(row)}, {row.test}: {row.error}")
+        if rows and rows[0].mode:
+            self._notes.append(f"mode: {_title(rows[0])}: {rows[0].mode}")
+        return out
+
+    def end(self) -> str:
+        return "\n" + "".join(f"{note}\n" for note in self._notes)
+
+
+def _title(row: Row) -> str:
+    return f"{row.strategy}, {format_size(row.memory)}" if row.memory else row.strategy
+
+
+def _cell(text: str, width: int) -> str:
+    return text.ljust(-width) if width < 0 else text.rjust(width)
+
+
+def format_named(name: str, varied: Iterable[str] = ()) -> Format:
+    """md, csv, json, jsonl or sql."""
+    others: dict[str, type[Format]] = {"csv": Csv, "json": Json, "jsonl": JsonLines, "sql": Sql}
+    return others[name]() if name in others else Markdown(varied)
+
+
+_GIB = 1 << 30
+
+
+def plot(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
+    """Writes it as SVG, or in the format of the name's ending.
+
+    Raises:
+        OptionError: matplotlib is not installed, or cannot write such a file, or nothing was measured.
+    """
+    measured = [row for row in rows if row.avg_ts is not None]
+    if not measured:
+        raise OptionError(f"{os.fspath(path)}: there is nothing to draw: no test has ended")
+    tests = list(dict.fromkeys(row.test for row in measured))
+    figure = new_figure(6.4 * len(tests), 4.2)
+    panels = figure.subplots(1, len(tests), squeeze=False)[0]
+    for panel, test in zip(panels, tests, strict=True):
+        mine = [row for row in measured if row.test == test]
+        names = list(dict.fromkeys(row.strategy for row in mine))
+        if len({row.memory for row in mine}) > 1:
+            for name in names:
+                line = sorted((row for row in mine if row.strategy == name), key=lambda row: row.memory)
+                style = {"color": "black", "linestyle": "--"} if name == STOCK_NAME else {}
+                panel.errorbar([row.memory / _GIB for row in line], [row.avg_ts for row in line], yerr=[row.stddev_ts for row in line],
+                               marker="o", markersize=4, capsize=3, label=name, **style)  # fmt: skip
+            panel.set(xlabel="memory, GiB", ylabel="tokens per second")
+            panel.set_ylim(bottom=0)
+            panel.legend()
+        else:
+            panel.barh(names, [next(row.avg_ts for row in mine if row.strategy == name) or 0.0 for name in names],
+                       xerr=[next(row.stddev_ts for row in mine if row.strategy == name) or 0.0 for name in names])  # fmt: skip
+            panel.invert_yaxis()
+            panel.set(xlabel="tokens per second")
+        panel.set(title=f"{test}, {mine[0].model_type}, {format_size(mine[0].model_size)}")
+    figure.suptitle(f"{measured[0].cpu_info}, {measured[0].n_threads} threads", fontsize=9)
+    save(figure, path, "figure")

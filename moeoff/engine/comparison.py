@@ -1,0 +1,172 @@
+"""Online comparisons: ways of computing the same are tried in turn while tokens are computed, and the fastest stays.
+
+`ABTest` compares something (prefetching, drafts) with going without it, `DeviceJudge` devices with the CPU alone.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+
+BLOCK = 4  # tokens
+ORDER = (False, True, True, False) * 4
+ROUND = 4  # blocks after which the times so far may decide, both ways in each
+PLAIN = 3.0  # standard errors of a difference that ends the comparison early
+HOLD, LONGEST_HOLD = 256, 4096  # tokens between two comparisons
+SKIP = 1  # first tokens of a block: they still feel the one before
+
+
+class ABTest:
+    """Args:
+    block, skip: times in a block, and how many of its first are left out.
+
+    Attributes:
+        on: what to do for the token that begins now.
+        gain: speed with, relative to without, minus 1, as last measured; None before the first comparison has ended.
+    """
+
+    def __init__(self, block: int = BLOCK, skip: int = SKIP) -> None:
+        self._n_block, self._skip = block, skip
+        self.gain: float | None = None
+        self._last: bool | None = None
+        self._hold = HOLD
+        self._begin_trial()
+
+    def _begin_trial(self) -> None:
+        self._block = self._in_block = 0
+        self._times: dict[bool, list[int]] = {True: [], False: []}
+        self._left = 0
+        self.on = ORDER[0]
+
+    def token(self, ns: int) -> None:
+        """Counts a token that took this many nanoseconds."""
+        if self._left:
+            self._left -= 1
+            if not self._left:
+                self._begin_trial()
+            return
+        if self._in_block >= self._skip:
+            self._times[self.on].append(ns)
+        self._in_block += 1
+        if self._in_block < self._n_block:
+            return
+        self._in_block, self._block = 0, self._block + 1
+        if self._block % ROUND == 0 and self._decide(self._block == len(ORDER)):
+            return
+        self.on = ORDER[self._block]
+
+    def _decide(self, last_round: bool) -> bool:
+        """True if the comparison has ended."""
+        (with_, error_with), (without, error_without) = (_trimmed(self._times[way]) for way in (True, False))
+        gain, noise = without / with_ - 1, math.hypot(error_with, error_without)
+        if not last_round and abs(gain) <= PLAIN * noise:
+            return False
+        self.gain, self.on = gain, gain > noise
+        self._hold = min(2 * self._hold, LONGEST_HOLD) if self.on == self._last else HOLD
+        self._last, self._left = self.on, self._hold
+        return True
+
+
+def _trimmed(times: list[int]) -> tuple[float, float]:
+    """Mean and its relative standard error, without the highest and lowest tenth: a burst of other work on the machine must not decide."""
+    cut = len(times) // 10
+    kept = sorted(times)[cut : len(times) - cut]
+    mean = statistics.fmean(kept)
+    return mean, statistics.stdev(kept) / math.sqrt(len(kept)) / mean
+
+
+WITHOUT = "cpu"
+_BLOCK, _SKIP = 16, 8  # tokens: an expert that was on the device alone has to be read again when the CPU needs it
+_PROMPT = 32  # tokens of a batch that is compared as a prompt
+_EACH = 2  # batches that each way is measured by, before one is chosen
+_AGAIN = 16  # batches after which the other way is measured again
+
+
+class DeviceJudge:
+    """Args:
+    ways: to use the device for tokens that are decoded, at least one.
+    prompts: ways to read text, by default the first of these and the CPU alone.
+    compares: ways to decode; else they take the first.
+    """
+
+    def __init__(self, ways: Sequence[str], prompts: Sequence[str] = (), *, compares: bool = True):
+        self._ways, self._compares = tuple(ways), compares
+        self._contests: dict[int, _Contest] = {}  # by tokens of a batch: their times cannot be compared
+        self._prompts = _Prompts(tuple(prompts) or (self._ways[0], WITHOUT))
+        self.mode = self._ways[0]
+
+    @property
+    def gain(self) -> float | None:
+        """Speed of single tokens with the device relative to without, minus 1; None before it was compared."""
+        return self._contests[1].gain if 1 in self._contests else None
+
+    @property
+    def decode_mode(self) -> str:
+        """The way that the next single token will be decoded."""
+        return self._contests[1].mode if 1 in self._contests else self._ways[0]
+
+    def begin(self, n_tokens: int, decodes: bool) -> str:
+        """How to compute the next batch."""
+        if decodes:
+            self.mode = self._contests.setdefault(n_tokens, _Contest(self._ways)).mode if self._compares else self._ways[0]
+        elif n_tokens >= _PROMPT:
+            self.mode = self._prompts.next()
+        return self.mode
+
+    def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
+        """It has been computed."""
+        if decodes:
+            if n_tokens in self._contests:
+                self._contests[n_tokens].token(int(1e9 * seconds))
+        elif n_tokens >= _PROMPT:
+            self._prompts.add(self.mode, seconds / n_tokens)
+
+
+class _Contest:
+    """Ways to decode, two at a time."""
+
+    def __init__(self, ways: Sequence[str]):
+        self._left = list(ways)
+        self._next()
+
+    @property
+    def mode(self) -> str:
+        return self._pair[self._test.on]
+
+    @property
+    def gain(self) -> float | None:
+        return self._test.gain if self._pair[0] == WITHOUT else None
+
+    def token(self, ns: int) -> None:
+        self._test.token(ns)
+        if len(self._left) > 1 and self._test.gain is not None:
+            self._left = [self.mode, *self._left[2:]]
+            self._next()
+
+    def _next(self) -> None:
+        self._test = ABTest(_BLOCK, _SKIP)
+        self._pair = (self._left[0], self._left[1]) if len(self._left) > 1 else (WITHOUT, self._left[0])  # off, on
+
+
+class _Prompts:
+    """Ways to read text, by the best time for a token that each has had lately."""
+
+    def __init__(self, ways: tuple[str, ...]):
+        self._times: dict[str, list[float]] = {way: [] for way in ways}
+        self._n = Counter[str]()
+        self._since = 0
+
+    def next(self) -> str:
+        fewest = min(self._times, key=lambda way: self._n[way])
+        if self._n[fewest] < _EACH:
+            return fewest
+        best = min(self._times, key=lambda way: min(self._times[way]))
+        return min((way for way in self._times if way != best), key=lambda way: self._n[way]) if self._since >= _AGAIN else best
+
+    def add(self, way: str, seconds: float) -> None:
+        best = min(self._times, key=lambda w: min(self._times[w], default=0.0))
+        self._since = 0 if way != best else self._since + 1
+        self._times[way] = [*self._times[way][1 - _EACH :], seconds]
+        self._n[way] += 1

@@ -1,0 +1,450 @@
+"""`Engine`: builds and owns the runtime state of one model, in steps around llama.cpp's load: the same for `Llama` and `Server`.
+
+Engine(config)              reads the model's header, and chooses memory, micro-batch, profile and precision; nothing is loaded
+with loading() as overrides: llama.cpp loads with them
+attach()                    where experts are read from
+start(sizes, ctx)           the arenas get what is left of the budget
+attach_driver()             the strategy's policy and predictor
+begin(...), end(...)        around every decode
+close_driver(), close()     before and after the model is freed
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import asdict, replace
+from typing import Any
+
+import numpy as np
+
+from .. import native
+from ..binding import api
+from ..budget.disk_probe import IO_THREADS, IoThreads, choose_io_threads
+from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
+from ..budget.loss_contract import SECTION as CONTRACT_SECTION
+from ..budget.memory_plan import ALLOCATED, DeviceBound, MemoryPlan
+from ..chat_sandbox import growing
+from ..devices import devices
+from ..errors import Cancelled, OptionError
+from ..gate_event import GateEvent
+from ..gguf.model_index import ModelIndex
+from ..memory import DEFAULT_SHARE, available, peak_rss, rss
+from ..options import Config
+from ..policies import get_predictor
+from ..sidecar.profile import Profile
+from ..threads import set_priority
+from .arena_sizer import ArenaSizer, Lender
+from .batch import BatchRows, Span, UbatchOrder
+from .comparison import WITHOUT, DeviceJudge
+from .device_tier import AUTO, WAVES, DeviceTier
+from .driver import Driver, attach_driver, sections, wants_gate_logits
+from .expert_buffer import ExpertBuffer
+from .micro_batch import USUAL, MicroBatch, PromptMeter, choose, keep_rates, recall_rates
+from .prefetcher import SAMPLE
+from .quality import Quality
+from .stats import Stats, Timing
+from .warm_start import fill, recall, remember
+
+_COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
+
+
+class Cancellation:
+    """Ends what one buffer's model computes, from another thread: a request lasts until everything in progress has ended."""
+
+    def __init__(self, buffer: ExpertBuffer):
+        self._buffer = buffer
+        self._lock = threading.Lock()
+        self._n_open = 0  # generators and decodes in progress
+        self.requested = False
+
+    def request(self) -> None:
+        """Ends what is in progress within a layer; if nothing is, does nothing."""
+        with self._lock:
+            if self._n_open:
+                self.requested = True
+                self._buffer.set_cancelled(True)
+
+    def withdraw(self) -> None:
+        """Withdraws a request that had no effect: its answer was abandoned before the next decode."""
+        with self._lock:
+            self._withdraw()
+
+    def _withdraw(self) -> None:
+        if self.requested:
+            self.requested = False
+            self._buffer.set_cancelled(False)
+
+    @contextlib.contextmanager
+    def in_progress(self) -> Iterator[None]:
+        """While open, `request()` has something to cancel.
+
+        Raises:
+            Cancelled: it has been already.
+        """
+        with self._lock:
+            self._n_open += 1
+        try:
+            if self.requested:
+                raise Cancelled("the answer was cancelled")
+            yield
+        finally:
+            with self._lock:
+                self._n_open -= 1
+                if self._n_open == 0:
+                    self._withdraw()
+
+
+class Engine:
+    """The runtime state of one model: what it was opened with, its memory, its expert buffer, and what drives that.
+
+    Args:
+        config: as the user gave it.
+        model_index: of the model, if its header has been read already.
+        n_sequences: that share the context.
+        kept: bytes of prompts outside the context, and of samplers.
+        loaded: bytes of other files that will be loaded with the model.
+        nextn: drafts are made with the model's next-token layers.
+
+    Attributes:
+        planned: memory as llama.cpp plans it before the model is loaded.
+        keywords: of llama_cpp.Llama.
+        budget: bytes of the whole process; None: the experts' arena alone is bounded.
+        profile: of the model's calibration, what the strategy may take.
+        driver: after `attach_driver`, if the strategy needs one.
+        sizer, ubatch_order: after `start`.
+
+    Raises:
+        ModelError: the file is missing, damaged, or has no routed experts.
+        BudgetError: the budget is below what the model needs; its hint says what would do.
+        OptionError: a value that makes no sense for this model.
+    """
+
+    sizer: ArenaSizer
+    ubatch_order: UbatchOrder
+    _prompt_meter: PromptMeter
+    _ends: dict[int, int]  # of each sequence, the position behind its last token
+    _ran = False  # arenas have their sizes: it may compute
+
+    @growing()
+    def __init__(self, config: Config, model_index: ModelIndex | None = None, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0, nextn: bool = False):
+        self._n_sequences, self._kept, self._loaded, self._nextn = n_sequences, kept, loaded, nextn
+        set_priority(config.priority)
+        model_index = model_index or ModelIndex.read(config.model_path)
+        self.config, self.model_index = config, model_index
+        self._timing = Timing()
+        self.driver: Driver | None = None
+        self._listener: Callable[[GateEvent], None] | None = None
+        self.budget = int(available() * DEFAULT_SHARE) if config.memory is None and config.expert_memory is None else config.memory
+        model_index.require_experts()
+        self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
+        self.device_tier: DeviceTier | None = None
+        self._device_judge: DeviceJudge | None = None
+        self._plan_memory()
+        self.micro_batch = self._choose_micro_batch()
+        self.profile = self._find_profile()
+        self.quality = Quality(config, model_index, self.profile, lambda budget: self.planned.usual_share(budget, config.expert_memory), self.budget)
+        self.io_threads = self._choose_io_threads()
+        strategy = config.strategy
+        self.buffer = ExpertBuffer(
+            io_threads=self.io_threads.n,
+            keep=strategy.keep,
+            eager=strategy.eager,
+            direct_io=config.direct_io,
+            gate_input=config.gate_input or (strategy.predictor is not None and get_predictor(strategy.predictor).wants_gate_input),
+            gate_logits=wants_gate_logits(strategy, config.trace),
+            routing=self.quality.routing,
+        )
+        self.quality.buffer = self.buffer
+        self.cancellation = Cancellation(self.buffer)
+
+    # --- choosing ---
+
+    def _plan_memory(self) -> None:
+        """Raises `BudgetError` for a model that cannot fit, before anything of it is loaded."""
+        config, model_index = self.config, self.model_index
+        config.check_model(model_index)
+        self.tensor_buffers = tensor_buffers(config.override_tensor, model_index)
+        self.keywords = config.keywords
+        self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
+        self.planned.require_room(self.budget or available())
+
+    def _dry_load(self, n_ctx: int) -> MemoryPlan:
+        kept = self._kept + self._loaded
+        return dry_load(self.model_index, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, kept=kept, nextn=self._nextn)
+
+    def _choose_micro_batch(self) -> MicroBatch:
+        """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
+        config, planned = self.config, self.planned
+        usual = min(USUAL, planned.n_ctx)
+        if config.n_batch or config.n_ubatch:
+            return MicroBatch(min(self.keywords.get("n_ubatch", USUAL), self.keywords.get("n_batch", USUAL), planned.n_ctx), "as given")
+        if self.budget is None:
+            return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
+        if config.repeatable:
+            return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
+        found = choose(
+            planned.n_ctx,
+            self.budget - (planned.fixed - planned.computing),
+            planned.arena_full,
+            lambda n: planned.computing * n // usual,
+            recall_rates(self.model_index, self.keywords["n_threads"]),
+        )
+        if found.n_tokens != usual:
+            self.keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
+            self.planned = self._dry_load(planned.n_ctx)
+        return found
+
+    def _find_profile(self) -> Profile | None:
+        # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
+        wanted, needed = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.config.strategy))
+        if wanted == "auto":
+            return Profile.find(self.model_index, needed)
+        return Profile.read(wanted, self.model_index, needed) if wanted else None
+
+    def _choose_io_threads(self) -> IoThreads:
+        """As the user says, or by what the disk of the experts reads the fastest with, where experts will have to be read while tokens are computed."""
+        config, planned = self.config, self.planned
+        if config.io_threads is not None:
+            return IoThreads(config.io_threads, "as given")
+        arena = config.expert_memory if self.budget is None else self.budget - planned.fixed
+        if arena is None or arena >= planned.arena_full:
+            return IoThreads(IO_THREADS, "the usual number: all experts fit into memory")
+        if not config.direct_io:
+            return IoThreads(IO_THREADS, "the usual number: reads go through the page cache")
+        sidecar, first = self.quality.source.repacked, next(iter(self.model_index.experts.values()))
+        path = self.model_index.files[first.file] if sidecar is None else sidecar.path
+        return choose_io_threads(path, max(kind.nbytes for kind in slice_kinds(self.model_index)), planned.arena_full)
+
+    # --- around the load ---
+
+    def loading(self) -> AbstractContextManager[Any]:
+        """While open, this thread loads the model with the yielded overrides: llama.cpp reads everything but what stays on disk, for which it
+        reserves address space in the buffer."""
+        return self.buffer.loading(self.tensor_buffers, embedding=self.model_index.lookup_embedding is not None)
+
+    def attach(self) -> None:
+        """The model is loaded."""
+        self.buffer.attach(self.model_index, self.quality.source, self.quality.low_source)
+
+    def start_devices(self, ctx: int, adapters: bool) -> None:
+        """Before `start`, because llama.cpp's buffers in host memory depend on it: slots on devices, if that was asked for.
+
+        Args:
+            adapters: there are some, whose products are not computed in waves.
+
+        Raises:
+            OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
+            BudgetError: not one slot fits, or the bound is more than a device has.
+        """
+        config, buffer = self.config, self.buffer
+        if config.vram is None or config.vram_mode == "cpu":
+            return
+        if not buffer.running:
+            buffer.start(buffer.arena_floor, buffer.low_arena_floor)
+        self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.model_index.n_expert_used, 1), self._free_on_devices)
+        ways = self.device_tier.ways if self.quality.precision.lossless else self.device_tier.ways[:1]
+        if config.vram_mode == AUTO:
+            self._device_judge = DeviceJudge(ways, (ways[0], WAVES, WITHOUT) if self.quality.precision.lossless else ())
+        elif config.vram_mode == "centric" and not config.repeatable and not adapters:
+            self._device_judge = DeviceJudge(("centric",), ("centric", WAVES), compares=False)
+
+    def start(self, allocated: MemoryPlan, ctx: int) -> None:
+        """Sizes the arenas from what the loaded model has left of the budget.
+
+        Args:
+            allocated: by llama.cpp (`memory_sizes`).
+            ctx: its llama_context.
+
+        Raises:
+            BudgetError: too little is left for experts.
+        """
+        config, precision = self.config, self.quality.precision
+        self.ubatch_order = UbatchOrder.of(ctx)
+        plan = replace(
+            self.planned,
+            **{name: getattr(allocated, name) for name in ALLOCATED},
+            n_ctx=api.llama_n_ctx(ctx),
+            on_disk=self.buffer.embedding_bytes,
+            process=max(rss() - allocated.weights - allocated.state, 0),  # both are resident: the weights have been read, the state cleared
+            kept=self._kept,
+        )
+        self.sizer = ArenaSizer(self.buffer, plan, self.budget, config.expert_memory, precision.low_share, self._lender(ctx))
+        if self.buffer.running:  # in the smallest arena
+            self.buffer.set_arena_bytes(*self.sizer.arenas)
+        else:
+            self.buffer.start(*self.sizer.arenas)
+        self._ran = True
+        self._moves, self._ends = config.context_shift, {}
+        self._prompt_meter = PromptMeter(self.buffer, self.io_threads.n)
+        if not precision.lossless:
+            self.quality.use(precision)
+
+    def _lender(self, ctx: int) -> Lender | None:
+        """None: a device computes, too, or what is resident must repeat."""
+        largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
+        if self.config.repeatable or self.device_tier is not None or native.batch_memory(ctx, largest, False) is None:
+            return None
+        return Lender(lambda n, gives_back: native.batch_memory(ctx, n, gives_back), largest)
+
+    def attach_driver(self) -> None:
+        """The strategy's policy and predictor; what their tables take, the experts lose."""
+        config, before = self.config, rss()
+        if config.trace is None and not config.gate_input:
+            self.buffer.set_gate_rows(SAMPLE)
+        self.driver = attach_driver(
+            self.buffer,
+            config.strategy,
+            self.model_index,
+            config.trace,
+            io_threads=self.io_threads.n,
+            profile=self.profile,
+            precision=self.quality.precision,
+            replay=config.replay,
+            on_devices=self.device_tier is not None,
+        )
+        self.sizer.make_room(rss() - before)
+
+    def warm_up(self) -> None:
+        """Loads in the background what was resident when the model was last closed, if that was asked for; else what the strategy begins with."""
+        if self.config.warm and self.config.strategy.keep and recall(self.buffer, self.model_index, self.sizer.arenas):
+            return
+        popular = None if self.profile is None or not self.config.strategy.fill else self.profile.section("popularity")
+        if popular is not None:
+            fill(self.buffer, popular["counts"], self.sizer.arenas[0])
+
+    # --- around every decode ---
+
+    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decodes: bool, rows: BatchRows | None = None) -> None:
+        """Before a batch.
+
+        Args:
+            tokens: [n].
+            spans: of its sequences.
+            decodes: its tokens are decoded, not read.
+            rows: which is of which sequence, where it holds several (`ubatch_order`).
+        """
+        self.model_index.check_unchanged()
+        self.sizer.before(self._touches(tokens, spans))
+        if self._device_judge is not None and self.device_tier is not None:
+            self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
+        self.buffer.set_batch_kind(decodes)
+        self.quality.begin(spans)
+        if self.driver is not None:
+            self.driver.begin(tokens, spans, decodes, rows)
+        if not decodes:
+            self._prompt_meter.begin()
+
+    def _touches(self, tokens: np.ndarray, spans: Mapping[int, Span]) -> int:
+        """Tokens of a batch that needs as much memory as this one: of the largest, if llama.cpp first moves what is cached behind a gap in a sequence."""
+        moved = self._moves and any(span.first != self._ends.get(sequence, 0) for sequence, span in spans.items())
+        self._ends |= {sequence: span.end for sequence, span in spans.items()}
+        return self.ubatch_order.n_ubatch if moved else len(tokens)
+
+    def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
+        """After it. Raises what went wrong in a callback or an I/O thread."""
+        self.buffer.check()
+        self._timing.add(n_tokens, seconds, decodes)
+        if self._device_judge is not None:
+            self._device_judge.end(n_tokens, seconds, decodes)
+        if not decodes:
+            self._prompt_meter.end(n_tokens, seconds)
+        self.sizer.after()
+
+    # --- watching, moving, closing ---
+
+    @property
+    def plan(self) -> MemoryPlan:
+        """How memory is divided now."""
+        return self.sizer.plan
+
+    @growing()
+    def set_memory(self, memory: int) -> None:
+        """Moves the budget between answers.
+
+        Raises:
+            BudgetError: below what the model needs; the old budget stays.
+        """
+        self.sizer.move(memory)
+        self.quality.choose_again(memory)
+        if self.driver is None:  # as long as all experts fit, no driver is attached
+            self.attach_driver()
+            self.set_gate_callback(self._listener)
+
+    def set_vram(self, vram: str | int) -> None:
+        """Moves the bound of what is allocated on each device, between answers.
+
+        Raises:
+            OptionError: not a size, or the model was opened without experts on devices.
+            BudgetError: too small, or more than a device has; the old bound stays.
+        """
+        bound = DeviceBound.parse(vram)
+        if self.device_tier is None:
+            raise OptionError("`vram`: the model was opened without experts on devices; open it with vram")
+        self.device_tier.move(bound)
+
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
+        """A user's own; the driver keeps its."""
+        self._listener = callback
+        if self.driver is not None and self.driver.needed:
+            self.driver.set_listener(callback)
+        else:
+            self.buffer.set_gate_callback(callback)
+
+    def stats(self) -> Stats:
+        """Statistics since the start, or since `reset_stats()`."""
+        plan, counters = self.plan, self.buffer.stats()
+        facts: dict[str, Any] = {}
+        if self.device_tier is not None:
+            facts["device_memory"] = self.device_tier.uses
+        if self._device_judge is not None:
+            facts |= {"device_mode": self._device_judge.decode_mode, "device_gain": self._device_judge.gain}
+        prefetcher = self.driver.prefetcher if self.driver is not None else None
+        if prefetcher is not None:
+            facts |= {"prefetch_on": prefetcher.on, "prefetch_gain": prefetcher.gain}
+            if (meter := prefetcher.meter) is not None:
+                facts |= {"prediction_accuracy": meter.accuracy, "fetch_rate": meter.fetch_rate, "good_pred": meter.good_pred}
+        if (promised := self.quality.selected) is not None:
+            facts |= {"max_loss": promised.max_loss, "estimated_loss": promised.estimated_loss}
+        return Stats.of(
+            counters,
+            self._timing,
+            model=self.config.model_path,
+            strategy=self.config.strategy.name,
+            tier=self.quality.source.tier,
+            budget_bytes=plan.budget,
+            peak_rss_bytes=peak_rss(),
+            direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,
+            embedding_disk_bytes=self.buffer.embedding_bytes,
+            io_threads=self.io_threads.n,
+            io_threads_reason=self.io_threads.reason,
+            micro_batch=self.micro_batch.n_tokens,
+            micro_batch_reason=self.micro_batch.reason,
+            memory=plan.items(),
+            **facts,
+        )
+
+    def reset_stats(self) -> None:
+        self.buffer.reset_stats()
+        self._timing = Timing()
+        if self.driver is not None and self.driver.prefetcher is not None and self.driver.prefetcher.meter is not None:
+            self.driver.prefetcher.meter.reset()
+
+    def close_driver(self) -> None:
+        """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""
+        if not self._ran or not self.buffer.running or sys.is_finalizing():
+            return
+        if self.driver is not None:
+            stats = asdict(self.stats())
+            self.driver.close({name: stats[name] for name in _COUNTERS})
+        if self.config.warm:
+            remember(self.buffer, self.model_index)
+        if rates := self._prompt_meter.rates:
+            keep_rates(self.model_index, self.keywords["n_threads"], rates)
+
+    def close(self) -> None:
+        """After the model is freed. May be called twice."""
+        self.buffer.close()

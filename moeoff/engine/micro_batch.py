@@ -1,0 +1,141 @@
+"""The micro-batch: how many tokens of a prompt are computed at once, chosen by what prompts of the model take on this machine.
+
+Each micro-batch reads every expert that it needs once: larger ones read less, but their compute buffers take memory from the experts.
+Chosen once, when a model is opened, because results depend on it in their last bits. The rates it is chosen by are measured while prompts
+run, and kept in a file for each model and number of threads in the user's cache folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ..files import atomic_file, cache_folder
+from ..gguf.model_index import ModelIndex
+from ..memory import format_size
+from .expert_buffer import ExpertBuffer
+
+USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
+SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
+_PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
+_LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
+_WORTH = 0.97  # a larger piece is taken if it takes at most so much of the time
+
+
+@dataclass(frozen=True)
+class PromptRates:
+    """Rates of prompts on this machine.
+
+    Attributes:
+        token_seconds: of computing one token, without waiting for experts.
+        bytes_per_second: of the I/O threads' reads.
+    """
+
+    token_seconds: float
+    bytes_per_second: float
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """A number of tokens, and why it was chosen."""
+
+    n_tokens: int
+    reason: str
+
+
+def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[int], int], rates: PromptRates | None) -> MicroBatch:
+    """The micro-batch that a memory budget allows and that takes the least time.
+
+    Args:
+        n_ctx: tokens of the context.
+        room: bytes of the budget that weights and state leave for experts and compute buffers.
+        expert_bytes: of all experts.
+        compute_bytes: of the buffers for so many tokens.
+        rates: of an earlier prompt; None: nothing has been measured.
+    """
+    sizes = [n for n in SIZES if n < n_ctx] + [n_ctx] if n_ctx < SIZES[-1] else list(SIZES)
+    fitting = [n for n in sizes if compute_bytes(n) <= _LARGEST_SHARE * room] or sizes[:1]
+    usual = max((n for n in fitting if n <= USUAL), default=fitting[0])
+    if rates is None:
+        if usual < min(USUAL, n_ctx):
+            return MicroBatch(usual, f"the largest whose buffers ({format_size(compute_bytes(usual))}) leave the experts most of the memory")
+        return MicroBatch(usual, "the usual one; nothing has been measured yet")
+    n_prompt = min(_PROMPT, n_ctx)
+
+    def seconds(n: int) -> float:
+        missed = max(expert_bytes - max(room - compute_bytes(n), 0), 0)
+        return max(n_prompt * rates.token_seconds, -(-n_prompt // n) * missed / rates.bytes_per_second)
+
+    best = usual
+    for n in fitting:
+        if n > best and seconds(n) < _WORTH * seconds(best):
+            best = n
+    said = f"{n_prompt} tokens take {seconds(best):.1f} s"
+    return MicroBatch(best, said if best == usual else f"{said}, in pieces of {usual} {seconds(usual):.1f} s")
+
+
+_LEAST_TOKENS = 256  # of prompts, before their rate means anything
+_LEAST_BYTES = 64 << 20
+_CHANGED = 1.5  # times what was kept; nearer to it the old one stays, so that the choice does too
+
+
+class PromptMeter:
+    """Args:
+    buffer: started.
+    io_threads: its I/O threads.
+    """
+
+    def __init__(self, buffer: ExpertBuffer, io_threads: int):
+        self._buffer, self._io_threads = buffer, io_threads
+        self._tokens = self._ns = self._bytes = self._busy_ns = 0
+        self._seen = (0, 0, 0)
+
+    def begin(self) -> None:
+        """Before a prompt's batch."""
+        self._seen = self._counters()
+
+    def end(self, n_tokens: int, seconds: float) -> None:
+        """After it."""
+        stall, nbytes, busy = (now - before for now, before in zip(self._counters(), self._seen, strict=True))
+        self._tokens += n_tokens
+        self._ns += int(seconds * 1e9) - stall
+        self._bytes += nbytes
+        self._busy_ns += busy
+
+    def _counters(self) -> tuple[int, int, int]:
+        stats = self._buffer.stats()
+        return stats.stall_ns, stats.bytes_read, stats.io_thread_busy_ns
+
+    @property
+    def rates(self) -> PromptRates | None:
+        """None: too little was computed or read."""
+        if self._tokens < _LEAST_TOKENS or self._bytes < _LEAST_BYTES or not self._busy_ns or self._ns <= 0:
+            return None
+        return PromptRates(self._ns / 1e9 / self._tokens, self._bytes / (self._busy_ns / self._io_threads) * 1e9)
+
+
+def recall_rates(model_index: ModelIndex, n_threads: int) -> PromptRates | None:
+    """The rates kept of this model; None if nothing was, or nothing that can be read."""
+    try:
+        return PromptRates(**json.loads(_file(model_index, n_threads).read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+
+
+def keep_rates(model_index: ModelIndex, n_threads: int, rates: PromptRates) -> None:
+    """Keeps them, unless they are much as before. A cache folder that cannot be written is no error."""
+    kept = recall_rates(model_index, n_threads)
+    if kept is not None and all(1 / _CHANGED < new / old < _CHANGED for new, old in zip(asdict(rates).values(), asdict(kept).values(), strict=True)):
+        return
+    with contextlib.suppress(OSError):
+        path = _file(model_index, n_threads)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_file(path) as file:
+            file.write(json.dumps(asdict(rates)).encode())
+
+
+def _file(model_index: ModelIndex, n_threads: int) -> Path:
+    return cache_folder() / "rates" / f"{model_index.identity}-{n_threads}.json"

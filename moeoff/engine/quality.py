@@ -1,0 +1,99 @@
+"""`Quality`: what a running model may give up, chosen from the options or the model's contract, and again where the budget moves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ..budget.loss_contract import USUAL_SHARE, Candidate, LossContract, SelectedPrecision
+from ..gguf.model_index import ModelIndex
+from ..options import Config
+from ..policies.precision import Precision
+from ..sidecar.file import ORIGINAL, ExpertSource
+from ..sidecar.profile import Profile
+from .batch import Span
+from .expert_buffer import ExpertBuffer
+
+
+class Quality:
+    """The precision that experts are served in, within what the user allows.
+
+    Args:
+        config: as the user gave it.
+        profile: with the contract, if there is one.
+        resident_share: of the experts, in their own precision, by the budget.
+
+    Attributes:
+        precision: in use.
+        selected: what `max_loss` has chosen.
+        source, low_source: where experts are read from, and their low versions.
+        routing: graphs ask which experts to use; the same as long as the model is open.
+        followed: tokens of the text that the simulated cache has seen.
+        buffer: serves the experts; set before the first `use`.
+
+    Raises:
+        OptionError: no contract for the bound, or a strategy that cannot serve what it chooses.
+    """
+
+    buffer: ExpertBuffer
+
+    def __init__(self, config: Config, model_index: ModelIndex, profile: Profile | None, resident_share: Callable[[int | None], float], budget: int | None):
+        self._config, self._share, self._contract = config, resident_share, None
+        self.precision, self.followed = config.precision, 0
+        self.selected: SelectedPrecision | None = None
+        tier = ORIGINAL if config.tier is None and (self.precision.tier or config.max_loss) else config.tier
+        self.source = ExpertSource.make(model_index, config.experts, tier, config.verify_reads)
+        if config.max_loss:
+            self._contract = LossContract.find(model_index, profile, self.source, config.max_loss)
+            # what must repeat in any memory cannot be chosen by it
+            self.selected = self._contract.select(config.max_loss, USUAL_SHARE if config.deterministic else resident_share(budget))
+            self.precision, self.source = self.selected.precision, replace(self.source, tier=self.selected.tier)
+            config.check_precision(self.precision)
+        self.low_source = self.source.low(self.precision.tier) if self.precision.tier else None
+        self.routing = self.precision.reroute > 0 or self.simulates or config.replay is not None
+
+    @property
+    def simulates(self) -> bool:
+        """Decisions look at a simulated cache, which follows a text from its first token on."""
+        return self._config.deterministic and self.precision.resident > 0 and not self.precision.lossless
+
+    def use(self, precision: Precision) -> None:
+        """Gives up this much from the next batch on; what decisions are simulated by is empty then.
+
+        Raises:
+            OptionError: it reroutes and the first one did not, or the low versions are not there.
+        """
+        self.precision, self.followed = precision, 0
+        self.buffer.set_thresholds(
+            precision.t1,
+            precision.t2,
+            precision.prefill_low_fraction,
+            blind=self._config.deterministic,
+            mispredicted_low=precision.mispredicted_low,
+        )
+        if self.routing and self._config.replay is None:  # which has what became of it
+            self.buffer.set_routing(precision.reroute, precision.reroute_margin)
+            self.buffer.simulate_cache(precision.resident if self.simulates else None)
+
+    def begin(self, spans: Mapping[int, Span]) -> None:
+        """Before a batch of these sequences: a new text begins with an empty simulated cache."""
+        if self.simulates:
+            if any(span.first == 0 for span in spans.values()):
+                self.use(self.precision)
+            self.followed = max(span.end for span in spans.values())
+
+    def choose_again(self, budget: int) -> None:
+        """Within the bound of loss: what was measured with other shares of the experts in memory may lose more with this one."""
+        before = self.selected
+        if self._contract is None or before is None or self._config.deterministic:
+            return
+        low = self.low_source.tier if self.low_source else None
+
+        def can(c: Candidate) -> bool:
+            """With the files and the graph that there are."""
+            return (c.tier if c.whole else ORIGINAL) == before.tier and (self.routing or not c.reroute) and c.precision.tier in (None, low)
+
+        found = self._contract.select(before.max_loss, self._share(budget), can)
+        # all experts are and stay in the tier, for which what was promised with more given up holds
+        self.selected = found if found.tier == before.tier else replace(before, precision=Precision())
+        self.use(self.selected.precision)

@@ -1,0 +1,328 @@
+"""Places of a GGUF's tensors: file, offset and size of each, over all files of a split model, and which of them hold routed experts.
+
+Names are llama.cpp's: "blk.LAYER.REST", where REST says whether a tensor holds routed experts (the native side has a parser of its own for
+these, moeoff-buffer-type.cpp; a test holds the two together), and STEM-00001-of-00003.gguf for the files of a split model. Knows nothing of
+memory or of running models.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+import numpy as np
+
+from ..errors import ModelError
+from .file import FileState, ModelFile, read_range, unpack
+
+_T = TypeVar("_T", str, int)
+_LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
+
+
+MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them, as `native.MATRICES`
+# for Python's re and for llama.cpp's std::regex: no named groups. arctic's ffn_norm_exps is no expert
+EXPERT_PATTERN = r"^blk\.([0-9]+)\.ffn_(gate_up|up|gate|down)_(ch)?exps\.weight$"
+EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"  # a model without the second uses the first for both
+EMBEDDING_PATTERN = r"^token_embd\.weight$"
+_EXPERTS = re.compile(EXPERT_PATTERN)
+SINGLE_EXPERT = re.compile(r"^(blk\.[0-9]+\.ffn_(?:gate|up|down))\.([0-9]+)\.weight$")  # of files until April 2024
+_BLOCK = re.compile(r"^blk\.([0-9]+)\.(.+)$")
+
+
+@dataclass(frozen=True, order=True)
+class TensorRole:
+    """Place of a tensor of routed experts in the model.
+
+    Attributes:
+        layer: counted from 0.
+        chunk: one of the layer's chunk experts (grovemoe), which have a gate of their own.
+        matrix: index into MATRICES.
+    """
+
+    layer: int
+    chunk: bool
+    matrix: int
+
+    @property
+    def matrix_name(self) -> str:
+        return MATRICES[self.matrix]
+
+
+def is_expert(name: str) -> bool:
+    """True if the tensor holds routed experts."""
+    return _EXPERTS.match(name) is not None
+
+
+def parse_tensor_name(name: str) -> TensorRole:
+    """The role of a tensor of routed experts. Raises ModelError for the name of any other tensor."""
+    match = _EXPERTS.match(name)
+    if not match:
+        raise ModelError(f"{name}: not a name that llama.cpp gives to routed experts, as blk.0.ffn_up_exps.weight")
+    return TensorRole(int(match[1]), match[3] is not None, MATRICES.index(match[2]))
+
+
+def parse_block_name(name: str) -> tuple[int, str] | None:
+    """Layer and rest of a tensor that belongs to one: (3, "attn_q.weight") of "blk.3.attn_q.weight"."""
+    match = _BLOCK.match(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+_SPLIT = re.compile(r"(?P<stem>.+)-(?P<index>[0-9]{5})-of-(?P<count>[0-9]{5})\.gguf", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class SplitName:
+    """Part `index`, counted from 1, of `count`; the stem is a path or whatever was given, without the numbers."""
+
+    stem: str
+    index: int
+    count: int
+
+    @classmethod
+    def parse(cls, path: str | os.PathLike[str]) -> SplitName | None:
+        """None: not named like a part."""
+        match = _SPLIT.fullmatch(os.fspath(path))
+        return cls(match["stem"], int(match["index"]), int(match["count"])) if match else None
+
+    def part(self, index: int) -> str:
+        """The path of another part."""
+        return f"{self.stem}-{index:05d}-of-{self.count:05d}.gguf"
+
+    @property
+    def parts(self) -> list[str]:
+        return [self.part(index) for index in range(1, self.count + 1)]
+
+
+def model_stem(model: str | os.PathLike[str]) -> str:
+    """Stem of the names of a model's other files: its path without ".gguf", and without the number if it is a first part."""
+    split = SplitName.parse(model)
+    return split.stem if split and split.index == 1 else os.fspath(model).removesuffix(".gguf")
+
+
+@dataclass(frozen=True)
+class TensorSpan:
+    """A tensor's bytes: `files[file][offset : offset + nbytes]`, of ggml type number `type`; shape: row length first."""
+
+    name: str
+    file: int
+    offset: int
+    nbytes: int
+    type: int
+    shape: tuple[int, int, int, int]
+
+
+@dataclass(frozen=True)
+class ModelIndex:
+    """The tensors of a model, over all files of a split one.
+
+    Attributes:
+        files: paths, the one given first if the model is not split.
+        architecture: `general.architecture`.
+        n_layer, n_expert, n_expert_used, n_ctx_train: of the model; 0 where the file does not say.
+        experts: spans of the routed experts' tensors by name.
+        dense: spans of everything else.
+        hparams: the architecture's numbers and flags by their keys without its name, as "attention.head_count".
+        states: of each file when it was read.
+    """
+
+    files: tuple[str, ...]
+    architecture: str
+    n_layer: int
+    n_expert: int
+    n_expert_used: int
+    n_ctx_train: int
+    experts: dict[str, TensorSpan]
+    dense: dict[str, TensorSpan] = field(repr=False)
+    hparams: dict[str, object] = field(repr=False)
+    states: tuple[FileState, ...] = field(repr=False)
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(span.nbytes for span in self.dense.values())
+
+    @property
+    def lookup_embedding(self) -> TensorSpan | None:
+        """The token embedding, if it is nothing but that: a running model reads its rows from the file as tokens name them. None where
+        it is the output matrix, too, which every token needs whole."""
+        return self.dense.get(EMBEDDING) if OUTPUT in self.dense else None
+
+    @property
+    def embedding_bytes(self) -> int:
+        """Bytes of `dense_bytes` that stay on disk: `lookup_embedding`."""
+        return self.lookup_embedding.nbytes if self.lookup_embedding else 0
+
+    @property
+    def expert_bytes(self) -> int:
+        return sum(span.nbytes for span in self.experts.values())
+
+    @property
+    def identity(self) -> str:
+        """Hash of the files' paths, sizes and times of change, under which measurements of them are kept. Raises `OSError` if one is gone."""
+        identity = hashlib.sha256()
+        for path in self.files:
+            status = os.stat(path)
+            identity.update(f"{os.path.realpath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        return identity.hexdigest()[:32]
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> ModelIndex:
+        """Reads the headers of a GGUF file and of the other parts if it is the first of a split one.
+
+        Raises:
+            ModelError: missing, unreadable, not a GGUF file, damaged, truncated, or not the first part of a split model.
+        """
+        path = os.fspath(path)
+        first = _read_file(path, 0)
+        parts, files = [first], [path]
+        if first.n_split > 1:
+            files = _split_files(path, first.n_split)
+            parts += [_read_file(part, index) for index, part in enumerate(files[1:], start=1)]
+        spans = [span for part in parts for span in part.spans]
+        return cls(
+            files=tuple(files),
+            architecture=first.architecture,
+            n_layer=count(first.hparams, "block_count"),
+            n_expert=count(first.hparams, "expert_count"),
+            n_expert_used=count(first.hparams, "expert_used_count"),
+            n_ctx_train=count(first.hparams, "context_length"),
+            experts={span.name: span for span in spans if is_expert(span.name)},
+            dense={span.name: span for span in spans if not is_expert(span.name)},
+            hparams=first.hparams,
+            states=tuple(part.state for part in parts),
+        )
+
+    @property
+    def n_nextn(self) -> int:
+        """Next-token (MTP) layers: the last ones, with which drafts can be made."""
+        return count(self.hparams, "nextn_predict_layers") if any(".nextn." in name for name in self.dense) else 0
+
+    def without_nextn(self) -> ModelIndex:
+        """The tensors that llama.cpp loads where no drafts are made with next-token layers, which then stay in the file."""
+        first = self.n_layer - count(self.hparams, "nextn_predict_layers")
+        if first == self.n_layer:
+            return self
+
+        def loaded(spans: dict[str, TensorSpan]) -> dict[str, TensorSpan]:
+            return {name: span for name, span in spans.items() if (block := parse_block_name(name)) is None or block[0] < first}
+
+        return replace(self, experts=loaded(self.experts), dense=loaded(self.dense))
+
+    def require_experts(self) -> None:
+        """Raises `ModelError` if there is nothing to offload."""
+        if self.architecture == "moeoff-experts":
+            raise ModelError(f"{self.files[0]}: a sidecar, not a model: give the model that it was made of")
+        if any(SINGLE_EXPERT.match(name) for name in self.dense):
+            raise ModelError(f"{self.files[0]}: an old file with a tensor for each expert, which llama.cpp no longer reads: moeoff merge {self.files[0]}")
+        if not self.experts:
+            raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
+
+    def check_unchanged(self) -> None:
+        """Raises `ModelError` if a file was written to since it was read.
+
+        A file that was replaced by another of the same name is no harm to those who still hold the old one open.
+        """
+        for path, state in zip(self.files, self.states, strict=True):
+            now = FileState.read(path)  # None: what is open stays readable
+            if now is not None and now != state and (now.device, now.inode) == (state.device, state.inode):
+                raise ModelError(f"{path}: the file was changed while the model was in use: load it again")
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One file of a model."""
+
+    architecture: str
+    n_split: int
+    hparams: dict[str, object]
+    spans: list[TensorSpan]
+    state: FileState
+
+
+def count(hparams: Mapping[str, object], key: str) -> int:
+    """A count as llama.cpp takes it: unsigned, and of one for each layer the largest; 0 where the file does not say."""
+    value = hparams.get(key, 0)
+    return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)
+
+
+def _split_files(path: str, count: int) -> list[str]:
+    name = SplitName.parse(path)
+    if not name or name.count != count:
+        raise ModelError(f"{path}: part of a model in {count} files, but not named like NAME-00001-of-{count:05d}.gguf")
+    if name.index != 1:
+        raise ModelError(f"{path}: part {name.index} of {count}: give the first part, {name.part(1)}")
+    return name.parts
+
+
+def _hparams(file: ModelFile, architecture: str) -> dict[str, object]:
+    """The architecture's values: numbers, flags, strings and tuples of numbers, but no long ones."""
+    found: dict[str, object] = {}
+    prefix = f"{architecture}."
+    for key, raw in file.metadata.items():
+        if key.startswith(prefix):
+            value = unpack(raw)
+            if isinstance(value, np.ndarray) and 0 < value.size <= _LONGEST_ARRAY:
+                found[key[len(prefix) :]] = tuple(value.tolist())
+            elif not isinstance(value, (np.ndarray, list)):
+                found[key[len(prefix) :]] = value
+    return found
+
+
+def _value(file: ModelFile, key: str, default: _T) -> _T:
+    """A scalar of the header, or the default if it is absent or of another type."""
+    value = unpack(file.metadata[key]) if key in file.metadata else default
+    return value if isinstance(value, type(default)) and not isinstance(value, bool) else default
+
+
+def _read_file(path: str, index: int) -> _Part:
+    with ModelFile(path) as file:
+        spans = []
+        for name, tensor in file.tensors.items():
+            n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
+            spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)))
+        architecture = _value(file, "general.architecture", "")
+        return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state)
+
+
+class ModelBytes:
+    """Ranges of bytes of a model's files, read one by one. A context manager.
+
+    Raises:
+        ModelError: a file cannot be opened.
+    """
+
+    def __init__(self, paths: Sequence[str]):
+        self._paths, self._fds = list(paths), list[int]()
+        try:
+            for path in self._paths:
+                self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        except OSError as error:
+            self.close()
+            raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from None
+
+    def __len__(self) -> int:
+        return len(self._fds)
+
+    def __enter__(self) -> ModelBytes:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def read(self, file: int, offset: int, nbytes: int, what: str) -> memoryview:
+        """A range of one of the files.
+
+        Args:
+            what: it holds, for people.
+
+        Raises:
+            ModelError: it cannot be read, or the file ends before it does.
+        """
+        return memoryview(read_range(self._fds[file], self._paths[file], offset, nbytes, what))

@@ -1,0 +1,710 @@
+"""The table of options: each is declared once, as a field of `Config`, `Sampling` or `ServerOptions`, and everything else is made from that.
+
+From a field come click's option, the reading of what people write, llama-server's argument, the line in docs/reference/options.md, and the
+flag that an error names. An option is added by its line here and where it is used.
+
+Light on purpose: `moeoff --help` imports this, and neither numpy nor llama.cpp; what reads with them imports them inside.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from .cpu import n_cores
+from .errors import OptionError
+from .memory import MIB, parse_percent, parse_size
+
+if TYPE_CHECKING:
+    from .budget.memory_plan import DeviceBound
+    from .gguf.model_index import ModelIndex
+    from .policies import Strategy
+    from .policies.precision import Precision
+    from .sidecar.file import Sidecar
+
+__all__ = [
+    "CACHE_TYPES",
+    "NO_RPC",
+    "TABLE",
+    "THRESHOLDS",
+    "Config",
+    "Option",
+    "Sampling",
+    "ServerOptions",
+    "llama_keywords",
+    "parse_loss",
+    "precision_of",
+    "table_of",
+]
+
+Path = str | os.PathLike[str]
+_MAX = 2**31 - 1
+
+CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # llama.cpp's programs take no others
+_UNQUANTIZED = CACHE_TYPES[:3]
+VRAM_MODES = ("cooperative", "centric", "waves", "cpu", "auto")
+_ALL_UPLOADED = ("centric", "waves")  # the device computes with all experts, or with none
+# llama_cpp.Llama's numbers of these names
+_SPLIT_MODES = {"none": 0, "layer": 1}
+_ROPE_SCALINGS = {"none": 0, "linear": 1, "yarn": 2}
+_NUMA_STRATEGIES = {"distribute": 1, "isolate": 2, "numactl": 3}
+NO_RPC = (
+    "llama.cpp's RPC server would be handed whole tensors, and addresses that mean nothing on another machine, while experts are read here, slice by slice; "
+    "on several machines run a replica on each: moeoff.ray"
+)
+
+
+# --- reading what people write; each raises ValueError or OptionError, without the option's name ---
+
+
+def parse_loss(text: str | float) -> float:
+    """A relative increase of perplexity: 0.01 of "1%", "0.01" or 0.01.
+
+    Raises:
+        OptionError: not a share above 0 and below 1.
+    """
+    loss = _float_or_percent(text)
+    if not 0 < loss < 1:
+        raise OptionError(f"not a loss: {text!r}; write for example 1%: the increase of perplexity that is allowed")
+    return loss
+
+
+def _float_or_percent(text: str | float) -> float:
+    try:
+        return parse_percent(text) if isinstance(text, str) and text.strip().endswith("%") else float(text)
+    except ValueError:
+        return -1.0
+
+
+def parse_switch(value: str | bool | int) -> bool:
+    """True of on, 1 and True; False of off, 0 and False."""
+    known = {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}
+    if (found := known.get(str(value).strip().lower())) is None:
+        raise OptionError(f"on or off, not {value!r}")
+    return found
+
+
+def _auto_file_none(value: Any) -> Any:
+    """ "auto", a path, or False for "none" and False; an object that was opened already stays."""
+    if value is True:
+        raise OptionError("auto, a file, or none, not True")
+    if value is False or value == "none":
+        return False
+    return os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
+
+
+def _integer(least: int, most: int = _MAX) -> Callable[[Any], int]:
+    def parse(value: str | int) -> int:
+        try:
+            number = int(value)
+        except ValueError:
+            raise OptionError(f"a whole number, not {value!r}") from None
+        if not least <= number <= most:
+            raise OptionError(f"at least {least}, not {number}" if most == _MAX and number < least else f"{least} to {most}, not {number}")
+        return number
+
+    return parse
+
+
+def _number(least: float | None = None, most: float | None = None, above: float | None = None) -> Callable[[Any], float]:
+    def parse(value: str | float) -> float:
+        try:
+            number = float(value)
+        except ValueError:
+            raise OptionError(f"a number, not {value!r}") from None
+        if not math.isfinite(number):
+            raise OptionError(f"a number, not {value!r}")
+        if above is not None and number <= above:
+            raise OptionError(f"more than {above:g}, not {value}")
+        if (least is not None and number < least) or (most is not None and number > most):
+            raise OptionError(f"at least {least:g}, not {value}" if most is None else f"{least:g} to {most:g}, not {value}")
+        return number
+
+    return parse
+
+
+def _tokens(value: str | int) -> int:
+    number = _integer(-_MAX)(value)
+    if number < 1:
+        raise OptionError(f"at least 1 token, not {number}")
+    return number
+
+
+def _context(value: str | int) -> int:
+    number = _integer(0)(value)
+    if 0 < number < 8:
+        raise OptionError(f"at least 8 tokens, or 0 for as many as the model was trained with, not {number}")
+    return number
+
+
+def _one_of(names: tuple[str, ...], numbers: Mapping[str, int] | None = None) -> Callable[[Any], str | None]:
+    """A name; llama.cpp's number of one, and None or False for none, are taken, too."""
+
+    def parse(value: Any) -> str | None:
+        if value is False:
+            return None
+        if isinstance(value, int) and numbers:
+            value = next((name for name, number in numbers.items() if number == value), value)
+        if str(value).lower() not in names:
+            raise OptionError(f"one of {', '.join(names)}, not {value!r}")
+        return str(value).lower()
+
+    return parse
+
+
+def _cache_type(value: str | int) -> str:
+    from .gguf.quantize import type_name
+
+    if isinstance(value, int):
+        if (value := type_name(value)).lower() not in CACHE_TYPES:
+            raise OptionError(f"one of {', '.join(CACHE_TYPES)}, not {value}")
+    return str(_one_of(CACHE_TYPES)(value))
+
+
+def _cache_type_number(name: str) -> int:
+    from .gguf.quantize import type_from_name
+
+    return type_from_name(name)
+
+
+def _split_mode(value: str | int) -> str | None:
+    if value in ("row", "tensor"):
+        raise OptionError(f"layer or none, not {value}: experts are computed from the expert buffer, which holds whole rows")
+    return _one_of(tuple(_SPLIT_MODES), _SPLIT_MODES)(value)
+
+
+def _shares(value: str | list[float]) -> list[float]:
+    try:
+        return [_number(0)(share) for share in (value.split(",") if isinstance(value, str) else value)]
+    except ValueError:
+        raise OptionError(f"shares of the GPUs as 3,1, not {value!r}") from None
+
+
+def _device_bound(value: Any) -> DeviceBound:
+    from .budget.memory_plan import DeviceBound
+
+    return value if isinstance(value, DeviceBound) else DeviceBound.parse(value)
+
+
+def _strategy(value: Any) -> Strategy:
+    from .policies import get_strategy
+
+    return get_strategy(value)
+
+
+def _refuse_rpc(value: Any) -> None:
+    if value:
+        raise OptionError(NO_RPC)
+
+
+def _memory_size(value: str | int) -> int:
+    return 0 if value in (0, "0") else parse_size(value)
+
+
+# --- the table ---
+
+
+@dataclass(frozen=True)
+class Option:
+    """One line of the table.
+
+    Attributes:
+        name: in Python.
+        flags: on the command line: llama.cpp's, where it has the option. None: Python's alone.
+        help: one sentence; the default is said here where it is no plain value.
+        metavar: of the value in `--help`; "" for a flag, which takes none.
+        parse: of what was given, a string or already a value.
+        commands: that take it.
+        group: heading in `--help`; "" is for what people use first.
+        default: in Python.
+        usual: in the commands, where it is another one.
+        choices: for help and completion.
+        multiple: may be given several times.
+        server: llama-server's name of it.
+        llama: an argument of llama_cpp.Llama; `number` makes its value of ours.
+        unset: llama_cpp.Llama's number for a value that was not given, which programs may pass.
+        envvar: that gives it, too.
+        is_file: for completion.
+        hidden: left out of help.
+    """
+
+    flags: tuple[str, ...]
+    help: str
+    metavar: str = ""
+    parse: Callable[[Any], Any] = str
+    commands: tuple[str, ...] = ()
+    group: str = ""
+    default: Any = None
+    usual: Any = None
+    choices: tuple[str, ...] = ()
+    multiple: bool = False
+    server: str = ""
+    llama: bool = False
+    number: Callable[[Any], Any] | None = None
+    unset: int | None = None
+    envvar: str | None = None
+    is_file: bool = False
+    hidden: bool = False
+    name: str = ""
+
+    @property
+    def flag(self) -> str:
+        """The longest, for sentences."""
+        return max(self.flags, key=len, default=self.name)
+
+    def read(self, value: Any) -> Any:
+        """The value of what was given.
+
+        Raises:
+            OptionError: it makes no sense; the message names the option.
+        """
+        if self.unset is not None and value == self.unset and not isinstance(value, (str, bool)):
+            return None
+        try:
+            if self.multiple:
+                return tuple(map(self.parse, [value] if isinstance(value, str) else value))
+            return self.parse(value)
+        except OptionError as error:
+            raise OptionError(f"`{self.name}`: {error.message}", hint=error.hint) from None
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"`{self.name}`: {error}") from None
+
+    def spell(self, value: Any) -> str:
+        """A value as people write it."""
+        if self.metavar == "SIZE" and isinstance(value, int):
+            return f"{-(-value // MIB)}M"
+        if self.metavar == "PERCENT" and isinstance(value, float):
+            return f"{100 * value:g}%"
+        if isinstance(value, bool):
+            return "on" if value else "off"
+        return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else str(value)
+
+    def server_arguments(self, value: Any) -> list[str]:
+        """llama-server's, of a value that is not the default."""
+        if not self.server or value is None or value == "" or (value is False and not self.metavar):
+            return []
+        return [self.server] if not self.metavar else [self.server, self.spell(value)]
+
+
+def option(*flags: str, commands: str = "", default: Any = None, **line: Any) -> Any:
+    """A field that is an option; `Option` says what the arguments are. Without a metavar it is a flag: given or not."""
+    if not line.get("metavar"):
+        line["parse"] = parse_switch
+    return field(default=default, metadata={"option": Option(flags=flags, commands=tuple(commands.split()), default=default, **line)})
+
+
+@functools.cache
+def table_of(kind: type) -> dict[str, Option]:
+    """The options that are declared in a class, by name in Python."""
+    return {f.name: replace(f.metadata["option"], name=f.name) for f in fields(kind) if "option" in f.metadata}
+
+
+def _read(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the given values, those that a class has a field for, read; what is None was not given."""
+    table = table_of(kind)
+    names = {f.name for f in fields(kind)}
+    return {name: table[name].read(value) if name in table else value for name, value in values.items() if name in names and value is not None}
+
+
+_FILLED_IN: Any = None  # by `Config.make`
+_OPEN = "run serve report"
+_RUN_EVAL = "run serve report eval"
+_MEASURE = "run serve report eval calibrate"
+_SHARE: dict[str, Any] = {"parse": _number(0, 1), "group": "Lossy by thresholds, without a bound (default: none)", "commands": f"{_RUN_EVAL} simulate"}
+_TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
+_ROPE: dict[str, Any] = {"group": "Positions", "commands": _MEASURE, "llama": True}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """How a model is opened: one validated, frozen object, built by `Llama`, the command line, the server and calibration alike.
+
+    `Config.make` takes the options as people write them. Options of `llama_cpp.Llama` that are not in the table lie in `llama_cpp`; `n_threads` is every core
+    this process may use by default, and `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
+
+    Attributes:
+        precision: which experts may be served in lower precision, not at all, or by others; the default is lossless. `t1`, `t2`, `prefill_low_fraction`,
+            `reroute`, `mispredicted_low` and `low_tier` are the same in single options.
+        direct_io: False reads through the page cache.
+        gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
+            tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
+        replay: trace of an earlier run with the same prompts: its decisions are taken again instead of new ones, so that the
+            results are the same bit for bit whatever is resident.
+
+    Raises:
+        OptionError: an unknown option or strategy, or a value that makes no sense.
+    """
+
+    model_path: str
+    memory: int | None = option("--memory", metavar="SIZE", parse=parse_size, commands=f"{_MEASURE} bench",
+                                help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")  # fmt: skip
+    max_loss: float | None = option("--max-loss", metavar="PERCENT", parse=parse_loss, commands=f"{_RUN_EVAL} bench",
+                                    help="Give up what calibrate --max-loss measured to cost at most this, as 1%. Default: lossless.")  # fmt: skip
+    n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_context, commands=f"{_OPEN} inspect bench", llama=True,
+                               help="Context in tokens; 0: as many as the model was trained with. Default: as many, but at most 4096.")  # fmt: skip
+    n_threads: int | None = option("-t", "--threads", metavar="N", parse=_integer(1), unset=0, commands=f"{_MEASURE} bench", llama=True, server="-t",
+                                   help="Compute threads. Default: every core this process may use.")  # fmt: skip
+    n_gpu_layers: int = option("-ngl", "--n-gpu-layers", metavar="N", parse=_integer(-1), default=0, commands=f"{_MEASURE} inspect bench", llama=True,
+                               server="-ngl", help="Layers whose dense part goes to the GPU; -1: all.")  # fmt: skip
+
+    expert_memory: int | None = option("--expert-memory", metavar="SIZE", parse=parse_size, group="Experts", commands=_RUN_EVAL,
+                                       help="Bound of the experts alone, instead of --memory.")  # fmt: skip
+    strategy: Strategy = option("--strategy", metavar="NAME", parse=_strategy, group="Experts", commands=f"{_RUN_EVAL} bench",
+                                help="What stays in memory and what is prefetched: auto, lru, fate, ... Default: auto.")  # fmt: skip
+    stride: int | None = option("--stride", metavar="N", parse=_integer(-_MAX), group="Experts", commands=_RUN_EVAL,
+                                help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2.")  # fmt: skip
+    profile: Path | Literal[False] = option("--profile", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto", group="Experts",
+                                  commands=f"{_OPEN} bench", help="Profile of moeoff calibrate; auto: MODEL.profile.npz, if it is there.")  # fmt: skip
+    experts: Sidecar | Path | bool = option("--experts", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto", group="Experts",
+                                            commands=f"{_RUN_EVAL} bench",
+                                            help="Sidecar of moeoff convert; auto: MODEL.experts.gguf, if it is there.")  # fmt: skip
+    tier: str | None = option("--tier", metavar="NAME", group="Experts", commands=f"{_RUN_EVAL} bench",
+                              help="Precision of the sidecar to run with, as Q2_K. Default: the model's own.")  # fmt: skip
+    verify_reads: bool = option("--verify-reads", default=False, group="Experts", commands=_OPEN,
+                                help="Compare every expert that is read with its hash in the sidecar.")  # fmt: skip
+    warm: bool = option("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), group="Experts", commands=_OPEN,
+                        help="Load in the background all experts if all fit, else those that were in memory when the model was last closed.")  # fmt: skip
+    io_threads: int | None = option("--io-threads", metavar="N", parse=_integer(1, 64), group="Experts", commands=f"{_OPEN} bench",
+                                    help="Threads that read experts. Default: what reads the model's disk the fastest, measured once.")  # fmt: skip
+    deterministic: bool = option("--deterministic", default=False, group="Experts", commands=_RUN_EVAL,
+                                 help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")  # fmt: skip
+    trace: Path | None = option("--trace", metavar="FILE", parse=os.fspath, is_file=True, group="Experts", commands="run",
+                                help="Record which experts the router selected, for simulate; appends to FILE.")  # fmt: skip
+
+    t1: float | None = option("--t1", metavar="S", help="Read absent experts whose unimportance is above S in low precision (HOBBIT's T1).",
+                              **_SHARE)  # fmt: skip
+    t2: float | None = option("--t2", metavar="S", help="Skip absent experts whose unimportance is above S (HOBBIT's T2).", **_SHARE)
+    prefill_low_fraction: float | None = option("--prefill-low-fraction", metavar="P", **_SHARE,
+                                                help="Of a prompt's experts, read this share, the least popular, in low precision (Fate's p).")  # fmt: skip
+    reroute: float | None = option("--reroute", metavar="SHARE", **_SHARE,
+                                   help="Let resident experts take the places of absent ones: what they gain, of the scores' range (λ).")  # fmt: skip
+    mispredicted_low: bool = option("--mispredicted-low", default=False, group=_SHARE["group"], commands=_RUN_EVAL,
+                                    help="Where a preset predicts, read in low precision only what it did not ask for (Fate §5.3).")  # fmt: skip
+    low_tier: str | None = option("--low-tier", metavar="NAME", group=_SHARE["group"], commands=_RUN_EVAL,
+                                  help="Tier of the sidecar that these read, as Q2_K.")  # fmt: skip
+
+    flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off", parse=parse_switch, usual=True, choices=("on", "off"), llama=True, server="-fa",
+                                     group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", help="Flash attention: smaller compute buffers.")  # fmt: skip
+    n_batch: int | None = option("-b", "--batch-size", metavar="N", parse=_tokens, llama=True, server="-b", group="Context and batches",
+                                 commands=f"{_RUN_EVAL} inspect bench", help="Tokens of a prompt given to llama.cpp at once. Default: as -ub.")  # fmt: skip
+    n_ubatch: int | None = option("-ub", "--ubatch-size", metavar="N", parse=_tokens, llama=True, server="-ub", group="Context and batches",
+                                  commands=f"{_RUN_EVAL} inspect bench",
+                                  help="Tokens computed at once, at most -b. Default: 512, or what memory and the disk make faster.")  # fmt: skip
+    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", parse=_cache_type, number=_cache_type_number, choices=CACHE_TYPES, llama=True,
+                                server="-ctk", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
+                                help=f"Type of the KV cache's keys: {_TYPES}. Default: f16.")  # fmt: skip
+    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=_cache_type, number=_cache_type_number, choices=CACHE_TYPES, llama=True,
+                                server="-ctv", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
+                                help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
+    swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, group="Context and batches",
+                                   commands=f"{_RUN_EVAL} inspect", help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
+    context_shift: bool = option("--context-shift", default=False, server="--context-shift", group="Context and batches", commands=_OPEN,
+                                 help="When the context is full, forget the older half of it and go on.")  # fmt: skip
+    n_keep: int = option("--keep", metavar="N", parse=_integer(-_MAX), default=0, server="--keep", group="Context and batches", commands=_OPEN,
+                         help="Tokens of the prompt that a context shift keeps; -1: all.")  # fmt: skip
+    n_threads_batch: int | None = option(metavar="N", parse=_integer(1), unset=0, llama=True, server="-tb", help="Compute threads of prompts. Default: as -t.")
+
+    vram: DeviceBound | None = option("--vram", metavar="SIZE", parse=_device_bound, group="GPU", commands=f"{_RUN_EVAL} bench",
+                                      help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts.")  # fmt: skip
+    vram_mode: str = option("--vram-mode", metavar="MODE", parse=_one_of(VRAM_MODES), choices=VRAM_MODES, default="auto", group="GPU",
+                            commands=f"{_RUN_EVAL} bench",
+                            help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto: the fastest, found while it computes.")  # fmt: skip
+    tensor_split: list[float] | None = option("-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server="-ts", group="GPU",
+                                              commands=_MEASURE, help="Share of the layers for each GPU, as 3,1.")  # fmt: skip
+    split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", parse=_split_mode, number=_SPLIT_MODES.get, choices=tuple(_SPLIT_MODES), llama=True,
+                                    server="-sm", group="GPU", commands=_MEASURE,
+                                    help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer.")  # fmt: skip
+    main_gpu: int | None = option("-mg", "--main-gpu", metavar="N", parse=_integer(0), llama=True, server="-mg", group="GPU", commands=_MEASURE,
+                                  help="The GPU for -sm none.")  # fmt: skip
+    override_tensor: str | None = option("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...", group="GPU", commands=_MEASURE,
+                                         help="Memory for tensors outside the experts whose names match, as CPU or CUDA0.")  # fmt: skip
+    rpc_servers: None = option("--rpc", metavar="HOSTS", parse=_refuse_rpc, hidden=True, commands=_MEASURE, help="Refused.")
+
+    rope_scaling_type: str | None = option("--rope-scaling", metavar="METHOD", parse=_one_of(tuple(_ROPE_SCALINGS), _ROPE_SCALINGS), number=_ROPE_SCALINGS.get,
+                                           unset=-1, choices=tuple(_ROPE_SCALINGS), server="--rope-scaling", **_ROPE,
+                                           help="Scaling of positions: none, linear or yarn. Default: the model's.")  # fmt: skip
+    rope_scale: float | None = option("--rope-scale", metavar="N", parse=_number(above=0), group="Positions", commands=_MEASURE,
+                                      help="Context scaling factor: expands the context N times.")  # fmt: skip
+    rope_freq_base: float | None = option("--rope-freq-base", metavar="N", parse=_number(above=0), unset=0, server="--rope-freq-base", **_ROPE,
+                                          help="Base frequency. Default: the model's.")  # fmt: skip
+    rope_freq_scale: float | None = option("--rope-freq-scale", metavar="N", parse=_number(above=0), unset=0, server="--rope-freq-scale", **_ROPE,
+                                           help="Frequency scale: expands the context 1/N times.")  # fmt: skip
+    yarn_orig_ctx: int | None = option("--yarn-orig-ctx", metavar="N", parse=_integer(1), unset=0, server="--yarn-orig-ctx", **_ROPE,
+                                       help="YaRN: context that the model was trained with first. Default: the model's.")  # fmt: skip
+    yarn_ext_factor: float | None = option("--yarn-ext-factor", metavar="N", parse=_number(), server="--yarn-ext-factor", **_ROPE,
+                                           help="YaRN: share of extrapolation; 0: interpolation alone. Default: the model's.")  # fmt: skip
+    yarn_attn_factor: float | None = option("--yarn-attn-factor", metavar="N", parse=_number(), server="--yarn-attn-factor", **_ROPE,
+                                            help="YaRN: scale of attention. Default: the model's.")  # fmt: skip
+    yarn_beta_slow: float | None = option("--yarn-beta-slow", metavar="N", parse=_number(), server="--yarn-beta-slow", **_ROPE,
+                                          help="YaRN: high correction dimension. Default: the model's.")  # fmt: skip
+    yarn_beta_fast: float | None = option("--yarn-beta-fast", metavar="N", parse=_number(), server="--yarn-beta-fast", **_ROPE,
+                                          help="YaRN: low correction dimension. Default: the model's.")  # fmt: skip
+
+    numa: str | None = option("--numa", metavar="STRATEGY", parse=_one_of(tuple(_NUMA_STRATEGIES), _NUMA_STRATEGIES), number=_NUMA_STRATEGIES.get,
+                              unset=0, choices=tuple(_NUMA_STRATEGIES), llama=True, server="--numa", group="Machine", commands=_MEASURE,
+                              help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
+    priority: int = option("--prio", metavar="N", parse=_integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
+                           help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
+    verbose: bool = option("-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine", help="Show llama.cpp's log.")
+
+    precision: Precision = _FILLED_IN
+    direct_io: bool = True
+    gate_input: bool = False
+    replay: Path | None = None
+    llama_cpp: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, model_path: Path | Config, **options: Any) -> Config:
+        """Of options as people write them: names, sizes, percentages, paths. What is None was not given; what the table does not have is llama_cpp's.
+
+        A `Config` in the place of the path stays as it is.
+        """
+        if isinstance(model_path, Config):
+            return model_path
+        ours = {f.name for f in fields(cls)} - {"llama_cpp"}
+        values = _read(cls, {name: value for name, value in options.items() if name in ours})
+        others = {name: value for name, value in options.items() if name not in ours}
+        return cls(model_path=os.fspath(model_path), llama_cpp=others, **_completed(values))
+
+    def __post_init__(self) -> None:
+        from .binding import KEYWORDS
+
+        unknown = sorted(set(self.llama_cpp) - KEYWORDS)
+        if unknown:
+            raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
+        if self.llama_cpp.get("use_mmap") or self.llama_cpp.get("use_mlock"):
+            raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
+        if self.n_keep and not self.context_shift:
+            raise OptionError("`n_keep` has no effect without `context_shift`")
+        if self.n_keep < -1:
+            raise OptionError(f"`n_keep`: a number of tokens, or -1 for the whole prompt, not {self.n_keep}")
+        if self.memory is not None and self.expert_memory is not None:
+            raise OptionError("give `memory` or `expert_memory`, not both")
+        if self.max_loss is not None and (not self.precision.lossless or self.tier not in (None, "original")):
+            raise OptionError("`max_loss` finds the precision by itself, measured against the model's own: give no other")
+        if self.type_v not in (None, *_UNQUANTIZED) and not self.flash_attn:
+            raise OptionError(f"`type_v` {self.type_v}: quantized values need flash attention, which is off")
+        self.check_precision(self.precision)
+        self._check_gpu()
+
+    def _check_gpu(self) -> None:
+        from .binding import supports_gpu
+        from .devices import backends
+
+        gpu = [name for name in ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu") if getattr(self, name)]
+        if gpu and not supports_gpu() and (found := backends()):
+            raise OptionError(
+                f"`{gpu[0]}`: this build has {' and '.join(found)}, and no driver offers a device; "
+                "Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0"
+            )
+        if gpu and not supports_gpu():
+            raise OptionError(f"`{gpu[0]}`: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+        if gpu and not self.n_gpu_layers:
+            raise OptionError(f"`{gpu[0]}` has no effect while no layer goes to the GPU", hint={"n_gpu_layers": ...})
+        if self.vram is None:
+            return
+        if not self.n_gpu_layers:
+            raise OptionError("`vram` has no effect while no layer goes to the GPU", hint={"n_gpu_layers": ...})
+        if self.vram_mode not in _ALL_UPLOADED and (self.deterministic or self.replay is not None):
+            raise OptionError(
+                "`vram`: what a device holds depends on time, and it rounds differently from the CPU: a run that repeats needs `vram_mode` centric or waves"
+            )
+        if self.vram_mode in _ALL_UPLOADED and (self.max_loss is not None or not self.precision.lossless):
+            raise OptionError(f"`vram_mode` {self.vram_mode}: a device computes with experts in their own precision alone")
+        self.check_adapters(bool(self.llama_cpp.get("lora_path")))
+
+    def check_adapters(self, given: bool) -> None:
+        """Raises OptionError if there are adapters and both a device and the CPU compute with experts."""
+        if given and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
+            raise OptionError(f"`vram_mode` {self.vram_mode}: adapters (LoRA) are computed on one side alone; give `vram_mode` centric or cpu")
+
+    def check_precision(self, precision: Precision) -> None:
+        """Raises OptionError if the strategy cannot serve experts in this precision, or cannot repeat a run's decisions."""
+        if not self.strategy.eager and not (precision.lossless and self.replay is None):
+            raise OptionError(f"strategy {self.strategy.name!r} serves every expert in its own precision")
+        if precision.mispredicted_low and (self.strategy.predictor is None or self.strategy.ab_tested):
+            raise OptionError(f"strategy {self.strategy.name!r} does not always predict: only with those that do, as fate, is anything mispredicted")
+        if precision.mispredicted_low and self.deterministic:
+            raise OptionError("what is predicted in time depends on time: a deterministic run cannot serve what is not in low precision")
+
+    def check_model(self, model_index: ModelIndex) -> None:
+        """Raises OptionError for values that have no effect with this model, or that llama.cpp would crash over."""
+        given = [name for name in ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx") if getattr(self, name) is not None]
+        yarn = (self.rope_scaling_type or model_index.hparams.get("rope.scaling.type")) == "yarn"
+        if given and not yarn and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0):
+            raise OptionError(f"`{given[0]}` has no effect: the model's rope scaling is not YaRN; ask for it with `rope_scaling_type`")
+        if self.context_shift and self.type_k not in (None, *_UNQUANTIZED):
+            widths = set(_key_widths(model_index))
+            if len(widths) > 1 or any(width % _HADAMARD for width in widths):
+                # it rotates them back first, with a matrix that it has for these sizes alone, and reads a null pointer where it has none
+                raise OptionError(
+                    f"`context_shift`: quantized keys of {', '.join(map(str, sorted(widths)))} numbers cannot be moved: take f16, bf16 or f32 for `type_k`"
+                )
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether nothing that is computed may depend on memory or time: so that the text repeats, or the run can be compared with a recorded one."""
+        return self.deterministic or self.trace is not None or self.replay is not None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """The arguments of llama_cpp.Llama."""
+        n_threads = self.n_threads or n_cores()
+        values = {name: getattr(self, name) for name, line in table_of(Config).items() if line.llama}
+        options = {**_MODELS_OWN, **self.llama_cpp, **llama_keywords(values), "use_mmap": False, "n_threads": n_threads}
+        if "n_batch" not in options and options.get("n_ubatch"):  # llama_cpp's 512 would cap it
+            options["n_batch"] = options["n_ubatch"]
+        return options | {"n_threads_batch": self.n_threads_batch or n_threads}
+
+
+# llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
+_MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
+THRESHOLDS = ("t1", "t2", "prefill_low_fraction", "reroute", "mispredicted_low", "low_tier")
+_HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it quantizes them
+
+
+def _completed(values: dict[str, Any]) -> dict[str, Any]:
+    """What follows from values that were read: the strategy's own where nothing else is asked for."""
+    chosen = values.get("strategy") or _strategy("auto")
+    strategy = chosen if values.get("stride") is None else chosen.with_stride(values["stride"])
+    if (precision := precision_of(values)) is None:
+        precision = chosen.precision  # naming the strategy is asking for it
+    # a device cannot compute with the experts of a lossy run
+    vram_mode = values.get("vram_mode") or (chosen.vram_mode if values.get("max_loss") is None and precision.lossless else "auto")
+    if values.get("rope_scale") is not None:
+        if values.get("rope_freq_scale") is not None:
+            raise OptionError("give `rope_scale` or `rope_freq_scale`, not both: one is 1 divided by the other")
+        values["rope_freq_scale"] = 1 / values["rope_scale"]
+    return values | {"strategy": strategy, "precision": precision, "vram_mode": vram_mode}
+
+
+def precision_of(values: Mapping[str, Any]) -> Precision | None:
+    """What is given up by `precision`, or by its thresholds one by one; None if nothing was said. No bound is promised, and `max_loss` takes none of them.
+
+    Raises:
+        OptionError: out of range, a threshold that reads low versions without a tier, or a tier that none reads.
+    """
+    from .policies.precision import Precision
+
+    given = {name: values[name] for name in THRESHOLDS if values.get(name) is not None and values[name] is not False}
+    if not given:
+        return values.get("precision")
+    if values.get("precision") is not None:
+        raise OptionError("give `precision`, or its thresholds one by one, not both")
+    tier = given.pop("low_tier", None)
+    precision = Precision(**{"t1": min(given.get("t2", 1.0), 1.0)} | given, tier=tier)
+    if tier and not precision.uses_low:
+        raise OptionError("`low_tier` is read by `t1`, `t2`, `prefill_low_fraction` or `mispredicted_low`, and none of them is given")
+    return precision
+
+
+def llama_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of llama_cpp.Llama: options of the table in its numbers, what was not given left out, and any others as they are."""
+    table, out = table_of(Config), {}
+    for name, value in values.items():
+        line = table.get(name)
+        if line is not None and value is not None:
+            value = line.read(value)
+            value = line.number(value) if line.number and value is not None else value
+        if value is not None:
+            out[name] = value
+    return out
+
+
+def _key_widths(model_index: ModelIndex) -> list[int]:
+    """Numbers in a head's keys, of ordinary layers and of those with a sliding window."""
+    from .gguf.model_index import count
+
+    n_head, n_embd = count(model_index.hparams, "attention.head_count"), count(model_index.hparams, "embedding_length")
+    width = count(model_index.hparams, "attention.key_length") or (n_embd // n_head if n_head else 0)
+    return [width, count(model_index.hparams, "attention.key_length_swa") or width]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """How an answer is drawn, by llama.cpp's names and with its defaults."""
+
+    n_predict: int = option("-n", "--n-predict", metavar="N", parse=_integer(-_MAX), default=-1, commands="run",
+                            help="Tokens to generate at most; -1: as many as fit.")  # fmt: skip
+    temp: float = option("--temp", metavar="T", parse=_number(0), default=0.8, commands="run", help="Temperature; 0 takes the likeliest token.")
+    top_k: int = option("--top-k", metavar="K", parse=_integer(-_MAX), default=40, group="Sampling", commands="run",
+                        help="Draw from the likeliest K tokens; 0: from all.")  # fmt: skip
+    top_p: float = option("--top-p", metavar="P", parse=_number(0, 1), default=0.95, group="Sampling", commands="run",
+                          help="Draw from the likeliest tokens that make up this probability.")  # fmt: skip
+    min_p: float = option("--min-p", metavar="P", parse=_number(0, 1), default=0.05, group="Sampling", commands="run",
+                          help="Leave out tokens below this share of the likeliest one's probability.")  # fmt: skip
+    repeat_penalty: float = option("--repeat-penalty", metavar="N", parse=_number(above=0), default=1.0, group="Sampling", commands="run",
+                                   help="Penalty on tokens that occurred lately; 1: none.")  # fmt: skip
+    seed: int = option("--seed", metavar="N", parse=_integer(-_MAX, 2**32 - 1), default=-1, group="Sampling", commands="run",
+                       help="Seed of the sampler; -1 draws one.")  # fmt: skip
+    stop: tuple[str, ...] = option("-s", "--stop", metavar="TEXT", multiple=True, default=(), group="Sampling", commands="run",
+                                   help="Text that ends the answer and is not part of it. May be given several times.")  # fmt: skip
+    ignore_eos: bool = option("--ignore-eos", default=False, group="Sampling", commands="run", help="Generate -n tokens even if the model wants to stop.")
+
+    @classmethod
+    def make(cls, **options: Any) -> Sampling:
+        """Of values as people write them.
+
+        Raises:
+            OptionError: a value that makes no sense.
+        """
+        return cls(**_read(cls, options))
+
+    def __post_init__(self) -> None:
+        if self.n_predict == 0 or self.n_predict < -1:
+            raise OptionError(f"`n_predict`: at least 1 token, or -1 for as many as fit, not {self.n_predict}")
+        if "" in self.stop:
+            raise OptionError("`stop`: an empty text would end every answer before it begins")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerOptions:
+    """What a server has beside its model.
+
+    Attributes:
+        args: of llama-server, passed on.
+    """
+
+    host: str = option("--host", metavar="ADDRESS", default="127.0.0.1", server="--host", commands="serve",
+                       help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")  # fmt: skip
+    port: int = option("--port", metavar="N", parse=_integer(0, 65535), default=8080, server="--port", commands="serve",
+                       help="Port to listen on; 0 takes a free one.")  # fmt: skip
+    parallel: int = option("-np", "--parallel", metavar="N", parse=_integer(1, 256), default=4, server="-np", commands="serve",
+                           help="Answers at a time; they share the context.")  # fmt: skip
+    api_key: str | None = option("--api-key", metavar="KEY", envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
+                                 help="Refuse requests without this bearer token.")  # fmt: skip
+    alias: str | None = option("-a", "--alias", metavar="NAME", server="--alias", commands="serve",
+                               help="What /v1/models calls the model. Default: its file name.")  # fmt: skip
+    cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), group="Server", commands="serve",
+                                   help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")  # fmt: skip
+    cache_ram: int = option("--cache-ram", metavar="SIZE", parse=_memory_size, default=0, group="Server", commands="serve",
+                            help="Memory for prompts that are kept outside the context; counts in --memory. Default: none.")  # fmt: skip
+    mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", group="Server", commands="serve",
+                                help="Projector for images and sound.")  # fmt: skip
+    draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", group="Server", commands="serve",
+                               help="Draft model for speculative decoding.")  # fmt: skip
+    spec_type: str | None = option("--spec-type", metavar="NAME", server="--spec-type", group="Server", commands="serve",
+                                   help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another kind of llama-server's.")  # fmt: skip
+    embedding: bool = option("--embedding", default=False, server="--embedding", group="Server", commands="serve", help="Serve embeddings.")
+    args: tuple[str, ...] = ()
+
+    @classmethod
+    def make(cls, **options: Any) -> ServerOptions:
+        """Of values as people write them.
+
+        Raises:
+            OptionError: a value that makes no sense.
+        """
+        return cls(**_read(cls, options))
+
+    @property
+    def drafts(self) -> bool:
+        """Whether there is something to make drafts with."""
+        return bool(self.draft or self.spec_type)
+
+
+TABLE: dict[str, Option] = {name: line for kind in (Config, Sampling, ServerOptions) for name, line in table_of(kind).items()}

@@ -1,0 +1,328 @@
+"""Contracts of cache policies and predictors, and options of their fits.
+
+A cache policy is a table of priorities that gate events change. It never evicts: it writes `priorities` [n_gates, n_experts], and the owner
+of the slices (the native buffer live, `moeoff.simulate` offline) evicts the lowest, among equals the least recently used. A predictor turns
+gate events into scores of the experts of coming gates. Neither knows files, slots or threads.
+
+Invariant: the table that an event leaves behind is read when the *next* gate misses, so a policy that depends on the layer
+being computed writes for gate `event.gate + 1`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ..errors import OptionError
+from ..gate_event import GateEvent
+from ..trace import TraceHeader
+from .recording import Recording
+from .router import Router
+
+# measured by a calibration: section of the profile -> its arrays by name
+Sections = Mapping[str, Mapping[str, np.ndarray]]
+Progress = Callable[[int, int], None]  # steps done, and all
+P = TypeVar("P", bound="Policy")
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The model and the buffer, as far as a policy needs them.
+
+    Attributes:
+        n_gates: rows of the table, in the order the graph runs them.
+        n_experts: columns; a gate with fewer uses the first ones.
+        n_used: experts for each token.
+        capacity: experts that fit into the buffer, in all layers together (a fraction if their slices do not fit evenly).
+        model: name of its file, for policies that have learned something about it.
+    """
+
+    n_gates: int
+    n_experts: int
+    n_used: int
+    capacity: float
+    model: str = ""
+
+    def __post_init__(self) -> None:
+        if min(self.n_gates, self.n_experts, self.n_used) < 1 or self.capacity < 0:
+            raise OptionError(f"no buffer has this shape: {self}")
+
+    @classmethod
+    def of(cls, model: TraceHeader, arena_bytes: int) -> CacheShape:
+        """The shape of a model's buffer whose arena has so many bytes, slot padding included."""
+        n = sum({t.gate: t.n_experts for t in model.tensors}.values())
+        return cls(model.n_gates, model.n_experts, model.n_used, n * min(arena_bytes / model.full_bytes, 1.0), model.name)
+
+
+@dataclass(frozen=True)
+class FitOptions:
+    """Options of the fits, which a calibration gives to all; each takes what it needs.
+
+    Attributes:
+        seed: of whatever is random in the fit; the same seed gives the same arrays.
+        hidden: units in the hidden layer of a network.
+        low_cost: bytes of a low version as a share of the model's own, HOBBIT's B_l/B_h (§3.4); None: the paper's.
+        replay: `moeoff.simulate.simulate`, for fits that try on a trace what they have fitted.
+
+    Raises:
+        OptionError: out of range.
+    """
+
+    seed: int = 0
+    hidden: int = 128
+    low_cost: float | None = None
+    replay: Callable[..., Any] | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.seed < 1 << 32:
+            raise OptionError(f"the seed of a fit lies between 0 and {(1 << 32) - 1}, not {self.seed}")
+        if self.hidden < 1:
+            raise OptionError(f"a network has at least one hidden unit, not {self.hidden}")
+
+
+DEFAULT_FIT = FitOptions()
+# the arrays of one section of a profile, from one pass over text; None if there is nothing to learn from it
+Fit = Callable[[Recording, FitOptions, Progress | None], dict[str, np.ndarray] | None]
+
+
+class Policy:
+    """Base of all cache policies: override `update`, and `reset_sequence` if text matters.
+
+    A policy that takes options from a calibration names the sections in `profile_sections` and overrides `profile_options`.
+
+    Args:
+        shape: of the model and buffer.
+        table: [n_gates, n_experts] float32 to write into, the native one when live; a new one by default.
+        seed: of whatever is random in the policy.
+        options: the policy's own; each defaults to its entry in `defaults`.
+
+    Raises:
+        OptionError: an unknown option.
+    """
+
+    name = ""
+    summary = ""
+    offline = False  # needs the future: only the simulator can run it
+    static = False  # the table never changes after `start`: events need not be delivered
+    wants_probs = False  # reads GateEvent.probs
+    profile_sections: tuple[str, ...] = ()  # of a profile, that `profile_options` reads; `fit` writes the first
+    defaults: dict[str, Any] = {}
+
+    def __init__(self, shape: CacheShape, table: np.ndarray | None = None, seed: int = 0, **options: Any):
+        unknown = sorted(set(options) - set(self.defaults))
+        if unknown:
+            raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
+        self.shape = shape
+        self.priorities = np.zeros((shape.n_gates, shape.n_experts), np.float32) if table is None else table
+        if self.priorities.shape != (shape.n_gates, shape.n_experts):
+            raise OptionError(f"{self.name}: a table of {self.priorities.shape} does not fit {shape}")
+        self.options = self.defaults | options
+        self._seed = seed
+        self.start()
+
+    @cached_property
+    def rng(self) -> np.random.Generator:
+        """Chance that `seed` repeats. Made when a policy asks for it: numpy.random takes 4 MiB."""
+        return np.random.default_rng(self._seed)
+
+    @classmethod
+    def from_profile(cls: type[P], profile: Sections, shape: CacheShape, table: np.ndarray | None = None, seed: int = 0, **options: Any) -> P:
+        """A policy with the options that a calibration of the model gives; `options` beat them.
+
+        Args:
+            profile: those of `profile_sections` that the calibration wrote.
+        """
+        return cls(shape, table, seed, **(cls.profile_options(profile) | options))
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        """Options that a calibration gives; none for what it has not written."""
+        return {}
+
+    @classmethod
+    def precision_options(cls, t1: float) -> dict[str, Any]:
+        """Options for a run in which experts may be served in low precision (HOBBIT §3.2).
+
+        Args:
+            t1: largest unimportance that is read in high precision, 0 to 1.
+        """
+        return {}
+
+    def start(self) -> None:
+        """Sets up state; `shape`, `options`, `rng` and `priorities` are there."""
+
+    def update(self, event: GateEvent) -> bool | None:
+        """Changes `priorities` in place after a router has selected. False where it left them as they were: nothing has to be published."""
+        return None
+
+    def resize(self, capacity: float) -> None:
+        """The buffer has been resized, between events: it now holds `capacity` experts (`CacheShape.capacity`). What has been learned stays.
+
+        Override it if anything but `shape` depends on the capacity, and call this first.
+        """
+        self.shape = replace(self.shape, capacity=capacity)
+
+    def reset_sequence(self, sequence: int = 0) -> None:
+        """This sequence begins a new text: its next token is the first. Others may go on (`GateEvent.sequences`)."""
+
+    def prepare(self, events: Iterable[GateEvent]) -> None:
+        """Offline policies see all events before the first `update`."""
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """The arrays of the first of `profile_sections`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
+        return None
+
+
+UPDATES = 8  # of a grouped policy's table for each token at least, or one for each gate if there are fewer
+
+
+class GroupedPolicy(Policy):
+    """Base of policies that take the events of several gates at once: numpy's calls cost more than their numbers.
+
+    A token changes a gate's row once, and a table of priorities that is a few gates old evicts almost the same. The events wait inside
+    the policy, so that the simulator and a live driver see the same table at the same time. Override `update_gates`; call
+    `super().start()` in `start`, and `super().reset_sequence(sequence)` first in `reset_sequence`.
+
+    Attributes:
+        gated: probabilities of router logits, if a policy that `wants_probs` shall make them of events that have logits alone.
+    """
+
+    gated: Callable[[np.ndarray], np.ndarray] | None = None
+
+    def start(self) -> None:
+        self.group = max(self.shape.n_gates // UPDATES, 1)
+        self._waiting: list[GateEvent] = []
+
+    def update(self, event: GateEvent) -> bool:
+        """True if `priorities` has changed."""
+        waiting = self._waiting
+        changed = bool(waiting) and (event.gate != waiting[-1].gate + 1 or len(event.ids) != len(waiting[0].ids))
+        if changed:
+            self._apply()
+        waiting.append(event)
+        if len(waiting) < self.group and event.gate < self.shape.n_gates - 1 and event.decode:
+            return changed
+        self._apply()
+        return True
+
+    def _apply(self) -> None:
+        waiting = self._waiting
+        if not waiting:
+            return
+        if self.gated is not None:
+            for event in waiting:
+                if event.probs is None and event.logits is not None:
+                    event.probs = self.gated(event.logits)
+        self.update_gates(waiting[0].gate, waiting)
+        waiting.clear()
+
+    def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
+        """Changes `priorities` after the gates `first`, `first` + 1, ... have selected, at most `group` of them and all for as many tokens.
+
+        `events` is valid during the call.
+        """
+        raise NotImplementedError
+
+    def reset_sequence(self, sequence: int = 0) -> None:
+        self._apply()
+
+
+def chosen(event: GateEvent) -> tuple[np.ndarray, np.ndarray | int]:
+    """Experts an event chose, each once, and how many of its tokens chose each (1 for a single token)."""
+    if len(event.ids) == 1:
+        return event.ids[0], 1
+    return np.unique(event.ids, return_counts=True)
+
+
+def with_row(rows: np.ndarray, n: int) -> np.ndarray:
+    """`rows`, or a copy that has a row `n`: the new ones are 0."""
+    return rows if n < len(rows) else np.concatenate([rows, np.zeros((n + 1 - len(rows), *rows.shape[1:]), rows.dtype)])
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Scores of the experts of one coming gate.
+
+    Attributes:
+        gate: row of the priority table: a later gate of the same batch, or an earlier one of the next token.
+        scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. One row where the prediction
+            is for the next token of a sequence, or one for each of several. Valid until the predictor's next call.
+        logits: the scores are a router's logits, not weights.
+    """
+
+    gate: int
+    scores: np.ndarray
+    logits: bool = False
+
+
+class Predictor:
+    """Base of all predictors: override `observe`, or `begin`, and `reset_sequence` if text matters.
+
+    Where it needs a calibration, it gets the arrays of its section of a profile; without them it learns while it runs, or predicts nothing.
+
+    Args:
+        router: of the model.
+        arrays: the predictor's section of a profile, or None.
+        options: the predictor's own; each defaults to its entry in `defaults`.
+
+    Raises:
+        OptionError: an unknown option.
+    """
+
+    name = ""
+    summary = ""
+    wants_gate_input = False  # reads GateEvent.gate_input
+    wants_tokens = False  # begin() must be called with the tokens of each batch
+    profile_section: str | None = None
+    more_sections: Mapping[str, Fit] = {}  # of a profile, that only the strategy's own predictor is given, not one that stands in for it
+    needs_profile = False  # predicts nothing without one
+    defaults: dict[str, Any] = {}
+
+    def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options: Any):
+        self.check(options)
+        self.router, self.arrays = router, arrays
+        self.options = self.defaults | options
+        self.start()
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Raises OptionError for an option that is unknown or, where a predictor says so, out of range."""
+        unknown = sorted(set(options) - set(cls.defaults))
+        if unknown:
+            raise OptionError(f"{cls.name}: unknown option {unknown[0]!r}; there are: {', '.join(cls.defaults) or 'none'}")
+
+    def start(self) -> None:
+        """Sets up state; `router`, `arrays` and `options` are there."""
+
+    def begin(self, tokens: np.ndarray) -> list[Prediction]:
+        """Before a batch: its tokens [n_tokens]."""
+        return []
+
+    def observe(self, event: GateEvent) -> list[Prediction]:
+        """After a router has selected."""
+        return []
+
+    def reset_sequence(self, sequence: int = 0) -> None:
+        """This sequence begins a new text. Others may go on (`GateEvent.sequences`)."""
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
+        return None
+
+
+def top_k(scores: np.ndarray, k: int) -> np.ndarray:
+    """[n_tokens, k] the k likeliest experts of each row [n_tokens, n_experts], in no order."""
+    if k >= scores.shape[1]:
+        return np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
+    return np.argpartition(scores, -k, axis=1)[:, -k:]
+
+
+def recall(scores: np.ndarray, used: np.ndarray, k: int) -> float:
+    """Share of the used experts [n_tokens, n_experts] bool that are among the k highest scores of their row."""
+    return float(np.take_along_axis(used, top_k(scores, k), axis=1).sum() / max(used.sum(), 1))

@@ -1,0 +1,369 @@
+"""EdgeMoE: experts predicted from the two layers before, evicted by frequency over distance, in as few bits each as a loss allows.
+
+    §3.1    layers that route by the token alone                  ActivationPath.begin
+    §3.2    a bit width for each expert, by importance            by_importance; moeoff.calibrate.bit_allocation measures and searches
+    §3.3.1  re-batching: an expert is read once for a prompt      llama.cpp's micro-batches
+    §3.3.2  P(E_n | E_{n-1}, E_{n-2}) in a dictionary             ActivationPath, PairCounts and their fits
+            preloads until the router has selected                moeoff.engine.prefetcher; the native store gives up what is not selected
+    §3.3.3  eviction score -f / distance                          FrequencyOverDistance
+            the buffer begins with the most frequent              FrequencyOverDistance.fit, `fill` of the preset
+
+The preset is `edgemoe`. Encoder-decoder models, of which the paper's are, are outside llama.cpp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, Sections, chosen
+from .recording import Recording
+from .strategy import Strategy, register
+
+# --- §3.2: expert-wise quantization ---
+
+
+def by_importance(importance: Mapping[tuple[int, int], float], saved: Mapping[tuple[int, int], int]) -> list[tuple[int, int]]:
+    """(layer, expert) in the order in which experts get the lower bit width: those first that lose the least for each byte that it saves.
+
+    Args:
+        importance: loss of the model with this expert alone in the lower width.
+        saved: bytes; experts that save none are left out.
+    """
+    return sorted((key for key in importance if saved[key] > 0), key=lambda key: importance[key] / saved[key])
+
+
+# --- §3.3.2: preloading ---
+
+FLOOR = 1e-4  # under logarithms
+PRIOR_ONE = 8.0  # observations that the back-off weighs as much as
+PRIOR_TWO = 8.0  # observations that the back-off of a pair to one layer weighs as much as
+LEAST_KEPT = 4  # experts of a pair; with less room than that the two layers count as independent
+SKIP_WEIGHT = 0.7  # of the layer before the last in that case, measured on the demo model
+TRIPLES = 64 << 20  # bytes of a table of all triples; a larger one becomes counts
+PAIRS = 256 << 20  # bytes of counts; of a model with more, the last pairs of a layer back off to one layer
+PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
+FIRST_LAYER = 8 << 20  # bytes of the table of what tokens choose in the first layer; the most frequent are kept
+
+
+class PairCounts:
+    """The dictionary for models whose table of all triples would not fit: P(x | a in the last layer, b in the one before), from the counts of
+    what was seen, exactly; a pair that never occurred takes no room. The section "pairs" of a profile.
+
+    Args:
+        arrays: pair_seen [n_gates, E, E] how often a pair occurred; pair_start [n_gates, E * E + 1] where the experts that followed it
+            begin, among those of its gate; pair_base [n_gates] where these begin; pair_expert, pair_count [n] who followed, and how often.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self._seen, self._start, self._base = arrays["pair_seen"], arrays["pair_start"], arrays["pair_base"]
+        self._expert, self._count = arrays["pair_expert"], arrays["pair_count"]
+
+    def joint(self, gate: int, last: np.ndarray, before: np.ndarray, ratio: np.ndarray) -> np.ndarray:
+        """[n_tokens, k, k, E] float32: the probabilities for each pair of one expert of each layer.
+
+        Args:
+            last, before: [n_tokens, k].
+            ratio: [n_tokens, k, E] P(x | last), which rare pairs back off to.
+        """
+        e = ratio.shape[2]
+        a, b = np.broadcast_arrays(last[:, :, None], before[:, None, :])
+        out = np.repeat((PRIOR_TWO * ratio)[:, :, None], before.shape[1], axis=2)
+        pair = (a.astype(np.int64) * e + b).ravel()
+        first = self._start[gate][pair].astype(np.int64)
+        n = self._start[gate][pair + 1].astype(np.int64) - first
+        if n.any():
+            row = np.repeat(np.arange(len(pair)), n)
+            at = np.arange(len(row)) - np.repeat(np.cumsum(n) - n, n) + np.repeat(first, n) + self._base[gate]
+            out.reshape(len(pair), e)[row, self._expert[at]] += self._count[at]  # each expert of a pair is there once
+        out /= (self._seen[gate][a, b] + PRIOR_TWO)[..., None]
+        return out
+
+
+def fit_pairs(recording: Recording, options: FitOptions, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+    """The section "pairs"; None where the table of all triples is small enough to be kept whole."""
+    used, starts = recording.used(), recording.starts
+    _, n, e = used.shape
+    if 2 * n * e**3 <= TRIPLES:
+        return None
+    small = np.uint8 if e <= 256 else np.uint16
+    room = PAIRS // (n * (small().itemsize + 2))  # triples of a gate
+    seen, start, base = np.zeros((n, e, e), np.uint32), np.zeros((n, e * e + 1), np.uint32), np.zeros(n, np.int64)
+    experts: list[np.ndarray] = []
+    counts: list[np.ndarray] = []
+    for gate in range(n):
+        last, before, y = experts_before(used, starts, gate, 1), experts_before(used, starts, gate, 2), used[:, gate].astype(np.float32)
+        n_triples = 0
+        base[gate] = sum(len(part) for part in experts)
+        for a in range(e):
+            rows = np.flatnonzero(last[:, a])
+            b = before[rows].astype(np.float32)
+            count = (b.T @ y[rows]).astype(np.int64)
+            if n_triples + np.count_nonzero(count) > room:
+                count[:] = 0
+            else:
+                seen[gate, a] = b.sum(axis=0)
+            where = np.nonzero(count)
+            experts.append(where[1].astype(small))
+            counts.append(np.minimum(count[where], 65535).astype(np.uint16))
+            start[gate, a * e + 1 : (a + 1) * e + 1] = n_triples + np.cumsum(np.count_nonzero(count, axis=1))
+            n_triples += len(where[0])
+        if progress:
+            progress(gate + 1, n)
+    return {
+        "pair_seen": seen, "pair_start": start, "pair_base": base,
+        "pair_expert": np.concatenate(experts), "pair_count": np.concatenate(counts),
+    }  # fmt: skip
+
+
+def experts_before(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) -> np.ndarray:
+    """[n_tokens, E] bool: the experts `steps` gates before, of the token before if need be; none before a text."""
+    at = gate - steps
+    if at >= 0:
+        return used[:, at]
+    out = np.zeros_like(used[:, 0])
+    out[1:] = used[:-1, at % used.shape[1]]
+    out[starts] = False
+    return out
+
+
+def fit_first(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    """The section "first" of a profile: what tokens choose in the first layer, which no layer comes before.
+
+    Returns:
+        first_tokens [n] int32 ascending; first_shares [n, E] float16. The most frequent tokens, as many as `FIRST_LAYER` allows.
+    """
+    tokens, shares, _ = token_shares(recording.tokens, recording.used()[:, :1], FIRST_LAYER, progress)
+    return {"first_tokens": tokens, "first_shares": shares[:, 0]}
+
+
+def token_shares(tokens: np.ndarray, used: np.ndarray, limit: int, progress: Progress | None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Choices of each token, of the most frequent ones, as many as fit into so many bytes: tokens [n] int32 ascending, shares [n, n_gates, E]
+    float16; and popularity [n_gates, E].
+
+    Args:
+        tokens: [n_tokens] as they came.
+        used: [n_tokens, n_gates, E] bool.
+    """
+    popularity = used.mean(axis=0, dtype=np.float32)
+    order = np.argsort(tokens, kind="stable")
+    distinct, first, seen = np.unique(tokens[order], return_index=True, return_counts=True)
+    kept = np.sort(np.argsort(-seen, kind="stable")[: max(limit // (2 * popularity.size), 1)])
+    shares = np.empty((len(kept), *popularity.shape), np.float16)
+    for row, i in enumerate(kept):
+        count = used[order[first[i] : first[i] + seen[i]]].sum(axis=0)
+        shares[row] = (count + PRIOR * popularity) / (seen[i] + PRIOR)
+        if progress:
+            progress(row + 1, len(kept))
+    return distinct[kept].astype(np.int32), shares, popularity
+
+
+@register
+class ActivationPath(Predictor):
+    """P(E_n | E_{n-1}, E_{n-2}), from statistics of other text.
+
+    EdgeMoE's models choose one expert; with k of them the probability is the geometric mean over the k x k pairs of one
+    expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. The dictionary is a table where it is
+    small, else the counts of the pairs that were seen: the same numbers. Layers that route by the token alone are known before the batch
+    (§3.1); so is the first one, as far as text has shown what its tokens choose. Without that, and in the second layer, the path
+    goes back into the token before, which is there where the same sequences are decoded again. Without a profile one layer is learned
+    while it runs.
+    """
+
+    name, summary = "activation-path", "what followed the experts of the last two layers in other text"
+    profile_section = "path"
+    more_sections = {"pairs": fit_pairs, "first": fit_first}
+
+    def start(self) -> None:
+        n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays
+        self._pairs = PairCounts(arrays) if arrays is not None and "pair_seen" in arrays else None
+        self._first = arrays if arrays is not None and "first_tokens" in arrays else None
+        self._tables = {gate: table for gate, table in enumerate(self.router.tables) if table is not None}
+        self.wants_tokens = bool(self._tables) or self._first is not None
+        self._skip: np.ndarray | None = None
+        self._two: np.ndarray | None = None
+        self._kept: tuple[np.ndarray, np.ndarray] | None = None
+        self._counts: np.ndarray | None = None
+        if arrays is None:
+            self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)  # [gate, expert before, expert]
+            self._sums = np.full((n, e, 1), PRIOR_ONE, np.float32)
+        else:
+            self._one: np.ndarray = arrays["one"].astype(np.float32)
+            if "two" in arrays:
+                self._two = arrays["two"]
+            elif "kept" in arrays:
+                self._kept = arrays["kept"], arrays["change"]
+            else:
+                self._skip = arrays["skip"].astype(np.float32) * SKIP_WEIGHT
+            self._log_popularity = np.log(arrays["popularity"] + FLOOR)
+        self._gate = -1
+        self._last: np.ndarray | None = None
+        self._sequences: np.ndarray | None = None  # of the last rows
+
+    def reset_sequence(self, sequence: int = 0) -> None:
+        if sequence in ((0,) if self._sequences is None else self._sequences):
+            self._last = None  # the path of all rows: the others' next token begins it anew, and from its second gate on it is whole again
+
+    def begin(self, tokens: np.ndarray) -> list[Prediction]:
+        """Predictions from the tokens alone: all of a static layer, and what the first has chosen for them in other text."""
+        tokens, out = np.asarray(tokens), []
+        if 0 not in self._tables and self._first is not None:
+            known = self._first["first_tokens"]
+            at = np.searchsorted(known, tokens).clip(max=len(known) - 1)
+            if (known[at] == tokens).all():  # of another token the path before it says more than popularity
+                out.append(Prediction(0, self._first["first_shares"][at].astype(np.float32)))
+        for gate, table in self._tables.items():
+            scores = np.zeros((len(tokens), self.router.n_experts), np.float32)
+            np.put_along_axis(scores, table[tokens], 1, axis=1)
+            out.append(Prediction(gate, scores))
+        return out
+
+    def _follows(self, event: GateEvent) -> bool:
+        """True if the rows before are of the same tokens or, at the first gate, of the tokens before."""
+        if self._last is None or len(self._last) != len(event.ids) or event.gate != (self._gate + 1) % self.router.n_gates:
+            return False
+        if event.sequences is not self._sequences:
+            if event.sequences is None or self._sequences is None or not np.array_equal(event.sequences, self._sequences):
+                return False
+        return event.gate > 0 or event.one_each
+
+    def observe(self, event: GateEvent) -> list[Prediction]:
+        ids, n_gates = event.ids, self.router.n_gates
+        before = self._last if self._follows(event) else None
+        if self._counts is not None and before is not None:
+            rows, columns = before[:, :, None], ids[:, None, :]
+            np.add.at(self._counts[event.gate], (rows, columns), 1)
+            np.add.at(self._sums[event.gate], before.ravel(), ids.shape[1])
+        self._gate, self._last, self._sequences = event.gate, ids, event.sequences
+        target = (event.gate + 1) % n_gates
+        if target in self._tables or (target == 0 and not event.one_each):
+            return []
+        return [Prediction(target, self._scores(target, ids, before))]
+
+    def _scores(self, gate: int, last: np.ndarray, before: np.ndarray | None) -> np.ndarray:
+        out: np.ndarray
+        if self._counts is not None:
+            out = (self._counts[gate][last] / self._sums[gate][last]).mean(axis=1)
+            return out
+        if self._two is not None and before is not None:
+            pairs = self._two[gate][last[:, :, None], before[:, None, :]]
+            out = np.exp(pairs.mean(axis=(1, 2), dtype=np.float32))
+            return out
+        if self._pairs is not None and before is not None:
+            ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])  # P(x | last), with FLOOR
+            out = np.exp(np.log(self._pairs.joint(gate, last, before, ratio - FLOOR) + FLOOR).mean(axis=(1, 2)))
+            return out
+        if self._kept is not None and before is not None:
+            experts, change = (part[gate][last[:, :, None], before[:, None, :]].reshape(len(last), -1) for part in self._kept)
+            n_pairs = last.shape[1] * before.shape[1]
+            out = np.zeros((len(last), self.router.n_experts), np.float32)
+            np.add.at(out, (np.arange(len(last))[:, None], experts), change)
+            out /= n_pairs
+            out += self._log_popularity[gate] + self._one[gate][last].mean(axis=1)
+            np.exp(out, out=out)
+            return out
+        log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
+        if self._skip is not None and before is not None:
+            log += self._skip[gate][before].sum(axis=1)
+        log -= log.max(axis=1, keepdims=True)
+        out = np.exp(log, out=log)
+        return out
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+        """From a `Recording`.
+
+        Returns:
+            popularity [n_gates, E] share of tokens; one, skip [n_gates, E before, E] log of P(e | before) / P(e), of the last
+            layer and of the one before; two [n_gates, E last, E before, E] log P(e | both). Where that is too large, the m experts of
+            each pair for which it matters most: kept [n_gates, E, E, m] which, change [n_gates, E, E, m] log of P(e | both) / P(e | last).
+        """
+        used = recording.used()
+        _, n, e = used.shape
+        popularity = used.mean(axis=0, dtype=np.float32)
+        arrays = {"popularity": popularity, "one": np.zeros((n, e, e), np.float16), "skip": np.zeros((n, e, e), np.float16)}
+        triples = 2 * n * e**3 <= TRIPLES
+        small = np.uint8 if e <= 256 else np.uint16
+        n_kept = TRIPLES // (n * e * e * (2 + small().itemsize))
+        if triples:
+            arrays["two"] = np.zeros((n, e, e, e), np.float16)
+        elif n_kept >= LEAST_KEPT:
+            arrays |= {"kept": np.zeros((n, e, e, n_kept), small), "change": np.zeros((n, e, e, n_kept), np.float16)}
+        for gate in range(n):
+            last, before = experts_before(used, recording.starts, gate, 1), experts_before(used, recording.starts, gate, 2)
+            y = used[:, gate].astype(np.float32)
+            ratio = {}
+            for name, x in (("one", last), ("skip", before)):
+                x = x.astype(np.float32)
+                ratio[name] = (x.T @ y + PRIOR_ONE * popularity[gate]) / (x.sum(axis=0)[:, None] + PRIOR_ONE)
+                arrays[name][gate] = np.log(ratio[name] + FLOOR) - np.log(popularity[gate] + FLOOR)
+            for a in range(e) if "two" in arrays or "kept" in arrays else ():
+                rows = np.flatnonzero(last[:, a])
+                b = before[rows].astype(np.float32)
+                joint = (b.T @ y[rows] + PRIOR_TWO * ratio["one"][a]) / (b.sum(axis=0)[:, None] + PRIOR_TWO)
+                log = np.log(joint + FLOOR)
+                if "two" in arrays:
+                    arrays["two"][gate, a] = log
+                    continue
+                change = log - np.log(ratio["one"][a] + FLOOR)
+                at = np.argpartition(-np.abs(change) * joint, n_kept - 1, axis=1)[:, :n_kept]
+                arrays["kept"][gate, a], arrays["change"][gate, a] = at, np.take_along_axis(change, at, axis=1)
+            if progress:
+                progress(gate + 1, n)
+        return arrays
+
+
+# --- §3.3.3: cache eviction policy ---
+
+
+@register
+class FrequencyOverDistance(GroupedPolicy):
+    """Eviction score -f / distance (§3.3.3): rarely used experts of layers that run late are evicted first.
+
+    The paper prints the distance as (S - i + I) mod S, which is smallest for the layer that has just run: against the paper's
+    own text, the layer that runs next would be evicted first. Here it is (i - I + S) mod S. A
+    distance of 0, the layer that is evicting now, is a whole token (S): an expert that it has not selected cannot be used before.
+    `counts` [n_gates, n_experts], uses in other text, order what this run has not used: the buffer begins with the most frequent.
+    """
+
+    name, summary = "edgemoe", "keeps what is used often and in layers that come soon"
+    defaults = {"counts": None}
+    profile_sections = ("popularity",)
+    distance_sign = 1  # of i - I; -1 is the printed form
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+        """From a `Recording`.
+
+        Returns:
+            counts [n_gates, n_experts] int64, tokens that used each expert; n_tokens.
+        """
+        return {"counts": recording.popularity(), "n_tokens": np.array([recording.n_tokens])}
+
+    def start(self) -> None:
+        super().start()
+        n = self.shape.n_gates
+        i = np.arange(n)
+        distance = (self.distance_sign * (i[None] - i[:, None])) % n  # [I, i]
+        distance[distance == 0] = n
+        self._nearness = (1 / distance).astype(np.float32)[:, :, None]
+        self._counts = np.zeros_like(self.priorities)
+        if (counts := self.options["counts"]) is not None:  # less than one use: who goes first among those that this run has not used
+            self._counts += np.asarray(counts, np.float32) / (np.max(counts) + 1)
+            np.multiply(self._counts, self._nearness[0], out=self.priorities)
+
+    def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
+        for event in events:
+            experts, count = chosen(event)
+            self._counts[event.gate][experts] += count
+        np.multiply(self._counts, self._nearness[(first + len(events)) % self.shape.n_gates], out=self.priorities)
+
+
+register(Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path", fill=True))

@@ -1,0 +1,168 @@
+"""Fate: the next layer's router on this layer's input, and a cache that favors shallow layers.
+
+    §4.2  cross-layer gate, the experts above the 75th percentile  CrossLayerGate, its fit, best_above; `share` of the preset is 0.25
+    §4.3  n = T / t_expert in decode                               moeoff.engine.prefetcher measures both while it runs
+          prompts in descending popularity                         GateEvent.demand; executed by the native store (moeoff-gate-events)
+    §4.4  boundary L, cache_deep, ARC in each layer                shallow_boundary, quotas, ShallowFavoringARC
+    §4.5  share p of a prompt's least popular experts in int2      n_low, `Precision.prefill_low_fraction`; executed by the native store
+    §5.3  a mispredicted expert in int2                            `Precision.mispredicted_low` (both moeoff-version-selector)
+
+The preset is `fate`. Its baselines are in scripts/research/baselines.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, Sections, recall, top_k
+from .classic import ARC
+from .gate import RoutersAhead
+from .recording import Recording
+from .strategy import Strategy, register
+
+# --- §4.2, 4.3: cross-layer expert prefetch ---
+
+
+@register
+class CrossLayerGate(RoutersAhead):
+    """The router of layer i + 1 on the gate input of layer i (§4.2). Also ProMoE's skip-based baseline (its §4.2).
+
+    Options:
+        norm: apply layer i + 1's own norm weights (see `Router.ahead`). None: where calibration measured that it helps; without one, yes.
+    """
+
+    name, summary = "gate", "the next layer's router on this layer's input"
+    defaults = {"norm": None}
+
+    def start(self) -> None:
+        self.look_ahead(1, self.options["norm"])
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs; None if it has none.
+
+        Returns:
+            [n_gates] each: next_norm, true where the next layer's norm predicts better; recall_raw, recall_norm at k without and
+            with it; recall_widened at the 75th percentile of the better; cosine of the gate input with the one before.
+            shallow [1]: `shallow_boundary`'s L.
+        """
+        if recording.inputs is None:
+            return None
+        router, inputs = recording.router, recording.inputs
+        n, used = router.n_gates, recording.used()[recording.kept]
+        arrays = {name: np.zeros(n, np.float32) for name in ("recall_raw", "recall_norm", "recall_widened", "cosine")}
+        arrays["next_norm"] = np.ones(n, bool)
+        for target in range(1, n):
+            x, y = inputs[:, target - 1].astype(np.float32), used[:, target]
+            best = -1.0
+            for name, norm in (("recall_raw", False), ("recall_norm", True)):
+                if (found := router.ahead(target - 1, target, norm)) is None:
+                    continue
+                logits = x @ found[0].T + (0 if found[1] is None else found[1])
+                scores = router.selection(target, router.gated(logits))
+                arrays[name][target] = reached = recall(scores, y, router.n_used[target])
+                if reached > best:
+                    best, arrays["next_norm"][target] = reached, norm
+                    arrays["recall_widened"][target] = np.take_along_axis(y, best_above(scores), axis=1).sum() / max(y.sum(), 1)
+            arrays["cosine"][target] = _cosine(x, inputs[:, target].astype(np.float32))
+            if progress:
+                progress(target, n - 1)
+        arrays["shallow"] = np.array([shallow_boundary(np.maximum(arrays["recall_raw"], arrays["recall_norm"]))])
+        return arrays
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Mean over rows."""
+    lengths = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    return float(((a * b).sum(axis=1) / np.maximum(lengths, 1e-12)).mean())
+
+
+def best_above(scores: np.ndarray, percentile: float = 75) -> np.ndarray:
+    """[n_tokens, m] the experts at or above this percentile of each row [n_tokens, n_experts], best first (§4.2: 75, the upper quarter)."""
+    m = max(round(scores.shape[1] * (1 - percentile / 100)), 1)
+    best = top_k(scores, m)
+    order = np.argsort(-np.take_along_axis(scores, best, axis=1), axis=1)
+    return np.take_along_axis(best, order, axis=1)
+
+
+# --- §4.4: shallow-favoring expert cache ---
+
+SHALLOW = 0.85  # of the median layer's recall: a layer that is predicted worse is shallow
+
+
+def shallow_boundary(recall: np.ndarray) -> int:
+    """L, the first layers whose prediction is worse than 85 % of the median layer's. recall: [n_gates], of gate 0: 0."""
+    if len(recall) < 2:
+        return 0
+    good = np.flatnonzero(recall >= SHALLOW * np.median(recall[1:]))
+    return int(good[0]) if len(good) else 0
+
+
+def quotas(shape: CacheShape, shallow: int) -> list[int]:
+    """Experts that each layer may keep: cache_deep = (cache_total - L x num_experts) / (num_layers - L), and with less room the first L layers in turn."""
+    total, out = int(shape.capacity + 1e-6), []  # a share of a whole number may lie below it
+    for _ in range(shallow):
+        out.append(min(shape.n_experts, total))
+        total -= out[-1]
+    deep = shape.n_gates - shallow
+    for i in range(deep):  # evenly, the remainder to the first
+        out.append(min(shape.n_experts, total // deep + (i < total % deep)))
+    return out
+
+
+_BEYOND_QUOTA = -1e6  # a layer within its quota outranks one beyond it by this much
+
+
+@register
+class ShallowFavoringARC(Policy):
+    """ARC's lists for each layer, with the quotas above.
+
+    An expert that ARC would evict from its layer leaves T1 and T2 and ranks below all experts in them. The buffer evicts it only when it
+    needs room, so that a layer's unused quota serves other layers meanwhile.
+
+    Options:
+        shallow: L.
+    """
+
+    name, summary = "arc", "shallow layers first, recency and frequency balanced in each (Fate)"
+    defaults = {"shallow": 3}
+    profile_sections = ("gate",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"shallow": int(profile["gate"]["shallow"][0])} if "gate" in profile else {}
+
+    def start(self) -> None:
+        self._layers = [ARC() for _ in range(self.shape.n_gates)]
+        self.resize(self.shape.capacity)
+        self.priorities[:] = _BEYOND_QUOTA
+
+    def resize(self, capacity: float) -> None:
+        """New quotas; lists that are longer lose their oldest, those used once first."""
+        super().resize(capacity)
+        self.quotas = quotas(self.shape, min(self.options["shallow"], self.shape.n_gates))
+        for gate, (size, layer) in enumerate(zip(self.quotas, self._layers)):
+            for gone in layer.resize(size):
+                self.priorities[gate, gone] = _BEYOND_QUOTA
+
+    def update(self, event: GateEvent) -> None:
+        layer, size, row = self._layers[event.gate], self.quotas[event.gate], self.priorities[event.gate]
+        for expert in dict.fromkeys(event.ids.ravel().tolist()):
+            for gone in layer.use(expert, size):
+                row[gone] = _BEYOND_QUOTA
+        if order := layer.eviction_order():
+            row[order] = np.arange(len(order), dtype=np.float32) / self.shape.n_experts
+
+
+# --- §4.5: popularity-aware hybrid quantization of a prompt's experts ---
+
+
+def n_low(n_chosen: int, p: float) -> int:
+    """How many of the experts that a prompt's batch chose are read in low precision: those that the fewest tokens chose, the share p rounded down."""
+    return int(p * n_chosen)
+
+
+register(Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25, vram_mode="centric"))

@@ -1,0 +1,361 @@
+"""HOBBIT: experts in mixed precision by their weight in the token, a predictor that looks several layers ahead, a weighted cache.
+
+    §3.2  unimportance s (equation 2)                 unimportance
+          T1, T2: high, low, or not at all            versions, thresholds; executed by the native store (moeoff-version-selector) with t1 and
+                                                      t2 of `Precision`
+    §3.3  p routers stacked                           StackedGate
+          versions of predicted experts               predicted_versions
+          looks further while all are there,          moeoff.engine.prefetcher
+          protects them
+    §3.4  cost of a miss, C or B_l/B_h C              MissCost
+          priority p (equation 3), reset by text      Hobbit
+          weights that minimize the miss penalty      Hobbit.fit, fit_weights
+          caches for high and for low precision       two arenas of the native buffer, `Precision.low_share`
+
+Equation 1 is the layer itself. The presets are `hobbit`, which is lossless, and `hobbit-jetson`, the paper's from flash (§5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..errors import OptionError
+from ..gate_event import GateEvent
+from ..trace import Trace
+from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Progress, Sections, chosen, with_row
+from .fate import n_low
+from .gate import RoutersAhead
+from .precision import Precision
+from .recording import Recording
+from .strategy import Strategy, register
+
+# --- §3.2: token-level dynamic expert loading ---
+
+T1, T2 = 0.6, 0.9  # the paper's thresholds on Mixtral
+HIGH_SHARE, LOW_SHARE = 0.67, 0.30  # of all uses, what those thresholds leave in high and in low precision on Mixtral (figure 5b)
+HIGH, LOW, SKIP = 0, 1, 2  # versions, as in `GateEvent.versions` and the native store
+
+
+def unimportance(weights: np.ndarray, n_scale: int | None = None) -> np.ndarray:
+    """Sum of the larger gate weights of the same token (equation 2), all scaled to 1.
+
+    The native rule takes the same sums in the same order, so that both agree to the last bit: of equal weights the first counts
+    as the larger, and where a token's weights add up to nothing all its experts are important.
+
+    Args:
+        weights: [n_tokens, n] float.
+        n_scale: scale so that the n_scale largest add up to 1, for weights of more experts than are used; default: all.
+
+    Returns:
+        [n_tokens, n], 0 for the most important.
+    """
+    rows, order = np.arange(len(weights))[:, None], np.argsort(-weights, axis=1, kind="stable")
+    upto = np.cumsum(weights[rows, order], axis=1)
+    total = upto[:, -1:] if n_scale is None else upto[:, n_scale - 1 : n_scale]
+    out = np.zeros_like(weights)
+    out[rows, order[:, 1:]] = np.where(total > 0, upto[:, :-1] / np.where(total > 0, total, 1), 0)
+    return out
+
+
+def versions(s: np.ndarray, t1: float, t2: float) -> np.ndarray:
+    """The version of each expert that is not resident, by its unimportance: HIGH for s <= t1, LOW for t1 < s <= t2, else SKIP."""
+    return np.where(s <= t1, HIGH, np.where(s <= t2, LOW, SKIP))
+
+
+def thresholds(scores: np.ndarray, high: float = HIGH_SHARE, low: float = LOW_SHARE) -> tuple[float, float]:
+    """T1 and T2 for a model from the distribution of its experts' unimportance, as the paper takes them from Mixtral's (figure 5b).
+
+    Args:
+        scores: [n] of all uses.
+        high, low: shares of the uses that stay in high precision and that go to low, at least; what is left is skipped.
+
+    Returns:
+        The smallest thresholds that leave these shares; T1 <= T2 <= 1.
+
+    Raises:
+        OptionError: no scores, or shares that are none.
+    """
+    if not len(scores) or not (0 <= high <= 1 and 0 <= low <= 1):
+        raise OptionError(f"thresholds need scores and two shares between 0 and 1, not {len(scores)} scores, {high} and {low}")
+    t1, t2 = np.quantile(np.minimum(scores, 1), [high, min(high + low, 1)], method="inverted_cdf")
+    return float(t1), float(t2)
+
+
+def recorded_unimportance(recording: Recording) -> np.ndarray:
+    """[n] unimportance of every expert that a gate selected."""
+    there = recording.ids >= 0
+    rows = [unimportance(recording.weights[:, g, there[0, g]]).ravel() for g in range(recording.model.n_gates)]
+    return np.concatenate(rows)
+
+
+# --- §3.3: layer-level adaptive expert prefetching ---
+
+
+@register
+class StackedGate(RoutersAhead):
+    """The routers of the next p layers on this layer's gate input, stacked.
+
+    Options:
+        p: layers.
+        norm: as for `CrossLayerGate`.
+    """
+
+    name, summary = "stacked", "the next p layers' routers on this layer's input"
+    defaults = {"p": 3, "norm": None}
+
+    def start(self) -> None:
+        self.look_ahead(self.options["p"], self.options["norm"])
+
+
+def predicted_versions(scores: np.ndarray, top: np.ndarray, n_used: int, precision: Precision) -> np.ndarray:
+    """Versions that would serve predicted experts if their scores were gate weights: as in the native rule, the best that any token wants.
+
+    Args:
+        scores: [n_tokens, n_experts].
+        top: [n_tokens, n] candidates of each token, best first.
+        n_used: experts whose weights would add up to 1.
+
+    Returns:
+        [n_experts] of HIGH, LOW and SKIP.
+    """
+    weights = np.take_along_axis(scores, top, axis=1)
+    wanted = versions(np.minimum(unimportance(weights, n_used), 1), precision.t1, precision.t2)
+    wanted[weights[:, -1] < 0] = HIGH  # no weights
+    out = np.full(scores.shape[1], SKIP)
+    np.minimum.at(out, top, wanted)
+    return out
+
+
+# --- §3.4: sequence-level multidimensional expert caching ---
+
+LOW_COST = 0.25  # B_l / B_h of an int4 version and float16
+
+
+@dataclass(frozen=True)
+class MissCost:
+    """Cost of a miss, in misses of a high version.
+
+    Attributes:
+        t1, t2: for a token that is decoded: unimportance up to t1 is read in high precision, up to t2 in low, above it not at all.
+        low: bytes of a low version as a share of the high one's, B_l/B_h.
+        prefill_low_fraction: of a prompt's experts, the share that is read in low precision, the least popular first (Fate §4.5). None: a prompt's
+            tokens are weighed by the thresholds, too, and an expert by its dearest token.
+
+    Raises:
+        OptionError: out of range.
+    """
+
+    t1: float = T1
+    t2: float = T2
+    low: float = LOW_COST
+    prefill_low_fraction: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.t1 <= self.t2 <= 1 and 0 <= self.low <= 1 and 0 <= (self.prefill_low_fraction or 0) <= 1):
+            raise OptionError(f"a miss costs by 0 <= t1 <= t2 <= 1 and by shares between 0 and 1, not {self}")
+
+    def decoded(self, weights: np.ndarray) -> np.ndarray:
+        """[n_tokens, n_used] of each chosen expert, by the tokens' gate weights."""
+        cost: np.ndarray = np.array([1.0, self.low, 0.0])[versions(unimportance(weights), self.t1, self.t2)]
+        return cost
+
+    def of(self, event: GateEvent, n_experts: int) -> np.ndarray:
+        """[n_experts] float32, of each expert that the event chose; 0 of the others."""
+        out = np.zeros(n_experts, np.float32)
+        if event.decode or self.prefill_low_fraction is None:
+            np.maximum.at(out, event.ids.ravel(), self.decoded(event.weights).ravel())
+            return out
+        count = np.bincount(event.ids.ravel(), minlength=n_experts)
+        experts = np.flatnonzero(count)
+        out[experts] = 1
+        out[experts[np.argsort(count[experts], kind="stable")][: n_low(len(experts), self.prefill_low_fraction)]] = self.low
+        return out
+
+
+PAPERS_COST = MissCost()
+
+
+@register
+class Hobbit(GroupedPolicy):
+    """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n) (equation 3), reset with each text.
+
+    R is the token of the last use, F the uses in this text, H those in high precision, T the tokens so far, l_i the layer that is
+    evicting. The table holds p times T, which orders the same and leaves all rows but the event's alone where w_fld is 0. The cost
+    of low misses (B_l/B_h) is in the weights: `fit` fits them to a penalty with the model's own thresholds and sizes. The default weights are those that it fits for the demo model. sequence=False never resets.
+
+    actual: the run is lossy, and H counts what was served in high precision (`GateEvent.versions`). In a lossless one every use is,
+    and H counts those that would have to be: unimportance <= t1 (§3.2).
+
+    Of several sequences, which the paper does not have, F and H are the sums, R is the latest use and T counts the tokens of all;
+    one that begins a text takes its uses with it.
+    """
+
+    name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
+    defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "actual": False, "sequence": True}
+    profile_sections = ("hobbit",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {name: float(value) for name, value in profile.get("hobbit", {}).items() if name in cls.defaults}
+
+    @classmethod
+    def precision_options(cls, t1: float) -> dict[str, Any]:
+        return {"t1": t1, "actual": True}
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """The four weights; None if the recording has no probabilities, or the options have no way to replay it.
+
+        Returns:
+            the weights, fitted to what misses of this model cost: t1 and t2 from the distribution of its scores, low_cost from the options.
+        """
+        if recording.probs is None or options.replay is None:
+            return None
+        if progress:
+            progress(0, 1)  # how many replays it takes shows in the end
+        cost = MissCost(*thresholds(recorded_unimportance(recording)), LOW_COST if options.low_cost is None else options.low_cost)
+        weights = fit_weights(recording.trace(MAX_EVENTS // recording.model.n_gates), options.replay, cost)
+        if progress:
+            progress(1, 1)
+        return {name: np.array(value) for name, value in (weights | {"t1": cost.t1, "t2": cost.t2, "low_cost": cost.low}).items()}
+
+    def start(self) -> None:
+        super().start()
+        o, n = self.options, self.shape.n_gates
+        i = np.arange(n)
+        self._fld = (o["fld"] * (1 - ((i[None] - i[:, None]) % n) / n)).astype(np.float32)[:, :, None]  # [l_i, l_t]
+        self._last = np.zeros_like(self.priorities)
+        self._all = np.zeros_like(self.priorities)  # the three parts that do not depend on l_i
+        self._scratch = np.zeros((n, 1), np.float32)
+        self._own: np.ndarray | None = None  # [n_sequences, 2, gate, expert] w_lfu F + w_lhu H and R of each; None: there is sequence 0 alone
+        self._tokens = 1
+
+    def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
+        o, n_tokens = self.options, len(events[0].ids)
+        if first == 0:
+            self._tokens += n_tokens
+        gates = np.arange(first, first + len(events))
+        if o["sequence"]:
+            self._count_own(events)
+        if n_tokens == 1 and len({event.ids.shape[1] for event in events}) == 1:
+            self._count(gates[:, None], np.concatenate([e.ids for e in events]), o["lfu"] + o["lhu"] * self._high(events))
+        else:
+            for gate, event in enumerate(events, first):
+                experts, count = chosen(event)
+                high = np.bincount(event.ids[self._high([event])], minlength=self.shape.n_experts)
+                self._count(gate, experts, o["lfu"] * count + o["lhu"] * high[experts])
+        if o["fld"]:
+            np.multiply(self._fld[(first + len(events)) % self.shape.n_gates], self._tokens, out=self._scratch)
+            np.add(self._all, self._scratch, out=self.priorities)
+        else:
+            self.priorities[gates] = self._all[gates]
+
+    def _high(self, events: Sequence[GateEvent]) -> np.ndarray:
+        """[n_tokens of all events, n_used] bool: which uses count for H."""
+        if not self.options["actual"]:
+            needed: np.ndarray = unimportance(np.concatenate([e.weights for e in events])) <= self.options["t1"]
+            return needed
+        return np.concatenate([np.ones(e.ids.shape, bool) if e.versions is None else e.versions == HIGH for e in events])
+
+    def _count(self, gate: int | np.ndarray, experts: np.ndarray, worth: np.ndarray) -> None:
+        self._all[gate, experts] += worth + self.options["lru"] * (self._tokens - self._last[gate, experts])
+        self._last[gate, experts] = self._tokens
+
+    def _count_own(self, events: Sequence[GateEvent]) -> None:
+        """Before `_count`, as soon as a sequence other than 0 has been seen."""
+        o = self.options
+        for event in events:
+            if event.sequences is None and self._own is None:
+                continue
+            if self._own is None:
+                self._own = np.stack([self._all - o["lru"] * self._last, self._last])[None]
+            sequences = np.zeros(len(event.ids), np.int32) if event.sequences is None else event.sequences
+            self._own = with_row(self._own, sequences.max())
+            at = sequences[:, None], event.ids
+            np.add.at(self._own[:, 0, event.gate], at, o["lfu"] + o["lhu"] * self._high([event]))
+            self._own[:, 1, event.gate][at] = self._tokens
+
+    def reset_sequence(self, sequence: int = 0) -> None:
+        super().reset_sequence(sequence)
+        if not self.options["sequence"]:
+            return
+        if self._own is None and sequence:
+            return  # nothing is of it
+        if self._own is not None and sequence < len(self._own):
+            self._own[sequence] = 0
+        if self._own is not None and self._own.any():
+            self._last[:] = self._own[:, 1].max(axis=0)
+            np.add(self._own[:, 0].sum(axis=0), self.options["lru"] * self._last, out=self._all)
+            np.add(self._all, self._scratch, out=self.priorities)
+            return
+        for array in (self._last, self._all, self.priorities):
+            array[:] = 0
+        self._tokens = 1
+
+
+NAMES = ("lru", "lfu", "lhu", "fld")  # of the weights
+MAX_EVENTS = 6_144
+SHARES = (0.25, 0.5, 0.75)  # of the experts in memory
+FACTORS = (0.0, 0.25, 0.5, 2.0, 4.0)
+
+
+def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPERS_COST, shares: Sequence[float] = SHARES,
+                max_events: int = MAX_EVENTS) -> dict[str, float]:  # fmt: skip
+    """w_lru, w_lfu, w_lhu and w_fld, of sum 1, that minimize the miss penalty: options of `Hobbit`.
+
+    The paper gives no procedure: here one weight after the other is multiplied by `FACTORS` as long as that lowers the penalty,
+    the geometric mean over buffer sizes. A weight that reached 0 may come back at the smallest other weight.
+
+    Args:
+        trace: at most `max_events` of it are replayed, from its beginning.
+        replay: `moeoff.simulate.simulate`.
+        cost: of misses; its t1 says which uses count for H.
+
+    Raises:
+        OptionError: an empty trace.
+    """
+    if not trace.events:
+        raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")
+    part = trace.slice(0, max_events // trace.model.n_gates * trace.model.n_gates or max_events)
+    known: dict[tuple[float, ...], float] = {}
+
+    def penalty(weights: tuple[float, ...]) -> float:
+        total = sum(weights)
+        key = tuple(round(w / total, 4) for w in weights)
+        if key not in known:
+            product = 1.0
+            for share in shares:
+                arena = max(int(trace.model.full_bytes * share), 2 * max(t.slot_bytes for t in trace.model.tensors))
+                options: dict[str, Any] = dict(zip(NAMES, key, strict=True))
+                product *= replay(part, "hobbit", arena, cost=cost, t1=cost.t1, **options).miss_penalty + 1e-9
+            known[key] = product
+        return known[key]
+
+    best = tuple(Hobbit.defaults[name] for name in NAMES)
+    improved = True
+    while improved:
+        improved = False
+        for i in range(len(NAMES)):
+            now = best[i] or min(w for w in best if w > 0)
+            for factor in (*FACTORS, 1.0):
+                tried = (*best[:i], now * factor, *best[i + 1 :])
+                if sum(tried) > 0 and penalty(tried) < penalty(best) * (1 - 1e-4):
+                    best, improved = tried, True
+    total = sum(best)
+    return {name: round(w / total, 4) for name, w in zip(NAMES, best, strict=True)}
+
+
+register(Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy="hobbit", predictor="stacked", vram_mode="centric"))
+register(
+    Strategy(
+        "hobbit-jetson",
+        "HOBBIT from flash, lossy: misses of less weight in two bits, of little weight skipped (a sidecar with Q2_K)",
+        policy="hobbit",
+        predictor="stacked",
+        precision=Precision(t1=T1, t2=T2, tier="Q2_K"),
+    )
+)

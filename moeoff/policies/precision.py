@@ -1,0 +1,81 @@
+"""How much precision may be given up, and where: the numbers behind the expert buffer's rules.
+
+Knows nothing of what they cost in quality: that is measured for each model, and is the caller's decision.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..errors import OptionError
+
+LOW_SHARE = 0.05  # of the experts' memory, for low versions: measured by the research scripts
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Which experts may be served in low precision, or not at all. The default is lossless.
+
+    A resident expert is always served in its own precision. What else happens to one that is chosen and not resident:
+
+    Attributes:
+        t1, t2: for tokens that are decoded, each by itself (HOBBIT §3.2). An expert's unimportance s is the sum of the larger gate weights of the same
+            token, all scaled to 1 (equation 2): s <= t1 is read in high precision, t1 < s <= t2 in low, s > t2 is skipped. The
+            first expert is always read in high precision.
+        prefill_low_fraction: for a prompt's batch (Fate §4.5). Of the experts chosen, this share is read in low precision: those
+            that the fewest tokens chose, rounded down. Nothing is skipped.
+        mispredicted_low: for tokens that are decoded, instead of t1 and t2: an expert that is neither resident nor asked for by a prefetch is
+            served low, whatever its weight; what was predicted is read as it is (Fate §5.3).
+        reroute: for tokens that are decoded, what being resident adds to an expert's score, as a share of the range of the token's scores: an
+            expert of the router's choice that is not resident gives its place to a resident one that scored almost as high. The
+            first of the choice stays. 0: none. docs/guides/rerouting.md has the rule.
+        reroute_margin: how far such an expert may lie below the last of the router's choice, as the same share.
+        resident: of a deterministic run, the share of each layer's experts that its decisions take for resident: those that a
+            simulated cache would hold, whatever is in memory. 0: none.
+        tier: of the sidecar, the low precision; needed if anything is read in it.
+        low_share: of the experts' memory, kept for low versions.
+
+    Raises:
+        OptionError: out of range, or low precision without a tier.
+    """
+
+    t1: float = 1.0
+    t2: float = 1.0
+    prefill_low_fraction: float = 0.0
+    tier: str | None = None
+    low_share: float = LOW_SHARE
+    reroute: float = 0.0
+    reroute_margin: float = 1.0
+    resident: float = 0.0
+    mispredicted_low: bool = False
+
+    def __post_init__(self) -> None:
+        numbers = (self.t1, self.t2, self.prefill_low_fraction, self.low_share, self.reroute, self.reroute_margin, self.resident)
+        if not all(math.isfinite(x) for x in numbers):
+            raise OptionError(f"precision: thresholds and shares are numbers: {self}")
+        if not 0 <= self.t1 <= self.t2 <= 1:
+            raise OptionError(f"precision: 0 <= t1 <= t2 <= 1 must hold, not t1 {self.t1} and t2 {self.t2}")
+        if not 0 <= self.prefill_low_fraction <= 1:
+            raise OptionError(f"precision: the share of low experts in prefill lies between 0 and 1, not {self.prefill_low_fraction}")
+        if not (0 <= self.reroute <= 1 and 0 <= self.reroute_margin <= 1 and 0 <= self.resident <= 1):
+            raise OptionError(f"precision: rerouting's shares lie between 0 and 1, not {self.reroute}, {self.reroute_margin} and {self.resident}")
+        if not 0 < self.low_share < 1:
+            raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
+        if self.mispredicted_low and self.t1 < 1:
+            raise OptionError("precision: what is served low because it was not predicted has no use for t1 and t2: give one or the other")
+        if self.uses_low and not self.tier:
+            raise OptionError("low precision needs a tier of the sidecar that is read, as Q2_K", hint={"low_tier": ...})
+
+    @property
+    def uses_low(self) -> bool:
+        """Something may be served by low versions."""
+        return self.t1 < self.t2 or self.prefill_low_fraction > 0 or self.mispredicted_low
+
+    @property
+    def lossless(self) -> bool:
+        """Every token gets the experts of its router, in their own precision."""
+        return self.t1 >= 1 and self.prefill_low_fraction <= 0 and self.reroute <= 0 and not self.mispredicted_low
+
+
+LOSSLESS = Precision()

@@ -1,0 +1,241 @@
+"""ProMoE: a small network for each layer predicts its experts one or two layers ahead; each layer has a cache of its own.
+
+    §4.1       GoodPred = accuracy x fetch rate   moeoff.engine.prefetcher counts both
+    §4.3, 6.3  a two-layer perceptron, 9:1        Learned and its fit; Recording.split
+    §4.4       stride prefetching                 `stride` of Learned, Strategy.with_stride
+    §5.1       chunked prefetching                the native store: a matrix of an expert is a read of its own, larger ones in pieces
+    §5.2       early preemption (algorithm 2)     the native store: a gate's selection goes before all prefetches and gives up the others
+    §5.3       reordered inference                the native matrix op computes with what is resident, then with the others as they come
+    §6.1       LRU in each layer                  LayerLRU
+
+The preset is `promoe`, with a stride of two. The token-based predictor (§4.2) is a baseline, in scripts/research/baselines.py; the
+skip-based one is Fate's.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from ..errors import OptionError
+from ..gate_event import GateEvent
+from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, recall
+from .fate import quotas
+from .recording import Recording
+from .router import Rows
+from .strategy import Strategy, register
+
+# --- §4: learned predictor ---
+
+STRIDES = (1, 2)
+EPOCHS, FINE_EPOCHS = 8, 4  # the last ones at a quarter of the learning rate
+RATE, ALPHA, BATCH = 2e-3, 1e-3, 256
+GAIN = 2.0  # of a router's logit, in deviations, in the logit that the network begins with
+COMPONENTS = 256  # of wider gate inputs; a linear map, folded into the first layer
+
+
+@register
+class Learned(Predictor):
+    """A two-layer perceptron for each layer (§4.3), on the gate input `stride` layers before (§4.4). Needs a profile.
+
+    Options:
+        stride: 1 (layer-wise) or 2.
+    """
+
+    name, summary = "learned", "a small network on the gate input one or two layers before"
+    wants_gate_input = True
+    profile_section = "learned"
+    needs_profile = True
+    defaults = {"stride": 1}
+    strides: tuple[int, ...] = STRIDES  # that `fit` trains for
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        super().check(options)
+        if (stride := options.get("stride", STRIDES[0])) not in STRIDES:
+            raise OptionError(f"{cls.name}: stride is one of {', '.join(map(str, STRIDES))}, not {stride}")
+
+    def start(self) -> None:
+        stride = self.options["stride"]
+        self._steps: dict[int, tuple[Rows, np.ndarray, Rows, np.ndarray]] = {}
+        if self.arrays is None:
+            return
+        for target in np.flatnonzero(self.arrays[f"there_{stride}"]):
+            first, first_bias, second, second_bias = (
+                self.arrays[f"{name}_{stride}"][target].astype(np.float32) for name in ("first", "first_bias", "second", "second_bias")
+            )
+            self._steps[int(target) - stride] = Rows(first), first_bias, Rows(second), second_bias
+
+    def observe(self, event: GateEvent) -> list[Prediction]:
+        step = self._steps.get(event.gate)
+        if step is None or event.gate_input is None:
+            return []
+        first, first_bias, second, second_bias = step
+        hidden = first.product(event.gate_input)
+        hidden += first_bias
+        np.maximum(hidden, 0, out=hidden)
+        logits = second.product(hidden)
+        logits += second_bias
+        np.negative(logits, out=logits)
+        np.exp(np.minimum(logits, 80, out=logits), out=logits)
+        logits += 1
+        return [Prediction(event.gate + self.options["stride"], np.reciprocal(logits, out=logits))]
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none. A network for each of `strides`.
+
+        Returns:
+            for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s [n_gates, E, hidden], second_bias_s,
+            there_s [n_gates] true where a gate has a network, recall_s [n_gates] at k on the tenth that was not trained on.
+        """
+        from sklearn.neural_network import MLPClassifier
+        from threadpoolctl import threadpool_limits
+
+        if recording.inputs is None:
+            return None
+        router, hidden, strides = recording.router, options.hidden, cls.strides
+        n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
+        used = recording.used()[recording.kept]
+        train, held = (mask[recording.kept] for mask in recording.split())
+        arrays: dict[str, np.ndarray] = {}
+        for s in strides:
+            arrays |= {
+                f"first_{s}": np.zeros((n, hidden, d), np.float16), f"first_bias_{s}": np.zeros((n, hidden), np.float32),
+                f"second_{s}": np.zeros((n, e, hidden), np.float16), f"second_bias_{s}": np.zeros((n, e), np.float32),
+                f"there_{s}": np.zeros(n, bool), f"recall_{s}": np.zeros(n, np.float32),
+            }  # fmt: skip
+        jobs = [(g, s) for g in range(n) for s in strides if g + s < n and router.knows(g + s)]
+        for done, (g, s) in enumerate(jobs):
+            x, ahead = recording.inputs[:, g].astype(np.float32), router.ahead(g, g + s, True)
+            if not x.any() or ahead is None:
+                continue
+            y = used[:, g + s]
+            active = np.flatnonzero(y[train].any(axis=0) & ~y[train].all(axis=0))  # the classifier needs both classes of each output
+            if not len(active):
+                continue
+            fold, shift = _features(x[train], ahead[0])
+            x = x @ fold.T - shift
+            x_train, y_train, classes = x[train], y[train][:, active].astype(int), np.arange(len(active))
+            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, len(x_train)), learning_rate_init=RATE, random_state=options.seed)
+            best: tuple[float, list[np.ndarray], list[np.ndarray]] = (-1.0, [], [])
+            # products this small take longer on more threads, and many times longer where other processes want the cores
+            with warnings.catch_warnings(), threadpool_limits(1):
+                warnings.simplefilter("ignore")
+                network.partial_fit(x_train[:2], y_train[:2], classes=classes)
+                _begin_as_router(network, active, e, y[train].mean(axis=0))
+                for epoch in range(EPOCHS + FINE_EPOCHS):
+                    network.partial_fit(x_train, y_train, classes=classes)
+                    if epoch == EPOCHS - 1:
+                        network._optimizer.learning_rate_init = RATE / 4
+                    found = recall(network.predict_proba(x[held]), y[held][:, active], router.n_used[g + s])
+                    if found >= best[0]:
+                        best = (found, [c.copy() for c in network.coefs_], [b.copy() for b in network.intercepts_])
+                    if progress:
+                        progress(done * (EPOCHS + FINE_EPOCHS) + epoch + 1, len(jobs) * (EPOCHS + FINE_EPOCHS))
+            found, (w1, w2), (b1, b2) = best
+            arrays[f"first_{s}"][g + s] = np.clip(w1.T @ fold, -65504, 65504)
+            arrays[f"first_bias_{s}"][g + s] = b1 - w1.T @ shift
+            arrays[f"second_{s}"][g + s, active] = w2.T
+            arrays[f"second_bias_{s}"][g + s] = -30
+            arrays[f"second_bias_{s}"][g + s, active] = b2
+            arrays[f"there_{s}"][g + s], arrays[f"recall_{s}"][g + s] = True, found
+        return arrays
+
+
+def _features(x: np.ndarray, ahead: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and the logits of the router
+    `ahead` [n_experts, n_embd] on it, each of mean 0 and deviation 1."""
+    from sklearn.decomposition import PCA
+    from sklearn.preprocessing import StandardScaler
+
+    d = x.shape[1]
+    sample, basis = x[:: max(len(x) // 2048, 1)], np.eye(d, dtype=np.float32)
+    if d > COMPONENTS:
+        basis = PCA(min(COMPONENTS, len(sample)), svd_solver="full").fit(sample).components_  # a short text has no more components than tokens
+    fold = np.concatenate([basis, ahead])
+    scaler = StandardScaler().fit(x @ fold.T)
+    return (fold / scaler.scale_[:, None]).astype(np.float32), (scaler.mean_ / scaler.scale_).astype(np.float32)
+
+
+def _begin_as_router(network: Any, active: np.ndarray, n_experts: int, share: np.ndarray) -> None:
+    """Where there is room, the first 2 E units pass on the router ahead's logits: training begins at its accuracy.
+
+    The last E features are its logits; relu(z) - relu(-z) = z.
+    """
+    first, second = network.coefs_
+    if len(second) < 2 * n_experts:
+        return
+    first[:, : 2 * n_experts], second[:] = 0, 0
+    for i, expert in enumerate(active):
+        feature = len(first) - n_experts + expert
+        first[feature, 2 * expert], first[feature, 2 * expert + 1] = 1, -1
+        second[2 * expert, i], second[2 * expert + 1, i] = GAIN, -GAIN
+    network.intercepts_[0][: 2 * n_experts] = 0
+    odds = np.clip(share[active], 1e-3, 1 - 1e-3)
+    network.intercepts_[1][:] = np.log(odds / (1 - odds)) - 1
+
+
+# --- §6.1: cache ---
+
+_BEYOND_QUOTA = 2.0  # an expert within its layer's quota outranks one beyond it by this much
+_NEXT_LAYER = 1.0  # the layer that evicts next takes from itself first
+_RECENCY = 0.5  # the latest of a layer outranks its oldest by this much at most
+
+
+@register
+class LayerLRU(Policy):
+    """Each layer keeps the experts that it used last, as many as fit evenly; what a layer misses takes the place of its own oldest.
+
+    The buffer has one arena for all layers, so that a quota is a rank: experts beyond their layer's go first, whatever layer misses,
+    then those of the layer that is about to select, the oldest first. What was prefetched and not selected is beyond the quota. Until the
+    arena is full a layer may have more than its quota.
+    """
+
+    name, summary = "lru-layer", "keeps the most recently used of each layer, as many in each (ProMoE)"
+
+    def start(self) -> None:
+        self._last = np.zeros(self.priorities.shape, np.int64)
+        self._clock, self._next = 0, 0
+        self.resize(self.shape.capacity)
+
+    def resize(self, capacity: float) -> None:
+        """New quotas, the same for every layer."""
+        super().resize(capacity)
+        self._quotas = quotas(self.shape, 0)
+        for gate in range(self.shape.n_gates):
+            self._rank(gate)
+        self.priorities[self._next] -= _NEXT_LAYER
+
+    def update(self, event: GateEvent) -> None:
+        gate, ids = event.gate, event.ids.ravel()
+        self._last[gate, ids] = np.arange(self._clock + 1, self._clock + 1 + len(ids))  # of a batch's tokens the last counts
+        self._clock += len(ids)
+        self._rank(gate)
+        if gate != self._next:
+            self._rank(self._next)
+        self._next = (gate + 1) % self.shape.n_gates
+        self.priorities[self._next] -= _NEXT_LAYER
+
+    def _rank(self, gate: int) -> None:
+        last, quota = self._last[gate], self._quotas[gate]
+        quota = min(quota, len(last))
+        oldest = max(int(np.partition(last, len(last) - quota)[len(last) - quota]), 1) if quota else self._clock + 1
+        # one event's experts have been used at once: without an order of their own the buffer would take a matrix of each
+        recency = (last - oldest) * (_RECENCY / (self._clock - oldest + 2))
+        self.priorities[gate] = np.where(last >= oldest, recency, -_BEYOND_QUOTA)
+
+
+register(
+    Strategy(
+        "promoe",
+        "ProMoE: LRU in each layer, learned predictor two layers ahead",
+        policy="lru-layer",
+        predictor="learned",
+        options={"stride": 2},
+        vram_mode="centric",
+    )
+)

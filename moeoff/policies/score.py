@@ -1,0 +1,349 @@
+"""moeoff's own policy: a learned score of how soon an expert will be used again.
+
+Target: discount^(tokens until the next use). Two linear stages, fitted on traces by `fit_score`: all layers' router
+probabilities (now, and a running mean) go through a narrow bottleneck to what every expert can expect; that, and the expert's own
+running means of probabilities and uses at several rates, give the score. A linear term in the distance of the layer breaks
+near ties. There is one set of coefficients for each of several discounts: the larger the buffer, the further it looks.
+
+The gates of a group change their own rows. What the bottleneck knows since is added to as many of the rows before them as `REFRESH`
+allows.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import OptionError
+from ..gate_event import GateEvent
+from ..trace import Trace
+from .base import DEFAULT_FIT, CacheShape, FitOptions, GroupedPolicy, Progress, Sections, chosen
+from .recording import Recording
+from .strategy import register
+
+NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
+FLOOR = 1e-4  # under the logarithm
+STATE_RATE = 0.15  # of the running mean of log probabilities that the bottleneck sees
+PROB_RATES = (0.1, 0.02)
+USE_RATES = (0.3, 0.05, 0.01)
+REFRESH = 12_000  # multiplications for each event
+REBASE = 64  # tokens
+# without weights fitted to the model: chosen by hand after the demo model's second stage, not fitted
+GENERIC = (0.5, 0.9, 0.1, 0.25, 0.15)
+
+
+@register
+class Score(GroupedPolicy):
+    """Priority = the estimated discount^(tokens until the next use).
+
+    Options:
+        weights: what `fit_score` returns, or the path of an .npz with it. None: those that moeoff has for
+            this model (by its file's name), or else generic coefficients without the bottleneck; "generic" takes these.
+
+    Raises:
+        OptionError: weights of another shape.
+    """
+
+    name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
+    defaults = {"weights": None}
+    profile_sections = ("score",)
+
+    @classmethod
+    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+        return {"weights": profile["score"]} if "score" in profile else {}
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """Arrays of `fit_score`; None if the recording has no probabilities."""
+        if recording.probs is None:
+            return None
+        return fit_score(recording.trace(MAX_EVENTS // recording.model.n_gates), progress=progress)
+
+    def start(self) -> None:
+        super().start()
+        n, e = self.shape.n_gates, self.shape.n_experts
+        self._weights = w = load_weights(self.shape, self.options["weights"])
+        self._keep, self._mix = mixing(1)
+        self._now = np.zeros((self.group, 2, e), np.float32)  # probabilities and uses
+        self._means = np.full((n, len(self._keep), e), 1 / e, np.float32)
+        self._means[:, len(PROB_RATES) :] *= self.shape.n_used
+        if w:
+            self._project = w["project"]
+            self._state = w["mean"].reshape(n, 2, e).copy()
+            self._parts = np.einsum("grx,gx->gr", self._project, w["mean"])
+            self._origin = self._parts.sum(axis=0)
+            self._sum = np.zeros(self._project.shape[1], np.float32)
+            self._own = np.zeros((n, e), np.float32)
+        self._scores = np.zeros_like(self.priorities)
+        # Nearness as the time, in tokens, at which a layer runs next: only the rows change whose layers have run, and the buffer sorts no other
+        self._due = (np.arange(n, dtype=np.float32) / n)[:, None]
+        self._token, self._last = 0, -1
+        self.resize(self.shape.capacity)
+
+    def resize(self, capacity: float) -> None:
+        """Takes the coefficients of the horizon that fits the new capacity."""
+        super().resize(capacity)
+        n, e, w = self.shape.n_gates, self.shape.n_experts, self._weights
+        if w:
+            h = min(int(np.searchsorted(w["share"], capacity / (n * e))), len(w["share"]) - 1)
+            self._coef, self._back, self._bias = w["coef"][h], w["back"][h], w["bias"][h]
+            self._n_refresh = max(REFRESH // self._back[0].size, 1)
+            self._position = float(w["position"][h])
+        else:
+            self._coef, self._position = np.tile(np.array(GENERIC, np.float32), (n, 1)), 0.03
+        np.subtract(self._scores, self._position * self._due, out=self.priorities)
+
+    def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
+        n_tokens, now = len(events[0].ids), self._now[: len(events)]
+        now[:, 1] = 0
+        for (probs, uses), event in zip(now, events):
+            experts, count = chosen(event)
+            uses[experts] = count / n_tokens
+            probs[:] = 0  # of experts that a gate does not have
+            if event.probs is not None:
+                probs[: event.probs.shape[1]] = event.probs[0] if len(event.probs) == 1 else event.probs.mean(axis=0)
+            else:  # without them, the selected experts' weights
+                np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
+        keep, mix = (self._keep, self._mix) if n_tokens == 1 else mixing(n_tokens)
+        self._take(slice(first, first + len(events)), now, keep, mix)
+
+    def _take(self, gates: slice, now: np.ndarray, keep: np.ndarray, mix: np.ndarray) -> None:
+        """Takes probabilities and uses [n, 2, E] of consecutive gates, of which the running means keep and take so much."""
+        means = self._means[gates]
+        means *= keep
+        means += mix @ now
+        own = np.matmul(self._coef[gates, None], means)[:, 0]
+        if self._weights is None:
+            self._scores[gates], rows = own, gates
+        else:
+            state = self._state[gates]
+            np.log(now[:, 0] + FLOOR, out=state[:, 0])
+            state[:, 1] += STATE_RATE * (state[:, 0] - state[:, 1])
+            parts = np.vecdot(self._project[gates], state.reshape(len(now), 1, -1))
+            self._sum += (parts - self._parts[gates]).sum(axis=0)
+            self._parts[gates] = parts
+            if gates.start == 0:  # rounding must not add up for ever
+                np.sum(self._parts, axis=0, out=self._sum)
+                self._sum -= self._origin
+            np.add(own, self._bias[gates], out=self._own[gates])
+            rows = slice(max(gates.stop - self._n_refresh * len(now), 0), gates.stop)
+            np.add(self._back[rows] @ self._sum, self._own[rows], out=self._scores[rows])
+        self._rank(gates, rows)
+
+    def _rank(self, gates: slice, rows: slice) -> None:
+        """Writes the priorities of `rows`, whose scores have changed, after these gates have run: `gates` are the last of them."""
+        n = self.shape.n_gates
+        if gates.start <= self._last:
+            self._token += 1
+        self._last = gates.stop - 1
+        self._due[gates, 0] = self._token + 1 + np.arange(gates.start, gates.stop) / n
+        # the layer that evicts next has chosen already: what it has not chosen waits for the token after
+        ahead = gates.stop % n
+        self._due[ahead] = self._token + 1 + (ahead / n or 1)
+        if self._token >= REBASE:  # a float32 must tell gates apart
+            self._due -= self._token
+            self._token, rows = 0, slice(0, n)
+        np.subtract(self._scores[rows], self._position * self._due[rows], out=self.priorities[rows])
+        np.subtract(self._scores[ahead], self._position * self._due[ahead], out=self.priorities[ahead])
+
+
+def mixing(n_tokens: int) -> tuple[np.ndarray, np.ndarray]:
+    """Shares that the running means keep after so many tokens [n, 1], and take of probabilities and uses [n, 2]."""
+    rates = np.array([*PROB_RATES, *USE_RATES], np.float32)[:, None]
+    keep = (1 - rates) ** n_tokens
+    return keep, (1 - keep) * np.repeat(np.eye(2, dtype=np.float32), (len(PROB_RATES), len(USE_RATES)), axis=0)
+
+
+def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | None) -> dict[str, np.ndarray] | None:
+    """Weights for a model of this shape, ready for `Score`, or None if there are none."""
+    if source == "generic":
+        return None
+    bundled = source is None
+    if bundled:
+        file = resources.files("moeoff") / "data" / f"score-{Path(shape.model).name.split('-q')[0]}.npz"
+        if not shape.model or not file.is_file():
+            return None
+        source = str(file)
+    arrays = {name: np.ascontiguousarray(source[name], np.float32) for name in NAMES} if isinstance(source, Mapping) else _read(str(source))
+    if arrays["bias"].shape[1:] != (shape.n_gates, shape.n_experts):
+        if bundled:  # another model of that name
+            return None
+        raise OptionError(f"the score's weights are for {arrays['bias'].shape[1:]} gates and experts, the model has {shape.n_gates, shape.n_experts}")
+    return arrays
+
+
+@functools.lru_cache(maxsize=4)
+def _read(path: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {name: np.ascontiguousarray(file[name], np.float32) for name in NAMES}
+    except (OSError, ValueError, KeyError) as error:
+        raise OptionError(f"{path}: are no weights of the score: {error}") from None
+
+
+# --- the fit ---
+
+# horizons: a bigger buffer evicts what is needed later. (discount of a use one token further away, weight of the layer's
+# distance, up to which share of the experts in memory)
+HORIZONS = ((0.75, 0.10, 0.35), (0.85, 0.05, 0.65), (0.93, 0.03, 1.0))
+RANK = 48
+MAX_MATRIX = 9216  # numbers; OpenBLAS would take more threads for a larger one, from those that compute
+ALPHAS = (300.0, 1000.0, 3000.0, 10000.0, 30000.0)
+BLOCK = 256  # tokens; every fifth block decides between the alphas
+MAX_VALUES = 16 << 20
+MAX_FEATURES = 1024
+MIN_TOKENS = 64
+MAX_EVENTS = 200_000  # of a recording
+
+
+def running_mean(x: np.ndarray, rate: float, first: np.ndarray | float) -> np.ndarray:
+    """m[t] = m[t-1] + rate (x[t] - m[t-1]) along the first axis, from m[-1] = first."""
+    out, mean = np.empty_like(x), np.array(np.broadcast_to(np.asarray(first, x.dtype), x.shape[1:]))
+    for t in range(len(x)):
+        mean += rate * (x[t] - mean)
+        out[t] = mean
+    return out
+
+
+def next_use(uses: np.ndarray, discount: float) -> np.ndarray:
+    """y[t] = discount^(k-1), k >= 1 the tokens until the next use; 0 if there is none. [n_tokens, n_experts] in and out."""
+    out, later = np.empty_like(uses), np.zeros_like(uses[0])
+    for t in range(len(uses) - 1, -1, -1):
+        out[t] = later
+        later = np.maximum(uses[t], later * discount)
+    return out
+
+
+def dense(trace: Trace) -> tuple[np.ndarray, np.ndarray]:
+    """Probabilities and uses of a token-by-token trace, [n_gates, n_tokens, n_experts] each; blocks all over it if it is long.
+
+    Raises:
+        OptionError: a trace of batches, without probabilities, or too short.
+    """
+    n, e = trace.model.n_gates, trace.model.n_experts
+    tokens = len(trace.events) // n
+    if tokens < MIN_TOKENS:
+        raise OptionError(f"the score is fitted on at least {MIN_TOKENS} tokens, the trace has {tokens}")
+    blocks: Sequence[int] = range(0, tokens, BLOCK)
+    most = max(MAX_VALUES // (n * e * BLOCK), 1)
+    if len(blocks) > most:
+        blocks = [blocks[i * len(blocks) // most] for i in range(most)]
+    events = [x for b in blocks for x in trace.events[b * n : min(b + BLOCK, tokens) * n]]
+    if any(len(x.ids) != 1 or x.probs is None or x.gate != i % n for i, x in enumerate(events)):
+        raise OptionError("the score is fitted on traces decoded token by token, with router probabilities")
+    probs = np.stack([x.probs[0] for x in events if x.probs is not None]).reshape(-1, n, e).transpose(1, 0, 2)
+    uses = np.zeros(probs.shape, np.float32)
+    np.put_along_axis(uses, np.stack([x.ids[0] for x in events]).reshape(probs.shape[1], n, -1).transpose(1, 0, 2).astype(np.int64), 1, axis=2)
+    return np.ascontiguousarray(probs), uses
+
+
+def fit_score(
+    trace: Trace, rank: int | None = None, horizons: Sequence[tuple[float, float, float]] = HORIZONS, progress: Progress | None = None
+) -> dict[str, np.ndarray]:
+    """Arrays for `Score(weights=...)`, or for an .npz of `np.savez`.
+
+    Args:
+        trace: decoded token by token, of text like that to come; its kinds of text in turn rather than one after the other.
+        rank: width of the bottleneck; by default `RANK`, less if there are more than 96 experts.
+        horizons: of `HORIZONS`' form, the shares ascending.
+        progress: called with the layers of the second stage that are done, and all.
+
+    Returns:
+        project [n, rank, 2E], mean [n, 2E]: of the bottleneck; for each horizon back [H, n, E, rank], bias [H, n, E] and
+        coef [H, n, 5], position [H] and share [H].
+
+    Raises:
+        OptionError: a trace of batches, without probabilities, or too short.
+
+    Stage one is a reduced-rank ridge regression of how soon each expert will be used, at all horizons, on all layers' states.
+    Stage two, for each layer and horizon, is a ridge regression on its result and the expert's own running means.
+    """
+    from sklearn.linear_model import Ridge
+
+    probs, uses = dense(trace)
+    n, t, e = probs.shape
+    discounts = [h[0] for h in horizons]
+    rank = rank or max(min(RANK, MAX_MATRIX // (2 * e)), 8)
+    state = np.empty((n, t, 2 * e), np.float32)
+    for g in range(n):
+        state[g, :, :e] = np.log(probs[g] + FLOOR)
+        state[g, :, e:] = running_mean(state[g, :, :e], STATE_RATE, state[g, :, :e].mean(axis=0))
+    mean = state.mean(axis=1)
+    state -= mean[:, None]
+    features, bases = _compress(state)
+    project, back, centre = _bottleneck(features, uses, discounts, min(rank, features.shape[1]))
+    width = bases.shape[2]
+    project = np.stack([bases[g] @ project[g * width : (g + 1) * width] for g in range(n)])  # [n, 2E, rank]
+    # what the policy sees at gate g: layers up to g at this token, the others at the one before
+    parts = np.einsum("gtx,gxr->gtr", state, project, optimize=True)
+    del state, features
+    before = np.concatenate([np.zeros_like(parts[:, :1]), parts[:, :-1]], axis=1)
+    n_own = len(PROB_RATES) + len(USE_RATES)
+    coef, bias = np.empty((len(discounts), n, n_own)), np.empty((len(discounts), n, e))
+    for g in range(n):
+        seen = parts[: g + 1].sum(axis=0) + before[g + 1 :].sum(axis=0)
+        own = [running_mean(probs[g], r, 1 / e) for r in PROB_RATES] + [running_mean(uses[g], r, trace.model.n_used / e) for r in USE_RATES]
+        for h, discount in enumerate(discounts):
+            expected = seen @ back[h, g].T + centre[h, g]
+            x = np.stack([expected, *own], axis=-1).reshape(t * e, -1)
+            stage = Ridge(alpha=1.0).fit(x.astype(np.float64), next_use(uses[g], discount).ravel())
+            scale, *coef[h, g] = stage.coef_
+            back[h, g] *= scale  # the first coefficient goes into the matrices
+            bias[h, g] = scale * centre[h, g] + stage.intercept_
+        if progress:
+            progress(g + 1, n)
+    arrays = {"project": project.transpose(0, 2, 1), "back": back, "mean": mean, "bias": bias, "coef": coef}
+    arrays |= {"position": np.array([h[1] for h in horizons]), "share": np.array([h[2] for h in horizons])}
+    return {name: array.astype(np.float16 if name in ("project", "back") else np.float32) for name, array in arrays.items()}
+
+
+def _compress(state: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """States [n, t, 2E] as [t, n * width] features, and the bases [n, 2E, width]: principal components if there are too many."""
+    from sklearn.decomposition import PCA
+
+    n, t, x = state.shape
+    width = min(x, t, max(MAX_FEATURES // n, 4))
+    bases = np.empty((n, x, width), np.float32)
+    features = np.empty((t, n, width), np.float32)
+    for g in range(n):
+        bases[g] = np.eye(x) if width == x else PCA(width, svd_solver="covariance_eigh").fit(state[g]).components_.T
+        features[:, g] = state[g] @ bases[g]
+    return features.reshape(t, -1), bases
+
+
+def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts: Sequence[float], rank: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Reduced-rank ridge regression: project [n_features, rank], back [H, n, E, rank], mean target [H, n, E].
+
+    By hand: a library's would want the targets of all layers, experts and horizons in memory at once.
+    """
+    n, t, e = uses.shape
+    held = np.arange(t) // BLOCK % 5 == 4 if t >= 5 * BLOCK else np.arange(t) % 5 == 4
+    grams = [features[rows].T @ features[rows] for rows in (~held, held)]
+    moments = np.empty((2, features.shape[1], len(discounts) * n * e), np.float32)
+    centre = np.empty((len(discounts), n, e), np.float32)
+    for h, discount in enumerate(discounts):
+        for g in range(n):
+            y = next_use(uses[g], discount)
+            centre[h, g] = y.mean(axis=0)
+            y -= centre[h, g]
+            at = slice((h * n + g) * e, (h * n + g + 1) * e)
+            for i, rows in enumerate((~held, held)):
+                moments[i, :, at] = features[rows].T @ y[rows]
+    # the squared error on what was held out, up to a constant, from sums over all outputs in the basis of the eigenvectors
+    values, vectors = np.linalg.eigh(grams[0])
+    turned = vectors.T @ moments[0]
+    quadratic = (turned @ turned.T) * (vectors.T @ grams[1] @ vectors)
+    linear = np.einsum("fo,fo->f", turned, vectors.T @ moments[1])
+    shrunk = [1 / (values + alpha) for alpha in ALPHAS]
+    alpha = ALPHAS[int(np.argmin([d @ quadratic @ d - 2 * linear @ d for d in shrunk]))]
+    values, vectors = np.linalg.eigh(grams[0] + grams[1])
+    w = (vectors.T @ (moments[0] + moments[1])) / (np.maximum(values, 0)[:, None] + alpha)  # in the vectors' basis
+    fitted = np.sqrt(np.maximum(values, 0))[:, None] * w
+    size, left = np.linalg.eigh(fitted @ fitted.T)
+    right = fitted.T @ left[:, -rank:] / np.sqrt(np.maximum(size[-rank:], 1e-12))  # [H n E, rank], orthonormal
+    return (vectors @ (w @ right)).astype(np.float32), right.astype(np.float32).reshape(len(discounts), n, e, rank), centre

@@ -1,0 +1,173 @@
+"""Strategies and the one registry: cache policies, predictors and presets by name.
+
+A strategy is a composition: a cache policy and a predictor, "POLICY+PREDICTOR". The papers' systems and moeoff's own are presets, names for
+such compositions; a policy's name alone is the policy without a predictor, unless there is a preset of that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from ..errors import OptionError
+from .base import Fit, Policy, Predictor
+from .precision import LOSSLESS, Precision
+
+Part = TypeVar("Part", bound="type[Policy] | type[Predictor] | Strategy")
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A cache policy, a predictor, and how their experts are read.
+
+    Attributes:
+        keep: slices stay after their use until others need the room; the priorities are the eviction order.
+        eager: the slices of all matrices are requested when the router has selected, not by each matrix's op.
+        policy: name of the cache policy that writes the priorities, or None.
+        predictor: name of the predictor, or None.
+        options: of the predictor.
+        share: of all experts, how many are candidates for a prefetch at least.
+        fill: the buffer begins with the experts that calibration text used most, where a profile says which.
+        ab_tested: prefetching is switched off where token times with it are longer than without.
+        vram_mode: how a device computes with experts, if there is one and nothing else is asked for (`moeoff.options.Config`).
+        precision: of misses, if no other is asked for. Lossless but for the presets whose summary says otherwise.
+    """
+
+    name: str
+    summary: str
+    keep: bool = True
+    eager: bool = True
+    policy: str | None = None
+    predictor: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    share: float = 0.0
+    ab_tested: bool = False
+    fill: bool = False
+    vram_mode: str = "auto"
+    precision: Precision = LOSSLESS
+
+    def with_stride(self, stride: int) -> Strategy:
+        """With a predictor that looks this many layers ahead (ProMoE §4.4).
+
+        Raises:
+            OptionError: its predictor has no stride, or not this one.
+        """
+        if self.predictor is None or "stride" not in (kind := get_predictor(self.predictor)).defaults:
+            raise OptionError(f"strategy {self.name!r} has no stride to choose: promoe and POLICY+learned have")
+        kind.check(options := self.options | {"stride": stride})
+        return replace(self, options=options)
+
+
+POLICIES: dict[str, type[Policy]] = {}
+PREDICTORS: dict[str, type[Predictor]] = {}
+PRESETS: dict[str, Strategy] = {}
+
+
+def register(part: Part, replace: bool = False) -> Part:
+    """Makes a part known by its `name`: a subclass of `moeoff.policies.Policy` or of `moeoff.policies.Predictor` (then it works as a
+    decorator), or a `moeoff.policies.Strategy`, which becomes a preset.
+
+    A policy is known to `--strategy` and to `moeoff.simulate`, a predictor to POLICY+PREDICTOR, a preset to `--strategy`; what any of them
+    learns, `moeoff calibrate` fits.
+
+    Args:
+        replace: another part of the same kind may have the name.
+
+    Raises:
+        OptionError: none of the three, or no name, or the name is taken.
+    """
+    known: Any
+    if isinstance(part, Strategy):
+        known = PRESETS
+    elif isinstance(part, type) and issubclass(part, Policy):
+        known = POLICIES
+    elif isinstance(part, type) and issubclass(part, Predictor):
+        known = PREDICTORS
+    else:
+        raise OptionError(f"{part!r} is no subclass of moeoff.policies.Policy or of moeoff.policies.Predictor, and no moeoff.policies.Strategy")
+    if not part.name or part.name == "none" or (part.name in known and not replace):
+        raise OptionError(f"{part!r} needs a `name` that is not taken: {part.name!r}")
+    known[part.name] = part
+    return part
+
+
+def policy_names(live: bool = False) -> list[str]:
+    """All cache policies; `live` leaves out those that know the future."""
+    return [name for name, policy in POLICIES.items() if not (live and policy.offline)]
+
+
+def get_policy(name: str) -> type[Policy]:
+    """The cache policy of that name. Raises OptionError if there is none."""
+    if name not in POLICIES:
+        raise OptionError(f"unknown policy {name!r}; there are: {', '.join(POLICIES)}")
+    return POLICIES[name]
+
+
+def get_predictor(name: str) -> type[Predictor]:
+    """The predictor of that name. Raises OptionError if there is none."""
+    if name not in PREDICTORS:
+        raise OptionError(f"unknown predictor {name!r}; there are: {', '.join(PREDICTORS)}")
+    return PREDICTORS[name]
+
+
+def strategy_names() -> list[str]:
+    """Presets and policies that can run alone, a user's registered ones included."""
+    return [*PRESETS, *(name for name in policy_names(live=True) if name not in PRESETS)]
+
+
+def get_strategy(name: str | Strategy) -> Strategy:
+    """A composition of one's own as it is; or by name: a preset, a policy, or "POLICY+PREDICTOR" (either may be "none": LRU without Python, and no predictor).
+
+    Raises:
+        OptionError: there is no such strategy, or it needs to know the future.
+    """
+    if isinstance(name, Strategy):
+        return name
+    if name in PRESETS:
+        return PRESETS[name]
+    policy_name, plus, predictor = name.partition("+")
+    if not plus and policy_name not in POLICIES:
+        raise OptionError(f"unknown strategy {name!r}; there are: {', '.join(strategy_names())}, and POLICY+PREDICTOR")
+    if policy_name == "none":
+        policy_name = "lru"
+    policy = get_policy(policy_name)
+    if policy.offline:
+        raise OptionError(f"strategy {name!r} needs to know the future: only `moeoff simulate` can run it")
+    if predictor in ("", "none"):
+        return Strategy(name, policy.summary, policy=policy_name)
+    return Strategy(name, f"{policy.summary}; {get_predictor(predictor).summary}", policy=policy_name, predictor=predictor, ab_tested=True)
+
+
+def fits() -> dict[str, Fit]:
+    """Fits of the registered policies and predictors, by the section of a profile that each writes.
+
+    Parts that share a section inherit its fit; the first that was registered is asked.
+
+    Raises:
+        OptionError: a fit has no section, or one that is fitted in another way.
+    """
+    parts: list[tuple[str, str | None, Fit, Fit, Mapping[str, Fit]]] = []
+    parts += [(f"policy {p.name}", next(iter(p.profile_sections), None), p.fit, Policy.fit, {}) for p in POLICIES.values()]
+    parts += [(f"predictor {p.name}", p.profile_section, p.fit, Predictor.fit, p.more_sections) for p in PREDICTORS.values()]
+    out: dict[str, Fit] = {}
+    for part, section, fit, without, more in parts:
+        own = dict(more)
+        if _function(fit) is not _function(without):
+            if section is None:
+                raise OptionError(f"{part} has a fit, but no profile_section to keep what it learns")
+            own[section] = fit
+        for name, learn in own.items():
+            if _function(out.setdefault(name, learn)) is not _function(learn):
+                raise OptionError(f"{part} fits section {name!r} of a profile in a way of its own: it needs another profile_section")
+    return out
+
+
+def _function(fit: Fit) -> object:
+    """The same for classes that inherit one fit."""
+    return getattr(fit, "__func__", fit)
+
+
+register(
+    Strategy("auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", ab_tested=True)
+)

@@ -1,0 +1,146 @@
+"""Models that a server loads in addition: a projector for pictures and sound, a draft model. What they take, and when drafts pay.
+
+Knows llama.cpp's plans of them and no budget: nothing is loaded here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..budget.dry_load import dry_load_whole, embedding_width
+from ..engine.batch import Span
+from ..engine.comparison import ABTest
+from ..errors import ModelError, OptionError
+from ..gguf.model_index import ModelIndex
+from ..options import ServerOptions
+from .library import c_arguments, library
+
+_OWN_LAYERS = "draft-mtp"
+_DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
+_TOLD_BY_FILE = ("dflash",)  # and where it does
+_WANT_SECTIONS, _SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
+WINDOW = 4  # batches whose tokens and time are taken together: one alone may have gained 1 token or all of its draft
+
+
+@dataclass(frozen=True)
+class ExtraModels:
+    """Memory and options of a projector and a draft model.
+
+    Attributes:
+    resident: bytes once all is loaded.
+    computing: bytes that come with the first picture, for good.
+    spec_type: how drafts are made; None: not at all, or as llama.cpp finds in the draft model.
+    nextn: with the model's own next-token layers.
+    """
+
+    resident: int = 0
+    computing: int = 0
+    spec_type: str | None = None
+    nextn: bool = False
+
+    @classmethod
+    def of(cls, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions) -> ExtraModels:
+        """Looks at their files.
+
+        Args:
+            model_index: of the model.
+            keywords: of llama_cpp.Llama, with which the model is opened.
+
+        Raises:
+            ModelError: a file is missing, damaged, or not for this model.
+            OptionError: the model has not what drafts shall be made with.
+        """
+        resident = computing = 0
+        if options.mmproj is not None:
+            resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")))
+        spec_type, draft = options.spec_type, None
+        if options.draft is not None:
+            draft = ModelIndex.read(options.draft)
+            spec_type = spec_type or _spec_type(draft)
+        nextn = _OWN_LAYERS in (spec_type or "").split(",")
+        if draft is not None:
+            shared = {name: keywords[name] for name in ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn") if name in keywords}
+            resident += dry_load_whole(draft, n_ctx, shared, (), options.parallel, nextn).llama_cpp
+        elif nextn and not model_index.n_nextn:
+            raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
+        elif nextn and model_index.architecture in _WANT_SECTIONS and _SECTIONS in model_index.hparams:  # it would abort at the first token
+            raise OptionError(f"`spec_type`: llama.cpp cannot make drafts with the next-token layers of a {model_index.architecture} model for pictures")
+        return cls(resident, computing, spec_type, nextn)
+
+
+def _spec_type(draft: ModelIndex) -> str | None:
+    """How drafts are made with a model that nobody said more of. llama.cpp would make none with an ordinary one."""
+    if draft.architecture in _TOLD_BY_FILE:
+        return None
+    return _OWN_LAYERS if draft.n_nextn else _DRAFTS_OF.get(draft.architecture, "draft-simple")
+
+
+def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool) -> tuple[int, int]:
+    """Bytes of its weights, and of what it computes with."""
+    ModelIndex.read(path)  # mtmd reads a file that ends too early without a word
+    if model_index.architecture in _WANT_SECTIONS and _SECTIONS not in model_index.hparams:  # llama.cpp would abort at the first picture
+        raise ModelError(f"{model_index.files[0]}: converted for text alone (no {_SECTIONS}): convert the model again to use it with {path}")
+    argv = ["llama-server", "-m", model_index.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
+    bytes_, message = (ctypes.c_uint64 * 2)(), ctypes.create_string_buffer(1024)
+    width = library().moeoff_projector_memory(len(argv), c_arguments(argv), bytes_, message, len(message))
+    if not width:
+        why = message.value.decode("utf-8", "replace")
+        why = " ".join((why.partition("': ")[2] or why).split())
+        raise ModelError(f"{path}: no projector that llama.cpp can load{f' ({why})' if why else ''}")
+    if width != (expected := embedding_width(model_index)):
+        raise ModelError(
+            f"{path}: makes embeddings of {width} numbers, expected {expected} as in {os.path.basename(model_index.files[0])}: it belongs to another model"
+        )
+    return bytes_[0], bytes_[1]
+
+
+class DraftJudge:
+    """Turns drafts off while they cost more, in reads of tokens that are thrown away, than they gain: compares windows of a few batches each.
+
+    Told of every batch before it is computed. The drafts of a batch are made already when it begins: what is said counts for the next.
+    """
+
+    def __init__(self) -> None:
+        self._test = ABTest(block=1, skip=0)
+        self._firsts: dict[int, int] = {}  # of each sequence in the batch before, its first position
+        self._last = 0.0
+        self._clear()
+
+    def _clear(self) -> None:
+        """A new window begins with the next batch but one, the first that was drafted, or not, as is said now."""
+        self._n, self._tokens, self._seconds = -1, 0, 0.0
+
+    @property
+    def on(self) -> bool:
+        return self._test.on
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second with drafts, relative to without, minus 1, as last compared."""
+        return self._test.gain
+
+    def begin(self, spans: Mapping[int, Span], decodes: bool, now: float) -> None:
+        """A sequence has gained what its first position has moved by since the batch before: what was accepted of a draft, and one more.
+
+        Args:
+            decodes: nothing of the batch is a prompt.
+            now: in seconds.
+        """
+        seconds, self._last = now - self._last, now
+        before, self._firsts = self._firsts, {sequence: span.first for sequence, span in spans.items()} if decodes else {}
+        if not decodes or before.keys() != self._firsts.keys():  # others decode now, or a prompt came between
+            self._clear()
+            return
+        self._n += 1
+        if self._n == 0:
+            return
+        self._tokens += sum(first - before[sequence] for sequence, first in self._firsts.items())
+        self._seconds += seconds
+        if self._n == WINDOW:
+            if self._tokens > 0:
+                self._test.token(int(1e9 * self._seconds / self._tokens))
+            self._clear()

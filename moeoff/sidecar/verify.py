@@ -1,0 +1,98 @@
+"""`moeoff verify`: every slice of a sidecar, and every expert of its model, against the hashes that were written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..cpu import n_cores
+from ..errors import ModelError
+from ..gguf.model_index import ModelIndex
+from .file import Sidecar, hash_range, slice_name
+
+__all__ = ["Verified", "verify"]
+
+_SHOWN = 5  # damaged slices that a message names
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Tiers, slices and bytes of the sidecar that was checked; the model's path, or None where there was none to check."""
+
+    path: str
+    tiers: tuple[str, ...]
+    n_slices: int
+    n_bytes: int
+    quantized: str
+    model: str | None
+
+
+def verify(
+    file: str | os.PathLike[str], *, model: str | os.PathLike[str] | None = None, threads: int | None = None, progress: Callable[[int, int], None] | None = None
+) -> Verified:
+    """Reads a sidecar whole, and the experts of its model, and compares every slice with its hash.
+
+    Args:
+        file: the sidecar.
+        model: the model; by default the one whose name the sidecar knows, if it is in the same folder.
+        progress: told the bytes done and the bytes there are.
+
+    Raises:
+        ModelError: damaged; or the model is another one, or has changed. The message names the experts.
+    """
+    sidecar = Sidecar(file)
+    if model is None:
+        source = os.path.join(os.path.dirname(sidecar.path), sidecar.source_name)
+        model = source if os.path.exists(source) else None
+    ranges = {slice_name(*key): (0, s.offset, s.nbytes, s.hash) for key, s in sidecar.slices.items()}
+    paths = [sidecar.path]
+    if model is not None:
+        model_index = ModelIndex.read(model)
+        sidecar.check_belongs(model_index)
+        paths += model_index.files
+        for span in model_index.experts.values():
+            nbytes = span.nbytes // span.shape[2]
+            for expert in range(span.shape[2]):
+                value = sidecar.source_hashes.get((span.name, expert))
+                if value is None:
+                    raise ModelError(f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model again")
+                ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * nbytes, nbytes, value)
+    bad = _damaged(paths, ranges, threads or n_cores(), progress)
+    if bad:
+        names = ", ".join(name for name, _ in bad[:_SHOWN]) + (f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
+        if any(file == 0 for _, file in bad):
+            raise ModelError(f"{sidecar.path}: damaged in {len(bad)} of {len(ranges)} slices: {names}; convert the model again")
+        raise ModelError(f"{model}: not the model that {sidecar.path} was made of: {names} changed since; convert the model again")
+    n_bytes = sum(s.nbytes for s in sidecar.slices.values())
+    return Verified(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, sidecar.quantized, None if model is None else os.fspath(model))
+
+
+def _damaged(
+    paths: list[str], ranges: dict[str, tuple[int, int, int, int]], threads: int, progress: Callable[[int, int], None] | None
+) -> list[tuple[str, int]]:
+    """Names and files of the ranges that do not have their hash."""
+    fds: list[int] = []
+    try:
+        for path in paths:
+            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+        total, done, bad = sum(nbytes for _, _, nbytes, _ in ranges.values()), 0, []
+        with ThreadPoolExecutor(threads) as pool:
+            try:
+                checked = pool.map(lambda r: hash_range(fds[r[0]], r[1], r[2]) == r[3], ranges.values())
+                for (name, (file, _, nbytes, _)), good in zip(ranges.items(), checked):
+                    if not good:
+                        bad.append((name, file))
+                    done += nbytes
+                    if progress:
+                        progress(done, total)
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return bad
+    except OSError as error:
+        raise ModelError(f"{error.filename or paths[0]}: cannot be read: {error.strerror}") from None
+    finally:
+        for fd in fds:
+            os.close(fd)

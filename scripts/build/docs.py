@@ -1,0 +1,130 @@
+"""Pages that are made from the program and the repository: docs/reference/cli.md, man pages, and what mkdocs needs of files outside docs/.
+
+usage: docs.py cli [--check]      writes docs/reference/cli.md from `--help` and the table of docs/reference/options.md from moeoff/options.py, or fails
+                                  if they are not what these say
+       docs.py man FOLDER         one man page for moeoff and one for each of its commands; needs click-man, which the extra `docs` brings
+
+wheels.py puts the man pages into moeoff's wheel, where `man` finds them if the environment's bin is on PATH. .mkdocs.yml names this file for its
+hooks: pages are written for a reader of the repository, where a link may lead to any file. On the site README.md, CONTRIBUTING.md and their like
+are pages below project/; what a link to a source file or a folder says stays as plain text.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = "docs"
+PROJECT = "project"
+LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
+CLI = ROOT / "docs" / "reference" / "cli.md"
+OPTIONS = ROOT / "docs" / "reference" / "options.md"
+TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
+
+
+def cli_page() -> str:
+    """docs/reference/cli.md as it has to be."""
+    from moeoff.cli.main import main
+
+    parts = ["# The command line\n\nMade by `python scripts/build/docs.py cli` from `--help`.\n"]
+    # as the program makes them: a context made by hand would leave out the commands' settings, -h among them
+    width = {"max_content_width": 100, "terminal_width": 100, "resilient_parsing": True}
+    top = main.make_context("moeoff", [], **width)
+    parts.append(f"```\n{main.get_help(top)}\n```\n")
+    for name in main.list_commands(top):
+        command = main.get_command(top, name)
+        context = command.make_context(name, [], parent=top, **width)
+        parts.append(f"## moeoff {name}\n\n```\n{command.get_help(context)}\n```\n")
+    return "\n".join(parts)
+
+
+def options_page() -> str:
+    """docs/reference/options.md as it has to be: its text with the table of options as it is."""
+    from moeoff.cli.options import help_of
+    from moeoff.options import Config, Sampling, ServerOptions, table_of
+
+    groups: dict[str, list[str]] = {}
+    for kind, name in ((Config, "moeoff.Llama"), (Sampling, ""), (ServerOptions, "moeoff.Server")):
+        for line in table_of(kind).values():
+            if line.flags and not line.hidden:
+                text = help_of(line, line.default if line.usual is None else line.usual).replace("|", "\\|")
+                flags = ", ".join(f"`{flag}`" for flag in line.flags) + (f" `{line.metavar}`".replace("|", "\\|") if line.metavar else "")
+                python = f"`{line.name}`" if name else ""
+                server = f"`{line.server}`" if line.server else ""
+                groups.setdefault(line.group or "First", []).append(f"| {flags} | {python} | {', '.join(line.commands)} | {server} | {text} |")
+    parts = [
+        f"\n## {group}\n\n| option | in Python | taken by | llama-server's | |\n|---|---|---|---|---|\n" + "\n".join(rows) + "\n"
+        for group, rows in groups.items()
+    ]
+    return TABLE.sub(lambda _: "".join(parts) + "\n", OPTIONS.read_text())
+
+
+def write_man_pages(folder: Path) -> None:
+    import click_man.core
+
+    import moeoff
+    from moeoff.cli.main import main
+
+    folder.mkdir(parents=True, exist_ok=True)
+    click_man.core.write_man_pages("moeoff", main, version=moeoff.__version__, target_dir=str(folder))
+
+
+# mkdocs calls these by their names
+
+
+def on_files(files: Any, config: Any) -> Any:
+    from mkdocs.structure.files import File
+
+    for path in sorted(ROOT.glob("*.md")):
+        files.append(File.generated(config, f"{PROJECT}/{_on_site(path.name)}", content=path.read_text(encoding="utf-8")))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """With every relative link as it has to be on the site."""
+    here = page.file.src_uri
+    source = "" if here.startswith(f"{PROJECT}/") else posixpath.join(DOCS, posixpath.dirname(here))  # the folder that the links start from
+
+    def replaced(match: re.Match[str]) -> str:
+        text, target, anchor = match["text"], match["target"], match["anchor"] or ""
+        if ":" in target:
+            return match[0]
+        wanted = posixpath.normpath(posixpath.join(source, target))
+        if "/" not in wanted and wanted.endswith(".md"):
+            on_site = f"{PROJECT}/{_on_site(wanted)}"
+        elif wanted.startswith(f"{DOCS}/") and (ROOT / wanted).is_file():
+            on_site = wanted.removeprefix(f"{DOCS}/")
+        elif (ROOT / wanted).exists():
+            return text[1:-1]
+        else:
+            return match[0]  # mkdocs will complain
+        return f"{text}({posixpath.relpath(on_site, posixpath.dirname(here) or '.')}{anchor})"
+
+    return LINK.sub(replaced, markdown)
+
+
+def _on_site(name: str) -> str:
+    return "overview.md" if name == "README.md" else name  # mkdocs takes a README for the page of its folder
+
+
+def main(arguments: list[str]) -> int | str | None:
+    match arguments:
+        case ["cli"]:
+            CLI.write_text(cli_page())
+            OPTIONS.write_text(options_page())
+        case ["cli", "--check"]:
+            stale = [str(path) for path, text in ((CLI, cli_page()), (OPTIONS, options_page())) if path.read_text() != text]
+            return f"out of date: {', '.join(stale)}; run {__file__} cli" if stale else None
+        case ["man", folder]:
+            write_man_pages(Path(folder))
+        case _:
+            return __doc__
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

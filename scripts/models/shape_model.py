@@ -1,0 +1,688 @@
+"""Write a GGUF with the shape of a published MoE model and random weights, as fast as the disk takes it.
+
+Hyperparameters, tensor names, types and sizes are the published model's; so are memory, reads and the work of a token. What it writes is noise, but with
+routing like a trained model's; `scripts/research/policies.py routing` measures how well. The tokenizer is the demo model's, with unused tokens up to
+the shape's vocabulary.
+
+Types are those that llama.cpp's quantizer gives: "Q4_K_M" and "Q4_0" with its exceptions, "MXFP4" with Q8_0 for everything that is no expert. A row that
+is no multiple of 256 gets the quantizer's fallback (Q5_0 for Q4_K, and so on).
+
+How the routing comes about, and which number in `Scales` turns which screw:
+
+- The residual stream begins as the token's embedding, drawn at random. So a token's experts depend on the token.
+- The first n_embd / 32 channels hold a constant, as "massive activations" do in trained models. Queries and keys are one fixed
+  vector read from it, turned by RoPE, plus a little of the rest: attention falls with the distance D as D ** -`recency`, and is
+  a running mean of the recent past. Values do not read the constant. So attention adds a part that drifts slowly, which makes
+  neighbouring tokens share experts.
+- Experts are random functions of the stream; they add what is new in each layer. Attention and feed-forward add `attention` and
+  `feed_forward` times the stream's size, so that gate inputs of neighbouring layers have about the same cosine everywhere; what
+  comes before the second gate adds `first` times, since the first layers of trained models are hard to predict.
+- A router's rows are random directions, other ones in every layer: logits of deviation `logits`. Of their variance `skew` ** 2
+  is a constant of each expert (read from the constant channels, or the router's bias where the architecture has one): popularity.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+
+import click
+import numpy as np
+
+from moeoff.cli.options import errors_as_sentences
+from moeoff.console import progress_bar
+from moeoff.errors import OptionError
+from moeoff.files import demo_model
+from moeoff.gguf.file import ModelFile, Tensor, unpack
+from moeoff.gguf.model_index import parse_block_name
+from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize, quantize_chunks, row_bytes, type_from_name, type_name
+from moeoff.gguf.writer import ModelWriter
+
+__all__ = ["Mla", "Pools", "SHAPES", "Scales", "Shape", "Weights", "Yarn", "metadata", "shape_model", "tensors", "tokenizer"]
+
+# --- shapes ---
+
+_FALLBACK = {"Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0"}
+_GATING = {"softmax": 1, "sigmoid": 2, "softmax of the selected": 3}  # LLAMA_EXPERT_GATING_FUNC_TYPE_*
+
+
+@dataclass(frozen=True)
+class Mla:
+    """Multi-head latent attention: ranks, and the sizes of a head's parts. q_rank 0: queries are not compressed."""
+
+    q_rank: int
+    kv_rank: int
+    nope: int
+    value: int
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """RoPE scaling as a file has it; log_mul 0: no key of that name."""
+
+    factor: float
+    n_ctx_orig: int
+    log_mul: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """One model's shape. Lengths in values; n_rot 0: the whole head is rotated.
+
+    ff is one expert's hidden size, ff_dense that of a layer without experts, of which there are n_dense at the start.
+    qk_norm is "head" (a norm for each head), "row" (one for all heads) or "".
+    """
+
+    name: str
+    arch: str
+    recipe: str
+    n_layer: int
+    n_ctx: int
+    n_embd: int
+    n_vocab: int
+    n_head: int
+    n_head_kv: int
+    head: int
+    n_expert: int
+    n_used: int
+    ff: int
+    rope_base: float
+    eps: float
+    n_rot: int = 0
+    ff_dense: int = 0
+    n_dense: int = 0
+    n_shared: int = 0
+    gating: str = "softmax"
+    norm_weights: bool = True
+    weights_scale: float = 1.0
+    selection_bias: bool = False
+    n_group: int = 0
+    n_group_used: int = 0
+    qk_norm: str = ""
+    qkv_bias: bool = False
+    mla: Mla | None = None
+    yarn: Yarn | None = None
+    sliding_window: int = 0
+    expert_type: str | None = None
+
+    @property
+    def rot(self) -> int:
+        return self.n_rot or self.head
+
+    @property
+    def qk_head(self) -> int:
+        """Values of a head that queries and keys are compared by."""
+        return self.mla.nope + self.rot if self.mla else self.head
+
+    @property
+    def v_head(self) -> int:
+        return self.mla.value if self.mla else self.head
+
+    def cut(self, *, layers: int | None = None, shrink: int = 1, expert_type: str | None = None) -> Shape:
+        """The shape with fewer layers, with all widths divided, with experts of another type.
+
+        Number and choice of experts stay; the vocabulary of a shape that is shrunk is the tokenizer's (n_vocab 0).
+
+        Raises:
+            OptionError: fewer layers than it takes to have one with experts, or a shrink below 1.
+        """
+        shape = replace(self, expert_type=expert_type and expert_type.upper())
+        if shrink < 1:
+            raise OptionError(f"shrink: expected at least 1, found {shrink}")
+        if shrink > 1:
+            mla = self.mla and replace(self.mla, q_rank=_narrow(self.mla.q_rank, shrink), kv_rank=_narrow(self.mla.kv_rank, shrink))
+            kv = max(1, self.n_head_kv // shrink)
+            widths = {key: _narrow(getattr(self, key), shrink) for key in ("n_embd", "ff", "ff_dense")}
+            shape = replace(shape, n_vocab=0, n_head_kv=kv, n_head=kv * (self.n_head // self.n_head_kv), mla=mla, **widths)
+        if layers is not None:
+            if not self.n_dense < layers <= self.n_layer:
+                raise OptionError(f"{self.name} can have {self.n_dense + 1} to {self.n_layer} layers, found {layers}")
+            shape = replace(shape, n_layer=layers)
+        return shape
+
+
+def _narrow(width: int, by: int) -> int:
+    """About width / by, in multiples of 256; of what was none, 32 more, so that it is none either."""
+    return width and max(round(width / by / 256), 1) * 256 + (32 if width % 256 else 0)
+
+
+def _type(shape: Shape, part: str, layer: int, row: int) -> int:
+    """The type of a matrix. part: its name without layer and ".weight"."""
+    more = layer < shape.n_layer // 8 or layer >= 7 * shape.n_layer // 8 or (layer - shape.n_layer // 8) % 3 == 2
+    name = shape.recipe
+    if part.endswith("_exps") and shape.expert_type:
+        name = shape.expert_type
+    elif shape.recipe == "MXFP4":
+        name = "MXFP4" if part.endswith("_exps") else "Q8_0"
+    elif part == "output":
+        name = "Q6_K"
+    elif part == "attn_k_b":
+        name = "Q8_0"
+    elif shape.recipe == "Q4_K_M":
+        name = "Q4_K"
+        if shape.n_expert == 8 and part in ("attn_k", "attn_v", "attn_output"):
+            name = "Q5_K" if part == "attn_output" else "Q8_0"
+        elif more and (part == "attn_v" or part.startswith("ffn_down")):
+            name = "Q6_K"
+    if not fits(type_from_name(name), row):
+        name = _FALLBACK.get(name, name)
+    return type_from_name(name)
+
+
+def tensors(shape: Shape) -> list[Tensor]:
+    """All tensors in the order of a published file: embedding and output, then layer by layer."""
+    n_embd = shape.n_embd
+    out = [
+        Tensor("token_embd.weight", (shape.n_vocab, n_embd), _type(shape, "token_embd", -1, n_embd)),
+        Tensor("output_norm.weight", (n_embd,), 0),
+        Tensor("output.weight", (shape.n_vocab, n_embd), _type(shape, "output", -1, n_embd)),
+    ]
+    for layer in range(shape.n_layer):
+        for name, dims in [*_attention(shape), *_feed_forward(shape, layer)]:
+            part, dot, kind = name.partition(".")
+            matrix = len(dims) > 1 and dot and kind == "weight" and part != "ffn_gate_inp"
+            out.append(Tensor(f"blk.{layer}.{name}", dims, _type(shape, part, layer, dims[-1]) if matrix else 0))
+    return out
+
+
+def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    n_embd, rows_q, rows_kv = shape.n_embd, shape.n_head * shape.qk_head, shape.n_head_kv * shape.head
+    yield "attn_norm.weight", (n_embd,)
+    if shape.mla:
+        mla = shape.mla
+        if mla.q_rank:
+            yield "attn_q_a.weight", (mla.q_rank, n_embd)
+            yield "attn_q_a_norm.weight", (mla.q_rank,)
+            yield "attn_q_b.weight", (rows_q, mla.q_rank)
+        else:
+            yield "attn_q.weight", (rows_q, n_embd)
+        yield "attn_kv_a_mqa.weight", (mla.kv_rank + shape.rot, n_embd)
+        yield "attn_kv_a_norm.weight", (mla.kv_rank,)
+        yield "attn_k_b.weight", (shape.n_head, mla.kv_rank, mla.nope)
+        yield "attn_v_b.weight", (shape.n_head, mla.value, mla.kv_rank)
+    else:
+        for part, rows in (("q", rows_q), ("k", rows_kv), ("v", rows_kv)):
+            yield f"attn_{part}.weight", (rows, n_embd)
+            if shape.qkv_bias:
+                yield f"attn_{part}.bias", (rows,)
+        if shape.qk_norm:
+            for part, rows in (("q", rows_q), ("k", rows_kv)):
+                yield f"attn_{part}_norm.weight", (rows if shape.qk_norm == "row" else shape.head,)
+    yield "attn_output.weight", (n_embd, shape.n_head * shape.v_head)
+    if shape.arch == "gpt-oss":
+        yield "attn_output.bias", (n_embd,)
+        yield "attn_sinks.weight", (shape.n_head,)
+
+
+def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    n_embd, ff, n_expert = shape.n_embd, shape.ff, shape.n_expert
+    yield ("post_attention_norm.weight" if shape.arch in ("gpt-oss", "glm4moe") else "ffn_norm.weight"), (n_embd,)
+    if layer < shape.n_dense:
+        yield "ffn_gate.weight", (shape.ff_dense, n_embd)
+        yield "ffn_up.weight", (shape.ff_dense, n_embd)
+        yield "ffn_down.weight", (n_embd, shape.ff_dense)
+        return
+    biases = shape.arch == "gpt-oss"
+    yield "ffn_gate_inp.weight", (n_expert, n_embd)
+    if biases:
+        yield "ffn_gate_inp.bias", (n_expert,)
+    if shape.selection_bias:
+        yield "exp_probs_b.bias", (n_expert,)
+    for part, dims in (("gate", (ff, n_embd)), ("up", (ff, n_embd)), ("down", (n_embd, ff))):
+        yield f"ffn_{part}_exps.weight", (n_expert, *dims)
+        if biases:
+            yield f"ffn_{part}_exps.bias", (n_expert, dims[0])
+    if shape.n_shared:
+        rows = shape.n_shared * ff
+        yield "ffn_gate_shexp.weight", (rows, n_embd)
+        yield "ffn_up_shexp.weight", (rows, n_embd)
+        yield "ffn_down_shexp.weight", (n_embd, rows)
+
+
+def metadata(shape: Shape) -> dict[str, int | float | bool | str]:
+    """The file's keys but for the tokenizer's."""
+    values: dict[str, int | float | bool | str] = {
+        "block_count": shape.n_layer,
+        "context_length": shape.n_ctx,
+        "embedding_length": shape.n_embd,
+        "feed_forward_length": shape.ff_dense or shape.ff,
+        "attention.head_count": shape.n_head,
+        "attention.head_count_kv": 1 if shape.mla else shape.n_head_kv,
+        "attention.key_length": shape.mla.kv_rank + shape.rot if shape.mla else shape.head,
+        "attention.value_length": shape.mla.kv_rank if shape.mla else shape.head,
+        "attention.layer_norm_rms_epsilon": shape.eps,
+        "rope.dimension_count": shape.rot,
+        "rope.freq_base": shape.rope_base,
+        "expert_count": shape.n_expert,
+        "expert_used_count": shape.n_used,
+        "expert_feed_forward_length": shape.ff,
+    }
+    if shape.arch in ("deepseek2", "glm4moe"):
+        values |= {
+            "leading_dense_block_count": shape.n_dense,
+            "expert_shared_count": shape.n_shared,
+            "expert_gating_func": _GATING[shape.gating],
+            "expert_weights_norm": shape.norm_weights,
+            "expert_weights_scale": shape.weights_scale,
+        }
+    if shape.n_group:
+        values |= {"expert_group_count": shape.n_group, "expert_group_used_count": shape.n_group_used}
+    if shape.mla:
+        values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": shape.mla.q_rank}
+        values |= {"attention.key_length_mla": shape.qk_head, "attention.value_length_mla": shape.mla.value}
+    if shape.sliding_window:
+        values["attention.sliding_window"] = shape.sliding_window
+    if shape.yarn:
+        values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": shape.yarn.factor}
+        values["rope.scaling.original_context_length"] = shape.yarn.n_ctx_orig
+        if shape.yarn.log_mul:
+            values["rope.scaling.yarn_log_multiplier"] = shape.yarn.log_mul
+    head = {"general.architecture": shape.arch, "general.name": f"{shape.name}, random weights"}
+    return head | {f"{shape.arch}.{key}": value for key, value in values.items()}
+
+
+_GPT_OSS = Shape(
+    name="gpt-oss-20b", arch="gpt-oss", recipe="MXFP4", n_layer=24, n_ctx=131072, n_embd=2880, n_vocab=201088, n_head=64, n_head_kv=8, head=64,
+    n_expert=32, n_used=4, ff=2880, rope_base=150000.0, eps=1e-5, gating="softmax of the selected", qkv_bias=True, yarn=Yarn(32.0, 4096),
+    sliding_window=128,
+)  # fmt: skip
+_ALL = (
+    Shape(
+        name="qwen3-30b-a3b", arch="qwen3moe", recipe="Q4_K_M", n_layer=48, n_ctx=40960, n_embd=2048, n_vocab=151936, n_head=32, n_head_kv=4, head=128,
+        n_expert=128, n_used=8, ff=768, ff_dense=6144, rope_base=1e6, eps=1e-6, qk_norm="head",
+    ),
+    _GPT_OSS,
+    replace(_GPT_OSS, name="gpt-oss-120b", n_layer=36, n_expert=128),
+    Shape(
+        name="mixtral-8x7b", arch="llama", recipe="Q4_K_M", n_layer=32, n_ctx=32768, n_embd=4096, n_vocab=32000, n_head=32, n_head_kv=8, head=128,
+        n_expert=8, n_used=2, ff=14336, rope_base=1e6, eps=1e-5,
+    ),
+    Shape(
+        name="deepseek-v2-lite", arch="deepseek2", recipe="Q4_K_M", n_layer=27, n_ctx=163840, n_embd=2048, n_vocab=102400, n_head=16, n_head_kv=16,
+        head=192, n_rot=64, mla=Mla(0, 512, 128, 128), n_expert=64, n_used=6, ff=1408, ff_dense=10944, n_dense=1, n_shared=2, norm_weights=False,
+        rope_base=10000.0, eps=1e-6, yarn=Yarn(40.0, 4096, 0.0707),
+    ),
+    Shape(
+        name="deepseek-v3", arch="deepseek2", recipe="Q4_K_M", n_layer=61, n_ctx=163840, n_embd=7168, n_vocab=129280, n_head=128, n_head_kv=128,
+        head=192, n_rot=64, mla=Mla(1536, 512, 128, 128), n_expert=256, n_used=8, ff=2048, ff_dense=18432, n_dense=3, n_shared=1, gating="sigmoid",
+        weights_scale=2.5, selection_bias=True, n_group=8, n_group_used=4, rope_base=10000.0, eps=1e-6, yarn=Yarn(40.0, 4096, 0.1),
+    ),
+    Shape(
+        name="glm-4.5-air", arch="glm4moe", recipe="Q4_0", n_layer=46, n_ctx=131072, n_embd=4096, n_vocab=151552, n_head=96, n_head_kv=8, head=128,
+        n_rot=64, n_expert=128, n_used=8, ff=1408, ff_dense=10944, n_dense=1, n_shared=1, gating="sigmoid", selection_bias=True, qkv_bias=True,
+        rope_base=1e6, eps=1e-5,
+    ),
+    Shape(
+        name="olmoe-1b-7b", arch="olmoe", recipe="Q4_K_M", n_layer=16, n_ctx=4096, n_embd=2048, n_vocab=50304, n_head=16, n_head_kv=16, head=128,
+        n_expert=64, n_used=8, ff=1024, rope_base=10000.0, eps=1e-5, qk_norm="row", norm_weights=False,
+    ),
+)  # fmt: skip
+SHAPES = {shape.name: shape for shape in _ALL}
+
+
+# --- weights ---
+
+_UNUSED = 5  # LLAMA_TOKEN_TYPE_UNUSED
+_CONSTANT = 4.0  # of the constant channels, in units of the embedding's deviation
+_SEEN = 0.25  # the constant, as the router and the experts see it
+_CONTENT = 0.3  # of queries and keys, against the fixed vector
+_LOGITS = 4.0  # deviation of the model's output
+_HEADSTART = 16.0  # logit of the tokenizer's tokens against unused ones
+_N_CONTROL = 3  # of the demo model's tokens, the first
+_SHARED = 0.4  # of the variance that a feed-forward network with shared experts adds, what they add
+_MXFP4 = "MXFP4"
+# Where a block has its float16 scales; all of a block's values are proportional to them.
+_SCALES = {
+    "F16": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q5_0": (0,), "Q5_1": (0, 2), "Q8_0": (0,), "Q2_0": (0,), "Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2),
+    "Q5_K": (0, 2), "Q6_K": (208,), "IQ4_NL": (0,), "IQ4_XS": (0,), "IQ2_XXS": (0,), "IQ2_XS": (0,), "IQ2_S": (0,), "IQ3_XXS": (0,), "IQ3_S": (0,),
+}  # fmt: skip
+_ROW = 256  # values: one block of every K-quant
+_STEP = 2654435761  # odd, so that multiples of it meet every block before they meet one twice
+
+
+def shape_model(
+    shape: Shape,
+    out: str | os.PathLike[str],
+    *,
+    scales: Scales | None = None,
+    seed: int = 0,
+    overwrite: bool = False,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> None:
+    """Write a model of this shape to `out`; the same seed gives the same file. progress(done, total) is called with bytes written.
+
+    Raises OptionError for a type of experts of which no random blocks are made, ModelError for one that does not fit the rows,
+    WriteError if `out` exists (unless overwrite).
+    """
+    tokens, vocabulary = tokenizer(shape.n_vocab)
+    shape = replace(shape, n_vocab=len(tokens))
+    plan = tensors(shape)
+    with ModelFile(demo_model()) as demo:
+        n_tokens = len(unpack(demo.metadata["tokenizer.ggml.tokens"]))
+    weights = Weights(shape, scales or Scales(), seed, n_tokens)
+    done, total = 0, sum(tensor.n_bytes for tensor in plan)
+    with ModelWriter(out, metadata(shape) | vocabulary, plan, overwrite=overwrite) as writer:
+        for tensor in plan:
+            for piece in weights.pieces(tensor):
+                if len(piece):
+                    writer.write(piece)
+                done += len(piece)
+                progress(done, total)
+
+
+def tokenizer(n_vocab: int) -> tuple[list[str], dict[str, bytes]]:
+    """The demo model's tokens with unused ones up to n_vocab, and the keys of the tokenizer."""
+    with ModelFile(demo_model()) as demo:
+        keys = {key: raw for key, raw in demo.metadata.items() if key.startswith("tokenizer.")}
+    tokens = list(unpack(keys["tokenizer.ggml.tokens"]))
+    unused = range(len(tokens), n_vocab)
+    tokens += [f"[unused {i}]" for i in unused]
+    types = keys["tokenizer.ggml.token_type"]
+    keys["tokenizer.ggml.tokens"] = tokens
+    keys["tokenizer.ggml.token_type"] = types[:8] + struct.pack("<Q", len(tokens)) + types[16:] + struct.pack("<i", _UNUSED) * len(unused)
+    return tokens, keys
+
+
+# --- weights with structure ---
+
+
+@dataclass(frozen=True)
+class Scales:
+    """What routing depends on; the text above says how. mean_size: of attention's mean against a single value, an estimate."""
+
+    attention: float = 0.28
+    feed_forward: float = 0.18
+    first: float = 2.0
+    recency: float = 1.0
+    logits: float = 1.5
+    skew: float = 0.3
+    mean_size: float = 0.5
+
+
+class Weights:
+    """Makes a shape's tensors. n_tokens: of the tokenizer; the rows of unused tokens are zero, since they are never read."""
+
+    def __init__(self, shape: Shape, scales: Scales, seed: int, n_tokens: int):
+        self._shape, self._scales, self._seed, self._n_tokens = shape, scales, seed, n_tokens
+        self._n_constant = max(round(shape.n_embd / 1024), 1) * 32
+        self._n_content = shape.n_embd - self._n_constant
+        # a block for every slice to begin at, and as much of a slice without repetition as is quick to make
+        n_values = max(256 * 3 * shape.n_layer * shape.n_expert, min(shape.ff * shape.n_embd, 1 << 24), 1 << 20)
+        self._pools = Pools(seed, 1 << (n_values - 1).bit_length())
+        self._nearness = scales.recency * math.log(shape.rope_base)  # logit of a token for itself
+        self._sizes = self._stream_sizes()
+        self._hidden, self._weight_norm = self._expert_sizes()
+
+    def pieces(self, tensor: Tensor) -> Iterator[np.ndarray]:
+        """A tensor's bytes, uint8; a piece is valid until the next is asked for."""
+        layer, name = parse_block_name(tensor.name) or (-1, tensor.name)
+        part, _, kind = name.partition(".")
+        rng = self._rng(name, layer)
+        if len(tensor.shape) == 1 or kind == "bias":
+            values = self._vector(part, kind, layer, tensor.shape, rng)
+            yield values.astype(np.float32).reshape(-1).view(np.uint8)
+        elif part in ("token_embd", "output"):
+            rows = self._embedding(rng) if part == "token_embd" else self._output(rng)
+            yield quantize(rows, tensor.type).reshape(-1)
+            yield np.zeros(tensor.n_bytes // tensor.shape[0] * (tensor.shape[0] - len(rows)), np.uint8)
+        elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "attn_q_a", "attn_q_b", "ffn_gate_inp"):
+            for rows, times in self._matrix(part, layer, rng):
+                yield np.tile(quantize(rows, tensor.type).reshape(-1), times)
+        else:
+            n_slices = tensor.shape[0] if len(tensor.shape) == 3 else 1
+            yield from self._pools.slices(tensor.type, tensor.n_bytes // n_slices, n_slices, self._deviation(part, layer))
+
+    def _rng(self, name: str, layer: int) -> np.random.Generator:
+        return np.random.Generator(np.random.SFC64([self._seed, zlib.crc32(name.encode()), layer + 1]))
+
+    # --- sizes ---
+
+    def _stream_sizes(self) -> list[tuple[float, float]]:
+        """Of each layer, the residual stream's deviation before attention and before feed-forward; and once more at the end."""
+        sizes, size = [], 1.0
+        for layer in range(self._shape.n_layer + 1):
+            middle = size * math.hypot(1, self._scales.attention)
+            sizes.append((size, middle))
+            size = middle * math.hypot(1, self._update(layer))
+        return sizes
+
+    def _update(self, layer: int) -> float:
+        """What a feed-forward network adds, against the stream."""
+        return self._scales.first if layer == self._shape.n_dense else self._scales.feed_forward
+
+    def _expert_sizes(self) -> tuple[float, float]:
+        """Root mean squares, drawn at random: of a hidden unit, and the root of the summed squares of a token's expert weights."""
+        shape, rng = self._shape, self._rng("sizes", -1)
+        gate, up = rng.standard_normal((2, 100_000))
+        hidden = gate / (1 + np.exp(-1.702 * gate)) * (up + 1) if shape.arch == "gpt-oss" else gate / (1 + np.exp(-gate)) * up
+        logits = rng.standard_normal((4096, shape.n_expert)) * self._scales.logits
+        probs = 1 / (1 + np.exp(-logits)) if shape.gating == "sigmoid" else np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        weights = np.sort(probs, axis=1)[:, -shape.n_used :]
+        if shape.norm_weights or shape.gating == "softmax of the selected":
+            weights = weights / weights.sum(1, keepdims=True)
+        return float(np.sqrt((hidden**2).mean())), shape.weights_scale * float(np.sqrt((weights**2).sum(1).mean()))
+
+    def _deviation(self, part: str, layer: int) -> float:
+        """Of the values of a matrix without structure."""
+        shape = self._shape
+        size, middle = self._sizes[layer]
+        if part in ("attn_k_b", "attn_v_b"):
+            return shape.mla.kv_rank**-0.5
+        if part == "attn_output":
+            return self._scales.attention * size / (self._scales.mean_size * math.sqrt(shape.n_head * shape.v_head))
+        if not part.startswith("ffn_down"):
+            return self._n_content**-0.5
+        out = self._update(layer) * middle / self._hidden
+        if part == "ffn_down":
+            return out / math.sqrt(shape.ff_dense)
+        if part == "ffn_down_shexp":
+            return out * math.sqrt(_SHARED / (shape.n_shared * shape.ff))
+        return out * math.sqrt((1 - _SHARED if shape.n_shared else 1) / shape.ff) / self._weight_norm
+
+    def _key_size(self) -> float:
+        """Of each value of the fixed vector, so that a token's logit for itself is what `recency` asks for."""
+        shape = self._shape
+        gain = 1.0
+        if shape.yarn:  # llama.cpp makes attention sharper for stretched contexts
+            gain = (1 + (shape.yarn.log_mul if shape.mla else 0.1) * math.log(shape.yarn.factor)) ** 2
+        return math.sqrt(self._nearness * math.sqrt(shape.qk_head) / (shape.rot * gain))
+
+    # --- vectors ---
+
+    def _vector(self, part: str, kind: str, layer: int, dims: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
+        noise = rng.standard_normal(dims)
+        size, middle = self._sizes[layer]
+        if kind == "bias":
+            if part == "ffn_gate_inp":
+                return self._scales.skew * self._scales.logits * noise
+            factors = {"exp_probs_b": 0.02, "attn_output": 0.02 * size, "ffn_down_exps": 0.1 * self._update(layer) * middle}
+            return factors.get(part, 0.05) * noise
+        if part == "attn_sinks":
+            return self._nearness - 1 + 0.5 * noise
+        if part in ("attn_q_norm", "attn_k_norm"):
+            return np.full(dims, self._key_size() * math.hypot(1, _CONTENT))
+        if part == "output_norm":
+            return self._norm(self._sizes[-1][0], 1.0, noise)
+        if part == "attn_norm":
+            return self._norm(size, 1.0, noise)
+        if part in ("ffn_norm", "post_attention_norm"):
+            return self._norm(middle, _SEEN, noise)
+        return np.ones(dims)
+
+    def _norm(self, size: float, constant: float, noise: np.ndarray) -> np.ndarray:
+        """Weights that give a stream of this size a deviation of 1, and the constant channels this value."""
+        root = math.sqrt(size**2 + _CONSTANT**2 * self._n_constant / self._shape.n_embd)
+        weights = root / size * (1 + 0.05 * noise)
+        weights[: self._n_constant] = root / _CONSTANT * constant
+        return weights
+
+    # --- matrices with structure: rows float32, and how often they follow each other ---
+
+    def _reading(self, n_rows: int, rng: np.random.Generator, size: float = 1.0) -> np.ndarray:
+        """Rows that read the stream but for its constant, with results of deviation `size`."""
+        rows = rng.standard_normal((n_rows, self._shape.n_embd), np.float32) * np.float32(size * self._n_content**-0.5)
+        rows[:, : self._n_constant] = 0
+        return rows
+
+    def _keys(self, layer: int, n_rows: int, size: float) -> np.ndarray:
+        """Rows that make the fixed vector, its last `rot` values in each head of qk_head rotated ones, and a little of the content."""
+        rng = self._rng("keys", layer)
+        rows = self._reading(n_rows, rng, _CONTENT * size)
+        fixed = rng.choice(np.array([-size, size]), n_rows)
+        if not self._shape.mla:
+            fixed[np.arange(n_rows) % self._shape.head >= self._shape.rot] = 0
+        rows[:, : self._n_constant] = (fixed / self._n_constant)[:, None]
+        return rows
+
+    def _matrix(self, part: str, layer: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
+        shape = self._shape
+        if part == "ffn_gate_inp":
+            yield self._router(rng), 1
+        elif part == "attn_v":
+            yield self._reading(shape.n_head_kv * shape.head, rng), 1
+        elif shape.mla:
+            yield from self._latent(part, layer, rng)
+        else:
+            keys = self._keys(layer, shape.n_head_kv * shape.head, 1.0 if shape.qk_norm else self._key_size())
+            if part == "attn_k":
+                yield keys, 1
+            else:
+                for rows in np.split(keys, shape.n_head_kv):
+                    yield rows, shape.n_head // shape.n_head_kv
+
+    def _latent(self, part: str, layer: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
+        """The matrices of latent attention; a head's rotated part is its end, and all heads share the rotated key."""
+        shape, mla, size = self._shape, self._shape.mla, self._key_size()
+        if part == "attn_kv_a_mqa":
+            yield np.concatenate([self._reading(mla.kv_rank, rng), self._keys(layer, shape.rot, size)]), 1
+        elif part == "attn_q":
+            yield np.concatenate([self._reading(mla.nope, rng, _CONTENT), self._keys(layer, shape.rot, size)]), shape.n_head
+        elif part == "attn_q_a":
+            yield np.concatenate([self._keys(layer, shape.rot, 1.0), self._reading(mla.q_rank - shape.rot, rng)]), 1
+        else:
+            head = rng.standard_normal((shape.qk_head, mla.q_rank), np.float32) * np.float32(_CONTENT * mla.q_rank**-0.5)
+            head[mla.nope :] = size * np.eye(shape.rot, mla.q_rank, dtype=np.float32)
+            yield head, shape.n_head
+
+    def _router(self, rng: np.random.Generator) -> np.ndarray:
+        shape, scales = self._shape, self._scales
+        rows = self._reading(shape.n_expert, rng, scales.logits * math.sqrt(1 - scales.skew**2))
+        if shape.arch != "gpt-oss":  # which has a bias for it
+            popularity = rng.standard_normal(shape.n_expert) * scales.skew * scales.logits
+            rows[:, : self._n_constant] = (popularity / (_SEEN * self._n_constant))[:, None]
+        return rows
+
+    def _embedding(self, rng: np.random.Generator) -> np.ndarray:
+        rows = rng.standard_normal((self._n_tokens, self._shape.n_embd), np.float32)
+        rows[:, : self._n_constant] = _CONSTANT
+        return rows
+
+    def _output(self, rng: np.random.Generator) -> np.ndarray:
+        rows = self._reading(self._n_tokens, rng, _LOGITS)
+        # Byte pairs are numbered in the order of their frequency: tokens sampled from this are about as frequent as in text.
+        offset = _HEADSTART - np.log(np.arange(self._n_tokens) + 20)
+        offset[:_N_CONTROL] = -_HEADSTART  # an answer never ends by itself
+        rows[:, : self._n_constant] = (offset / self._n_constant)[:, None]
+        return rows
+
+
+# --- random weights as quantized blocks, faster than a disk can write them ---
+
+# Normal floats are quantized once for each type; every slice is another stretch of that pool, and another standard deviation is another scale in the
+# same blocks. So neither floats nor quantizer stand between a model of 60 GB and its disk, and yet no two slices of a type are the same, as long as
+# there are not more of them than the pool has blocks.
+
+
+@dataclass
+class _Pool:
+    """blocks uint8 [n_blocks, bytes of a block]; std of its values; which slice comes next."""
+
+    blocks: np.ndarray
+    std: float
+    slices: int = 0
+
+
+@dataclass
+class Pools:
+    """Pools of random blocks by type. n_values: of a pool, a power of two. The same seed gives the same bytes."""
+
+    seed: int
+    n_values: int
+    _made: dict[tuple[int, int], _Pool] = field(default_factory=dict)
+
+    def slices(self, type: int, n_bytes: int, n_slices: int, std: float) -> Iterator[np.ndarray]:
+        """n_slices times n_bytes of blocks of a type, as uint8 pieces in order; their values have mean 0 and this deviation.
+
+        MXFP4 knows powers of two alone as scales: there the pool is quantized anew for quarters of them, and the deviation is met
+        within 10 %. A piece is a view that the next call of `slices` changes: write it first.
+
+        Raises:
+            OptionError: a type whose scales this module does not know.
+        """
+        mxfp4 = type_name(type) == _MXFP4
+        quarters = round(4 * np.log2(std)) if mxfp4 else 0
+        pool = self._pool(type, quarters % 4)
+        blocks = _scaled_mxfp4(pool, quarters // 4) if mxfp4 else _scaled(pool, type, std)
+        flat, width = blocks.reshape(-1), blocks.shape[1]
+        for _ in range(n_slices):
+            at = pool.slices * _STEP % len(blocks) * width
+            pool.slices += 1
+            left = n_bytes
+            while left:
+                piece = flat[at : at + left]
+                yield piece
+                left, at = left - len(piece), 0
+
+    def _pool(self, type: int, quarter: int) -> _Pool:
+        if (type, quarter) not in self._made:
+            if type_name(type) not in (*_SCALES, _MXFP4):
+                raise OptionError(f"random blocks of {type_name(type)} are not made; there are {', '.join(sorted((*_SCALES, _MXFP4)))}")
+            generator = np.random.Generator(np.random.SFC64([self.seed, type]))
+            spread = np.float32(2 ** (quarter / 4))
+            chunk = min(self.n_values, 1 << 20)
+            floats = [generator.standard_normal((chunk // _ROW, _ROW), np.float32) * spread for _ in range(self.n_values // chunk)]
+            imatrix = np.ones(_ROW, np.float32) if needs_imatrix(type) else None
+            rows = np.concatenate(list(quantize_chunks([lambda f=f: f for f in floats], type, imatrix)))
+            sample = rows[:4096]
+            std = float(dequantize(sample, type, (len(sample), _ROW)).std())
+            block = next(row_bytes(type, n) for n in (1, 32, 64, _ROW) if fits(type, n))
+            self._made[type, quarter] = _Pool(rows.reshape(-1, block), std)
+        return self._made[type, quarter]
+
+
+def _scaled(pool: _Pool, type: int, std: float) -> np.ndarray:
+    out = pool.blocks.copy()
+    for at in _SCALES[type_name(type)]:
+        scales = out[:, at : at + 2].copy().view(np.float16).astype(np.float32) * np.float32(std / pool.std)
+        out[:, at : at + 2] = scales.astype(np.float16).view(np.uint8).reshape(-1, 2)
+    return out
+
+
+def _scaled_mxfp4(pool: _Pool, doublings: int) -> np.ndarray:
+    out = pool.blocks.copy()
+    out[:, 0] = np.clip(out[:, 0].astype(np.int32) + doublings, 1, 254)
+    return out
+
+
+@click.command()
+@click.argument("shape", type=click.Choice(list(SHAPES)))
+@click.option("-o", "--out", metavar="OUT.gguf", required=True)
+@click.option("--layers", type=int, metavar="N", help="The first N layers alone.")
+@click.option("--experts-type", metavar="TYPE", help="ggml type of the routed experts. Default: the published file's.")
+@click.option("--shrink", default=1, metavar="K", help="Divide all widths by K: for tests, and for measuring the routing quickly.")
+@click.option("--seed", default=0, show_default=True)
+@click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
+@errors_as_sentences
+def main(shape: str, out: str, layers: int | None, experts_type: str | None, shrink: int, seed: int, overwrite: bool) -> None:
+    """Writes a model with the shape of a published one and random weights."""
+    cut = SHAPES[shape].cut(layers=layers, shrink=shrink, expert_type=experts_type)
+    with progress_bar("bytes") as update:
+        shape_model(cut, out, seed=seed, overwrite=overwrite, progress=lambda done, total: update("writing", done, total) if update else None)
+
+
+if __name__ == "__main__":
+    main()

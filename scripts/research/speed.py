@@ -1,0 +1,382 @@
+"""Speed of contenders in interleaved rounds: each run cold, in a process of its own, on the same tokens; medians, ranges, and ratios of the same round.
+
+usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategies lru,auto]   docs/results/strategies.md
+       speed.py ladder     -m MODEL --text FILE [--shares 50]                                 what each part of the engine adds, there
+       speed.py memory     -m MODEL --text FILE [--limits 1400,1100,800] [--stock]            in memory cgroups: offload.md, real-sizes.md (root)
+       speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
+       speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/guides/threads.md: with busy neighbours
+       speed.py time       -m MODEL --text FILE [--limits 1400,1100,800]                      time.md: where a token's time goes (root)
+       speed.py before     -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]      this checkout over an earlier one (root)
+
+A run is a `moeoff.bench.Job`, and `moeoff.bench.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
+cache before it; a model on tmpfs stays where it is: that is the second regime, memory that is slower than memory. --disk slows the disk (root). A profile of
+`moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
+
+from cgroup import disk_cgroup, memory_cgroup
+from moeoff.bench import STOCK, Comparison, Job, Measurement, Spread, compare, prompt_then_tokens
+from moeoff.bench.job import Sample, rates
+from moeoff.bench.rows import rows
+from moeoff.bench.run import drop_from_page_cache, summarize
+from moeoff.bench.time_parts import Ceiling, other_parts, read_parts, token_parts
+from moeoff.cpu import n_cores
+from moeoff.gguf.model_index import ModelIndex
+from results import HELP, ResultsFile, machine
+
+BASELINES = str(Path(__file__).with_name("baselines.py"))
+EVERYTHING = 1 << 40  # expert_memory that holds all
+COLUMNS = {
+    "hits": ("hit_rate", "{:.0%}"),
+    "MB/token": ("mb_per_token", "{:.1f}"),
+    "stall": ("stall_share", "{:.0%}"),
+    "prefetched/token": ("prefetched_per_token", "{:.1f}"),
+    "of these used": ("prefetch_precision", "{:.0%}"),
+    "served low": ("low", "{:.1%}"),
+    "skipped": ("skipped", "{:.1%}"),
+    "CPU ms/token": ("cpu_ms_per_token", "{:.1f}"),
+    "driver ms": ("driver_ms_per_token", "{:.2f}"),
+}
+
+
+# the driver
+
+
+def spread(values: Spread | None, form: str = "{:.2f}") -> str:
+    """The median, and the range where it is one."""
+    if values is None:
+        return ""
+    middle, *ends = map(form.format, values)
+    return middle if ends == [middle, middle] else f"{middle} ({ends[0]} to {ends[1]})"
+
+
+def tell(name: str, index: int, done: Measurement) -> None:
+    said = done.error or ", ".join(f"{test.name} {rates(done.of(i)).get('tps', 0):.2f} tok/s" for i, test in enumerate(done.job.tests))
+    Console(stderr=True).print(f"round {index + 1}: {name}: {said}", style="dim")
+
+
+def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Sequence[Comparison]]) -> None:
+    """A row for each contender of each group: speeds with their range and the ratios to the group's first contender, and medians of what it read and waited."""
+    head = ["", "contender", "prompt tok/s", "ratio", "tok/s", "ratio ", *COLUMNS, "of ceiling", "peak RSS, MiB"]
+    lines = []
+    for group, comparisons in found.items():
+        for i, (prompt, decode) in enumerate(zip(comparisons[::2], comparisons[1::2])):
+            if not decode.figures:
+                lines.append([group, decode.name, decode.error, *[""] * (len(head) - 3)])
+                continue
+            cells = [cell for one in (prompt, decode) for cell in (spread(one.figures["tps"]), spread(one.ratio) if i else "")]
+            cells += [form.format(decode.figures[key].median) if key in decode.figures else "" for key, form in COLUMNS.values()]
+            ceilings = [share for m in decode.measurements if m.job.probe_seconds and not m.error and (share := rows(m, 0)[1].ceiling_share) is not None]
+            peak = decode.figures.get("peak_rss_bytes")
+            cells += [f"{statistics.median(ceilings):.0%}" if ceilings else "", spread(Spread(*(size / 2**20 for size in peak)), "{:.0f}") if peak else ""]
+            lines.append([group, decode.name, *cells])
+    told = [i for i in range(len(head)) if any(line[i] not in ("", "0.0%") for line in lines)]
+    said = results.table(name, title, [head[i].strip() for i in told])
+    for line in lines:
+        said.row(*(line[i] for i in told))
+
+
+@dataclass
+class Bench:
+    """A command's model, text and sizes; `job` makes its contenders."""
+
+    model: str
+    text: str
+    n_prompt: int
+    n_decode: int
+    rounds: int = 5
+    probe_seconds: float = 0.0
+
+    def job(self, limit: int | None = None, **options: Any) -> Job:
+        """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
+        options = {"n_ctx": max(1024, self.n_prompt + self.n_decode), "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
+        tests = prompt_then_tokens(self.n_prompt, self.n_decode)
+        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, probe_seconds=self.probe_seconds,
+                   limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
+
+    def stock(self, limit: int | None = None, **options: Any) -> Job:
+        return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
+
+    def compare(self, jobs: Mapping[str, Job]) -> list[Comparison]:
+        return compare(jobs, self.rounds, timeout=900, progress=tell)
+
+
+def arena_full(model: str) -> int:
+    """Bytes of the arena that holds every expert: each slice in whole pages, and one for a start inside a page."""
+    spans = ModelIndex.read(model).experts.values()
+    return sum((-(-(s.nbytes // s.shape[2]) // 4096) + 1) * 4096 * s.shape[2] for s in spans)
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+Tables = Callable[[ResultsFile, Mapping[str, Sequence[Comparison]]], None]
+
+
+def workload(
+    title: str, n_prompt: int = 64, n_decode: int = 128, probe_seconds: float = 0.0, options: Sequence[Any] = (), more_tables: Tables | None = None
+) -> Callable[..., Any]:
+    """Makes a command of a function that compares its contenders and returns the comparisons by group."""
+
+    def decorate(run: Callable[..., Mapping[str, Sequence[Comparison]]]) -> click.Command:
+        def command(model: str, text: str, rounds: int, n_prompt: int, n_decode: int, disk: int | None, json_file: str | None, **more: Any) -> None:
+            if disk:
+                click.get_current_context().with_resource(disk_cgroup(model, disk * 10**6)).enter()
+            print(f"{machine()}; {n_prompt} + {n_decode} tokens, {rounds} rounds" + (f", disk {disk} MB/s" if disk else ""))
+            found = run(Bench(model, text, n_prompt, n_decode, rounds, probe_seconds), **more)
+            with ResultsFile(json_file) as results:
+                table(results, run.__name__, title, found)
+                if more_tables is not None:
+                    more_tables(results, found)
+
+        common = [
+            click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False)),
+            click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False)),
+            click.option("--rounds", default=5, show_default=True),
+            click.option("--n-prompt", default=n_prompt, show_default=True),
+            click.option("--n-decode", default=n_decode, show_default=True),
+            click.option("--disk", type=int, metavar="MB/S", help="No faster than this."),
+            click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP),
+        ]
+        for option in [*common, *options][::-1]:
+            command = option(command)
+        return main.command(run.__name__, help=run.__doc__)(command)
+
+    return decorate
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+SHARES = click.option("--shares", default="25,50,75", show_default=True, help="Per cent of the experts in memory.")
+LIMITS = click.option("--limits", default="1400,1100,800", show_default=True, help="MiB of memory cgroups; --memory is 5 % below.")
+
+
+# the contenders
+
+
+@workload(
+    "Strategies by share of the experts in memory", 512, 160, options=[SHARES, click.option("--strategies", help="Default: lru and all lossless presets.")]
+)
+def strategies(bench: Bench, shares: str, strategies: str | None) -> dict[str, list[Comparison]]:
+    """Every strategy, with a share of the experts in memory."""
+    import baselines  # noqa: F401  registers them
+    from moeoff.policies import PRESETS
+
+    names = strategies.split(",") if strategies else ["lru", *(name for name, s in PRESETS.items() if s.precision.lossless)]
+    full = arena_full(bench.model)
+    return {f"{share} %": bench.compare({name: bench.job(strategy=name, expert_memory=full * share // 100) for name in names}) for share in numbers(shares)}
+
+
+@workload("From the papers' on-demand to everything, one part more at each step", 512, 160, options=[SHARES])
+def ladder(bench: Bench, shares: str) -> dict[str, list[Comparison]]:
+    """What each step of the engine adds."""
+    from moeoff.policies import Strategy
+
+    cache = Strategy("cache", "", eager=False, policy="score")
+    prefetch = replace(cache, name="prefetch", eager=True, predictor="gate")
+    steps = {"on-demand": "on-demand", "+ cache": cache, "+ prefetch": prefetch, "+ I/O threads": prefetch}
+    full, out = arena_full(bench.model), {}
+    for share in numbers(shares):
+        memory = {"expert_memory": full * share // 100}
+        one = {name: bench.job(strategy=strategy, io_threads=1, **memory) for name, strategy in list(steps.items())[:3]}
+        out[f"{share} %"] = bench.compare(one | {name: bench.job(strategy=strategy, **memory) for name, strategy in list(steps.items())[3:]})
+    return out
+
+
+@workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
+          click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes."),
+          click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
+def memory(bench: Bench, limits: str, strategies: str, stock: bool, in_memory: bool) -> dict[str, list[Comparison]]:
+    """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
+    out, few = {}, replace(bench, n_prompt=4, n_decode=8)
+    for limit in numbers(limits):
+        jobs = {name: bench.job(limit << 20, memory=int(limit * 0.95) << 20, strategy=name) for name in strategies.split(",")}
+        if stock:
+            jobs["stock, memory map"] = few.stock(limit << 20, use_mmap=True)
+            jobs["stock, memory map, plain kernels"] = few.stock(limit << 20, use_mmap=True, use_extra_bufts=False)
+        out[f"{limit} MiB"] = bench.compare(jobs)
+    if in_memory:
+        jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
+        out["all in memory"] = bench.compare(jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")})
+    return out
+
+
+@workload("Lower precision and lossless", 512, options=[
+          click.option("--experts", type=click.Path(exists=True, dir_okay=False), help="The sidecar. Default: the one at the model's side."),
+          click.option("--low", help="Its tier that the precisions fall back to."), click.option("--precision", "precisions", multiple=True, metavar="T1,T2,P"),
+          click.option("--tier", "tiers", multiple=True, help="All experts in this tier."),
+          click.option("--shares", default="25,50", show_default=True, help="Per cent of the experts' bytes in memory; 100: everything."),
+          click.option("--strategy", default="lru", show_default=True)])  # fmt: skip
+def precision(bench: Bench, experts: str | None, low: str | None, precisions: Sequence[str], tiers: Sequence[str], shares: str,
+              strategy: str) -> dict[str, list[Comparison]]:  # fmt: skip
+    """Precisions by T1, T2 and p, and whole tiers, in the memory that the lossless run has. What they lose is measured by precision.py."""
+    from moeoff.policies.precision import Precision
+    from moeoff.sidecar.file import sidecar_path
+
+    if precisions and not low:
+        raise click.UsageError("--precision needs --low")
+    sidecar, total, out = experts or str(sidecar_path(bench.model)), ModelIndex.read(bench.model).expert_bytes, {}
+    for share in numbers(shares):
+        arena = {"strategy": strategy, "expert_memory": EVERYTHING if share == 100 else total * share // 100}
+        jobs = {"lossless": bench.job(experts=False, **arena)}
+        for text in precisions if share < 100 else ():
+            t1, t2, p = (float(x) for x in text.split(","))
+            jobs[f"T1 {t1:g}, T2 {t2:g}, p {p:g}"] = bench.job(experts=sidecar, precision=Precision(t1, t2, p, low), **arena)
+        out[f"{share} %"] = bench.compare(jobs | {f"all in {tier}": bench.job(experts=sidecar, tier=tier, **arena) for tier in tiers})
+    return out
+
+
+@workload("Decode speed with busy processes, and of two of us at once", options=[
+          click.option("--memory", help="As moeoff run has it. Default: all experts in memory."), click.option("--limit", type=int, help="MiB of a memory cgroup."),
+          click.option("--seconds", default=4.0, show_default=True, help="Of decoding.")])  # fmt: skip
+def threads(bench: Bench, memory: str | None, limit: int | None, seconds: float) -> dict[str, list[Comparison]]:
+    """Compute threads bound to cores and not (OMP_PROC_BIND=false, OpenMP's own default). Neighbours are endless loops in sessions of their own, as programs
+    of two terminals or containers have: the kernel shares the cores between sessions first."""
+    job = bench.job(limit and limit << 20, n_ctx=4096, **({"memory": memory} if memory else {"expert_memory": EVERYTHING}))
+    job = replace(job, tests=prompt_then_tokens(bench.n_prompt, 4000), seconds=seconds)
+    jobs = {"unbound": replace(job, environment={"OMP_PROC_BIND": "false"}), "bound": job}
+
+    @contextlib.contextmanager
+    def neighbours(n: int) -> Iterator[None]:
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(n)]
+        try:
+            yield
+        finally:
+            for process in busy:
+                process.kill()
+
+    out = {}
+    for name, n_busy in (("idle machine", 0), ("1 busy process", 1), ("2 busy processes", 2)):
+        with neighbours(n_busy):
+            out[name] = bench.compare(jobs)
+    with ThreadPoolExecutor(2) as pool:
+        out |= {f"two of us, {name}": found for name, found in zip(("one", "the other"), pool.map(bench.compare, [jobs, jobs]))}
+    return out
+
+
+def time_tables(results: ResultsFile, found: Mapping[str, Sequence[Comparison]]) -> None:
+    """Columns are the groups. Medians over the rounds."""
+    decodes = {group: next(c for c in comparisons if c.test.n_gen) for group, comparisons in found.items()}
+    samples = {group: [m.of(1) for m in decode.measurements if not m.error and m.of(1)] for group, decode in decodes.items()}
+    samples = {group: rounds for group, rounds in samples.items() if rounds}
+
+    def medians(parts: Callable[[Sequence[Sample]], Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        of = {group: [parts(each) for each in rounds] for group, rounds in samples.items()}
+        names = dict.fromkeys(name for rounds in of.values() for each in rounds for name in each)
+        return {name: {group: [each[name] for each in rounds if name in each] for group, rounds in of.items()} for name in names}
+
+    totals = {group: statistics.median(sum(token_parts(each).values()) for each in rounds) for group, rounds in samples.items()}
+    said = results.table("token", "Where a token's time goes: ms, and share", ["", *samples])
+    for name, values in medians(token_parts).items():
+        middles = {group: statistics.median(rounds) for group, rounds in values.items()}
+        said.row(name, *(f"{ms:.2f}, {ms / totals[group]:.0%}" for group, ms in middles.items()))
+    said.row("a token", *(f"{total:.2f}" for total in totals.values()))
+    said = results.table("beside", "Beside it, for each token: ms, and sleeps", ["", *samples])
+    for name, values in medians(other_parts).items():
+        said.row(name, *(f"{statistics.median(rounds):.2f}" for rounds in values.values()))
+    said = results.table("reads", "Reads of a token: number; MB; mean ms in the queue, and on the disk", ["", *samples])
+    for name, values in medians(read_parts).items():
+        forms = "{:.1f}", "{:.2f} MB", "{:.2f}", "{:.2f}"
+        said.row(name, *("; ".join(form.format(statistics.median(of)) for form, of in zip(forms, zip(*rounds))) for rounds in values.values()))
+    said = results.table("ceiling", "Speed and ceiling, tok/s", ["", "in memory", "disk / bytes missed", "ceiling", "reached", "of ceiling"])
+    in_memory = next((decode.figures["tps"].median for group, decode in decodes.items() if group == IN_MEMORY and decode.figures), None)
+    for group, rounds in samples.items():
+        disks = [m.closed.get("disk_bytes_per_second") for m in decodes[group].measurements if not m.error]
+        if group == IN_MEMORY or in_memory is None or not all(disks):
+            continue
+        ceilings = [Ceiling.of(each, in_memory, disk) for each, disk in zip(rounds, disks)]
+        middle = [statistics.median(values) for values in zip(*((c.in_memory, c.disk, min(c.in_memory, c.disk), c.tps) for c in ceilings))]
+        said.row(group, *(f"{value:.2f}" for value in middle), f"{statistics.median(c.reached for c in ceilings):.0%}")
+
+
+IN_MEMORY = "all in memory"
+
+
+@workload("Decode speed in memory limits, with the meters of the tables below", 64, 256, 1.0, [LIMITS,
+          click.option("--strategy", default="auto", show_default=True)], more_tables=time_tables)  # fmt: skip
+def time(bench: Bench, limits: str, strategy: str) -> dict[str, list[Comparison]]:
+    """Where a token's time goes, in memory cgroups and with everything in memory; and what share of the ceiling that makes: the speed in memory, or the disk's
+    rate over the bytes that are missed."""
+    jobs = {f"{limit} MiB": bench.job(limit << 20, memory=int(limit * 0.95) << 20, strategy=strategy) for limit in numbers(limits)}
+    jobs = {name: replace(job, parts=True) for name, job in (jobs | {IN_MEMORY: bench.job(expert_memory=EVERYTHING, strategy=strategy)}).items()}
+    found = bench.compare(jobs)
+    return {name: [c for c in found if c.name == name] for name in jobs}
+
+
+# contenders that are no plain jobs
+
+
+Turn = Callable[[int], Measurement]  # of a round, from 0
+
+
+def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
+    """As `compare`, of anything that gives a measurement."""
+    found: dict[str, list[Measurement]] = {name: [] for name in turns}
+    for index in range(rounds):
+        for name in list(turns)[:: -1 if index % 2 else 1]:
+            found[name].append(turns[name](index))
+            tell(name, index, found[name][-1])
+    return summarize(found)
+
+
+@workload("This checkout over an earlier one", 256, options=[LIMITS, click.option("--strategy", default="auto", show_default=True),
+          click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`.")])  # fmt: skip
+def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str, list[Comparison]]:
+    """`moeoff bench` of both, each with its own library, in a memory cgroup; a limit of 0: everything in memory."""
+
+    def turn(folder: str, program: str, limit: int) -> Turn:
+        sizes = ["-p", str(bench.n_prompt), "-n", str(bench.n_decode), "-r", "1", "--no-warmup", "--strategy", strategy]
+        command = [program, "bench", "-m", os.path.abspath(bench.model), "--text", os.path.abspath(bench.text), *sizes, "-o", "json"]
+        command += ["--memory", str(int(limit * 0.95) << 20)] if limit else []
+
+        def measured(_index: int) -> Measurement:
+            drop_from_page_cache(bench.model)
+            with memory_cgroup(limit << 20 or EVERYTHING) as group:
+                return from_rows(bench.job(), group.run(command, cwd=folder, env=clean, capture_output=True, text=True))
+
+        return measured
+
+    out, clean = {}, {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}  # the folder that it runs in is whose code it is
+    earlier, here = os.path.join(os.path.abspath(checkout), ".venv/bin/moeoff"), os.path.join(os.path.dirname(sys.executable), "moeoff")
+    for limit in numbers(limits):
+        found = {"before": turn(checkout, earlier, limit), "now": turn(str(ROOT), here, limit)}
+        out[f"{limit} MiB" if limit else "all in memory"] = take_turns(found, bench.rounds)
+    return out
+
+
+def from_rows(job: Job, done: subprocess.CompletedProcess[str]) -> Measurement:
+    """The measurement that `moeoff bench -o json` has printed: a row for the prompt, and one for decoding."""
+    found = json.loads(done.stdout) if done.stdout.strip() else []
+    if done.returncode:
+        said = [row["error"] for row in found if row.get("error")] or done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        return Measurement(job, error=said[-1])
+    sizes = [row["n_prompt"] + row["n_gen"] for row in found]
+    samples = [Sample(i, n, row["avg_ns"] / 1e9, n * row.get("cpu_ms_per_token", 0) / 1e3) for i, (n, row) in enumerate(zip(sizes, found))]
+    return Measurement(job, closed={"peak_rss_bytes": found[-1].get("peak_rss")}, samples=samples)
+
+
+if __name__ == "__main__":
+    main()

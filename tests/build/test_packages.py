@@ -1,0 +1,120 @@
+"""The order of packages: which may import which. docs/internals/design.md draws it."""
+
+import ast
+import graphlib
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import grimp
+import pytest
+
+import moeoff
+from helpers.files import ROOT
+
+# the highest first; a package imports from lower lines only, and packages on one line do not know each other
+FLOORS = [
+    {"cli"},
+    {"report", "ray"},
+    {"server", "calibrate", "bench"},
+    {"engine"},
+    {"options"},
+    {"budget"},
+    {"sidecar", "simulate"},
+    {"policies"},
+    {"trace"},
+    {"gguf"},
+    {"native", "threads", "devices"},
+    {"_abi"},
+    {"binding", "memory", "console"},
+    {"gate_event", "files"},
+    {"cpu"},
+    {"errors", "chat_sandbox"},
+]
+FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
+PUBLIC = {"moeoff"}  # names for users; nothing inside imports them
+
+
+@pytest.fixture(scope="module")
+def imports() -> grimp.ImportGraph:
+    return grimp.build_graph("moeoff", cache_dir=None)
+
+
+def package_of(module: str) -> str:
+    return module.split(".")[1]
+
+
+def test_every_module_is_in_a_package(imports):
+    assert {package_of(module) for module in imports.modules - PUBLIC} == set(FLOOR)
+
+
+def test_imports_go_down(imports):
+    up = []
+    for importer in imports.modules - PUBLIC:
+        for imported in imports.find_modules_directly_imported_by(importer):
+            if imported == "moeoff":  # the version
+                continue
+            if imported in PUBLIC or (package_of(importer) != package_of(imported) and FLOOR[package_of(importer)] >= FLOOR[package_of(imported)]):
+                up.append(f"{importer} -> {imported}")
+    assert not up, "imports upwards: " + ", ".join(sorted(up))
+
+
+def test_no_circle_of_modules(imports):
+    # the package itself names what it imports when first asked: modules import its version
+    graphlib.TopologicalSorter({module: imports.find_modules_directly_imported_by(module) for module in imports.modules - PUBLIC}).prepare()  # CycleError
+
+
+def test_internals_of_llama_cpp_are_used_in_one_module():
+    """docs/internals/patches.md lists them; an update of llama_cpp is then checked against one file."""
+    internals = {"_ctx", "_batch", "_model", "_stack", "_logits_all", "_n_vocab", "_lib", "_internals", "_logger"}
+    guilty = set()
+    for path in Path(moeoff.__file__).parent.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        own = {n.attr for n in ast.walk(tree) if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Store)}  # of the module's own classes
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and node.attr in internals - own and path.name != "binding.py":
+                guilty.add(f"{path.name}:{node.lineno} {ast.unparse(node)}")
+    assert not guilty
+
+
+def test_the_picture_shows_the_order():
+    text = (ROOT / "docs" / "internals" / "design.md").read_text()
+    picture = re.search(r"## The packages\n.*?\n((?:    [^\n]*\n)+)", text, re.DOTALL)[1]
+    assert [set(line[:39].split()) for line in picture.splitlines()] == FLOORS
+
+
+def test_no_test_imports_from_another():
+    for file in (ROOT / "tests").rglob("*.py"):
+        assert not re.findall(r"^\s*(?:from|import) (?:test_\w+|conftest)\b", file.read_text(), re.MULTILINE), file.name
+
+
+def third_party_imports() -> dict[str, str]:
+    """Packages that the program imports, by name, each with a file that does; what only a type checker sees is left out."""
+    found: dict[str, str] = {}
+
+    def visit(node: ast.AST, file: str) -> None:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            return
+        if isinstance(node, ast.Import):
+            found.update({alias.name.partition(".")[0]: file for alias in node.names})
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            found[node.module.partition(".")[0]] = file
+        for child in ast.iter_child_nodes(node):
+            visit(child, file)
+
+    for path in Path(moeoff.__file__).parent.rglob("*.py"):
+        visit(ast.parse(path.read_text()), path.name)
+    return {name: file for name, file in found.items() if name not in sys.stdlib_module_names and name != "moeoff"}
+
+
+def test_every_import_is_declared():
+    """In pyproject.toml, among the dependencies or an extra for users; and no dependency is declared that nothing imports."""
+    project = (ROOT / "pyproject.toml").read_text()
+    blocks = {name: re.search(rf"^{name} = \[(.*?)\]\s*$", project, re.DOTALL | re.MULTILINE)[1] for name in ("dependencies", "hub", "plot", "ray")}
+    declared = {name: set(re.findall(r'"([\w-]+)[^"]*[<>=]=[^"]*"', block.lower().replace("_", "-"))) for name, block in blocks.items()}
+    files, distributions = third_party_imports(), importlib.metadata.packages_distributions()
+    imported = {name: {found.lower().replace("_", "-") for found in distributions.get(name, [name])} for name in files}
+    missing = {name: files[name] for name, found in imported.items() if not found & set().union(*declared.values())}
+    assert not missing
+    assert len(declared["dependencies"]) > 5 and declared["dependencies"] <= set().union(*imported.values())

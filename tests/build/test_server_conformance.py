@@ -1,0 +1,71 @@
+"""scripts/server_conformance.py, but for the run itself, which is `make server-conformance`."""
+
+import pytest
+
+import server_conformance
+from moeoff.options import Config, ServerOptions
+
+SUITE = [
+    "--port",
+    "8123",
+    "--temp",
+    "0.8",
+    "--n-predict",
+    "-1",
+    "--host",
+    "127.0.0.1",
+    "--model",
+    "m.gguf",
+    "--batch-size",
+    "32",
+    "--no-slots",
+    "--alias",
+    "a,b",
+]
+
+
+def test_what_moeoff_has_an_option_for_becomes_that_option():
+    more = ["-ctk", "q8_0", "-fa", "off", "--cache-ram", "100", "--cors-origins", "https://a,https://b", "--embedding", "--metrics", "--context-shift"]
+    found = server_conformance.options(SUITE + more)
+    assert found.pop("args") == ("--temp", "0.8", "--n-predict", "-1", "--no-slots")
+    assert {"port": 8123, "host": "127.0.0.1", "model": "m.gguf", "n_batch": 32, "alias": "a,b", "type_k": "q8_0", "flash_attn": False, "cache_ram": "100M",
+            "cors": ("https://a", "https://b"), "embedding": True, "context_shift": True}.items() <= found.items()  # fmt: skip
+
+
+@pytest.mark.parametrize("context, slots, each", [(512, 2, 256), (512, 4, 256), (2048, 1, 2048)])
+def test_each_slot_has_its_part_of_the_context(context, slots, each):
+    given = [*SUITE, "--ctx-size", str(context), "--parallel", str(slots)]
+    found = server_conformance.options(given)
+    assert found["n_ctx"] == each * slots and found["args"][-2:] == ("--kv-unified-per-slot", str(each))
+    assert "--kv-unified-per-slot" not in server_conformance.options([*given, "--kv-unified"])["args"]
+
+
+def test_the_options_are_ones_that_the_server_takes():
+    found = server_conformance.options([*SUITE, "--ctx-size", "512", "--parallel", "2", "--verbose", "--swa-full"])
+    ours = {name: found.pop(name) for name in list(found) if name in ServerOptions.__dataclass_fields__}
+    ServerOptions.make(**ours)
+    Config.make(found.pop("model"), **found)
+
+
+def test_junit(tmp_path):
+    result = tmp_path / "result.xml"
+    result.write_text("""<testsuites><testsuite>
+        <testcase classname="unit.test_a" name="test_1[x]"/>
+        <testcase classname="unit.test_a" name="test_2"><failure message="assert 1 == 2&#10;more"/></testcase>
+        <testcase classname="unit.test_b" name="test_3"/>
+        <testcase classname="unit.test_b" name="test_3"><error message="at its end"/></testcase>
+    </testsuite></testsuites>""")
+    assert server_conformance.outcomes(result) == {"test_a::test_1[x]": "", "test_a::test_2": "failure: assert 1 == 2", "test_b::test_3": "error: at its end"}
+
+
+def test_only_what_stock_passes_counts_and_exceptions_are_known(monkeypatch, capsys):
+    monkeypatch.setattr(server_conformance, "EXCEPTIONS", {"b": "its reason", "d": "no longer true"})
+    stock = {"a": "", "b": "", "c": "failure", "d": "", "e": ""}
+    assert server_conformance.compare(stock, {"a": "", "b": "failure", "c": "failure", "d": ""}) == 1  # e was not run
+    said = capsys.readouterr().out
+    assert "its reason" in said and "FAILED     e" in said and "take it off the list" in said
+    assert "passes 4 of 5 tests; of these moeoff's server passes 2" in said
+
+
+def test_exceptions_are_few():
+    assert len(server_conformance.EXCEPTIONS) <= 8

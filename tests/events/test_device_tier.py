@@ -1,0 +1,331 @@
+"""Models on a device: with the experts on the CPU, and with some of them in slots of its memory."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from helpers.arch_models import ARCHITECTURES, WITHOUT_BLOCK, WITHOUT_MEMORY, write_model
+from helpers.device_runs import ENVIRONMENT, device_runs, why_no_device
+from helpers.logits import assert_bit_equal
+from helpers.models import write_expert_adapter
+
+pytestmark = pytest.mark.skipif(bool(why_no_device()), reason=why_no_device())
+
+BATCHES = [40, 1, 2, 9, *[1] * 12]
+SINGLE = [1] * 64
+ALL = {"vram": "1G", "slots": 32, "batches": BATCHES}
+
+
+def n_slots(stats: dict) -> int:
+    (use,) = stats["device_memory"].values()
+    return use["n_slots"]
+
+
+def test_experts_on_the_cpu_are_stocks(demo, tmp_path):
+    """Everything else is on the device: with all experts in memory, and with a few; and where every expert could be on the device and none is."""
+    runs = {"stock": {"stock": "CPU"}, "ours": {}, "small": {"memory": None, "expert_memory": "3M"}, "misses": {"vram": "1G", "uploads": 0}}
+    logits, stats = device_runs(demo, tmp_path, {name: {"batches": BATCHES} | run for name, run in runs.items()})
+    for name in ("ours", "small", "misses"):
+        assert_bit_equal(logits[name], logits["stock"])
+    assert stats["small"]["evictions"] > 0
+    assert stats["misses"]["device_hits"] == stats["misses"]["device_uploads"] == 0 < stats["misses"]["demand_hits"]
+
+
+def test_experts_on_the_device_are_stocks(demo, tmp_path):
+    """Where a device has all that is chosen, in both modes, and with a floor of host memory."""
+    runs = {
+        "stock": {"stock": "device", "batches": BATCHES},
+        "centric": ALL | {"vram_mode": "centric"},
+        "small": ALL | {"vram_mode": "centric", "memory": None, "expert_memory": "64K"},
+        "cooperative": ALL | {"uploads": 32, "passes": 40},
+    }
+    logits, stats = device_runs(demo, tmp_path, runs)
+    for name in ("centric", "small", "cooperative"):
+        assert_bit_equal(logits[name], logits["stock"])
+        assert n_slots(stats[name]) == 32
+    assert stats["cooperative"]["device_hit_rate"] == 1
+    assert stats["small"]["evictions"] > 0 and stats["small"]["device_uploads"] == stats["centric"]["device_uploads"] > 0
+
+
+@pytest.mark.parametrize("slots", [4, 8, 16, 32])
+def test_single_tokens_with_a_few_slots(demo, tmp_path, slots):
+    """Every chosen expert is uploaded before its use: as if all had been there."""
+    runs = {"stock": {"stock": "device", "batches": SINGLE}, "ours": ALL | {"vram_mode": "centric", "batches": SINGLE, "slots": slots}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    assert_bit_equal(logits["ours"], logits["stock"])
+    n_chosen = stats["ours"]["expert_uses"]
+    assert (stats["ours"]["device_uploads"] + stats["ours"]["device_hits"] // 3) == n_chosen
+    assert stats["ours"]["device_experts"] <= slots * 12
+
+
+def test_in_waves(demo, tmp_path):
+    """A batch that needs more experts than there are slots: as if all had been there."""
+    batches = [40, 1, 9, 1]
+    waves = {"vram": "1G", "vram_mode": "waves", "batches": batches}
+    runs = {"stock": {"stock": "device", "batches": batches}, "four": waves | {"slots": 8}, "two": waves | {"slots": 16, "memory": None, "expert_memory": "3M"}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    for name, slots in (("four", 8), ("two", 16)):
+        assert_bit_equal(logits[name], logits["stock"])
+        assert stats[name]["device_experts"] <= 12 * slots and stats[name]["device_uploads"] > 12 * slots
+        assert stats[name]["device_wait_seconds"] == stats[name]["device_upload_seconds"] > 0
+
+
+def test_what_loses_its_slot_goes_back_to_host_memory(demo, tmp_path):
+    """Both memories together have room for all experts, and neither has: none is read twice."""
+    batches = [1] * 60
+    ours = {"vram": "1G", "slots": 6, "uploads": 4, "memory": None, "expert_memory": "16M", "batches": batches}
+    logits, stats = device_runs(demo, tmp_path, {"CPU": {"stock": "CPU", "batches": batches}, "ours": ours})
+    s = stats["ours"]
+    assert s["device_downloads"] > 0 and s["device_bytes_down"] == s["device_downloads"] * 8704
+    assert s["arena_bytes"] < 12 * 32 * 3 * 16384 and s["bytes_read"] <= 12 * 32 * 3 * 8704
+    np.testing.assert_array_equal(logits["ours"].argmax(1), logits["CPU"].argmax(1))
+
+
+@pytest.mark.slow
+def test_large_batches(demo, tmp_path):
+    """512 tokens at once: every expert on the device, none, and some of them."""
+    base = {"batches": [512, 1], "n_ctx": 520, "n_batch": 512, "n_ubatch": 512}
+    runs = {
+        "device": {"stock": "device"},
+        "CPU": {"stock": "CPU"},
+        "all": {"vram": "2G", "slots": 32, "vram_mode": "centric"},
+        "none": {"vram": "2G", "slots": 32, "uploads": 0},
+        "some": {"vram": "2G", "slots": 8, "uploads": 4, "passes": 2},
+    }
+    logits, stats = device_runs(demo, tmp_path, {name: base | run for name, run in runs.items()}, timeout=1800)
+    assert_bit_equal(logits["all"], logits["device"])
+    assert_bit_equal(logits["none"], logits["CPU"])
+    usual = np.abs(logits["CPU"] - logits["device"]).max()
+    assert 0 < stats["some"]["device_hits"] and np.abs(logits["some"] - logits["CPU"]).max() <= 3 * usual
+
+
+def test_two_contexts(demo, tmp_path):
+    """The model's own has the slots; another computes on the CPU, as stock does, and neither disturbs the other."""
+    batches = [9, 1, 2, *[1] * 8]
+    centric = {"vram": "1G", "slots": 8, "vram_mode": "centric", "batches": [1] * 20}
+    runs = {
+        "device": {"stock": "device", "batches": [1] * 20},
+        "own": centric | {"second": True},
+        "CPU": {"stock": "CPU", "batches": batches},
+        "other": {"vram": "1G", "slots": 32, "uploads": 8, "batches": batches, "second": "other"},
+    }
+    logits, stats = device_runs(demo, tmp_path, runs)
+    assert_bit_equal(logits["own"], logits["device"])
+    assert_bit_equal(logits["other"], logits["CPU"])
+    assert stats["other"]["device_hits"] > 0
+
+
+def test_adapters_of_experts(demo, tmp_path):
+    """A LoRA adapter of every matrix of the experts: right where the device computes with all of them, refused where it does with some."""
+    base = {"batches": [9, 1, 2, *[1] * 8], "lora_path": write_expert_adapter(demo, tmp_path / "adapter.gguf")}
+    runs = {
+        "plain": {"stock": "device", "batches": base["batches"]},
+        "device": base | {"stock": "device"},
+        "all": base | {"vram": "1G", "slots": 32, "vram_mode": "centric"},
+    }
+    logits, _ = device_runs(demo, tmp_path, runs)
+    assert np.abs(logits["plain"] - logits["device"]).max() > 0.1
+    assert_bit_equal(logits["all"], logits["device"])
+    for mode in ("cooperative", "auto"):
+        _, refused = device_runs(demo, tmp_path, {"run": base | {"vram": "1G", "vram_mode": mode}})
+        assert refused["run"]["error"] == f"vram_mode {mode}: adapters (LoRA) are computed on one side alone; give vram_mode centric or cpu"
+
+
+def test_a_device_that_gives_less_than_it_said(demo, tmp_path):
+    """One sentence with the numbers, and a smaller bound that then fits."""
+    batches = {"batches": [1] * 6}
+    _, refused = device_runs(demo, tmp_path, {"run": batches | {"vram": "1G", "room": 10}})
+    error, needed = refused["run"]["error"], refused["run"]["needed"]
+    assert re.search(
+        r"^1\.00 GiB on \w+: \w+ has no room for 123456 bytes of experts of layer 3; [\d.]+ MiB are llama.cpp's there: give vram=\d+ at most$", error
+    )
+    assert 0 < needed < 1 << 30
+    logits, stats = device_runs(demo, tmp_path, {"stock": batches | {"stock": "CPU"}, "ours": batches | {"vram": needed, "room": 10, "uploads": 0}})
+    assert_bit_equal(logits["ours"], logits["stock"])
+    assert 4 <= n_slots(stats["ours"]) <= 10
+
+
+def test_auto_tries_all_ways(demo, tmp_path):
+    """In blocks of two tokens: after 64 all ways have been compared. The tokens are right whatever is kept; `test_comparison.py` has what is kept when."""
+    batches = [1] * 66
+    runs = {"CPU": {"stock": "CPU", "batches": batches}, "ours": ALL | {"vram_mode": "auto", "slots": 8, "batches": batches, "block": 2}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    np.testing.assert_array_equal(logits["ours"][:64].argmax(1), logits["CPU"][:64].argmax(1))
+    s = stats["ours"]
+    assert s["device_mode"] in ("cooperative", "centric", "cpu") and s["device_gain"] is not None and s["device_experts"] > 0
+
+
+def test_what_is_predicted_is_uploaded(demo, tmp_path):
+    """With everything in host memory, too, and a predictor that is not compared: no read is saved, and slots are filled ahead."""
+    batches = [1] * 96
+    ours = {"vram": "1G", "slots": 8, "batches": batches}
+    runs = {"CPU": {"stock": "CPU", "batches": batches}, "predicted": ours | {"strategy": "hobbit"}, "only": ours | {"strategy": "hobbit", "uploads": 0}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    np.testing.assert_array_equal(logits["predicted"][:64].argmax(1), logits["CPU"][:64].argmax(1))
+    assert stats["predicted"]["device_hits"] > 0 == stats["only"]["device_hits"]
+
+
+def test_the_bound_moves(demo, tmp_path):
+    """To fewer slots and to more, while the model is open."""
+    batches = SINGLE[:12]
+    centric = {"vram": "1G", "vram_mode": "centric", "batches": batches}
+    runs = {"stock": {"stock": "device", "batches": batches}, "less": centric | {"slots": 32, "then": 4}, "more": centric | {"slots": 4, "then": 16}}
+    logits, stats = device_runs(demo, tmp_path, runs)
+    assert_bit_equal(logits["less"], logits["stock"])
+    assert_bit_equal(logits["more"], logits["stock"])
+    assert [n_slots(stats[name]) for name in ("less", "more")] == [4, 16]
+
+
+@pytest.mark.parametrize("slots", [4, 8, 16, 32])
+def test_a_part_on_the_device(demo, tmp_path, slots):
+    """As far from stock as stock on one device is from stock on another."""
+    runs = {
+        "CPU": {"stock": "CPU", "batches": BATCHES},
+        "device": {"stock": "device", "batches": BATCHES},
+        "ours": ALL | {"slots": slots},
+        "centric": ALL | {"slots": slots, "vram_mode": "centric"},  # small batches on the device, others on the CPU
+        "scarce": ALL | {"slots": slots, "memory": None, "expert_memory": "3M"},
+    }
+    logits, stats = device_runs(demo, tmp_path, runs)
+    usual = np.abs(logits["CPU"] - logits["device"]).max()
+    assert usual > 0
+    for name in ("ours", "centric", "scarce"):
+        assert len(logits[name]) == 64
+        np.testing.assert_array_equal(logits[name].argmax(1), logits["CPU"].argmax(1))
+        assert np.abs(logits[name] - logits["CPU"]).max() <= 3 * usual
+        s = stats[name]
+        assert 0 < s["device_hits"] < s["demand_hits"] + s["demand_misses"] and s["device_experts"] <= 12 * slots
+        assert s["device_bytes"] > 0 and n_slots(s) == slots
+
+
+# biases, a fused matrix, weights before the experts, two blocks in a layer, selection by groups, shared experts
+USUAL = ("qwen3moe", "gpt-oss", "llama4", "grovemoe", "deepseek2", "qwen2moe", "mistral4")
+ARCHITECTURES_ON_DEVICES = [
+    pytest.param(name, marks=() if name in USUAL else pytest.mark.slow) for name in ARCHITECTURES if name not in WITHOUT_BLOCK | WITHOUT_MEMORY
+]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES_ON_DEVICES)
+def test_architectures(architecture, writer, folder):
+    """Random models of 8 experts, 2 used: every expert on the device, 3 of them, 3 in turn, and none."""
+    path = write_model(writer, folder, architecture, "F32")
+    batches = [9, 1, 2, *[1] * 6]
+    runs = {
+        "device": {"stock": "device", "batches": batches},
+        "CPU": {"stock": "CPU", "batches": batches},
+        "all": {"vram": "1G", "slots": 8, "vram_mode": "centric", "batches": batches},
+        "none": {"vram": "1G", "uploads": 0, "batches": batches},
+        "single": {"stock": "device", "batches": [1] * 12},
+        "few": {"vram": "1G", "slots": 3, "vram_mode": "centric", "batches": [1] * 12},
+        "waves": {"vram": "1G", "slots": 3, "vram_mode": "waves", "batches": batches},
+    }
+    logits, stats = device_runs(str(path), folder, runs)
+    if architecture == "grovemoe":  # with experts on the CPU alone, the second of its two routers is computed there, too
+        np.testing.assert_allclose(logits["none"], logits["CPU"], atol=1e-6)
+    else:
+        assert_bit_equal(logits["none"], logits["CPU"])
+    if architecture == "mistral4":  # its last product has a precision of its own: no slots
+        assert_bit_equal(logits["all"], logits["CPU"])
+        return
+    assert_bit_equal(logits["all"], logits["device"])
+    assert_bit_equal(logits["few"], logits["single"])
+    assert_bit_equal(logits["waves"], logits["device"])
+    assert all(stats[name]["device_uploads"] > 0 for name in ("all", "few", "waves"))
+
+
+REFUSED = [
+    (["--vram", "1M"], r"1\.00 MiB on \w+ is too small: llama\.cpp takes [\d.]+ MiB there, and one expert of each layer .*: give --vram \d+M"),
+    (["--vram", "9000G"], r"is more than \w+ has: .* free: give --vram \d+M"),
+    (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
+    (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, waves, cpu, auto, not 'fast'"),
+    (["--vram", "1G", "--vram-mode", "centric", "--max-loss", "1%"], "a device computes with experts in their own precision alone"),
+    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric or waves"),
+    (["--vram", "1G", "-ngl", "0"], "--vram has no effect while no layer goes to the GPU"),
+    (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),
+]
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=[" ".join(options) for options, _ in REFUSED])
+def test_refused(demo, tmp_path, options, words):
+
+    done = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "-fa", "off", "-ngl", "99", *options], tmp_path)
+    assert done.returncode == 1 and re.search(words, done.stderr), done.stderr
+    assert len(done.stderr.strip().splitlines()) <= 4  # ggml-vulkan tells of its devices in three
+
+
+def run_command(arguments: list[str], folder) -> subprocess.CompletedProcess:
+    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+    env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(folder)}
+    return subprocess.run([command, *arguments], env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
+
+
+def test_what_is_said_of_it(demo, tmp_path):
+    done = run_command(
+        ["run", "-m", demo, "-p", "x", "-n", "4", "-fa", "off", "-ngl", "99", "--vram", "80%", "--stats-json", str(tmp_path / "s.json")], tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "on the GPU" in done.stderr and json.loads((tmp_path / "s.json").read_text())["device_memory"]
+    doctor = run_command(["doctor"], tmp_path)
+    assert re.search(r"ok +gpu +\w+\d, .* free of .* \(-ngl, --vram\)", doctor.stdout)
+    inspect = run_command(["inspect", demo, "--probe", "off"], tmp_path)
+    assert re.search(r"\w+\d +.* free of .* room for at most 100% of the experts", inspect.stdout)
+
+
+def test_a_build_without_a_device(demo, tmp_path, monkeypatch):
+    """A software driver that is not named is none; the build is not what is to blame."""
+    monkeypatch.setitem(ENVIRONMENT, "GGML_VK_VISIBLE_DEVICES", "")
+    doctor = run_command(["doctor"], tmp_path)
+    if re.search(r"ok +gpu", doctor.stdout):
+        pytest.skip("this machine has a GPU")
+    assert re.search(r"gpu +this build has \w+, and no driver offers a device", doctor.stdout) and "GGML_VK_VISIBLE_DEVICES=0" in doctor.stdout
+    failed = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "-ngl", "99"], tmp_path)
+    assert failed.returncode == 1 and "no driver offers a device" in failed.stderr and "rebuild" not in failed.stderr
+
+
+SERVE = """
+import json, sys, urllib.request
+import moeoff
+with moeoff.Server(sys.argv[1], port=0, vram="1G", n_gpu_layers=99, flash_attn=False, memory="6G", n_threads=2, parallel=2) as server:
+    body = json.dumps({"prompt": "How many apples?", "n_predict": 12, "temperature": 0}).encode()
+    for _ in range(3):
+        with urllib.request.urlopen(urllib.request.Request(server.url + "/completion", body, {"Content-Type": "application/json"})) as reply:
+            answer = json.load(reply)
+    with urllib.request.urlopen(server.url + "/metrics") as reply:
+        print(json.dumps({"moeoff": answer["moeoff"], "metrics": reply.read().decode()}))
+"""
+
+
+def test_a_server_says_it_too(demo, tmp_path):
+    env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", SERVE, demo], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert 0 < said["moeoff"]["device_hits"] <= said["moeoff"]["hits"]
+    assert re.search(r"^moeoff_device_hits_total [1-9]", said["metrics"], re.MULTILINE)
+    assert re.search(r'^moeoff_device_bytes\{device="\w+"\} [1-9]', said["metrics"], re.MULTILINE)
+
+
+OVERLAP = """
+import sys
+import moeoff
+llm = moeoff.Llama(sys.argv[1], vram="1G", n_gpu_layers=99, flash_attn=False, op_offload=False, memory="6G", n_threads=2, n_ctx=256, verbose=True)
+llm.eval([5, 6])
+llm.eval([7])
+"""
+
+
+def test_the_cpu_does_not_wait_for_what_the_device_computes(demo, tmp_path):
+    """The scheduler waits where it copies: behind each of the device's parts the CPU's has nothing to be copied."""
+    env = os.environ | ENVIRONMENT | {"XDG_CACHE_HOME": str(tmp_path), "GGML_SCHED_DEBUG": "1"}
+    done = subprocess.run([sys.executable, "-c", OVERLAP, demo], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    splits = re.findall(r"## SPLIT #(\d+): (\w+) # (\d+) inputs", done.stderr)
+    last = max(i for i, (number, _, _) in enumerate(splits) if number == "0")
+    graph = [(backend, int(n_inputs)) for _, backend, n_inputs in splits[last:]]
+    free = [i for i, (backend, n_inputs) in enumerate(graph) if backend == "CPU" and n_inputs == 0 and i and graph[i - 1][0] != "CPU"]
+    assert len(free) == 12  # layers

@@ -1,0 +1,533 @@
+"""Strategies that predict, on the real library: lossless, they read ahead, and they know when not to."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
+from moeoff import OptionError, native
+from moeoff.engine.batch import BatchRows, batch_spans, is_decode, spans_of
+from moeoff.engine.comparison import BLOCK, ORDER
+from moeoff.engine.driver import Driver
+from moeoff.engine.prefetcher import Prefetcher, Usefulness
+from moeoff.gate_event import GateEvent
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import (
+    PREDICTORS,
+    PRESETS,
+    CacheShape,
+    Prediction,
+)
+from moeoff.policies.precision import Precision
+from moeoff.sidecar.profile import Profile
+from moeoff.trace import TraceHeader
+
+PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
+OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
+PREDICTING = [name for name, s in PRESETS.items() if s.predictor and s.precision.lossless] + [f"lru+{name}" for name in PREDICTORS]
+
+
+def share(model: str, part: float) -> int:
+    return int(ModelIndex.read(model).expert_bytes * part)
+
+
+@pytest.fixture(scope="module")
+def reference(demo):
+    return stock_logits(demo, PROMPT, 24, 256)
+
+
+@pytest.mark.parametrize("strategy", PREDICTING)
+def test_lossless_and_ahead(calibrated, reference, strategy):
+    model, _, _ = calibrated
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy=strategy, **OPTIONS) as llm:
+        assert_bit_equal(greedy_logits(llm, PROMPT, 24), reference)
+        stats = llm.stats()
+    assert stats.prefetch_issued > 0, "nothing was read ahead"
+    assert 0 < stats.prefetch_useful <= stats.prefetch_issued
+    assert stats.prefetch_on is not None
+
+
+def test_prompts_are_read_ahead(calibrated):
+    model, _, _ = calibrated
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="lru+gate", **OPTIONS) as llm:
+        llm.eval(PROMPT)
+        stats = llm.stats()
+    assert stats.prefetch_useful > 0.3 * (stats.demand_hits + stats.demand_misses)
+
+
+@pytest.mark.parametrize("part", [0.1, 0.5])
+def test_large_batches_are_read_whole_gates_ahead(demo, part):
+    """Every gate's experts are queued before its router has selected, the first gate's too, as far as the arena has room beside the gate before."""
+    with moeoff.Llama(demo, expert_memory=share(demo, part), strategy="lru+activation-path", **OPTIONS) as llm:
+        llm.eval(list(range(10, 2058, 16)))
+        buffer, stats = llm.engine.buffer, llm.stats()
+        n_slices = sum(t.ne[2] for t in buffer.tensors)
+    n_used = stats.demand_hits + stats.demand_misses
+    assert n_used > 0.75 * n_slices, "no batch that needs most experts"
+    if part == 0.5:
+        assert stats.prefetch_useful > 0.5 * n_used  # on a busy machine a gate of so small a model may be there first
+    assert stats.prefetch_issued < 1.2 * n_slices, "read twice"
+
+
+@pytest.mark.parametrize("strategy", ["lru", "lru+gate"])
+def test_a_prompts_demand_is_read_by_popularity(demo, strategy):
+    """Fate §4.3, behind the gate: of each matrix the experts of the most tokens are read first, also those that a prefetch had queued in another order."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 1), strategy=strategy, io_threads=1, gate_input=True, **OPTIONS) as llm:
+        buffer, events = llm.engine.buffer, []
+        llm.set_gate_callback(events.append)
+        buffer.log_reads()
+        buffer.prefetch(6, range(32))  # by index
+        tokens = np.random.default_rng(0).integers(10, 2000, 96).tolist()
+        llm.eval(tokens)
+        buffer.drain()
+        reads, tensors = buffer.take_reads(), buffer.tensors
+        first_seen = 0
+        n_late = 0
+        for event in events:
+            count = np.bincount(event.ids.ravel(), minlength=32)
+            for i in (i for i, t in enumerate(tensors) if t.gate == event.gate):
+                late = reads[(reads["tensor"] == i) & (reads["t_start"] > event.t_ns)]
+                late = late[np.isin(late["expert"], event.ids)]  # a prefetch that was under way may begin its next chunk
+                late = late[np.argsort(late["t_start"])]
+                found = count[late["expert"]]
+                assert (np.diff(found) <= 0).all(), (event.gate, i, found)
+                n_late += len(late)
+                appeared = np.array([event.ids.ravel().tolist().index(e) for e in late["expert"]])
+                first_seen += bool(len(late) > 2 and (np.diff(appeared) > 0).all())
+    assert n_late > (300 if strategy == "lru" else 30), "hardly anything had to be read behind a gate"
+    assert first_seen < 12, "the same order as the tokens'"
+
+
+def test_what_is_expected_stays(demo):
+    """A full arena: residents that are expected outlive others of the same rank, until their router has selected."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.25), strategy="lru", **OPTIONS) as llm:
+        buffer = llm.engine.buffer
+        llm.eval(PROMPT)
+        resident = np.flatnonzero(buffer.residency()[11])  # the oldest of the last layer would go first
+        buffer.prefetch(11, resident.tolist(), limit=0)
+        before = buffer.stats().prefetch_issued
+        buffer.preload(0, range(32))
+        buffer.preload(1, range(32))
+        while buffer.stats().reads < buffer.stats().demand_misses:
+            pass
+        kept = np.flatnonzero(buffer.residency()[11])
+        assert before == buffer.stats().prefetch_issued == 0, "limit=0 reads nothing"
+        assert set(resident) <= set(kept)
+
+
+def test_limit(demo):
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy="lru", **OPTIONS) as llm:
+        assert llm.engine.buffer.prefetch(3, range(32), limit=5) == 5
+        assert llm.engine.buffer.prefetch(3, range(32), limit=0) == 0
+        assert llm.engine.buffer.prefetch(4, range(2)) == 6
+
+
+def test_ab_tested_strategies_report_what_they_found(demo):
+    n = BLOCK * len(ORDER) + 40
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.3), strategy="auto", n_ctx=512, n_threads=2) as llm:
+        llm.eval(PROMPT[:4])
+        for token in range(n):
+            llm.eval([100 + token])
+        stats = llm.stats()
+    assert stats.prefetch_gain is not None and -0.9 < stats.prefetch_gain < 9
+    assert not stats.prefetch_on or stats.prefetch_gain > 0  # on only where it wins: it reads more
+
+
+def test_no_driver_when_everything_is_resident(demo):
+    with moeoff.Llama(demo, expert_memory=share(demo, 2), strategy="auto", **OPTIONS) as llm:
+        llm.eval(PROMPT)
+        stats = llm.stats()
+        assert stats.prefetch_on is None and stats.driver_seconds == 0
+
+
+def test_a_smaller_budget_calls_the_driver(demo):
+    with moeoff.Llama(demo, memory="4G", strategy="auto", n_ctx=256, n_threads=2) as llm:
+        assert llm.stats().prefetch_on is None
+        llm.set_memory(llm.engine.plan.fixed + (6 << 20))
+        llm.eval(PROMPT)
+        assert llm.stats().prefetch_on is not None and llm.stats().prefetch_issued > 0
+
+
+@pytest.mark.parametrize("strategy", ["arc", "score"])
+def test_the_policy_follows_the_budget(demo, strategy):
+    with moeoff.Llama(demo, memory="4G", strategy=strategy, n_ctx=256, n_threads=2) as llm:
+        needs = llm.engine.plan.fixed
+        llm.set_memory(needs + (12 << 20))
+        llm.eval(PROMPT)
+        policy, capacities = llm.engine.driver.policy, []
+        for mib in (6, 14, 14):
+            llm.set_memory(needs + (mib << 20))
+            llm.eval(PROMPT[:4])
+            capacities.append(policy.shape.capacity)
+            model = TraceHeader.of(llm.engine.buffer, "", llm.engine.model_index.n_expert_used)
+            assert capacities[-1] == pytest.approx(CacheShape.of(model, llm.engine.buffer.stats().arena_bytes).capacity, rel=0.01)
+    assert capacities[1] > 1.5 * capacities[0]
+
+
+def test_a_text_begins_where_positions_go_back(demo):
+    """A conversation whose beginning is still in the context never begins at position 0; what follows it is new all the same."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy="lfu", n_ctx=256, n_threads=2) as llm:
+        n_gates, n_used = llm.engine.buffer.priorities.shape[0], llm.engine.model_index.n_expert_used
+
+        def counted():
+            llm.engine.buffer.drain()
+            return llm.engine.buffer.priorities.sum() / n_gates / n_used
+
+        llm.eval(PROMPT[:12])
+        llm.eval([7])
+        assert counted() == pytest.approx(13, abs=1)  # the last layer leaves out tokens whose logits are not asked for
+        llm.n_tokens = 8
+        llm.eval([20, 21, 22])
+        assert counted() == pytest.approx(3, abs=1)
+        llm.eval([23])
+        assert counted() == pytest.approx(4, abs=1)
+
+
+@pytest.mark.parametrize("strategy", ["hobbit+none", "lfu"])
+def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
+    """HOBBIT §3.4, through what applications call: a prompt that shares its beginning with the last one is a new sequence, a turn more of it is not."""
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, n_ctx=256, n_threads=2) as llm:
+        n_gates, n_used = llm.engine.buffer.priorities.shape[0], llm.engine.model_index.n_expert_used
+        policy = llm.engine.driver.policy
+
+        def counted():
+            llm.engine.buffer.drain()
+            return policy._tokens - 1 if strategy == "hobbit+none" else llm.engine.buffer.priorities.sum() / n_gates / n_used
+
+        answer = llm.create_completion(PROMPT[:12], max_tokens=4, temperature=0)["usage"]
+        assert counted() == pytest.approx(12 + answer["completion_tokens"] - 1, abs=1)
+        llm.create_completion([*PROMPT[:8], 20, 21, 22], max_tokens=1)  # of which eight tokens are in the context
+        assert counted() == pytest.approx(3, abs=1)
+        llm.create_completion([*llm.input_ids[: llm.n_tokens].tolist(), 30, 31], max_tokens=1)
+        assert counted() == pytest.approx(5, abs=1)
+
+
+def test_each_sequence_begins_by_itself():
+    """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
+    policy = Parts()
+    driver = Driver(Recorder(), policy)
+
+    def begun(*tokens, decode=None):
+        policy.begun.clear()
+        sequences, positions = [sequence for sequence, _ in tokens], [pos for _, pos in tokens]
+        driver.begin(np.zeros(len(tokens), np.int32), spans_of(sequences, positions, None if decode is None else [not decode] * len(tokens)), bool(decode))
+        return list(policy.begun)
+
+    assert begun((0, 0), (0, 1), (0, 2)) == [0]
+    assert begun((0, 3)) == []
+    assert begun((0, 4), (1, 0), (1, 1)) == [1]
+    assert begun((0, 5), (1, 2)) == []
+    assert begun((2, 0), (0, 2), (0, 3)) == [2, 0]
+    assert begun((1, 3), (0, 4)) == []
+    assert begun((1, 1), (1, 2)) == [1] and begun((1, 3)) == []
+    assert begun((1, 4), (1, 5), (1, 6), decode=True) == [] and begun((1, 5), (0, 5), decode=True) == []
+    assert begun((1, 5), (1, 6)) == [1]  # another prompt that shares its beginning
+
+
+def test_several_sequences_are_decoded_and_a_text_is_read():
+    def decodes(*sequences):
+        batch = SimpleNamespace(n_tokens=len(sequences), pos=list(range(len(sequences))), seq_id=[[sequence] for sequence in sequences])
+        return is_decode(batch_spans(batch))
+
+    assert decodes(0) and decodes(0, 1, 2) and not decodes(0, 0) and not decodes(0, 1, 1)
+    assert is_decode(spans_of([0, 1, 1], [5, 7, 8], [0, 0, 0])) and not is_decode(spans_of([0, 1], [5, 0], [0, 1]))  # a server knows
+
+
+class Parts:
+    """Records which sequences begin, as a policy is told."""
+
+    static, wants_probs = False, False
+
+    def __init__(self):
+        self.begun, self.seen = [], []
+
+    def reset_sequence(self, sequence):
+        self.begun.append(sequence)
+
+    def update(self, event):
+        self.seen.append(None if event.sequences is None else event.sequences.tolist())
+
+
+def test_the_driver_tells_which_sequence_begins_and_which_each_token_is_of():
+    policy = Parts()
+    driver = Driver(Recorder(), policy)
+
+    def batch(sequences, positions, rows=None, n_tokens=None):
+        driver.begin(np.zeros(len(sequences), np.int32), spans_of(sequences, positions), False, rows)
+        driver.deliver(event_of(0, n_tokens or len(sequences)))
+
+    batch([3, 3], [0, 1])
+    batch([3], [2])
+    batch([3, 0, 0], [3, 0, 1], BatchRows(np.array([3, 0, 0]), np.array([1, 0, 1]), 8))
+    batch([0], [2])
+    batch([3, 1], [4, 0])  # in an order that is not known
+    batch([1, 2], [1, 0], BatchRows(np.array([1, 2]), np.array([1, 1]), 8), n_tokens=5)  # of another context
+    assert policy.begun == [3, 0, 1, 2]
+    assert policy.seen == [[3, 3], [3], [3, 0, 0], None, None, None]
+
+
+def test_a_decode_batch_is_predicted_row_by_row():
+    """The experts of all sequences, those that a sequence wants most before those that one wants second, up to what the disk can read."""
+    buffer = Recorder()
+    predictor = Fixed([[9, 8, 1, 0, 0, 0, 0, 0], [0, 0, 0, 7, 9, 0, 0, 0], [0, 8, 0, 0, 9, 0, 0, 0]])
+    prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1, ab_tested=False)
+    prefetcher._earned = 3.0
+    event = event_of(0, 3)
+    event.decode = True
+    prefetcher.observe(event)
+    assert buffer.prefetched == [(1, [0, 4, 1, 3], False, 3)]
+
+
+def test_edgemoe_begins_with_the_most_frequent_experts(calibrated):
+    """EdgeMoE §3.3.3: the buffer is full of them before the first token, and the policy evicts the least frequent of them first."""
+    model, _, _ = calibrated
+    counts = Profile.find(ModelIndex.read(model)).section("popularity")["counts"]
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="edgemoe", **OPTIONS) as llm:
+        resident, stats = llm.engine.buffer.residency(), llm.stats()
+        slots = llm.engine.buffer.slots()
+        held = sum(int(slots[i][resident[t.gate, : len(slots[i])] & (1 << t.matrix) > 0].sum()) for i, t in enumerate(llm.engine.buffer.tensors))
+        assert stats.evictions == 0 and 0.97 * stats.arena_bytes < held <= stats.arena_bytes
+        assert counts[resident > 0].min() >= counts[resident == 0].max()
+        priorities = llm.engine.buffer.priorities
+        assert priorities[0, counts[0].argmax()] == priorities[0].max() and priorities.max() < 1
+    with moeoff.Llama(model, expert_memory=share(model, 0.5), strategy="edgemoe", profile=False, **OPTIONS) as llm:
+        assert not llm.engine.buffer.residency().any()
+
+
+def test_learned_needs_a_profile(demo):
+    with pytest.raises(OptionError, match="needs a calibration of this model"):
+        moeoff.Llama(demo, strategy="promoe", profile=False, expert_memory=share(demo, 0.5), **OPTIONS)
+
+
+class Recorder:
+    """As much of a buffer as the prefetcher asks of one; remembers what was prefetched."""
+
+    def __init__(self):
+        self.priorities = np.zeros((2, 8), np.float32)
+        self.tensors = [SimpleNamespace(gate=g, matrix=m, ne=(1, 1, 8)) for g in (0, 1) for m in (1, 3)]
+        self.prefetched = []
+        self.counters = native.Stats()
+        self.arena_full = 1 << 20
+
+    def drain(self): ...
+
+    def publish(self): ...
+
+    def set_gate_callback(self, callback): ...
+
+    def prefetch(self, gate, experts, n_read=None, low=False, limit=-1):
+        n_read = len(experts) if n_read is None else n_read
+        queued = n_read if limit < 0 else min(n_read, limit)
+        self.prefetched.append((gate, list(experts), low, queued))
+        return queued
+
+    def stats(self):
+        return self.counters
+
+    def residency(self):
+        return np.zeros((2, 8), np.uint8)
+
+
+def test_prefetches_by_predicted_weight():
+    """Predicted scores stand in for weights: what the rule would serve low is read low, what it would skip is not read."""
+    scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)  # unimportance 0, 0.4, 0.7, 0.9
+    rule = Precision(0.5, 0.8, 0.5, "Q4_0")
+    lossy = [(1, [1, 3, 4, 2], False, 2), (1, [4], True, 1)]  # 4 and 2 are protected where they are resident
+    for precision, expected in ((rule, lossy), (Precision(), [(1, [1, 3, 4, 2], False, 4)])):
+        buffer = Recorder()
+        prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1, ab_tested=False, precision=precision)
+        prefetcher._credit = 8.0
+        prefetcher._act([Prediction(1, scores)], decode=True)
+        assert buffer.prefetched == expected and prefetcher._credit == 8 - sum(n for *_, n in expected)
+    buffer = Recorder()
+    batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
+    Prefetcher(buffer, SimpleNamespace(), n_used=2, io_threads=1, ab_tested=False, precision=rule)._act([Prediction(0, batch)], decode=False)
+    assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens
+
+
+class Fixed:
+    """Predicts the same scores for the other gate, whatever happens."""
+
+    wants_tokens = False
+
+    def __init__(self, scores):
+        self.scores, self.n_asked = np.asarray(scores, np.float32), 0
+
+    def observe(self, event):
+        self.n_asked += 1
+        return [Prediction(1 - event.gate, self.scores[: len(event.ids)])]
+
+
+def event_of(gate, n_tokens, t_ns=0, n_miss=1, ids=(0, 1)):
+    return GateEvent(gate, np.tile(np.array(ids, np.int32), (n_tokens, 1)), np.ones((n_tokens, 2), np.float32), n_miss=n_miss, t_ns=t_ns)
+
+
+def test_what_decode_found_leaves_prompts_alone():
+    buffer, predictor = Recorder(), Fixed([[9, 8, 1, 0, 0, 0, 0, 0]] * 4)
+    prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1)
+    prefetcher.ab_test.on = False
+    prefetcher.observe(event_of(0, 1))
+    assert not buffer.prefetched and predictor.n_asked == 0
+    prefetcher.observe(event_of(0, 4))
+    assert buffer.prefetched == [(1, [0, 1], False, 2)]
+
+
+def test_reads_ahead_only_what_is_mostly_used():
+    """The second place is never selected: it is no longer read, but kept if it is there."""
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, Fixed([[9, 8, 1, 0, 0, 0, 0, 0]]), n_used=2, io_threads=1)
+    prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
+    prefetcher._earned = 4.0
+    for token in range(40):
+        buffer.prefetched.clear()
+        buffer.counters.io_thread_busy_ns += 5_000_000
+        for gate in (0, 1):
+            prefetcher.observe(event_of(gate, 1, t_ns=10_000_000 * (2 * token + gate + 1), ids=(0, 7)))
+    assert (1, [0, 1], False, 1) in buffer.prefetched
+
+
+def test_predicts_nothing_while_the_disk_has_nothing_to_do():
+    buffer, predictor = Recorder(), Fixed([[9, 8, 1, 0, 0, 0, 0, 0]])
+    prefetcher = Prefetcher(buffer, predictor, n_used=2, io_threads=1, ab_tested=False)
+    t = 0
+
+    def tokens(n, busy_ns):
+        nonlocal t
+        for _ in range(n):
+            buffer.counters.io_thread_busy_ns += busy_ns
+            buffer.counters.reads += 1
+            for gate in (0, 1):
+                t += 10_000_000
+                prefetcher.observe(event_of(gate, 1, t_ns=t))
+        asked, predictor.n_asked = predictor.n_asked, 0
+        return asked
+
+    assert tokens(30, busy_ns=5_000_000) == 60
+    tokens(30, busy_ns=1000)
+    assert tokens(30, busy_ns=1000) == 0
+    tokens(2, busy_ns=5_000_000)
+    assert tokens(30, busy_ns=5_000_000) == 60
+
+
+def several_of(gate, sequences, t_ns=0, ids=(0, 1)):
+    event = event_of(gate, len(sequences), t_ns, ids=ids)
+    event.decode, event.sequences = True, np.array(sequences, np.int32)
+    return event
+
+
+def test_each_number_of_sequences_is_compared_by_itself():
+    """Tokens of four sequences take longer than those of one, with prefetching and without."""
+    prefetcher = Prefetcher(Recorder(), Fixed(np.ones((4, 8))), n_used=2, io_threads=1)
+    t = 0
+
+    def step(sequences, ns):
+        nonlocal t
+        for gate in (0, 1):
+            t += ns // 2
+            prefetcher.observe(several_of(gate, sequences, t_ns=t))
+
+    step([0], 1000)
+    one = prefetcher.ab_test
+    for _ in range(BLOCK * len(ORDER) + 1):
+        step([0, 1, 2, 3], 4000)
+    four = prefetcher.ab_test
+    assert four is not one and four.gain is not None and one.gain is None
+    step([2], 1000)
+    assert prefetcher.ab_test is one and not any(one._times.values())
+    step([3, 1, 0, 2], 4000)
+    assert prefetcher.ab_test is four
+
+
+def test_what_is_seldom_useful_is_not_read_for_several_sequences():
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, Fixed([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]]), n_used=2, io_threads=1)
+    prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
+    prefetcher._n_sequences, prefetcher._earned = 2, 8.0
+    for token in range(40):
+        buffer.prefetched.clear()
+        buffer.counters.io_thread_busy_ns += 5_000_000
+        for gate in (0, 1):
+            event = several_of(gate, [0, 1], 10_000_000 * (2 * token + gate + 1))
+            event.ids[:] = [[0, 7], [2, 6]]
+            prefetcher.observe(event)
+    assert (1, [0, 2, 1, 3], False, 2) in buffer.prefetched
+
+
+def test_several_tokens_may_earn_the_slices_of_all_their_experts():
+    prefetcher = Prefetcher(Recorder(), Fixed(np.zeros((6, 8))), n_used=2, io_threads=1, ab_tested=False)
+    mosts = []
+    for sequences in ([0], [0, 1, 2], [0, 1, 2, 3, 4, 5]):
+        prefetcher.observe(several_of(0, sequences))
+        mosts.append(prefetcher._most)
+    assert mosts == [4, 12, 16]  # two matrices; a gate has eight experts
+
+
+def test_each_token_wants_a_version_of_its_own():
+    """What one token would skip is read for another that would have it in high precision; the sum of both decides nothing."""
+    scores = np.array([[0.5, 0.3, 0.12, 0.08, 0, 0, 0, 0], [0, 0, 0.08, 0.5, 0.3, 0.12, 0, 0]], np.float32)
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1, ab_tested=False, precision=Precision(0.6, 0.85, 0.5, "Q4_0"))
+    prefetcher._credit = 99.0
+    prefetcher._act([Prediction(1, scores)], decode=True)
+    (_, high, _, n_high), (_, low, *_) = buffer.prefetched
+    assert set(high[:n_high]) == {0, 1, 3, 4} and set(low) == {2, 5}
+
+
+def run(share_of_place, n_tokens=200, n_gates=6, n_experts=16, resident=0.5, bad_gate=None, seed=0):
+    """Predictions right with these shares, the candidates absent or not by chance. Returns how many places pay for each gate."""
+    rng, usefulness = np.random.default_rng(seed), Usefulness(n_gates, n_experts, len(share_of_place))
+    for _ in range(n_tokens):
+        table = rng.random((n_gates, n_experts)) < resident
+        waiting = {}
+        for gate in range(n_gates):
+            usefulness.selected(gate, waiting.get(gate, np.array([0])))
+            if gate == 0:
+                usefulness.next_token(table)
+            target = (gate + 1) % n_gates
+            best = rng.permutation(n_experts)[: len(share_of_place)]
+            usefulness.predicted(target, best)
+            right = rng.random(len(best)) < (0.1 if target == bad_gate else np.array(share_of_place))
+            if target:
+                waiting[target] = best[right]
+    return [usefulness.n_paying(gate) for gate in range(1, n_gates)]
+
+
+@pytest.mark.parametrize("shares, n", [((0.9, 0.8, 0.7, 0.6), 4), ((0.9, 0.8, 0.3, 0.2), 2), ((0.2, 0.2, 0.1, 0.1), 0)])
+def test_reads_the_places_that_are_more_useful_than_not(shares, n):
+    assert run(shares) == [n] * 5
+
+
+def test_begins_with_all_places():
+    assert Usefulness(3, 8, 4).n_paying(2) == 4
+
+
+def test_a_gate_that_is_hard_to_foresee_reads_less():
+    found = run((0.9, 0.85, 0.8, 0.75), bad_gate=3)
+    assert found[2] == 0 and found[0] == found[1] == found[3] == found[4] == 4
+
+
+def test_what_is_resident_says_nothing():
+    """Of a good cache the residents are predicted well. Only what would have been read counts."""
+    usefulness, resident = Usefulness(2, 8, 2), np.ones((2, 8), bool)
+    resident[1, 4:] = False
+    for _ in range(50):
+        usefulness.selected(0, np.array([0]))
+        usefulness.next_token(resident)
+        usefulness.predicted(1, np.array([0, 5]))
+        usefulness.selected(1, np.array([0]))  # the resident one is right, the absent one never
+    assert usefulness.n_paying(1) < 2
+
+
+def test_several_sequences_have_one_place_for_each_expert():
+    """Experts that several want count once; a place is as good as what any of the sequences selects of it."""
+    usefulness, resident = Usefulness(2, 8, 2), np.zeros((2, 8), bool)
+    for _ in range(50):
+        usefulness.selected(0, np.array([0]))
+        usefulness.next_token(resident)
+        usefulness.predicted(1, np.array([0, 1, 2, 5, 6]), np.array([0, 0, 0, 1, 1]))  # of three sequences
+        usefulness.selected(1, np.array([[0, 3], [1, 3], [2, 4]]).ravel())
+    assert usefulness.n_paying(1) == 1

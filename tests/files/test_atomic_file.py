@@ -1,0 +1,120 @@
+"""A file is there whole or not at all; whatever goes wrong, what was there before stays and nothing is left beside it."""
+
+import os
+import stat
+import threading
+
+import pytest
+
+from moeoff.errors import ModelError, WriteError
+from moeoff.files import atomic_file
+
+
+@pytest.fixture
+def path(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"old")
+    return path
+
+
+def untouched(path) -> bool:
+    return path.read_bytes() == b"old" and os.listdir(path.parent) == [path.name]
+
+
+def test_it_appears_when_it_is_complete(path):
+    with atomic_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new" and os.listdir(path.parent) == ["file"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, ModelError("damaged")])
+def test_errors_of_the_block_pass_through(path, error):
+    with pytest.raises(type(error) if isinstance(error, Exception) else error), atomic_file(path) as file:
+        file.write(b"new")
+        raise error
+    assert untouched(path)
+
+
+def test_its_bytes_reach_the_disk_before_its_name(path, monkeypatch):
+    """The order that makes it durable: file, rename, folder."""
+    calls = []
+    fsync, replace = os.fsync, os.replace
+
+    def noted_fsync(fd):
+        calls.append("folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else f"file of {os.fstat(fd).st_size} bytes")
+        fsync(fd)
+
+    def noted_replace(*args):
+        calls.append("rename")
+        replace(*args)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "replace", noted_replace)
+    with atomic_file(path) as file:
+        file.write(b"new!")
+    assert calls == ["file of 4 bytes", "rename", "folder"]
+
+
+@pytest.mark.parametrize("when", ["fsync", "replace"])
+def test_a_disk_that_fails(path, monkeypatch, when):
+    def fail(*_):
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, when, fail)
+    with pytest.raises(WriteError, match="file: cannot be written: Input/output error"), atomic_file(path) as file:
+        file.write(b"new")
+    assert untouched(path)
+
+
+def test_no_room():
+    with pytest.raises(WriteError, match="/dev/full: cannot be written: No space left"), atomic_file("/dev/full") as file:
+        file.write(b"new")
+
+
+def test_no_such_folder(tmp_path):
+    with pytest.raises(WriteError, match="cannot be written: No such file"), atomic_file(tmp_path / "absent" / "file"):
+        pass
+    with pytest.raises(WriteError, match="cannot be written: Is a directory"), atomic_file(tmp_path):
+        pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes where others may not")
+def test_no_rights(path):
+    path.parent.chmod(0o500)
+    try:
+        with pytest.raises(WriteError, match="cannot be written: Permission denied"), atomic_file(path):
+            pass
+    finally:
+        path.parent.chmod(0o700)
+    assert untouched(path)
+
+
+def test_without_overwriting(path):
+    with pytest.raises(WriteError, match="file exists already"), atomic_file(path, overwrite=False):
+        pass
+    assert untouched(path)
+    with atomic_file(path.with_name("other"), overwrite=False) as file:
+        file.write(b"new")
+    assert path.with_name("other").read_bytes() == b"new"
+
+
+def test_links_and_permissions_stay(path):
+    path.chmod(0o640)
+    (path.parent / "link").symlink_to("file")
+    with atomic_file(path.parent / "link") as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new" and stat.S_IMODE(path.stat().st_mode) == 0o640
+    assert (path.parent / "link").is_symlink() and len(os.listdir(path.parent)) == 2
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    read = []
+    reader = threading.Thread(target=lambda: read.append((tmp_path / "pipe").read_bytes()))
+    reader.start()
+    with atomic_file(tmp_path / "pipe") as file:
+        file.write(b"new")
+    reader.join()
+    assert read == [b"new"] and stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)

@@ -1,0 +1,419 @@
+"""Converting and verifying: every shape, type and shard; damaged sidecars; and what interrupts a builder."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from damaged import mutate
+from helpers.waiting import wait_until
+from moeoff import ModelError, OptionError
+from moeoff.errors import WriteError
+from moeoff.gguf.file import ModelFile, Tensor
+from moeoff.gguf.imatrix import Imatrix
+from moeoff.gguf.model_index import parse_tensor_name
+from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.gguf.writer import ModelWriter
+from moeoff.sidecar import builder
+from moeoff.sidecar.convert import convert
+from moeoff.sidecar.file import ALIGNMENT, Sidecar, hash64
+from moeoff.sidecar.tiers import lower_type, nearest
+from moeoff.sidecar.verify import verify
+
+SOURCES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K")
+TARGETS = ("original", "auto", "Q2_K", "Q3_K", "Q4_0", "Q8_0", "F16", "MXFP4", "IQ4_XS", "Q2_0", "NVFP4")
+
+
+def write_model(folder: Path, *, n_layer=2, n_expert=3, n_ff=5, n_cols=64, down_cols=64, type="F16", n_parts=1, seed=0) -> Path:
+    """A GGUF of routed experts and little else, in one file or several; weights are normal."""
+    rng = np.random.default_rng(seed)
+    tensors, data = [Tensor("token_embd.weight", (7, 32), 0)], [rng.normal(size=(7, 32)).astype(np.float32).view(np.uint8)]
+    for layer in range(n_layer):
+        for matrix, rows, cols in (("gate", n_ff, n_cols), ("down", n_cols, down_cols), ("up", n_ff, n_cols)):
+            kind = type_from_name(type)
+            kind = kind if fits(kind, cols) else type_from_name("F16")
+            tensors.append(Tensor(f"blk.{layer}.ffn_{matrix}_exps.weight", (n_expert, rows, cols), kind))
+            data.append(quantize(rng.normal(size=(n_expert * rows, cols)).astype(np.float32), kind))
+    cuts = [len(tensors) * i // n_parts for i in range(n_parts + 1)]
+    base = {"general.architecture": "qwen3moe", "qwen3moe.expert_count": n_expert, "qwen3moe.expert_used_count": 1}
+    paths = []
+    for part in range(n_parts):
+        split = {"split.no": struct.pack("<IH", 2, part), "split.count": struct.pack("<IH", 2, n_parts)} if n_parts > 1 else {}
+        paths.append(folder / (f"m-{part + 1:05d}-of-{n_parts:05d}.gguf" if n_parts > 1 else "m.gguf"))
+        with ModelWriter(paths[-1], (base if part == 0 else {}) | split, tensors[cuts[part] : cuts[part + 1]], overwrite=True) as writer:
+            for piece in data[cuts[part] : cuts[part + 1]]:
+                writer.write(piece)
+    return paths[0]
+
+
+def leftovers(folder: Path) -> list[str]:
+    return sorted(p.name for p in folder.iterdir() if not p.name.startswith("m") or "experts" in p.name)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    n_expert=st.integers(1, 5),
+    n_ff=st.integers(1, 9),
+    n_cols=st.sampled_from([32, 64, 96, 256, 1408]),
+    down_cols=st.sampled_from([32, 256, 352]),
+    type=st.sampled_from(SOURCES),
+    tiers=st.lists(st.sampled_from(TARGETS), min_size=1, max_size=3, unique=True),
+    n_parts=st.integers(1, 4),
+    threads=st.integers(1, 4),
+    piece=st.sampled_from([1, 300, 5000, 1 << 20]),
+)
+def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert, n_ff, n_cols, down_cols, type, tiers, n_parts, threads, piece):
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    monkeypatch.setattr(builder, "_PIECE_VALUES", piece)
+    monkeypatch.setattr(builder, "_PIECE_BYTES", piece)
+    model = write_model(tmp_path, n_expert=n_expert, n_ff=n_ff, n_cols=n_cols, down_cols=down_cols, type=type, n_parts=n_parts)
+    made = convert(model, tiers=",".join(tiers), threads=threads)
+    assert verify(made.path).model == str(model)
+    sidecar = Sidecar(made.path)
+    assert os.path.getsize(made.path) == made.n_bytes and made.n_experts == 2 * n_expert
+    sources = {}
+    for part in tmp_path.glob("m*.gguf"):
+        if ".experts" not in part.name:
+            with ModelFile(part) as file:
+                sources |= {n: (t, file.data(n).copy(), file.rows(n)) for n, t in file.tensors.items()}
+    assert len(sidecar.slices) == 2 * 3 * n_expert * len(tiers)
+    stand_ins = "Q2_K" in tiers and {n_cols, down_cols} & {64, 1408}
+    assert not stand_ins or "searched" in sidecar.quantized
+    with open(made.path, "rb") as file:
+        for (name, expert, tier), s in sidecar.slices.items():
+            tensor, data, values = sources[name]
+            rows = slice(expert * tensor.shape[1], (expert + 1) * tensor.shape[1])
+            wanted = {"original": tensor.type, "auto": lower_type(tensor.type)}.get(tier) if tier in ("original", "auto") else type_from_name(tier)
+            held = nearest(wanted, tensor.shape[2])
+            if tier == "auto" and row_bytes(held, 256) >= row_bytes(tensor.type, 256):
+                held = tensor.type
+            assert s.type == held and s.offset % ALIGNMENT == 0 and s.shape == tensor.shape[1:]
+            expected = data[rows] if s.type == tensor.type else quantize(values[rows], s.type, search=s.type != wanted)
+            assert os.pread(file.fileno(), s.nbytes, s.offset) == expected.tobytes()
+            assert s.hash == hash64(expected.tobytes())
+            assert sidecar.source_hashes[name, expert] == hash64(data[rows].tobytes())
+
+
+def test_nearest_and_lower_types():
+    name = lambda type, cols: type_name(nearest(type_from_name(type), cols))  # noqa: E731
+    assert name("Q2_K", 1408) == "Q2_0" and name("Q2_K", 512) == "Q2_K" and name("Q6_K", 1408) == "Q5_1"
+    assert name("Q4_K", 32) == "IQ4_NL" and name("Q2_K", 32) == "IQ4_NL" and name("Q8_0", 17) == "F16" and name("F32", 17) == "F32"
+    assert [type_name(lower_type(type_from_name(t))) for t in ("Q4_K", "Q8_0", "MXFP4", "Q2_K")] == ["Q2_K", "Q4_0", "Q2_K", "Q2_K"]
+
+
+# --- damage ---
+
+
+def fuzz(folder: Path, n: int, seed: int) -> None:
+    model = write_model(folder, n_layer=1, n_expert=2, n_ff=3)
+    path = convert(model, tiers="original,Q2_0").path
+    good = Path(path).read_bytes()
+    slices = Sidecar(path).slices
+    weights = lambda data: [data[s.offset : s.offset + s.nbytes] for s in slices.values()]  # noqa: E731
+    original, rng, undetected = weights(good), random.Random(seed), 0
+    for i in range(n):
+        data = mutate(good, rng)
+        Path(path).write_bytes(data)
+        try:
+            verify(path)
+        except ModelError as error:
+            assert path in str(error) and "\n" not in str(error)
+            continue
+        undetected += 1
+        assert weights(data) == original and Sidecar(path).slices == slices, (seed, i)  # padding between slices
+    assert undetected < n / 2
+
+
+def test_fuzz(tmp_path):
+    fuzz(tmp_path, 500, 1)
+
+
+@pytest.mark.slow
+def test_fuzz_10_000(tmp_path):
+    fuzz(tmp_path, 10_000, 2)
+
+
+def test_verify_names_the_model_that_changed(tmp_path):
+    model = write_model(tmp_path, n_ff=200)
+    path = convert(model, tiers="Q2_0").path
+    with ModelFile(model) as file:
+        offset = file.offset("blk.1.ffn_up_exps.weight") + file.tensors["blk.1.ffn_up_exps.weight"].n_bytes - 1
+    with open(model, "r+b") as file:  # one byte where no sample is taken
+        file.seek(offset)
+        file.write(b"\x5a")
+    with pytest.raises(ModelError, match=r"blk.1.ffn_up_exps.weight, expert 2 changed since"):
+        verify(path)
+    (tmp_path / "elsewhere").mkdir()
+    moved = shutil.move(path, tmp_path / "elsewhere" / "x.gguf")
+    assert verify(moved).model is None
+    with pytest.raises(ModelError, match="cannot be read"):
+        verify(tmp_path / "none.gguf")
+
+
+# --- what interrupts ---
+
+
+def test_refuses_to_overwrite(tmp_path):
+    model = write_model(tmp_path)
+    path = convert(model).path
+    before = Path(path).read_bytes()
+    with pytest.raises(OptionError, match="force=True"):
+        convert(model)
+    convert(model, tiers="original", force=True)
+    assert Path(path).read_bytes() != before
+    with pytest.raises(OptionError, match="the model itself"):
+        convert(model, output=model, force=True)
+    with pytest.raises(ModelError, match="a sidecar, not a model"):
+        convert(path)
+    with pytest.raises(OptionError, match="no such folder"):
+        convert(model, output=tmp_path / "no" / "x.gguf")
+
+
+def test_dry_run_writes_nothing(tmp_path):
+    model = write_model(tmp_path)
+    plan = convert(model, tiers="original,Q4_0", dry_run=True)
+    assert leftovers(tmp_path) == [] and plan.seconds > 0
+    done = convert(model, tiers="original,Q4_0")
+    assert (done.n_bytes, done.tiers) == (plan.n_bytes, plan.tiers)
+
+
+def test_bad_options(tmp_path):
+    model = write_model(tmp_path, n_cols=256)
+    for options, message in [
+        ({"tiers": "Q9"}, "no tier 'Q9'"),
+        ({"tiers": "original,ORIGINAL"}, "twice"),
+        ({"tiers": "Q8_K"}, "does not quantize"),
+        ({"tiers": "IQ2_XS"}, "give imatrix"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            convert(model, **options)
+    for plan, message in [
+        ("[]", "expected"),
+        ("{", "not JSON"),
+        ('{"layers": {"9": "Q4_0"}}', "'9' has no"),
+        ('{"layers": {"0": {"3": "Q4_0"}}}', "0 to 2"),
+        ('{"default": "x"}', "no ggml type"),
+        ('{"default": 3}', "found 3"),
+    ]:
+        (tmp_path / "m.json").write_text(plan)
+        with pytest.raises(OptionError, match=message):
+            convert(model, bits=tmp_path / "m.json")
+    with pytest.raises(OptionError, match="cannot be read"):
+        convert(model, bits=tmp_path / "absent.json")
+    assert leftovers(tmp_path) == []
+
+
+def test_values_that_are_not_finite(tmp_path):
+    model = write_model(tmp_path)
+    with ModelFile(model) as file:
+        offset = file.offset("blk.1.ffn_down_exps.weight")
+    with open(model, "r+b") as file:
+        file.seek(offset)
+        file.write(struct.pack("<e", float("nan")))
+    with pytest.raises(ModelError, match="expert 0 of blk.1.ffn_down_exps.weight: cannot quantize"):
+        convert(model)
+    assert leftovers(tmp_path) == []
+    convert(model, tiers="original")
+
+
+def start(model: Path, *options: str, **kwargs) -> subprocess.Popen:
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "convert", str(model), "--tiers", "original,IQ4_XS", *options]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **kwargs)
+
+
+@pytest.fixture
+def large(tmp_path) -> Path:
+    return write_model(tmp_path, n_layer=3, n_expert=8, n_ff=768, n_cols=512, down_cols=768)
+
+
+def wait_for_part(folder: Path, n_jobs: int = 0) -> None:
+    """Until something is written, and the journal knows of so many slices."""
+    part, journal = folder / ".m.experts.gguf.part", folder / ".m.experts.gguf.part.journal"
+    wait_until(lambda: part.exists() and part.stat().st_blocks >= 100)
+    wait_until(lambda: not n_jobs or (journal.exists() and journal.stat().st_size >= 32 + 28 * n_jobs))
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_leaves_nothing(large, tmp_path, sign):
+    with start(large) as process:
+        wait_for_part(tmp_path)
+        process.send_signal(sign)
+        error = process.stderr.read()
+    assert process.returncode == 130 and error == "interrupted: nothing was written\n"
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+def test_resume(large, tmp_path, sign):
+    expected = Path(convert(large, tiers="original,IQ4_XS", output=tmp_path / "m-whole.gguf").path).read_bytes()
+    with start(large, "--resume") as process:
+        wait_for_part(tmp_path, 10)
+        process.send_signal(sign)
+        assert process.stderr.read() == ("interrupted: --resume goes on from here\n" if sign == signal.SIGINT else "")
+    part = tmp_path / ".m.experts.gguf.part"
+    assert part.exists() and not (tmp_path / "m.experts.gguf").exists()
+    with open(part, "r+b") as file:  # a crash may lose what the journal claims
+        file.seek(builder.ALIGNMENT * 40)
+        file.write(bytes(4096))
+    seen = []
+    made = convert(large, tiers="original,IQ4_XS", resume=True, progress=lambda done, total: seen.append(done))
+    assert Path(made.path).read_bytes() == expected
+    assert seen[0] > 0 and not part.exists() and leftovers(tmp_path) == ["m.experts.gguf"]
+
+
+def test_resume_of_another_conversion_starts_over(large, tmp_path):
+    with start(large, "--resume") as process:
+        wait_for_part(tmp_path)
+        process.send_signal(signal.SIGKILL)
+    seen = []
+    made = convert(large, tiers="Q4_0", resume=True, progress=lambda done, total: seen.append(done))
+    assert seen[0] == 0 and verify(made.path).tiers == ("Q4_0",)
+    assert leftovers(tmp_path) == ["m.experts.gguf"]
+
+
+def test_one_conversion_at_a_time(large, tmp_path):
+    with start(large) as process:
+        wait_for_part(tmp_path)
+        with pytest.raises(OptionError, match="another conversion"):
+            convert(large)
+    assert process.returncode == 0 and verify(tmp_path / "m.experts.gguf").tiers == ("original", "IQ4_XS")
+
+
+def test_a_disk_too_small(large, tmp_path):
+    """Refused at once where the room is known; and where writing fails on the way, nothing is left."""
+
+    def limit():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    with start(large, preexec_fn=limit) as process:
+        error = process.stderr.read()
+    assert process.returncode == 1 and "File too large" in error and "Traceback" not in error
+    assert leftovers(tmp_path) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize(
+    "mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: cannot be written: Permission denied")]
+)
+def test_without_rights(mode, message):
+    """Not root's: a model that cannot be read, a folder that cannot be written."""
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
+        folder = Path(name)
+        folder.chmod(0o755)
+        model = write_model(folder)
+        model.chmod(mode)
+        code = f"import os; from moeoff.sidecar.convert import convert; os.setgroups([]); os.setuid(65534); convert({str(model)!r}, tiers='original')"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        assert message in done.stderr.splitlines()[-1]
+        assert leftovers(folder) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a small tmpfs")
+def test_a_full_tmpfs(large, tmp_path):
+    small = tmp_path / "m-small"
+    small.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", small], check=True)
+    try:
+        with pytest.raises(OptionError, match="make room"):
+            convert(large, output=small / "x.gguf")
+        usage = shutil.disk_usage
+        shutil.disk_usage = lambda path: usage("/")  # others fill the disk while we write
+        try:
+            with pytest.raises(WriteError, match="x.gguf: cannot be written: No space left"):
+                convert(large, output=small / "x.gguf")
+        finally:
+            shutil.disk_usage = usage
+        assert list(small.iterdir()) == []
+    finally:
+        subprocess.run(["umount", small], check=True)
+
+
+def test_a_source_that_shrinks(large, tmp_path, monkeypatch):
+    size = os.path.getsize(large)
+    pread = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda fd, buffers, offset: 0 if offset > size // 2 else pread(fd, buffers, offset))
+    with pytest.raises(ModelError, match="was it cut while it was read"):
+        convert(large)
+    assert leftovers(tmp_path) == []
+
+
+# --- importance matrices ---
+
+
+@pytest.mark.parametrize("form", ["gguf", "binary"])
+def test_imatrix(tmp_path, form):
+    model = write_model(tmp_path, n_cols=256, down_cols=256)
+    rng = np.random.default_rng(3)
+    with ModelFile(model) as file:
+        shapes = {n: t.shape for n, t in file.tensors.items() if "exps" in n}
+        values = {n: file.rows(n) for n in shapes}
+    sums = {n: rng.uniform(0.1, 9, (s[0], s[2])).astype(np.float32) for n, s in shapes.items()}
+    path = tmp_path / "m.imatrix"
+    if form == "gguf":
+        tensors = [t for n, s in sums.items() for t in (Tensor(f"{n}.in_sum2", s.shape, 0), Tensor(f"{n}.counts", (len(s), 1), 0))]
+        with ModelWriter(path, {"general.type": "imatrix"}, tensors) as writer:
+            for s in sums.values():
+                writer.write(s.view(np.uint8))
+                writer.write(np.full((len(s), 1), 4, np.float32).view(np.uint8))
+    else:
+        parts = [struct.pack("<i", len(sums))]
+        for n, s in sums.items():
+            parts += [struct.pack("<i", len(n)), n.encode(), struct.pack("<ii", 4, s.size), s.tobytes()]
+        path.write_bytes(b"".join(parts))
+    made = convert(model, tiers="IQ2_XS,Q2_K", imatrix=path)
+    sidecar = Sidecar(made.path)
+    assert "m.imatrix" in sidecar.quantized
+    with open(made.path, "rb") as file:
+        for (name, expert, _), s in sidecar.slices.items():
+            rows = values[name].reshape(shapes[name])[expert]
+            expected = quantize(rows, s.type, sums[name][expert] / 4)
+            assert os.pread(file.fileno(), s.nbytes, s.offset) == expected.tobytes()
+    other = write_model(tmp_path, n_cols=512, down_cols=256)
+    with pytest.raises(ModelError, match="matrix of another model"):
+        convert(other, tiers="Q2_K", imatrix=path, force=True)
+    for junk in (b"", b"GGUF", b"\x05\x00\x00\x00\xff\xff\xff\xff", path.read_bytes()[:-100]):
+        (tmp_path / "m.junk").write_bytes(junk)
+        with pytest.raises(ModelError, match="m.junk"):
+            Imatrix.read(tmp_path / "m.junk")
+
+
+def test_plan_file_of_every_level(tmp_path):
+    model = write_model(tmp_path, n_layer=3)
+    (tmp_path / "m.json").write_text(json.dumps({"default": "Q8_0", "layers": {"1": {"2": "Q2_0"}, "2": "original"}}))
+    sidecar = Sidecar(convert(model, tiers="original", bits=tmp_path / "m.json").path)
+    assert sidecar.tiers == ["original", "bits"]
+    for (name, expert, tier), s in sidecar.slices.items():
+        layer = parse_tensor_name(name).layer
+        kind = "F16" if tier == "original" or layer == 2 else "Q2_0" if (layer, expert) == (1, 2) else "Q8_0"
+        assert type_name(s.type) == kind
+
+
+def test_memory_is_bounded(tmp_path):
+    """An expert's matrix of 48 MB goes through in pieces."""
+    model = write_model(tmp_path, n_layer=1, n_expert=2, n_ff=6144, n_cols=2048, down_cols=6144, type="F32")
+    code = f"""
+from moeoff import memory
+from moeoff.sidecar.convert import convert
+convert({str(model)!r}, tiers="F16,Q4_0,original", output={str(tmp_path / "warm.gguf")!r}, dry_run=True)
+before = memory.peak_rss()
+convert({str(model)!r}, tiers="F16,Q4_0,original")
+print(memory.peak_rss() - before)
+"""
+    grown = int(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout)
+    assert grown < 100 << 20

@@ -1,0 +1,367 @@
+"""A model through its sidecar: lossless with its tier "original", the requantized stock file's logits with any other tier; and refusals."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moeoff
+from damaged import mutate
+from eval_callback import WithCallback
+from helpers import ggml_api
+from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
+from helpers.files import flip_bit
+from helpers.kernels import Op, Plain
+from helpers.logits import Stock, assert_bit_equal, greedy_logits
+from helpers.models import split_model
+from moeoff import ModelError, OptionError, ReadError
+from moeoff.gguf.file import ModelFile
+from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
+from moeoff.gguf.quantize import quantize, type_name
+from moeoff.gguf.writer import ModelWriter
+from moeoff.sidecar.convert import convert
+from moeoff.sidecar.file import FORMAT_VERSION, Sidecar, parse_slice_name, sidecar_path
+
+PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
+OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 << 30}
+
+
+def requantized(model: str | Path, out: Path, types: dict[str, int], search: bool = False) -> Path:
+    """The model with these types for these tensors, made by `quantize` from whole tensors."""
+    with ModelFile(model) as file:
+        tensors = [replace(t, type=types.get(t.name, t.type)) for t in file.tensors.values()]
+        with ModelWriter(out, file.metadata, tensors, file.alignment) as writer:
+            for tensor in tensors:
+                same = tensor.type == file.tensors[tensor.name].type
+                writer.write(file.data(tensor.name) if same else quantize(file.rows(tensor.name), tensor.type, search=search))
+    return out
+
+
+def types_of(sidecar: str, tier: str, expert: int = 0) -> dict[str, int]:
+    return {name: s.type for (name, e, t), s in Sidecar(sidecar).slices.items() if t == tier and e == expert}
+
+
+def stock_logits(path) -> np.ndarray:
+    stock = Stock(str(path), n_ctx=64, logits_all=True)
+    logits = greedy_logits(stock, PROMPT, 8)
+    stock.close()
+    return logits
+
+
+def sidecar_logits(path, **options) -> np.ndarray:
+    with moeoff.Llama(str(path), **OPTIONS | options) as llm:
+        logits = greedy_logits(llm, PROMPT, 8)
+    return logits
+
+
+@pytest.fixture
+def model(demo, tmp_path) -> str:
+    """A copy of the demo model, alone in its folder."""
+    return shutil.copy(demo, tmp_path / "model.gguf")
+
+
+def test_keep_is_lossless_and_found(model):
+    expected = stock_logits(model)
+    made = convert(model, tiers="original,Q4_0")
+    assert made.path == sidecar_path(model)
+    with moeoff.Llama(model, **OPTIONS | {"verify_reads": True}) as llm:
+        assert_bit_equal(greedy_logits(llm, PROMPT, 8), expected)
+    # it was the sidecar that was read: damage there is noticed
+    slice_ = Sidecar(made.path).slices["blk.0.ffn_up_exps.weight", 0, "original"]
+    for expert in range(32):
+        flip_bit(made.path, Sidecar(made.path).slices["blk.0.ffn_up_exps.weight", expert, "original"].offset + slice_.nbytes // 2)
+    with moeoff.Llama(model, **OPTIONS | {"verify_reads": True}) as llm:
+        with pytest.raises(ReadError, match="not the ones that were converted"):
+            greedy_logits(llm, PROMPT, 1)
+    assert_bit_equal(sidecar_logits(model, experts=False), expected)
+    lower = sidecar_logits(model, tier="q4_0")
+    assert not np.array_equal(lower, expected)
+
+
+@pytest.mark.parametrize("tier", ["Q2_0", "Q4_0", "MXFP4", "F16", "auto", "Q4_K", "Q2_K"])
+def test_a_tier_is_the_requantized_stock_file(model, tmp_path, tier):
+    made = convert(model, tiers=tier)
+    stands_in = tier == "Q2_K"  # the rows hold none of its blocks
+    assert not stands_in or set(map(type_name, types_of(made.path, tier).values())) == {"Q2_0"}
+    out = requantized(model, tmp_path / "stock.gguf", types_of(made.path, tier), search=stands_in)
+    assert_bit_equal(sidecar_logits(model, tier=tier), stock_logits(out))
+    assert_bit_equal(sidecar_logits(model), stock_logits(model))  # without an original tier the model itself is the high tier
+
+
+@pytest.mark.slow
+def test_grown_model(grown, tmp_path):
+    """Slices of many pages, in the K-quants' blocks."""
+    made = convert(grown, output=tmp_path / "grown.experts.gguf", tiers="original,Q2_K")
+    expected = stock_logits(grown)
+    assert_bit_equal(sidecar_logits(grown, experts=made.path, verify_reads=True), expected)
+    assert_bit_equal(sidecar_logits(grown, experts=made.path, expert_memory="4M"), expected)
+    out = requantized(grown, tmp_path / "stock.gguf", types_of(made.path, "Q2_K"))
+    assert set(map(type_name, types_of(made.path, "Q2_K").values())) == {"Q2_K"}
+    assert_bit_equal(sidecar_logits(grown, experts=made.path, tier="Q2_K", verify_reads=True), stock_logits(out))
+
+
+def test_split_model(demo, tmp_path):
+    parts = split_model(demo, tmp_path, 3)
+    made = convert(parts[0], tiers="original")
+    assert made.path == str(tmp_path / "model.experts.gguf")
+    assert_bit_equal(sidecar_logits(parts[0], verify_reads=True), stock_logits(parts[0]))
+    shutil.copy(demo, tmp_path / "model.gguf")  # the same model in one file: the sidecar serves both
+    with moeoff.Llama(str(tmp_path / "model.gguf"), **OPTIONS | {"verify_reads": True}):
+        pass
+
+
+class Products(WithCallback):
+    """Notes every product with experts: name, rows float32 [n_tokens, n_rows_in, n_cols], ids [n_tokens, n_used], result's bits."""
+
+    def __init__(self, *args, **kwargs):
+        self.products: list[tuple[str, np.ndarray, np.ndarray, np.ndarray]] = []
+        super().__init__(*args, **kwargs)
+        self.products.clear()
+
+    def _watch(self, node: int, ask: bool, _user: object) -> bool:
+        tensor = ggml_api.Tensor.from_address(node)
+        if ggml_api.op_name(tensor) != b"MUL_MAT_ID":
+            return not ask
+        if not ask:
+            experts, rows, ids = (tensor.src[i].contents for i in range(3))
+            self.products.append((experts.name.decode(), ggml_api.cube(rows), ggml_api.matrix(ids), ggml_api.cube(tensor).view(np.uint32)))
+        return True
+
+
+def test_mixed_types_in_a_layer(model, tmp_path):
+    """Each expert as its plan says, and computed as stock computes it.
+
+    Stock cannot hold such a tensor. But with the rows and ids that a product really had, stock's own product with a tensor of
+    one type gives the rows of the experts that have that type: each row of the result must be that one, bit for bit. Between the
+    products everything is llama.cpp's.
+    """
+    plan = {"default": "Q4_0", "layers": {"0": {"0": "Q2_0", "1": "F16", "default": "Q8_0"}, "3": "MXFP4", "5": {"31": "original"}}}
+    for layer in (4, 6):  # neighbours differ
+        plan["layers"][str(layer)] = {str(e): ("Q2_0", "F16", "MXFP4", "original")[e % 4] for e in range(32)}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    made = convert(model, bits=tmp_path / "plan.json")
+    slices = Sidecar(made.path).slices
+    for (name, expert, tier), s in slices.items():
+        by = plan["layers"].get(str(parse_tensor_name(name).layer), {})
+        want = by if isinstance(by, str) else by.get(str(expert), by.get("default", "Q4_0"))
+        assert tier == "bits" and type_name(s.type) == {"original": "Q8_0"}.get(want, want)
+
+    with Products(model, tier="bits", verify_reads=True, **OPTIONS | {"expert_memory": "4M"}) as llm:
+        greedy_logits(llm, PROMPT, 4)
+        products = llm.products
+    assert len({name for name, *_ in products}) == 36
+    types_seen = set()
+    backend = ggml_api.Backend()
+    with ModelFile(model) as source:
+        for name, rows, ids, result in products:
+            tensor = source.tensors[name]
+            type_of = np.array([slices[name, expert, "bits"].type for expert in range(32)])[ids]
+            expected = np.zeros_like(result)
+            for type in np.unique(type_of).tolist():
+                data = source.data(name) if type == tensor.type else quantize(source.rows(name), type)
+                with Plain(data.reshape(32, -1), type, tensor.shape[:0:-1]) as plain:
+                    with Op(plain, n_tokens=len(ids), n_rows_in=rows.shape[1], n_used=ids.shape[1]) as op:
+                        op.give(rows, ids)
+                        expected[type_of == type] = op.compute(backend, 0)[type_of == type]
+            types_seen.add(frozenset(map(type_name, np.unique(type_of).tolist())))
+            np.testing.assert_array_equal(result, expected, err_msg=name)
+    backend.close()
+    assert frozenset(["Q2_0", "F16", "MXFP4", "Q8_0"]) in types_seen
+
+
+def test_types_that_differ_by_layer(model, tmp_path):
+    """A plan that a stock file can follow: the same logits."""
+    plan = {"default": "Q4_0", "layers": {"0": "F16", "3": "MXFP4", "5": "original", "11": "Q2_0"}}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    made = convert(model, bits=tmp_path / "plan.json")
+    out = requantized(model, tmp_path / "stock.gguf", types_of(made.path, "bits"))
+    assert_bit_equal(sidecar_logits(model, tier="bits"), stock_logits(out))
+
+
+def test_plan_of_one_type_equals_the_tier(model, tmp_path):
+    (tmp_path / "plan.json").write_text('{"default": "Q4_0"}')
+    made = convert(model, tiers="Q4_0", bits=tmp_path / "plan.json")
+    file = Sidecar(made.path)
+    for (name, expert, tier), s in file.slices.items():
+        assert s.hash == file.slices[name, expert, "Q4_0" if tier == "bits" else "bits"].hash
+    assert_bit_equal(sidecar_logits(model, tier="bits"), sidecar_logits(model, tier="Q4_0"))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "llama4", "grovemoe", "gpt-oss"])
+def test_architectures(architecture, writer, folder):
+    compare_architecture(architecture, writer, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture(architecture, writer, folder):
+    compare_architecture(architecture, writer, folder)
+
+
+def compare_architecture(architecture: str, writer: Path, folder: Path) -> None:
+    path = write_model(writer, folder, architecture, "F32")
+    made = convert(path, tiers="original,Q4_K")
+    with open_stock(path) as stock:
+        expected = run(stock)
+    for floor in (False, True):
+        with open_moeoff(path, floor=floor, verify_reads=True) as model:
+            np.testing.assert_array_equal(run(model), expected)
+    out = requantized(path, folder / "stock.gguf", types_of(made.path, "Q4_K"))
+    with open_stock(out) as stock, open_moeoff(path, tier="Q4_K") as model:
+        np.testing.assert_array_equal(run(model), run(stock))
+
+
+# --- damage ---
+
+
+def fuzz(model: str, n: int, seed: int) -> dict[str, int]:
+    """Any damage: refused on opening, or noticed on reading, or the logits are as ever because nothing read was damaged."""
+    made = convert(model, tiers="original,Q2_0")
+    good = Path(made.path).read_bytes()
+    begin = min(s.offset for s in Sidecar(made.path).slices.values())
+    options = OPTIONS | {"verify_reads": True, "expert_memory": "4M", "n_ctx": 16}
+    expected = {tier: sidecar_logits(model, tier=tier) for tier in ("original", "Q2_0")}
+    rng, seen = random.Random(seed), dict.fromkeys(["refused", "noticed", "untouched"], 0)
+    for i in range(n):
+        # the header's damage has its own test: here mostly that of slices
+        data = mutate(good, rng) if i % 5 == 0 else good[:begin] + mutate(good[begin:], rng)
+        data = data if i % 2 else data[: len(good)] + bytes(max(len(good) - len(data), 0))  # also where the size does not tell
+        Path(made.path).write_bytes(data)
+        tier = rng.choice(["original", "Q2_0"])
+        try:
+            with moeoff.Llama(model, tier=tier, **options) as llm:
+                logits = greedy_logits(llm, PROMPT, 0)
+        except ReadError as error:
+            assert made.path in str(error) and "\n" not in str(error)
+            seen["noticed"] += 1
+        except ModelError as error:
+            assert made.path in str(error) and "\n" not in str(error)
+            seen["refused"] += 1
+        else:
+            assert_bit_equal(logits, expected[tier][: len(logits)])
+            seen["untouched"] += 1
+    return seen
+
+
+def test_fuzz_of_reading(model):
+    seen = fuzz(model, 30, 1)
+    assert min(seen.values()) > 0, seen
+
+
+@pytest.mark.slow
+def test_fuzz_of_reading_1000(model):
+    seen = fuzz(model, 1000, 2)
+    assert min(seen.values()) > 100, seen
+
+
+# --- refusals ---
+
+
+def test_other_and_changed_models_are_refused(model, tmp_path):
+    made = convert(model, tiers="original")
+    with ModelFile(model) as source:
+        name = next(n for n in source.tensors if "blk.7.ffn_down_exps" in n)
+        offset, size = source.offset(name), source.tensors[name].n_bytes
+    before = Path(model).read_bytes()
+    noise = np.random.default_rng(1).integers(0, 256, size, np.uint8).tobytes()
+    Path(model).write_bytes(before[:offset] + noise + before[offset + size :])
+    with pytest.raises(ModelError, match="has changed since"):
+        moeoff.Llama(model, **OPTIONS)
+    Path(model).write_bytes(before)
+    with moeoff.Llama(model, **OPTIONS):
+        pass
+    other = requantized(model, tmp_path / "other.gguf", dict.fromkeys(types_of(made.path, "original"), 2))
+    with pytest.raises(ModelError, match="made of another model.gguf"):
+        moeoff.Llama(str(other), experts=made.path, **OPTIONS)
+    shutil.copy(made.path, sidecar_path(other))
+    with pytest.raises(ModelError, match="experts='none'"):
+        moeoff.Llama(str(other), **OPTIONS)
+    with moeoff.Llama(str(other), experts=False, **OPTIONS):
+        pass
+
+
+def test_metadata_may_change(model, tmp_path):
+    """A corrected chat template leaves the experts what they were."""
+    made = convert(model, tiers="original")
+    with ModelFile(model) as source:
+        with ModelWriter(tmp_path / "new.gguf", source.metadata | {"general.description": "x" * 5000}, list(source.tensors.values())) as writer:
+            for name in source.tensors:
+                writer.write(source.data(name))
+    with moeoff.Llama(str(tmp_path / "new.gguf"), experts=made.path, **OPTIONS):
+        pass
+
+
+def test_options(model, tmp_path):
+    with pytest.raises(OptionError, match="needs a sidecar"):
+        moeoff.Llama(model, tier="Q4_0", **OPTIONS)
+    with pytest.raises(OptionError, match="verify_reads needs a sidecar"):
+        moeoff.Llama(model, verify_reads=True, **OPTIONS)
+    with pytest.raises(ModelError, match="cannot be read"):
+        moeoff.Llama(model, experts=str(tmp_path / "absent.gguf"), **OPTIONS)
+    with pytest.raises(ModelError, match="not a sidecar"):
+        moeoff.Llama(model, experts=model, **OPTIONS)
+    made = convert(model, tiers="Q4_0")
+    with pytest.raises(OptionError, match="no tier Q2_0; there are Q4_0, original"):
+        moeoff.Llama(model, tier="Q2_0", **OPTIONS)
+    with pytest.raises(OptionError, match="tier='Q4_0'"):
+        moeoff.Llama(model, experts=made.path, **OPTIONS)
+    with moeoff.Llama(model, verify_reads=True, **OPTIONS) as llm:  # without an original tier: the model's own bytes, against the hashes
+        greedy_logits(llm, PROMPT, 1)
+        assert llm.engine.buffer.stats().read_errors == 0
+
+
+def test_gguf_py_reads_it(model):
+    from gguf import GGUFReader
+
+    made = convert(model, tiers="original,Q4_0")
+    reader = GGUFReader(made.path)
+    assert len(reader.tensors) == 2 * 12 * 32 * 3
+    model_index = ModelIndex.read(model)
+    with ModelFile(model) as source:
+        for tensor in reader.tensors[::97]:
+            name, expert, tier = parse_slice_name(tensor.name)
+            rows = model_index.experts[name].shape[1]
+            original = source.data(name)[expert * rows : (expert + 1) * rows]
+            assert tensor.data_offset % 4096 == 0
+            if tier == "original":
+                assert np.array_equal(tensor.data.reshape(rows, -1), original)
+    first = [t.name for t in reader.tensors[:3]]  # an expert's matrices lie side by side, as the graph wants them
+    assert first == [f"blk.0.ffn_{m}_exps.weight.0.original" for m in ("up", "gate", "down")]
+
+
+def test_command_line(model, moeoff_command):
+    done = moeoff_command("convert", model, "--tiers", "original,Q2_K")
+    assert done.returncode == 0 and "original 9.56 MiB" in done.stdout
+    assert "Q2_K cannot hold rows of 128: Q2_0 instead" in done.stderr
+    done = moeoff_command("convert", model)
+    assert done.returncode == 1 and "exists: give --force" in done.stderr
+    path = sidecar_path(model)
+    assert "intact" in moeoff_command("verify", path).stdout
+    run_ = ["run", "-m", model, "-p", "Hello", "-n", "8", "--temp", "0", "--warm", "off"]
+    plain = moeoff_command(*run_, "--experts", "none")
+    assert plain.returncode == 0 and plain.stdout == moeoff_command(*run_, "--verify-reads").stdout
+    assert moeoff_command(*run_, "--tier", "q2_k").returncode == 0
+    s = next(iter(Sidecar(path).slices.values()))
+    flip_bit(path, s.offset + 5)
+    done = moeoff_command("verify", path)
+    assert done.returncode == 1 and "damaged in 1 of" in done.stderr and "blk.0.ffn_up_exps.weight.0.original" in done.stderr
+    assert moeoff_command("verify", path, "-m", os.devnull).returncode == 1
+
+
+def test_a_sidecar_of_another_format_is_refused(demo, tmp_path):
+    """Of the first format, say, in which the tier of the model's own bytes had another name."""
+    path = convert(demo, output=tmp_path / "old.gguf", tiers="original").path
+    key, data = b"moeoff.format_version", bytearray(Path(path).read_bytes())
+    at = data.index(key) + len(key) + 4
+    assert data[at] == FORMAT_VERSION
+    data[at] = FORMAT_VERSION - 1
+    Path(path).write_bytes(data)
+    with pytest.raises(ModelError, match=f"sidecar format {FORMAT_VERSION - 1}, this moeoff reads {FORMAT_VERSION}: convert the model again"):
+        Sidecar(path)

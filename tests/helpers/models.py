@@ -1,0 +1,123 @@
+"""Models that tests make: with a projector, a next-token (MTP) layer, an adapter or another chat template, and in several files."""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import replace
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from moeoff.gguf.file import ModelFile, Tensor
+from moeoff.gguf.model_index import ModelIndex, SplitName
+from moeoff.gguf.writer import ModelWriter
+from shape_model import SHAPES, Scales, Weights, metadata, tensors, tokenizer
+
+_PATCH, _WIDTH, _FF, _LAYERS = 8, 32, 64, 2  # of the projector; llava's leaves the last layer out
+_SIDE = 64
+N_PATCHES = (_SIDE // _PATCH) ** 2
+
+
+def write_projector(path: str | os.PathLike[str], n_embd: int, side: int = _SIDE) -> None:
+    """llava's: of a picture, which becomes one of side x side pixels, n_embd numbers for each 8 x 8."""
+    rng = np.random.default_rng(0)
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_string("clip.projector_type", "mlp")
+    numbers = {"embedding_length": _WIDTH, "attention.head_count": 2, "feed_forward_length": _FF, "block_count": _LAYERS, "projection_dim": n_embd,
+               "image_size": side, "patch_size": _PATCH}  # fmt: skip
+    for key, value in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", value)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", 1e-5)
+    for key in ("image_mean", "image_std"):
+        writer.add_array(f"clip.vision.{key}", [0.5, 0.5, 0.5])
+    shapes: dict[str, tuple[int, ...]] = {"v.patch_embd.weight": (_WIDTH, 3, _PATCH, _PATCH), "v.position_embd.weight": ((side // _PATCH) ** 2, _WIDTH)}
+    for layer in range(_LAYERS):
+        shapes |= {f"v.blk.{layer}.{part}.weight": (_WIDTH, _WIDTH) for part in ("attn_q", "attn_k", "attn_v", "attn_out")}
+        shapes |= {f"v.blk.{layer}.{part}": (_WIDTH,) for part in ("ln1.weight", "ln1.bias", "ln2.weight", "ln2.bias")}
+        shapes |= {f"v.blk.{layer}.ffn_up.weight": (_FF, _WIDTH), f"v.blk.{layer}.ffn_down.weight": (_WIDTH, _FF)}
+    shapes |= {"mm.0.weight": (n_embd, _WIDTH), "mm.0.bias": (n_embd,), "mm.2.weight": (n_embd, n_embd), "mm.2.bias": (n_embd,)}
+    for name, shape in shapes.items():
+        writer.add_tensor(name, (rng.standard_normal(shape) / np.sqrt(np.prod(shape[1:]))).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def write_nextn_model(path: str | os.PathLike[str]) -> None:
+    """GLM-4.5's architecture, 34 MB: a dense layer, two with experts, and a next-token layer with experts.
+
+    The rows of the output are those of the embedding in another order, so that a text is mostly a walk through the vocabulary in that order.
+    The next-token layer reads the latest token, and so guesses often right, but not always.
+    """
+    tokens, vocabulary = tokenizer(0)
+    shape = replace(SHAPES["glm-4.5-air"].cut(layers=4, shrink=16), n_expert=32, n_used=4, n_vocab=len(tokens), expert_type="Q8_0")
+    n_embd, nextn = shape.n_embd, f"blk.{shape.n_layer - 1}.nextn"
+    weights, rng = Weights(shape, Scales(), 0, len(tokens)), np.random.default_rng(0)
+    plan = [replace(tensor, type=0) if tensor.name in ("token_embd.weight", "output.weight") else tensor for tensor in tensors(shape)]
+    embedding = np.concatenate(list(weights.pieces(plan[0]))).view(np.float32).reshape(-1, n_embd)
+    made = {
+        "token_embd.weight": embedding,
+        "output.weight": embedding[rng.permutation(len(embedding))],
+        f"{nextn}.eh_proj.weight": np.hstack([np.eye(n_embd), 0.02 * rng.standard_normal((n_embd, n_embd))]),
+        **{f"{nextn}.{name}.weight": np.ones(n_embd) for name in ("enorm", "hnorm", "shared_head_norm")},
+    }
+    plan += [Tensor(name, values.shape, 0) for name, values in made.items() if name.startswith(nextn)]
+    with ModelWriter(path, metadata(shape) | {"glm4moe.nextn_predict_layers": 1} | vocabulary, plan) as writer:
+        for tensor in plan:
+            if tensor.name in made:
+                writer.write(np.ascontiguousarray(made[tensor.name], np.float32).reshape(-1).view(np.uint8))
+            else:
+                for piece in weights.pieces(tensor):
+                    writer.write(piece)
+
+
+def write_expert_adapter(model: str, path: Path, rank: int = 4, scale: float = 0.1, seed: int = 0) -> str:
+    """A LoRA adapter of all matrices of a model's experts, with random numbers."""
+    rng = np.random.default_rng(seed)
+    model_index = ModelIndex.read(model)
+    writer = gguf.GGUFWriter(str(path), model_index.architecture)
+    writer.add_type("adapter")
+    writer.add_string("adapter.type", "lora")
+    writer.add_float32("adapter.lora.alpha", float(rank))
+    for name, span in model_index.experts.items():
+        n_in, n_out, n_experts = span.shape[:3]
+        writer.add_tensor(f"{name}.lora_a", rng.normal(0, scale, (n_experts, rank, n_in)).astype(np.float32))
+        writer.add_tensor(f"{name}.lora_b", rng.normal(0, scale, (n_experts, n_out, rank)).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(path)
+
+
+def with_template(model: str, path: Path, template: str) -> str:
+    """A copy of the model at the path."""
+    with ModelFile(model) as source:
+        with ModelWriter(path, source.metadata | {"tokenizer.chat_template": template}, list(source.tensors.values())) as writer:
+            for name in source.tensors:
+                writer.write(source.data(name))
+    return str(path)
+
+
+def split_model(source: str, folder: Path, n_parts: int) -> list[Path]:
+    """As llama.cpp's gguf-split writes them: parts of nearly equal numbers of tensors; the first carries the metadata."""
+    with ModelFile(source) as model:
+        tensors = list(model.tensors.values())
+        cuts = [len(tensors) * i // n_parts for i in range(n_parts + 1)]
+        paths = []
+        for i in range(n_parts):
+            split = {
+                "split.no": struct.pack("<IH", 2, i),
+                "split.count": struct.pack("<IH", 2, n_parts),
+                "split.tensors.count": struct.pack("<Ii", 5, len(tensors)),
+            }
+            part = tensors[cuts[i] : cuts[i + 1]]
+            paths.append(folder / SplitName("model", i + 1, n_parts).part(i + 1))
+            with ModelWriter(paths[-1], (model.metadata if i == 0 else {}) | split, part) as writer:
+                for tensor in part:
+                    writer.write(model.data(tensor.name))
+    return paths

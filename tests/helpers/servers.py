@@ -1,0 +1,102 @@
+"""Servers in processes of their own: ours with OpenAI's client for it, and llama-server of the same build, which says what an answer should be."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from helpers.budgets import named
+from helpers.files import ROOT
+from helpers.waiting import wait_until
+
+SCRIPT = """
+import json, signal, sys, threading
+from moeoff.server.server import Server
+
+server = Server(sys.argv[1], port=0, **json.loads(sys.argv[2]))
+done = threading.Event()
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda *_: done.set())
+with server:
+    print(server.url, flush=True)
+    done.wait()
+print("stopped", flush=True)
+"""
+
+
+class Served:
+    """A process that serves until it is told to stop. first: code that it runs before all else."""
+
+    def __init__(self, model: str, first: str = "", **options):
+        command = [sys.executable, "-c", first + SCRIPT, model, json.dumps(options)]
+        self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
+        self.url = self.process.stdout.readline().strip()
+        if not self.url.startswith("http"):
+            self.process.wait()
+            self._errors.seek(0)
+            raise AssertionError(self._errors.read())
+        self._key = options.get("api_key", "none")
+
+    @functools.cached_property
+    def client(self):
+        openai = pytest.importorskip("openai", reason="needs the extra test-clients")
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=300)
+
+    def __enter__(self) -> Served:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def complete(self, text: str, n: int):
+        return self.client.completions.create(model="x", prompt=text, max_tokens=n, temperature=0, extra_body={"ignore_eos": True})
+
+    def ask(self, text: str, **options):
+        return self.client.chat.completions.create(model="x", messages=[{"role": "user", "content": text}], temperature=0, **{"max_tokens": 24} | options)
+
+
+def refused(*command: str) -> str:
+    """The last line that a server says which does not start."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 1 and done.stdout == "", done.stderr
+    assert "Traceback" not in done.stderr or SCRIPT in command
+    return done.stderr.splitlines()[-1]
+
+
+def needed(model: str, **options) -> int:
+    """MiB that are enough for a server, as it says itself."""
+    return named(refused(sys.executable, "-c", SCRIPT, model, json.dumps({"memory": "10M", **options})))
+
+
+@contextlib.contextmanager
+def stock_server(model: str, *args: str) -> Iterator[str]:
+    """Its URL. It computes as our kernels do: without repacking, with flash attention, one answer at a time on two threads."""
+    built = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "llama-server"], check=True, text=True, stdout=subprocess.PIPE)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    command = [built.stdout.splitlines()[-1], "-m", model, "--port", str(port), "--no-repack", "-fa", "on", "-t", "2", "-np", "1", "--no-warmup", *args]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            wait_until(lambda: process.poll() is not None or _is_ready(port))
+            assert process.poll() is None, "llama-server has ended"
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+
+
+def _is_ready(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/health", timeout=300).status_code == 200
+    except httpx.TransportError:
+        return False

@@ -1,0 +1,129 @@
+"""EdgeMoE's plans: bounds, order, tolerance; what is tried is what convert makes of the plan."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from scipy.stats import spearmanr
+
+from moeoff import OptionError
+from moeoff.calibrate.bit_allocation import Planner, default_types
+from moeoff.calibrate.perplexity import evaluate, open_model
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.gguf.quantize import type_name
+from moeoff.sidecar.convert import convert
+from moeoff.sidecar.file import ORIGINAL, CompositeSidecar, Sidecar
+from moeoff.sidecar.tiers import read_plan
+
+OPTIONS = {"n_threads": 1, "expert_memory": 1 << 26}
+TOLERANCE = 0.05
+
+
+@pytest.fixture(scope="module")
+def planner(demo, text):
+    with Planner(demo, [text], types=["Q4_0", "Q2_0"], ctx=64, tokens=768, **OPTIONS) as planner:
+        yield planner
+
+
+@pytest.fixture(scope="module")
+def plan(planner):
+    return planner.plan(TOLERANCE)
+
+
+def test_default_types(demo, grown):
+    assert default_types(ModelIndex.read(demo)) == ["Q5_0", "Q4_0", "Q2_0"]
+    assert default_types(ModelIndex.read(grown)) == ["Q3_K", "Q2_K"]
+
+
+def test_plan(planner, plan):
+    uniform = planner.uniform()
+    assert list(uniform) == [ORIGINAL, "Q4_0", "Q2_0"]
+    assert uniform["Q4_0"][1].loss.value <= TOLERANCE < uniform["Q2_0"][1].loss.value
+    assert (plan.upper, plan.lower, plan.n_experts) == ("Q4_0", "Q2_0", 12 * 32)
+    assert plan.quality.loss.value <= TOLERANCE
+    assert 0 < len(plan.low) < plan.n_experts and len(set(plan.low)) == len(plan.low)
+    assert uniform["Q2_0"][0] < plan.n_bytes < uniform["Q4_0"][0]
+    per_expert = [uniform[name][0] // 384 for name in ("Q4_0", "Q2_0")]
+    assert plan.n_bytes == per_expert[0] * (384 - len(plan.low)) + per_expert[1] * len(plan.low)
+    # the least important come first, and one more would be too much for the bisection's last trial
+    rest = [plan.importance[key] for key in planner.trial.experts if key not in set(plan.low)]
+    assert max(plan.importance[key] for key in plan.low) <= min(rest)
+
+
+def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    assert len(read_plan(tmp_path / "plan.json", ModelIndex.read(model).experts).plan) == 1 + len(plan.low)
+    made = convert(model, bits=tmp_path / "plan.json")
+    assert made.tiers["bits"] == plan.n_bytes
+    composite = CompositeSidecar(planner.trial.sidecar, plan.upper, dict.fromkeys(plan.low, plan.lower))
+    slices = Sidecar(made.path).slices
+    for span in ModelIndex.read(model).experts.values():
+        for expert, tried in enumerate(composite.sources(span, "bits")):
+            assert slices[span.name, expert, "bits"].hash == tried.hash
+    with open_model(model, 64, tier="bits", flash_attn=True, **OPTIONS) as llm:
+        quality = evaluate(llm, planner.trial.windows, planner.trial.reference).quality()
+    assert quality == plan.quality
+
+
+def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
+    """EdgeMoE §3.2: an expert whose lower version saves more is lowered earlier than one that is as important; what saves nothing never is."""
+    trial = planner.trial
+    gained = trial.gained(plan.upper, plan.lower)
+    assert sum(gained.values()) == trial.n_bytes(plan.upper) - trial.n_bytes(plan.lower) and min(gained.values()) > 0
+    ranked = sorted(trial.experts, key=lambda key: plan.importance[key])
+    used = [key for key in ranked if plan.importance[key] > 0]
+    large, useless = used[-1], ranked[0]
+    others = gained | {large: gained[large] * 10**6, useless: 0}
+    monkeypatch.setattr(trial, "gained", lambda upper, lower: others)
+    found = planner.plan(plan.tolerance)
+    assert large in found.low and large not in plan.low and useless in plan.low and useless not in found.low
+
+
+def test_order_matters(planner, plan):
+    """As many experts of the other end of the order lose more."""
+    ranked = sorted(plan.importance, key=plan.importance.get)
+    worst = planner.trial.quality(plan.upper, dict.fromkeys(ranked[-len(plan.low) :], plan.lower))
+    assert worst.kl.value > 1.5 * plan.quality.kl.value
+
+
+def test_one_type_is_enough_or_none_is(planner):
+    everything = planner.plan(9.0)
+    assert (everything.upper, everything.lower, everything.low) == ("Q2_0", "Q2_0", ())
+    assert json.loads(everything.to_json()) == {"default": "Q2_0", "layers": {}}
+    strict = planner.plan(1e-9)
+    assert strict.quality.loss.value <= 1e-9 and strict.upper in (ORIGINAL, "Q4_0")
+
+
+@pytest.mark.slow
+def test_estimate_against_measurement(planner, plan):
+    """Of one expert in eight: the estimate ranks them much as quantizing one at a time does. Unused experts matter nothing in both."""
+    keys = planner.trial.experts[::8]
+    measured = np.array([planner.trial.quality(ORIGINAL, {key: "Q2_0"}).kl.value for key in keys])
+    estimated = np.array([plan.importance[key] for key in keys])
+    assert spearmanr(measured, estimated).statistic > 0.5
+    assert (measured[estimated == 0] < 1e-6).all() and (measured[estimated > 0] > 0).all()
+
+
+def test_wrong_use(demo, grown, text):
+    with pytest.raises(OptionError, match="needs an importance matrix"):
+        Planner(grown, [text], types=["IQ1_S"])
+    with pytest.raises(OptionError, match="importance is"):
+        Planner(demo, [text], importance="x")
+
+
+def test_command(demo, text, tmp_path, moeoff_command):
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    ask = ["calibrate", "-m", str(model), "--text", text, "--bits-plan", "--tolerance", "20%", "--types", "Q4_0,Q2_0", "--tokens", "1024", "-t", "1"]
+    done = moeoff_command(*ask)
+    assert done.returncode == 0, done.stderr
+    path = tmp_path / "model.bits.json"
+    assert str(path) in done.stdout and "plan:" in done.stdout
+    assert type_name(read_plan(path, ModelIndex.read(model).experts).plan[None, None]) == json.loads(path.read_text())["default"]
+    again = moeoff_command(*ask)
+    assert again.returncode == 1 and "exists" in again.stderr
+    both = moeoff_command(*ask, "--max-loss", "1%")
+    assert both.returncode == 1 and "not both" in both.stderr

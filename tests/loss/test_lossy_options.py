@@ -1,0 +1,146 @@
+"""What a person gives up by hand: the same options wherever a model is opened, and in the simulator; each does something, or is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from helpers.files import PROSE, SMALL_TRACE
+from moeoff import OptionError
+from moeoff.cli.main import main
+from moeoff.options import Config, precision_of
+from moeoff.policies import PRESETS
+from moeoff.policies.precision import LOSSLESS, Precision
+from moeoff.sidecar.convert import convert
+
+NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--reroute", "--stride", "--low-tier")
+
+
+@pytest.mark.parametrize("command", ["run", "serve", "eval", "report"])
+def test_the_same_everywhere(command):
+    said = CliRunner().invoke(main, [command, "--help"]).output
+    assert all(name in said for name in NAMES), command
+
+
+def test_what_they_make():
+    assert precision_of({"t1": None}) is None
+    found = precision_of({"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})
+    assert (found.t1, found.t2, found.tier, found.prefill_low_fraction, found.reroute) == (0.6, 0.9, "Q2_0", 0, 0)
+    skipping = precision_of({"t2": 0.9})  # nothing is read low: T1 follows
+    assert (skipping.t1, skipping.t2, skipping.uses_low) == (0.9, 0.9, False)
+    assert precision_of({"reroute": 0.1}).reroute == 0.1
+    for wrong, why in (
+        ({"t1": 0.6}, "needs a tier of the sidecar"),
+        ({"prefill_low_fraction": 0.25}, "needs a tier of the sidecar"),
+        ({"t1": 0.9, "t2": 0.6, "low_tier": "Q2_0"}, "0 <= t1 <= t2"),
+        ({"low_tier": "Q2_0"}, "none of them is given"),
+        ({"mispredicted_low": True}, "needs a tier of the sidecar"),
+        ({"mispredicted_low": True, "t1": 0.5, "low_tier": "Q2_0"}, "no use for t1 and t2"),
+    ):
+        with pytest.raises(OptionError, match=why):
+            precision_of(wrong)
+
+
+def test_stride_reaches_the_predictor(demo):
+    assert Config.make(demo, strategy="promoe").strategy.options == {"stride": 2}
+    assert Config.make(demo, strategy="promoe", stride=1).strategy.options == {"stride": 1}
+    assert Config.make(demo, strategy="lru+learned", stride=2).strategy.options == {"stride": 2}
+    assert PRESETS["promoe"].options == {"stride": 2}, "the preset itself stays"
+    for strategy, stride, why in (("auto", 2, "no stride to choose"), ("lru", 1, "no stride to choose"), ("promoe", 3, "one of 1, 2, not 3")):
+        with pytest.raises(OptionError, match=why):
+            Config.make(demo, strategy=strategy, stride=stride)
+
+
+def test_refused_beside_a_bound(moeoff_command):
+    done = moeoff_command("run", "-p", "x", "--t2", "0.9", "--max-loss", "1%")
+    assert done.returncode == 1 and "give no other" in done.stderr
+
+
+def test_thresholds_on_the_command_line(demo, moeoff_command, tmp_path):
+    """run and eval give up what was asked for and say so; p acts in prompts, T1 and T2 where tokens are decoded."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q2_0"])
+    options = ("-m", model, "--expert-memory", "6M", "--low-tier", "Q2_0")
+    done = moeoff_command("run", *options, "-p", "Once", "-n", "12", "--temp", "0", "--json", "--t1", "0.4", "--t2", "0.7", "--strategy", "hobbit")
+    stats = json.loads(done.stdout)["stats"]
+    assert stats["served_low"] > 0 and stats["skipped"] > 0, done.stderr
+    done = moeoff_command("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prefill-low-fraction", "0.5", "--json")
+    found = json.loads(done.stdout)
+    assert found["served_low"] > 0 == found["skipped"] and found["precision"]["prefill_low_fraction"] == 0.5 and found["kl"] is not None
+
+
+def test_hobbits_jetson(demo, moeoff_command, tmp_path):
+    """§5: its thresholds and two bits by naming the preset, which is as good as asking for them one by one; a bound of the loss is another way to ask."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    options = ("-m", model, "--expert-memory", "6M", "--strategy", "hobbit-jetson", "-p", "Once", "-n", "12", "--temp", "0", "--json")
+    done = moeoff_command("run", *options)
+    assert done.returncode == 1 and "needs a sidecar" in done.stderr and "Traceback" not in done.stderr
+    convert(model, tiers=["Q2_K"])
+    stats = json.loads(moeoff_command("run", *options).stdout)["stats"]
+    assert stats["served_low"] > 0
+    config = Config.make(demo, strategy="hobbit-jetson")
+    assert config.precision == Precision(0.6, 0.9, tier="Q2_K")
+    assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
+    assert all(s.precision is LOSSLESS for name, s in PRESETS.items() if name != "hobbit-jetson")
+    with pytest.raises(OptionError, match="give no other"):
+        Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
+
+
+def test_fates_quantization(demo, moeoff_command, tmp_path):
+    """§4.5 and §5.3: int4 for all experts, int2 for the unpopular ones of a prompt, and in decode for what was not there in time."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q4_0", "Q2_0"])
+    options = ("-m", model, "--expert-memory", "3M", "--strategy", "fate", "--tier", "Q4_0", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
+    prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
+
+    def low_bytes(*given):
+        done = moeoff_command("run", *options, "--warm", "off", "-p", prompt, *given)  # what an earlier run had in low precision is not read anew
+        assert done.returncode == 0, done.stderr
+        stats = json.loads(done.stdout)["stats"]
+        assert stats["tier"] == "Q4_0" and stats["skipped"] == 0
+        return stats["low_bytes_read"]
+
+    in_prompt, in_decode = low_bytes("-n", "1", "--prefill-low-fraction", "0.25"), low_bytes("-n", "24", "--t1", "0")
+    assert in_prompt > 0 and in_decode > 0
+    assert low_bytes("-n", "1", "--prefill-low-fraction", "0.75") > 1.5 * in_prompt  # p acts in the prompt
+    assert low_bytes("-n", "1", "--t1", "0") == 0  # and T1 in decode alone
+
+
+def test_only_what_was_mispredicted(demo, moeoff_command, tmp_path):
+    """Fate §5.3 on a model: some of decode is served low, less than where every miss is, and no prompt is."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q2_0"])
+    options = ("-m", model, "--expert-memory", "6M", "--strategy", "fate", "--low-tier", "Q2_0", "--raw", "--temp", "0", "--json")
+
+    def served_low(*given, n=48):
+        done = moeoff_command("run", *options, "--warm", "off", "-p", "The quick brown fox jumps over the lazy dog.", "-n", str(n), *given)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)["stats"]["served_low"]
+
+    assert 0 < served_low("--mispredicted-low") < served_low("--t1", "0")
+    assert served_low("--mispredicted-low", n=1) == 0
+    for given, why in (
+        (("--strategy", "auto"), "does not always predict"),
+        (("--strategy", "lru"), "does not always predict"),
+        (("--deterministic",), "depends on time"),
+    ):
+        done = moeoff_command("run", *options, "-p", "x", "--mispredicted-low", *given)
+        assert done.returncode == 1 and why in done.stderr and "Traceback" not in done.stderr
+
+
+def test_the_simulator_prices_misses_by_them(tmp_path):
+    def penalty(*options):
+        done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--strategy", "hobbit", "--memory", "50%", "--json", *options])
+        assert done.exit_code == 0, done.output
+        return [row["miss_penalty_per_token"] for row in json.loads(done.output)["results"]]
+
+    usual, none, cheap = penalty(), penalty("--t1", "1", "--t2", "1"), penalty("--low-cost", "0.1")
+    assert penalty("--t1", "0.6", "--t2", "0.9", "--low-cost", "0.25") == usual
+    assert all(a > b > c for a, b, c in zip(none, usual, cheap))
+    done = CliRunner().invoke(main, ["simulate", str(SMALL_TRACE), "--scores", str(tmp_path / "scores.png"), "--json"])
+    (own, papers) = json.loads(done.output)["results"]
+    assert own["high"] == pytest.approx(0.67, abs=0.03) and own["low"] == pytest.approx(0.3, abs=0.03)
+    assert (papers["t1"], papers["t2"]) == (0.6, 0.9) and (tmp_path / "scores.png").stat().st_size > 5000

@@ -1,0 +1,282 @@
+"""Whole models in two precisions: what is given up is what was asked for, replays bit for bit, does not depend on timing, and is there
+again after a warm start."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.budgets import needed
+from helpers.logits import assert_bit_equal, greedy_logits
+from helpers.waiting import wait_until, wait_until_still
+from moeoff import OptionError, native
+from moeoff.policies import Strategy
+from moeoff.policies.precision import Precision
+from moeoff.sidecar.convert import convert
+from moeoff.trace import Trace
+
+HIGH, LOW = native.HIGH, native.LOW
+PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
+OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True}
+LOSSY = Precision(0.4, 0.8, 0.4, "Q4_0")
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"t1": 0.9, "t2": 0.5, "tier": "Q4_0"}, "t1 <= t2"),
+        ({"t1": -1}, "t1"),
+        ({"t1": math.nan}, "numbers"),
+        ({"prefill_low_fraction": 2, "tier": "Q4_0"}, "between 0 and 1"),
+        ({"low_share": 0}, "between 0 and 1"),
+        ({"t1": 0.5}, "needs a tier of the sidecar"),
+    ],
+)
+def test_bad_precision(fields, words):
+    with pytest.raises(OptionError, match=words):
+        Precision(**fields)
+
+
+@pytest.fixture(scope="module")
+def model(demo, tmp_path_factory) -> str:
+    """The demo model (Q8_0) with a sidecar in Q4_0."""
+    path = tmp_path_factory.mktemp("precision") / "model.gguf"
+    shutil.copy(demo, path)
+    convert(path, tiers="Q4_0")
+    return str(path)
+
+
+def logits(model, n=16, prompt=PROMPT, **options):
+    with moeoff.Llama(model, **OPTIONS | {"expert_memory": "1M"} | options) as llm:
+        out = greedy_logits(llm, prompt, n)
+        return out, llm.stats()
+
+
+def test_forced_low_is_the_low_model(model):
+    """All experts forced low: bit for bit the model that runs with that tier alone. All high: the model itself."""
+    tier, _ = logits(model, tier="Q4_0")
+    own, _ = logits(model)
+    assert (tier != own).any()
+    n_uses = 12 * 4 * (len(PROMPT) + 16)
+    for version, expected in ((LOW, tier), (HIGH, own)):
+        with moeoff.Llama(model, expert_memory="1M", precision=Precision(tier="q4_0"), **OPTIONS) as llm:
+            llm.engine.buffer.force(np.full(n_uses, version, np.uint8))
+            assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
+            assert llm.engine.buffer.force() == 0
+            assert llm.stats().served_low == (n_uses if version == LOW else 0)
+
+
+def test_whole_prefill_low(model):
+    """A share of 1 computes a prompt as the low tier would; decoding stays lossless."""
+    tier, _ = logits(model, n=0, tier="Q4_0")
+    low, stats = logits(model, n=0, precision=Precision(prefill_low_fraction=1, tier="Q4_0"))
+    assert_bit_equal(low, tier)
+    assert stats.served_low == stats.expert_uses == 12 * 4 * len(PROMPT)
+
+
+def test_lossless_with_a_low_pool(model):
+    own, _ = logits(model)
+    with_pool, stats = logits(model, precision=Precision(tier="Q4_0"))
+    assert_bit_equal(with_pool, own)
+    assert stats.served_low == stats.skipped == 0 and stats.low_arena_bytes > 0 and stats.precision_summary == ""
+
+
+@pytest.mark.parametrize("strategy", ["lru", "hobbit"])
+def test_replay_is_bit_identical(strategy, model, tmp_path):
+    """What a lossy run computed comes back from its trace, whatever is resident, prefetched or asked by the rule."""
+    trace = tmp_path / "trace"
+    recorded, stats = logits(model, precision=LOSSY, trace=trace, strategy=strategy)
+    assert stats.served_low > 50 and stats.skipped > 10 and "low precision" in stats.precision_summary
+    versions = np.frombuffer(Trace.read(trace).decisions(), np.uint8)
+    assert np.bincount(versions).tolist() == [stats.expert_uses - stats.served_low - stats.skipped, stats.served_low, stats.skipped]
+    elsewhere, _ = logits(model, precision=LOSSY, expert_memory="3M")
+    assert (elsewhere != recorded).any()  # decisions depend on what is resident
+    for memory, precision in (("700K", LOSSY), ("3M", LOSSY), ("12M", Precision(tier="Q4_0"))):
+        again, replayed = logits(model, precision=precision, replay=trace, expert_memory=memory, strategy=strategy, io_threads=1)
+        assert_bit_equal(again, recorded)
+        assert (replayed.served_low, replayed.skipped) == (stats.served_low, stats.skipped)
+
+
+def test_a_trace_tells_low_reads(model, tmp_path):
+    """Every read of a lossy run: which version it was for, as its size and the counters say too."""
+    with moeoff.Llama(model, **OPTIONS, expert_memory="1M", precision=LOSSY, trace=tmp_path / "trace") as llm:
+        greedy_logits(llm, PROMPT, 16)
+        wait_until_still(lambda: llm.engine.buffer.stats().reads)
+        stats = llm.engine.buffer.stats()
+    trace = Trace.read(tmp_path / "trace")
+    done = trace.reads[trace.reads["result"] == 0]
+    low = done["version"] == LOW
+    assert 20 < low.sum() < len(done) - 20 and trace.reads_lost == 0
+    assert done["nbytes"][low].sum() == stats.low_bytes_read == trace.notes[-1]["low_bytes_read"]
+    assert done["nbytes"].sum() == stats.bytes_read
+    whole = np.array([t.nbytes for t in trace.model.tensors])[done["tensor"]]  # Q8_0: 34 bytes for 32 values, Q4_0: 18
+    np.testing.assert_array_equal(done["nbytes"], np.where(low, whole * 18 // 34, whole))
+
+
+def test_simulate_counts_low_reads(model, tmp_path, moeoff_command):
+    """Per trace, and not at all where there are none."""
+    for precision, name in ((LOSSY, "lossy"), (Precision(), "lossless")):
+        logits(model, precision=precision, trace=tmp_path / name)
+    lossy = Trace.read(tmp_path / "lossy").reads
+    n_low = int(((lossy["version"] == LOW) & (lossy["result"] == 0)).sum())
+    ask = ("--memory", "50%")
+    assert n_low > 20 and f" reads ({n_low:,} of low versions), " in moeoff_command("simulate", str(tmp_path / "lossy"), *ask).stdout
+    assert json.loads(moeoff_command("simulate", str(tmp_path / "lossy"), *ask, "--json").stdout)["recorded_reads"]["low"] == n_low
+    assert "low versions" not in moeoff_command("simulate", str(tmp_path / "lossless"), *ask).stdout
+
+
+def test_replay_of_another_run_is_refused(model, demo, tmp_path):
+    logits(model, precision=LOSSY, trace=tmp_path / "trace")
+    with pytest.raises(OptionError, match="chose other experts"):
+        logits(model, prompt=PROMPT[::-1], precision=LOSSY, replay=tmp_path / "trace")
+    with pytest.raises(OptionError, match="decision .* low versions"):
+        logits(model, replay=tmp_path / "trace")
+    (tmp_path / "text").write_text("once upon a time")
+    with pytest.raises(OptionError, match="not a trace"):
+        logits(model, replay=tmp_path / "text")
+
+
+def test_deterministic(model):
+    """Same text for any budget, number of I/O threads, policy or load of the machine; without the flag it is not."""
+    expected, stats = logits(model, precision=LOSSY, deterministic=True)
+    assert stats.served_low > 50 and stats.skipped > 10
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
+    try:
+        for options in (
+            {"expert_memory": "700K", "io_threads": 1},
+            {"expert_memory": "4M", "strategy": "hobbit"},
+            {"expert_memory": "12M", "io_threads": 8},
+            {"n_threads": 1},
+        ):
+            again, other = logits(model, precision=LOSSY, deterministic=True, **options)
+            assert_bit_equal(again, expected)
+            assert (other.served_low, other.skipped) == (stats.served_low, stats.skipped)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def test_more_precision_is_closer(model):
+    """Thresholds that give up less change the logits less, and skipping everything that may be skipped most."""
+    own, _ = logits(model, n=0)
+    with moeoff.Llama(model, expert_memory="1M", precision=LOSSY, deterministic=True, **OPTIONS) as llm:
+        distance = []
+        for t1, t2 in ((1, 1), (0.8, 1), (0, 1), (0, 0)):
+            llm.engine.buffer.set_thresholds(t1, t2, blind=True)
+            llm.reset()
+            for token in PROMPT:
+                llm.eval([token])
+            distance.append(float(np.abs(llm.scores[: len(PROMPT)] - own).mean()))
+    assert distance[1] < distance[2] < distance[3]
+    assert distance[0] < distance[1]
+
+
+@pytest.fixture
+def remembered(model, tmp_path, monkeypatch):
+    """After a lossy run with room for everything: options of another, what was resident in both versions, and the warm start's file."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = OPTIONS | {"warm": True, "precision": LOSSY, "deterministic": True}
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        expected = greedy_logits(llm, PROMPT, 16)
+        residency = [llm.engine.buffer.residency(low=low) for low in (False, True)]
+        assert llm.stats().low_bytes_read > 0
+    (path,) = (tmp_path / "moeoff" / "warm").glob("*.npz")
+    return options, residency, path, expected
+
+
+def test_warm_start_with_low_versions(model, remembered):
+    options, (high, low), _, expected = remembered
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        wait_until(lambda: np.array_equal(llm.engine.buffer.residency(), high) and np.array_equal(llm.engine.buffer.residency(low=True), low))
+        before = llm.engine.buffer.stats()
+        assert before.low_bytes_read > 0 and before.prefetch_issued == 0
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
+        stats = llm.stats()
+        assert stats.served_low > 50 and stats.demand_misses == 0 and stats.bytes_read == before.bytes_read
+
+
+def test_warm_start_fills_smaller_arenas(model, remembered):
+    """As far as each arena goes, and no further: nothing that was preloaded is evicted for something else of it."""
+    options, (high, low), _, expected = remembered
+    with moeoff.Llama(model, expert_memory="3M", **options | {"precision": replace(LOSSY, low_share=0.2)}) as llm:
+        buffer = llm.engine.buffer
+        wait_until(lambda: buffer.stats().arena_committed > 0.9 * buffer.stats().arena_bytes)
+        wait_until_still(lambda: buffer.stats().reads)
+        stats = buffer.stats()
+        high_arena = stats.arena_bytes - stats.low_arena_bytes
+        assert 0.9 * stats.low_arena_bytes < stats.low_arena_committed <= stats.low_arena_bytes
+        assert 0.9 * high_arena < stats.arena_committed - stats.low_arena_committed <= high_arena
+        assert stats.evictions == 0 and stats.reads == stats.resident_slices
+        for now, then in ((buffer.residency(), high), (buffer.residency(low=True), low)):
+            assert now.any() and not (now & ~then).any() and (now != then).any()
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
+
+
+def test_warm_start_between_lossless_and_lossy(model, remembered):
+    """A run without low versions takes the high ones alone, all if all fit, and what it leaves serves a lossy run as far as it goes."""
+    options, (high, _), _, _ = remembered
+    with moeoff.Llama(model, expert_memory="9M", warm=True, **OPTIONS) as llm:
+        wait_until_still(lambda: llm.engine.buffer.stats().reads)
+        found = llm.engine.buffer.residency()
+        assert found.any() and not (found & ~high).any() and llm.engine.buffer.stats().low_bytes_read == 0
+    with moeoff.Llama(model, expert_memory="100M", warm=True, **OPTIONS) as llm:
+        everything = len(llm.engine.buffer.tensors) * high.shape[1]
+        wait_until(lambda: llm.engine.buffer.stats().resident_slices == everything)
+        assert llm.engine.buffer.stats().low_bytes_read == 0
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        wait_until(lambda: llm.engine.buffer.stats().resident_slices == everything)
+        assert not llm.engine.buffer.residency(low=True).any()
+
+
+@pytest.mark.parametrize("low", [None, np.ones((3, 3), np.uint8)], ids=["before there were low versions", "of another shape"])
+def test_warm_start_from_another_file(low, model, remembered):
+    options, (high, _), path, expected = remembered
+    np.savez_compressed(path, version=1, residency=high, **({} if low is None else {"low": low}))
+    with moeoff.Llama(model, expert_memory="100M", **options) as llm:
+        expected_high = high if low is None else np.zeros_like(high)
+        wait_until(lambda: np.array_equal(llm.engine.buffer.residency(), expected_high))
+        wait_until_still(lambda: llm.engine.buffer.stats().reads)
+        np.testing.assert_array_equal(llm.engine.buffer.residency(), expected_high)
+        assert not llm.engine.buffer.residency(low=True).any()
+        assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
+
+
+def test_options_that_make_no_sense(model, demo):
+    with pytest.raises(OptionError, match="low precision .* needs a sidecar"):
+        moeoff.Llama(model, precision=LOSSY, experts=False)
+    with pytest.raises(OptionError, match="no tier Q2_K below original; there are: Q4_0"):
+        moeoff.Llama(model, precision=Precision(0, 1, tier="Q2_K"))
+    with pytest.raises(OptionError, match="on-demand.* own precision"):
+        moeoff.Llama(model, precision=LOSSY, strategy=Strategy("on-demand", "keeps nothing", keep=False, eager=False))
+
+
+def test_memory_stays_below_the_budget_with_two_pools(grown, tmp_path):
+    model = tmp_path / "model.gguf"
+    shutil.copy(grown, model)
+    convert(model, tiers="Q2_K")
+    budget = needed(str(model), n_ctx=512, n_threads=2) + 27 << 20
+    code = f"""
+import moeoff
+from moeoff.policies.precision import Precision
+with moeoff.Llama({str(model)!r}, memory={budget}, n_ctx=512, n_threads=2, precision=Precision(0.3, 0.7, 0.3, "Q2_K")) as llm:
+    for _ in llm.create_completion("The sun had set behind the hills. " * 8, max_tokens=40, temperature=0, stream=True):
+        pass
+    s = llm.stats()
+    print(s.peak_rss_bytes, s.budget_bytes, s.low_arena_bytes, s.served_low, s.evictions)
+    llm.set_memory({budget - (10 << 20)})
+    high, low = llm.engine.buffer.stats().arena_bytes, llm.engine.buffer.stats().low_arena_bytes
+    assert 0 < low < high < s.arena_bytes
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    peak, bound, low, served_low, evictions = map(int, done.stdout.split())
+    assert peak <= bound == budget and low > 0 and served_low > 0 and evictions > 0

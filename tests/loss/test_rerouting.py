@@ -1,0 +1,238 @@
+"""Rerouting on real models: the rule against NumPy for every kind of router, lossless without it, repeatable, replayed and priced."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.arch_models import decode, open_moeoff, tokens, write_model
+from helpers.logits import assert_bit_equal, greedy_logits
+from moeoff import OptionError
+from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies.precision import Precision
+from moeoff.policies.router import SOFTMAX_WEIGHT, Router
+from moeoff.sidecar.convert import convert
+from moeoff.simulate.rerouting import Rerouting
+from moeoff.simulate.simulator import simulate
+from moeoff.trace import Trace
+
+PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
+OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True}
+HALF = Precision(reroute=0.3, resident=0.5)
+MUCH = Precision(reroute=1.0, resident=0.25)  # for random routers, which use few experts
+
+
+def logits(model, n=24, prompt=PROMPT, **options):
+    with moeoff.Llama(model, **OPTIONS | {"expert_memory": "3M"} | options) as llm:
+        out = greedy_logits(llm, prompt, n)
+        return out, llm.stats()
+
+
+class Cache:
+    """The simulated cache of moeoff-routing.h once more."""
+
+    def __init__(self, n_experts: int, share: float):
+        self.count, self.inside, self.room, self.unit = np.zeros(n_experts, np.float32), np.zeros(n_experts, bool), int(share * n_experts + 0.5), np.float32(1)
+
+    def use(self, ids: np.ndarray) -> None:
+        self.count[ids] += self.unit
+        for e in ids[~self.inside[ids]]:
+            if self.inside.sum() >= self.room:
+                others = np.setdiff1d(np.flatnonzero(self.inside), ids)
+                if not len(others):
+                    continue
+                self.inside[others[self.count[others].argmin()]] = False
+            self.inside[e] = True
+        self.unit /= np.float32(0.98)
+
+
+def scores_of(router: Router, gate: int, logits: np.ndarray) -> np.ndarray:
+    """What llama.cpp chooses by: groups that are left out are minus infinity."""
+    if router.gating == SOFTMAX_WEIGHT:
+        return logits
+    scores = router.gated(logits)
+    if router.selection_bias[gate] is not None:
+        scores = scores + router.selection_bias[gate]
+    if router.n_groups > 1:
+        groups = scores.reshape(len(scores), router.n_groups, -1)
+        best = np.sort(groups, axis=2)[:, :, -2:].sum(axis=2)
+        out = np.argsort(-best, axis=1, kind="stable")[:, router.n_groups_used :]
+        groups = groups.copy()
+        for row, gone in zip(groups, out):
+            row[gone] = -np.inf
+        scores = groups.reshape(scores.shape)
+    return scores
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "deepseek2", "glm4moe", "gpt-oss", "minimax-m2", "bailingmoe2", "olmoe"])
+@pytest.mark.parametrize("groups", [1, 2])
+def test_the_rule_for_every_kind_of_router(architecture, groups, writer, folder):
+    """softmax, sigmoid, with selection bias, of groups, softmax after the choice: ids and weights as NumPy has them."""
+    grouped = architecture in ("deepseek2", "glm4moe", "bailingmoe2")
+    if groups > 1 and not grouped:
+        pytest.skip("its routers know no groups")
+    path = write_model(writer, folder, architecture, "F32")
+    model_index = ModelIndex.read(path)
+    keys = {f"{model_index.architecture}.expert_group_count": groups, f"{model_index.architecture}.expert_group_used_count": 1} if grouped else {}
+    events, text = [], tokens(128)
+    margin = 0.4 if architecture in ("qwen3moe", "olmoe") else 1.0
+    with open_moeoff(path, precision=replace(MUCH, reroute_margin=margin), deterministic=True, trace=str(folder / "trace"), kv_overrides=keys or None) as model:
+        layers = {t.gate: t.layer for t in model.engine.buffer.tensors}
+        router = Router.read(model_index, [layers[g] for g in sorted(layers)])
+        router.n_groups, router.n_groups_used = groups, 1
+        model.set_gate_callback(events.append)
+        decode(model, text[:8], 0)
+        for i in range(8, 128):
+            decode(model, [text[i]], i)
+        model.engine.buffer.drain()
+        n_changed = model.stats().rerouted
+    rule, caches, n_seen = Rerouting(MUCH.reroute, margin), {}, 0
+    for event in events:
+        cache = caches.setdefault(event.gate, Cache(event.logits.shape[1], MUCH.resident))
+        probs = router.gated(event.logits) if router.gating != SOFTMAX_WEIGHT else event.logits
+        for t, ids in enumerate(event.ids):
+            scores = scores_of(router, event.gate, event.logits[t : t + 1])[0]
+            assert np.isfinite(scores).sum() == len(scores) // groups
+            chosen = ids if event.router_ids is None else event.router_ids[t]
+            assert np.isfinite(scores[chosen]).all() and np.isfinite(scores[ids]).all()
+            np.testing.assert_array_equal(np.sort(scores[chosen])[::-1], np.sort(scores)[::-1][: len(ids)])
+            if event.decode:
+                np.testing.assert_array_equal(ids, rule.choose(scores, chosen, cache.inside))
+                n_seen += int(np.count_nonzero(ids != chosen))
+            else:
+                assert event.router_ids is None
+            expected = np.exp(probs[t, ids] - probs[t, ids].max()) if router.gating == SOFTMAX_WEIGHT else probs[t, ids]
+            np.testing.assert_allclose(event.weights[t] / event.weights[t].sum(), expected / expected.sum(), rtol=2e-3)
+            cache.use(ids)
+    assert n_seen == n_changed >= 5
+
+
+def test_lossless_with_the_node(demo, tmp_path):
+    """A replay's graphs have the node; where it changes nothing, nothing changes."""
+    own, stats = logits(demo, trace=tmp_path / "trace")
+    assert stats.rerouted == 0 and not Trace.read(tmp_path / "trace").rerouted
+    again, stats = logits(demo, replay=tmp_path / "trace")
+    assert_bit_equal(again, own)
+    assert stats.rerouted == 0
+
+
+def test_fewer_reads(demo):
+    """The more may be given up, the fewer misses; statistics say what was."""
+    lossless, stats = logits(demo, n=40, strategy="lru")
+    before = stats.demand_misses
+    assert stats.precision_summary == "" and (stats.prompt_tokens, stats.gen_tokens) == (len(PROMPT), 40) and stats.gen_tps > 0
+    for share in (0.1, 0.3, 1.0):
+        lossy, stats = logits(demo, n=40, strategy="lru", precision=Precision(reroute=share))
+        assert stats.demand_misses < before and 0 < stats.rerouted_margin <= share + 1e-6 and stats.rerouted > 0
+        assert "rerouted, by at most" in stats.precision_summary
+        before = stats.demand_misses
+    assert (lossy != lossless).any()
+    np.testing.assert_array_equal(lossy[: len(PROMPT)], lossless[: len(PROMPT)])  # a prompt is not rerouted
+
+
+def test_deterministic(demo):
+    """The same bits at every budget and with other strategies, whatever was asked before."""
+    first, stats = logits(demo, precision=HALF, deterministic=True)
+    assert stats.rerouted > 20
+    own, _ = logits(demo)
+    assert (first != own).any()
+    for options in ({"expert_memory": "1M"}, {"expert_memory": "1G", "io_threads": 1}, {"strategy": "lru", "expert_memory": "700K"}):
+        assert_bit_equal(logits(demo, precision=HALF, deterministic=True, **options)[0], first)
+    alive, _ = logits(demo, precision=HALF)
+    assert (alive != first).any()  # what is resident in truth is something else
+
+
+def test_a_text_does_not_depend_on_the_one_before(demo):
+    with moeoff.Llama(demo, n_ctx=256, expert_memory="2M", precision=HALF, deterministic=True) as llm:
+        first = llm("Natalia sold clips", max_tokens=24, temperature=0)["choices"][0]["text"]
+        llm("Something else", max_tokens=10, temperature=0)
+        assert llm("Natalia sold clips", max_tokens=24, temperature=0)["choices"][0]["text"] == first
+        assert llm("Natalia sold clips", max_tokens=24, temperature=0)["choices"][0]["text"] == first  # after itself, too
+        longer = f"Natalia sold clips{first}"
+        assert llm(longer, max_tokens=4, temperature=0)["choices"][0]["text"]
+
+
+def test_replay(demo, tmp_path):
+    """A rerouted run comes back from its trace, whatever is resident."""
+    trace = tmp_path / "trace"
+    precision = Precision(0.7, 0.7, reroute=0.2)  # skips, too
+    recorded, stats = logits(demo, precision=precision, trace=trace)
+    read = Trace.read(trace)
+    assert read.rerouted and stats.rerouted > 10 and stats.skipped > 0
+    assert stats.rerouted == sum(int(np.count_nonzero(e.ids != e.router_ids)) for e in read.events if e.router_ids is not None)
+    for memory, options in (("700K", {"precision": precision}), ("1G", {"precision": precision}), ("2M", {"precision": Precision(0.7, 0.7)})):
+        again, replayed = logits(demo, replay=trace, expert_memory=memory, io_threads=1, **options)
+        assert_bit_equal(again, recorded)
+        assert (replayed.rerouted, replayed.skipped) == (stats.rerouted, stats.skipped)
+    with pytest.raises(OptionError, match="chose other experts"):
+        logits(demo, prompt=PROMPT[::-1], replay=trace, precision=precision)
+
+
+@pytest.mark.parametrize("t1, t2", [(1.0, 1.0), (0.6, 0.6), (0.4, 0.8)])
+def test_batches_are_priced_token_by_token(demo, text, t1, t2, tmp_path):
+    """ "simulated" computes in batches what a deterministic run computes one by one: the same choices, and so the same loss."""
+    model, low = shutil.copy(demo, tmp_path), "Q4_0" if t1 < t2 else None
+    if low:
+        convert(model, tiers=low)
+    precision = Precision(t1, t2, tier=low, reroute=0.2, resident=0.4)
+    with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
+        windows, found = read_windows(llm, [text], 128, 6), {}
+        for mode in ("decode", "simulated"):
+            llm.engine.quality.use(Precision())
+            with Reference.record(llm, windows, mode) as reference:
+                llm.engine.quality.use(precision)
+                llm.reset_stats()
+                scores = evaluate(llm, windows, reference, mode=mode)
+            stats = llm.stats()
+            found[mode] = scores.nll, (stats.rerouted, stats.skipped, stats.served_low, stats.simulated_misses)
+    one, many = found["decode"], found["simulated"]
+    assert one[1][0] > 200 and (one[1][1] > 100) == (t2 < 1) and (one[1][2] > 200) == bool(low)
+    np.testing.assert_allclose(many[1], one[1], rtol=0.01)  # a sum may round otherwise in a batch, and two scores change places
+    assert abs(many[0].mean() - one[0].mean()) < 2e-3
+
+
+def test_simulator(demo, tmp_path):
+    """On a trace of a lossless run rerouting spares reads, and the rest is as it was; without probabilities nothing is changed."""
+    logits(demo, n=40, trace=tmp_path / "trace")
+    trace = Trace.read(tmp_path / "trace")
+    arena = trace.model.full_bytes // 3
+    plain, some, much = (simulate(trace, "score", arena, rerouting=rule) for rule in (Rerouting(0.0), Rerouting(0.05), Rerouting(0.5)))
+    assert plain.to_dict() == simulate(trace, "score", arena).to_dict()
+    assert plain.bytes_read > some.bytes_read > much.bytes_read and 0 == plain.rerouted < some.rerouted < much.rerouted
+    for event in trace.events:
+        event.probs = None
+    assert simulate(trace, "score", arena, rerouting=Rerouting(0.5)).to_dict() == simulate(trace, "score", arena).to_dict()
+
+
+def test_simulate_command(demo, tmp_path, moeoff_command):
+    logits(demo, trace=tmp_path / "trace")
+    plain, rerouted = (moeoff_command("simulate", str(tmp_path / "trace"), "--memory", "30%", *more).stdout for more in ((), ("--reroute", "0.2")))
+    assert plain != rerouted and "belady" in rerouted
+    run = moeoff_command("simulate", str(tmp_path / "trace"), "--reroute", "2")
+    assert run.returncode == 1 and "--reroute: 0 to 1, not 2" in run.stderr
+
+
+@pytest.mark.parametrize("fields", [{"reroute": -0.1}, {"reroute": 1.1}, {"reroute_margin": 2}, {"resident": -1}, {"reroute": float("nan")}])
+def test_bad_rules(fields):
+    with pytest.raises(OptionError, match="precision"):
+        Precision(**fields)
+
+
+def test_a_buffer_without_routing_refuses(demo):
+    with moeoff.Llama(demo, **OPTIONS) as llm:
+        with pytest.raises(OptionError, match="without MOEOFF_FLAG_ROUTING"):
+            llm.engine.buffer.set_routing(0.1)
+        with pytest.raises(OptionError, match="without MOEOFF_FLAG_ROUTING"):
+            llm.engine.buffer.simulate_cache(0.5)
+        with pytest.raises(OptionError, match="without MOEOFF_FLAG_ROUTING"):
+            llm.engine.buffer.force_experts(np.zeros(4, np.int32))
+
+
+def test_a_server_does_not_simulate(demo):
+    with pytest.raises(OptionError, match="deterministic"):
+        moeoff.Server(demo, precision=HALF, deterministic=True)

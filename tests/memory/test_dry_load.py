@@ -1,0 +1,109 @@
+"""What llama.cpp plans before a model is loaded is what the loaded model takes, whatever the options and the architecture."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+import moeoff
+from helpers.arch_models import write_model
+from moeoff.budget.dry_load import dry_load, memory_sizes
+from moeoff.budget.memory_plan import MemoryPlan
+from moeoff.errors import BudgetError
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.memory import MIB
+from moeoff.options import Config
+
+# the gate nodes, which only a loaded model has, let the router's choices live longer; two families of weights need two work areas
+SLACK = 1 << 20
+
+
+def compare(path: str, **options) -> tuple[MemoryPlan, MemoryPlan]:
+    """Planned, and taken; the two are close."""
+    config = Config.make(path, expert_memory="1G", warm=False, profile=False, experts=False, **options)
+    planned = dry_load(ModelIndex.read(path), config.n_ctx, config.keywords)
+    with moeoff.Llama(config) as llm:
+        taken = memory_sizes(llm)
+    assert planned.state == taken.state and planned.outputs == taken.outputs
+    assert abs(planned.weights - taken.weights) < 64 << 10  # alignment
+    assert abs(planned.compute - taken.compute) < SLACK
+    model_index, n_ubatch = ModelIndex.read(path), min(config.n_ctx, *(options.get(name, 512) for name in ("n_batch", "n_ubatch")))
+    table = 8 * model_index.n_expert * n_ubatch * model_index.n_expert_used  # ggml's, of the rows of each expert; the expert buffer's is shorter
+    assert taken.work - SLACK < planned.work < taken.work + table + SLACK
+    return planned, taken
+
+
+OPTIONS = [
+    {"n_ctx": 100},
+    {"n_ctx": 1000, "flash_attn": True},
+    {"n_ctx": 4096, "flash_attn": True, "n_ubatch": 64},
+    {"n_ctx": 4096, "n_batch": 2048, "n_ubatch": 1024},
+    {"n_ctx": 1024, "flash_attn": True, "type_k": "q8_0", "type_v": "q4_0"},
+    {"n_ctx": 1024, "type_k": "q4_0"},
+    {"n_ctx": 1024, "flash_attn": True, "type_k": "f32", "type_v": "bf16"},
+    {"n_ctx": 512, "logits_all": True, "n_batch": 64},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_options(demo, options):
+    compare(demo, **options)
+
+
+def test_types_and_batches_change_what_is_planned(demo):
+    model_index = ModelIndex.read(demo)
+    plain = dry_load(model_index, 4096, {"flash_attn": True})
+    small = dry_load(model_index, 4096, {"flash_attn": True, "type_k": 8, "type_v": 2})  # Q8_0, Q4_0
+    assert small.state == plain.state // 2 * 34 // 64 + plain.state // 2 * 18 // 64
+    assert dry_load(model_index, 4096, {"flash_attn": True, "n_ubatch": 64}).compute < plain.compute / 2
+    assert dry_load(model_index, 4096, {"flash_attn": False}).compute > plain.compute
+
+
+# sliding windows, recurrent layers of several kinds, latent attention, indexers, none at all
+ARCHITECTURES = ["gpt-oss", "mimo2", "qwen3next", "kimi-linear", "lfm2moe", "minimax-01", "deepseek2", "glm-dsa", "deepseek4", "llada-moe", "llama4"]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_architectures(architecture, writer, folder):
+    path = str(write_model(writer, folder, architecture, "4-bit"))
+    for more in ({}, {"swa_full": False, "n_ubatch": 32}, {"flash_attn": True, "type_k": "q8_0", "type_v": "q8_0"}):
+        try:
+            compare(path, **{"n_ctx": 512, "n_batch": 64, "n_ubatch": 64, **more})
+        except moeoff.ModelError as error:
+            assert "type_k" in more and "cannot load it" in str(error)  # rows that are no whole blocks, or no flash attention
+
+
+def test_a_sliding_window_needs_less(writer, folder):
+    model_index = ModelIndex.read(write_model(writer, folder, "gpt-oss", "4-bit"))
+    whole, window = (dry_load(model_index, 4096, {"n_ubatch": 32, "swa_full": full}).state for full in (True, False))
+    assert window < whole
+
+
+def test_what_is_longer_than_llama_cpp_should_plan(demo):
+    model_index = ModelIndex.read(demo)
+    exact, told = dry_load(model_index, 1 << 18, {}), dry_load(model_index, 1 << 20, {})
+    assert told.state == 4 * exact.state and told.weights == exact.weights and told.outputs == exact.outputs
+
+
+def test_room_is_refused_to_the_byte(demo):
+    plan = dry_load(ModelIndex.read(demo), 4096)
+    least = plan.floor - plan.work
+    plan.require_room(least)
+    with pytest.raises(BudgetError) as caught:
+        plan.require_room(least - 1)
+    assert caught.value.hint["memory"] >= plan.floor
+
+
+def test_smaller_types_fit_where_larger_do_not(demo, moeoff_command):
+    """The budget between what a context takes in F16 and in Q4_0."""
+    model_index = ModelIndex.read(demo)
+    sizes = (dry_load(model_index, 1 << 17, {"flash_attn": True, **types}) for types in ({}, {"type_k": 2, "type_v": 2}))
+    large, small = (replace(size, process=80 * MIB) for size in sizes)  # as the command is, and not as this process that has run many tests
+    between = (large.floor + small.floor) // 2
+    assert large.floor - small.floor > 256 * MIB
+    command = ["run", "-m", demo, "-p", "x", "-n", "1", "-c", str(1 << 17), "--memory", str(between)]
+    refused = moeoff_command(*command)
+    assert refused.returncode == 1 and "too small" in refused.stderr
+    done = moeoff_command(*command, "-ctk", "q4_0", "-ctv", "q4_0")
+    assert done.returncode == 0, done.stderr

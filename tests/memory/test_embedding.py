@@ -1,0 +1,149 @@
+"""The token embedding on disk: its rows against ggml's own of the same bytes in memory, and models that have one or need it whole."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.arch_models import open_moeoff, open_stock, run, write_model
+from helpers.ggml_api import ABORTED, F32, I32, SUCCESS, Backend, Context, cpu_buffer_type, quantizable_types, quantized, read, write
+from helpers.logits import Stock, assert_bit_equal, greedy_logits
+from helpers.models import split_model
+from moeoff import ModelError, ReadError, native
+from moeoff.budget.dry_load import memory_sizes
+from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.gguf.file import ModelFile
+from moeoff.gguf.model_index import EMBEDDING, OUTPUT, ModelIndex
+from moeoff.gguf.writer import ModelWriter
+
+TYPES = quantizable_types()
+N_ROWS, N_COLS, OFFSET = 300, 512, 4128
+OPTIONS = {"n_ctx": 256, "n_threads": 2, "n_threads_batch": 2, "logits_all": True, "verbose": False}
+
+
+class Rows:
+    """GET_ROWS of the same ids from an embedding in memory and from one on disk, one graph each."""
+
+    def __init__(self, path: Path, type: int, n_tokens: int):
+        data = quantized(np.random.default_rng(type).standard_normal((1, N_ROWS, N_COLS), np.float32), type)
+        path.write_bytes(b"\xff" * OFFSET + data.tobytes() + b"\xff" * 100)
+        self.path, self.row_bytes = path, data.nbytes // N_ROWS
+        self.buffer = ExpertBuffer()
+        self._weights, self._reserved, self._ops = Context(), Context(), Context(8, 2)
+        plain = self._weights.tensor(type, N_COLS, N_ROWS)
+        self._weights.allocate(cpu_buffer_type())
+        write(plain, data)
+        on_disk = self._reserved.tensor(type, N_COLS, N_ROWS, name=EMBEDDING)
+        with self.buffer.loading():
+            self._reserved.allocate(native.buffer_type())
+        assert native.add_file(self.buffer.handle, str(path).encode()) == 0
+        assert native.set_embedding_source(self.buffer.handle, native.Source(0, type, OFFSET, data.nbytes, 0)) == 0
+        self._shape = (n_tokens, N_COLS)
+        self._ids = self._ops.tensor(I32, n_tokens)
+        self._outputs = [self._ops.get_rows(tensor, self._ids) for tensor in (plain, on_disk)]
+        self._graphs = [self._ops.graph(out) for out in self._outputs]
+        self._ops.allocate(cpu_buffer_type())
+
+    def __enter__(self) -> Rows:
+        return self
+
+    def __exit__(self, *_exc) -> None:
+        self.buffer.close()
+        for context in (self._ops, self._reserved, self._weights):
+            context.close()
+
+    def compute(self, backend: Backend, i: int, ids: np.ndarray, n_threads: int = 2, status: int = SUCCESS) -> np.ndarray:
+        write(self._ids, ids.astype(np.int32))
+        write(self._outputs[i], np.full(self._shape, 0x7FBADBAD, np.uint32))  # a NaN where nothing is written
+        assert backend.compute(self._graphs[i], n_threads) == status
+        return read(self._outputs[i], self._shape)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type(name, tmp_path, backend):
+    rng = np.random.default_rng(1)
+    for n_tokens in (1, 2, 7, 400):
+        with Rows(tmp_path / "rows", TYPES[name], n_tokens) as rows:
+            for n_threads in (1, 2, 4):
+                for ids in (rng.integers(0, N_ROWS, n_tokens), np.full(n_tokens, N_ROWS - 1), np.arange(n_tokens)[::-1] % N_ROWS):
+                    np.testing.assert_array_equal(rows.compute(backend, 1, ids, n_threads), rows.compute(backend, 0, ids, n_threads))
+
+
+@pytest.mark.parametrize("n_threads", [1, 2, 4])
+def test_a_file_cut_off(n_threads, tmp_path, backend):
+    """The graph ends with a message that names file and offset; what is in the file still can be read."""
+    with Rows(tmp_path / "rows", TYPES["Q8_0"], 8) as rows:
+        content = rows.path.read_bytes()
+        with open(rows.path, "r+b") as file:
+            file.truncate(OFFSET + 100 * rows.row_bytes + 10)
+        backend.set_abort_callback(native.should_abort, rows.buffer.handle)
+        ids = np.array([1, 2, 3, 4, 5, 6, 7, 100])
+        rows.compute(backend, 1, ids, n_threads, status=ABORTED)
+        with pytest.raises(ReadError, match=f"^{rows.path}: read of {rows.row_bytes} bytes at offset {OFFSET + 100 * rows.row_bytes} failed: the file ends at"):
+            rows.buffer.check()
+        rows.path.write_bytes(content)
+        np.testing.assert_array_equal(rows.compute(backend, 1, ids, n_threads), rows.compute(backend, 0, ids, n_threads))
+        backend.set_abort_callback(None, None)
+
+
+def logits(model, n_steps: int = 6) -> np.ndarray:
+    return greedy_logits(model, model.tokenize(b"A heron stood in the shallow water, and nothing moved but the light."), n_steps)
+
+
+def test_it_is_not_in_memory(demo):
+    model_index = ModelIndex.read(demo)
+    with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(demo, expert_memory="1G", **OPTIONS) as model:
+        assert_bit_equal(logits(model), logits(stock))
+        assert memory_sizes(model).weights == model_index.dense_bytes - model_index.embedding_bytes
+        assert model.engine.plan.on_disk == model.stats().embedding_disk_bytes == model_index.embedding_bytes == model_index.dense[EMBEDDING].nbytes
+
+
+def test_it_lies_in_a_later_part(demo, tmp_path):
+    backwards = tmp_path / "backwards.gguf"
+    with ModelFile(demo) as model:
+        tensors = list(reversed(model.tensors.values()))
+        with ModelWriter(backwards, model.metadata, tensors) as file:
+            for tensor in tensors:
+                file.write(model.data(tensor.name))
+    first = str(split_model(str(backwards), tmp_path, 3)[0])
+    assert ModelIndex.read(first).lookup_embedding.file == 2
+    with contextlib.closing(Stock(demo, **OPTIONS)) as stock, moeoff.Llama(first, expert_memory="1G", **OPTIONS) as model:
+        assert_bit_equal(logits(model), logits(stock))
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "cohere2moe", "granitemoe"])
+def test_an_output_matrix_stays_in_memory(architecture, writer, folder):
+    """Models without an output matrix multiply with their embedding, and need it whole."""
+    untied = write_model(writer, folder, architecture, "Q8_0")
+    tied = folder / "tied.gguf"
+    with ModelFile(untied) as model:
+        kept = [tensor for tensor in model.tensors.values() if tensor.name != OUTPUT]
+        with ModelWriter(tied, model.metadata, kept) as file:
+            for tensor in kept:
+                file.write(model.data(tensor.name))
+    model_index = ModelIndex.read(tied)
+    assert EMBEDDING in model_index.dense and model_index.lookup_embedding is None
+    with open_stock(tied) as stock, open_moeoff(tied) as model:
+        np.testing.assert_array_equal(run(model), run(stock))
+        assert model.engine.plan.on_disk == model.stats().embedding_disk_bytes == 0
+        assert memory_sizes(model).weights >= model_index.dense_bytes
+
+
+def test_a_model_whose_file_was_replaced(demo):
+    buffer, context = ExpertBuffer(), Context()
+    with contextlib.closing(buffer), contextlib.closing(context):
+        context.tensor(F32, 32, 4, name=EMBEDDING)
+        with buffer.loading():
+            context.allocate(native.buffer_type())
+        with pytest.raises(ModelError, match="not in the file as llama.cpp loaded it"):
+            buffer.attach(ModelIndex.read(demo))
+
+
+def test_an_embedding_that_the_user_places_is_planned_in_memory(demo):
+    with moeoff.Llama(demo, n_ctx=64, memory="2G", override_tensor="token_embd=CPU") as llm:
+        assert llm.stats().embedding_disk_bytes == llm.engine.planned.on_disk == 0
+        assert llm.engine.planned.weights == memory_sizes(llm).weights == ModelIndex.read(demo).dense_bytes

@@ -1,0 +1,189 @@
+"""What a batch leaves untouched of the buffers for the largest one is lent to the experts, and taken back before a larger one is computed."""
+
+import json
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import cgroup
+import moeoff
+from moeoff.binding import api
+from moeoff.engine.arena_sizer import LEAST, Lender
+from moeoff.memory import MIB
+
+NO_CGROUP = cgroup.unavailable()
+in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
+OPTIONS = {"n_ctx": 1024, "n_threads": 2, "n_batch": 512, "n_ubatch": 512}
+ROOM = 16 * MIB  # for experts, of 88
+
+
+class Sizes:
+    """A buffer of a MiB for each eight tokens and a work area of half as much; what was given back."""
+
+    def __init__(self):
+        self.asked, self.given_back, self.refuses = [], [], False
+
+    def __call__(self, n_tokens, gives_back):
+        self.asked.append(n_tokens)
+        if gives_back:
+            if self.refuses:
+                return None
+            self.given_back.append(n_tokens)
+        return n_tokens // 8 * MIB, n_tokens // 16 * MIB
+
+
+def test_lender():
+    sizes = Sizes()
+    lender = Lender(sizes, 512)
+
+    def batches(*tokens: int) -> None:
+        for n in tokens:
+            lender.widen(n)
+            lender.narrow()
+
+    assert lender.lent == 0
+    batches(512, 300, 1, 1, 1)
+    assert lender.bound == 512 and lender.lent == 0  # the next piece of the prompt may be large again
+    batches(1)
+    assert lender.bound == LEAST and sizes.given_back == [LEAST]
+    assert lender.lent == (64 - 1) * MIB  # the work area was as large as it gets, and stays
+    batches(20, 1, 1, 1, 1, 1)
+    assert lender.bound == 32 and sizes.given_back == [LEAST]  # three MiB are not worth new plans
+    assert lender.lent == (64 - 4) * MIB
+    assert lender.widen(1000) and lender.bound == 512 and lender.lent == 0
+    assert len(sizes.asked) == 4  # of each bound once
+
+
+def test_a_lender_of_a_work_area_that_was_never_used():
+    lender = Lender(Sizes(), 512)
+    for _ in range(4):
+        lender.widen(30)
+        lender.narrow()
+    assert lender.bound == 32 and lender.lent == (64 - 4 + 32 - 2) * MIB and lender.needed == 6 * MIB
+
+
+def test_what_the_system_does_not_take_back_is_not_lent():
+    sizes = Sizes()
+    sizes.refuses, lender = True, Lender(sizes, 512)
+    for _ in range(8):
+        lender.widen(1)
+        assert not lender.narrow()
+    assert lender.lent == 0
+
+
+def tokens(n: int, seed: int = 0) -> list[int]:
+    return np.random.default_rng(seed).integers(10, 4000, n).tolist()
+
+
+class Watched:
+    """What comes of turns: the arena as each batch is about to be computed, each batch's outputs, and the experts in memory after each turn.
+
+    Its numbers are the process's: one at a time.
+    """
+
+    def __init__(self, model: str, turns, **options):
+        self.arenas, self.outputs, self.residents = [], [], []
+        with moeoff.Llama(model, **OPTIONS, **options) as llm:
+            self._llm, engine = llm, llm.engine
+            self.plan, begin = engine.plan, engine.begin
+
+            def watched(*args):
+                begin(*args)
+                self.arenas.append(engine.buffer.stats().arena_bytes)
+
+            engine.begin = watched
+            for seed, n in enumerate(turns):
+                llm.reset()
+                self._eval(n, seed)
+                for i in range(12):
+                    self._eval(1, seed + i)
+                self.residents.append(engine.buffer.stats().resident_slices)
+
+    def _eval(self, n: int, seed: int) -> None:
+        self._llm.eval(np.random.default_rng(seed).integers(10, 4000, n).tolist())
+        logits = api.llama_get_logits_ith(self._llm.context_handle, -1)
+        self.outputs.append(np.ctypeslib.as_array(logits, (self._llm.n_vocab(),)).copy())
+
+
+def needs(model: str) -> int:
+    """Bytes of a model without its experts, as this process is."""
+    with moeoff.Llama(model, memory="4G", **OPTIONS) as llm:
+        return llm.engine.plan.fixed
+
+
+def test_experts_have_what_short_prompts_leave(grown):
+    turns = (20, 400, 30, 700, 12)
+    without = Watched(grown, turns, expert_memory=ROOM)
+    lent = Watched(grown, turns, memory=needs(grown) + ROOM)
+    batches = [n for turn in turns for n in (*([512] * (turn // 512)), turn % 512, *([1] * 12))]
+    ends = np.cumsum([turn // 512 + 13 for turn in turns]) - 1  # the last of each turn
+    plan = lent.plan
+    assert len(lent.arenas) == len(batches)
+    for n, arena in zip(batches, lent.arenas, strict=True):
+        if n > 256:
+            assert arena <= plan.arena, "what a large batch touches had been taken back before it was computed"
+    assert all(lent.arenas[end] > plan.arena + 0.8 * plan.compute for end in ends)
+    assert lent.arenas[ends[1] + 1] > plan.arena + 0.5 * plan.compute, "of a short prompt hardly anything is taken back"
+    assert all(more > 1.2 * fewer for more, fewer in zip(lent.residents, without.residents, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(lent.outputs, without.outputs, strict=True))
+
+
+def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
+    run = Watched(grown, [20], memory=needs(grown) + ROOM, trace=tmp_path / "t.trace")
+    assert set(run.arenas) == {run.arenas[0]}
+
+
+# In a process of its own, because peaks are the process's: prompts long and short in turn; what the process held, and how many experts.
+LLAMA = """
+import json, sys
+import moeoff
+from moeoff.memory import peak_rss, rss
+model, turns = sys.argv[1], json.loads(sys.argv[2])
+with moeoff.Llama(model, memory=int(sys.argv[3]), n_ctx=1024, n_threads=2, n_batch=512, n_ubatch=512) as llm:
+    seen = []
+    for i, n in enumerate(turns):
+        llm.reset()
+        llm.eval([10 + (7 * i + j * j) % 4000 for j in range(n)])
+        for j in range(24):
+            llm.eval([11 + (5 * i + j) % 4000])
+        stats = llm.stats()
+        seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.arena_bytes, "resident": llm.engine.buffer.stats().resident_slices})
+    print(json.dumps({"planned": llm.engine.plan.arena, "compute": llm.engine.plan.compute, "seen": seen}))
+"""
+SERVER = """
+import json, sys, urllib.request
+import moeoff
+from moeoff.memory import peak_rss, rss
+model, turns = sys.argv[1], json.loads(sys.argv[2])
+with moeoff.Server(model, port=0, memory=int(sys.argv[3]), n_ctx=1024, n_threads=2, n_batch=512, n_ubatch=512, cache_ram=0) as server:
+    seen = []
+    for i, n in enumerate(turns):
+        body = {"prompt": [10 + (7 * i + j * j) % 4000 for j in range(n)], "n_predict": 24, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+        request = urllib.request.Request(server.url + "/completion", json.dumps(body).encode(), {"Content-Type": "application/json"})
+        assert json.loads(urllib.request.urlopen(request, timeout=300).read())["tokens_predicted"] == 24
+        stats = server.stats()
+        seen.append({"peak": peak_rss(), "rss": rss(), "arena": stats.arena_bytes, "resident": server.engine.buffer.stats().resident_slices})
+    print(json.dumps({"planned": server.engine.plan.arena, "compute": server.engine.plan.compute, "seen": seen}))
+"""
+
+
+@pytest.mark.cgroup
+@in_cgroup
+@pytest.mark.parametrize("script, longest", [(LLAMA, 900), (SERVER, 230)], ids=["Llama", "Server"])  # the server keeps to what the model was trained with
+def test_budget_holds_while_it_is_lent(grown, script, longest):
+    """In a cgroup of no more than the budget: prompts long and short in turn, no process is killed, and the peak is below."""
+    turns = [20, longest // 2, 30, longest, 12, longest // 3, 20]
+    run = [sys.executable, "-c", script, grown, json.dumps(turns)]
+    least = int(re.search(r"give memory=(\d+)", subprocess.run([*run, str(100 * MIB)], capture_output=True, text=True).stderr)[1])
+    memory = least + ROOM
+    with cgroup.memory_cgroup(memory) as group:
+        done = group.run([*run, str(memory)], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, (done.returncode, done.stderr[-2000:])
+    found = json.loads(done.stdout)
+    for turn, seen in zip(turns, found["seen"], strict=True):
+        assert seen["peak"] <= memory
+        assert seen["arena"] > found["planned"] + 0.8 * found["compute"], turn
+    assert found["seen"][-1]["peak"] > memory - 16 * MIB, "the budget is used"

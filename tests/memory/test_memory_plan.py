@@ -1,0 +1,88 @@
+"""How memory is divided: whatever the sizes, it fits the bound, or the refusal names one that is enough."""
+
+import re
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeoff import BudgetError, OptionError
+from moeoff.budget.memory_plan import RESERVE, DeviceBound, DeviceRoom, MemoryPlan, Pools, slots_that_fit
+from moeoff.cli.options import sentence
+from moeoff.memory import MIB, format_size
+
+
+@given(*[st.integers(0, 1 << 40)] * 6, st.integers(0, 1 << 45), st.integers(1, 1 << 20))
+def test_plan_never_promises_more_than_the_budget(budget, process, weights, state, compute, floor, more, n_ctx):
+    whole = MemoryPlan(n_ctx, weights, state=state, compute=compute, process=process, arena_floor=floor, arena_full=floor + more)
+    try:
+        plan = whole.within(budget)
+    except BudgetError as error:
+        assert budget < process + weights + state + compute + RESERVE + floor
+        assert format_size(budget) in str(error)
+        assert error.hint["memory"] == process + weights + state + compute + RESERVE + floor
+        # the budget that the message names is enough, and so is the context
+        enough = int(re.search(r"--memory (\d+)M", sentence(error))[1]) * MIB
+        assert whole.within(enough).arena >= floor
+        if context := re.search(r"-c (\d+)\)", sentence(error)):
+            smaller = int(context[1])
+            assert 0 < smaller < n_ctx
+            replace(whole, n_ctx=smaller, state=state * smaller // n_ctx).within(budget)
+    else:
+        assert floor <= plan.arena <= floor + more
+        assert process + weights + state + compute + RESERVE + plan.arena <= budget
+
+
+@given(*[st.integers(1, 1 << 30)] * 2, *[st.integers(0, 1 << 30)] * 3, st.floats(0.01, 0.99))
+def test_pools_share_the_arena(floor, more, low_floor, low_more, extra, share):
+    pools = Pools(floor, floor + more, low_floor, low_floor + low_more, share)
+    arena = floor + low_floor + extra
+    high, low = pools.split(arena)
+    assert high + low <= arena and floor <= high <= pools.full and low_floor <= low <= pools.low_full
+    if arena >= pools.full + pools.low_full:
+        assert (high, low) == (pools.full, pools.low_full)
+    elif high < pools.full and low < pools.low_full:
+        assert high + low == arena
+
+
+def test_items_of_a_plan_are_its_parts():
+    sizes = {"weights": 300, "embedding": 100, "state": 20, "compute": 10, "work": 2, "outputs": 1, "process": 60, "arena_floor": 8, "arena_full": 10_000}
+    plan = MemoryPlan(512, **{name: n * MIB for name, n in sizes.items()}).within(1000 * MIB)
+    items = plan.items()
+    assert items["token_embedding"] == 100 * MIB and items["weights"] == 200 * MIB and items["experts"] == plan.arena
+    assert sum(items.values()) == plan.budget
+
+
+def layers(*sizes: int, spare: int = 2):
+    """What n slots of each layer take, with those of zeros."""
+    return [lambda n, size=size: size * (n + spare) for size in sizes]
+
+
+def test_bounds():
+    assert DeviceBound.parse("2G").of(123) == 2 << 30
+    assert DeviceBound.parse(5 * MIB).of(123) == 5 * MIB
+    assert DeviceBound.parse("80%").of(1000) == 800
+    for text in ("0%", "101%", "x%", "much", "-1"):
+        with pytest.raises(OptionError):
+            DeviceBound.parse(text)
+
+
+@pytest.mark.parametrize("free, n", [(1000 * MIB, 8), (80 * MIB, 6), (41 * MIB, 2), (30 * MIB, 1)])
+def test_all_layers_get_as_many(free, n):
+    assert slots_that_fit(DeviceRoom("GPU0", min(100 * MIB, free), 0, free), layers(4 * MIB, 6 * MIB), 16) == n
+
+
+def test_never_more_than_there_are_experts():
+    assert slots_that_fit(DeviceRoom("GPU0", 500 * MIB, 100 * MIB, 4000 * MIB), layers(MIB), 16) == 16
+
+
+def test_what_would_do_is_named():
+    with pytest.raises(BudgetError) as small:
+        slots_that_fit(DeviceRoom("GPU0", 50 * MIB, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16)
+    needed = small.value.hint["vram"]
+    assert "GPU0" in str(small.value) and slots_that_fit(DeviceRoom("GPU0", needed, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16) == 1
+    with pytest.raises(BudgetError) as large:
+        slots_that_fit(DeviceRoom("GPU0", 5000 * MIB, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16)
+    needed = large.value.hint["vram"]
+    assert needed == 1045 * MIB and slots_that_fit(DeviceRoom("GPU0", needed, 45 * MIB, 1000 * MIB), layers(4 * MIB), 16) == 16

@@ -1,0 +1,111 @@
+"""The micro-batch: what memory allows and takes the least time, by rates that are measured on the real model and kept for the same files and threads."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moeoff
+from moeoff.binding import api
+from moeoff.engine.micro_batch import SIZES, USUAL, PromptRates, choose, keep_rates, recall_rates
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.memory import rss
+
+GIB = 1 << 30
+FAST = PromptRates(token_seconds=0.0005, bytes_per_second=1e9)  # 16 GiB of experts are read in 17 s, 512 tokens computed in 0.3
+SLOW = PromptRates(token_seconds=0.1, bytes_per_second=2e9)
+
+
+def buffers(n: int) -> int:
+    return n * 100_000
+
+
+def test_usual_until_something_is_measured():
+    assert choose(4096, 6 * GIB, 16 * GIB, buffers, None).n_tokens == USUAL
+    assert choose(300, 6 * GIB, 16 * GIB, buffers, None).n_tokens == 300
+
+
+def test_larger_where_the_disk_is_the_limit():
+    found = choose(8192, 6 * GIB, 16 * GIB, buffers, FAST)
+    assert found.n_tokens == 4096
+    assert "in pieces of 512" in found.reason
+
+
+def test_usual_where_computing_is_the_limit():
+    assert choose(8192, 6 * GIB, 16 * GIB, buffers, SLOW).n_tokens == USUAL
+
+
+def test_usual_where_all_experts_stay():
+    assert choose(8192, 20 * GIB, 16 * GIB, buffers, FAST).n_tokens == USUAL
+
+
+def test_buffers_leave_the_experts_most_of_the_memory():
+    for room in (GIB // 4, GIB // 16, GIB // 64):
+        for rates in (None, FAST):
+            n = choose(8192, room, 16 * GIB, buffers, rates).n_tokens
+            assert n == SIZES[0] or buffers(n) <= room / 8
+
+
+@given(st.integers(1, 1 << 20), st.integers(0, 1 << 36), st.integers(1, 1 << 40), st.floats(1e-6, 10), st.floats(1e3, 1e11))
+def test_never_slower_than_the_usual_one(n_ctx, room, expert_bytes, token_seconds, rate):
+    rates = PromptRates(token_seconds, rate)
+    usual, found = (choose(n_ctx, room, expert_bytes, buffers, r).n_tokens for r in (None, rates))
+    assert usual <= found <= max(n_ctx, SIZES[0])
+    n_prompt = min(n_ctx, 4096)
+
+    def seconds(n):
+        return max(n_prompt * token_seconds, -(-n_prompt // n) * max(expert_bytes - max(room - buffers(n), 0), 0) / rate)
+
+    assert seconds(found) <= seconds(usual) * (1 + 1e-9)
+
+
+RATES = PromptRates(0.01, 1e9)
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_kept_for_the_same_files_and_threads(demo, cache):
+    model_index = ModelIndex.read(demo)
+    assert recall_rates(model_index, 2) is None
+    keep_rates(model_index, 2, RATES)
+    assert recall_rates(model_index, 2) == RATES and recall_rates(model_index, 4) is None
+    keep_rates(model_index, 2, PromptRates(0.012, 0.8e9))
+    assert recall_rates(model_index, 2) == RATES, "a little noise must not change the choice"
+    keep_rates(model_index, 2, slower := PromptRates(0.02, 1e9))
+    assert recall_rates(model_index, 2) == slower
+    (file,) = (cache / "moeoff" / "rates").iterdir()
+    file.write_text('{"token_seconds": 1}')
+    assert recall_rates(model_index, 2) is None
+
+
+def test_measured_while_it_runs(grown, cache):
+    tokens = np.random.default_rng(0).integers(10, 4000, 300).tolist()
+    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
+        assert llm.stats().micro_batch == api.llama_n_ubatch(llm.ctx)
+        llm.eval(tokens[:200])
+        model_index, bytes_read = llm.engine.model_index, llm.stats().bytes_read
+    assert recall_rates(model_index, 2) is None, "too short to tell"
+    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
+        llm.eval(tokens)
+        assert llm.stats().bytes_read >= bytes_read > 64 << 20
+    found = recall_rates(model_index, 2)
+    assert found.token_seconds > 0 and found.bytes_per_second > 0
+
+
+def test_a_small_budget_takes_a_smaller_micro_batch(grown, cache):
+    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory="2G") as llm:
+        usual, plan = llm.engine.micro_batch.n_tokens, llm.engine.plan
+    assert usual == 512
+    budget = plan.fixed - plan.computing + 4 * plan.computing
+    with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=budget) as llm:
+        assert llm.stats().micro_batch == api.llama_n_ubatch(llm.ctx) < usual
+        assert llm.engine.plan.computing < plan.computing
+        assert "leave the experts most of the memory" in llm.stats().micro_batch_reason
+    for options in ({"deterministic": True}, {"trace": cache / "trace"}, {"replay": cache / "trace"}):
+        with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=budget + 2 * plan.computing, **options) as llm:
+            assert llm.stats().micro_batch == usual, "a recorded run must be the same at another budget"
+            llm.eval(range(300, 600))

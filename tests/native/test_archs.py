@@ -1,0 +1,117 @@
+"""Every MoE architecture of llama.cpp gives the same logits, bit for bit, from an arena that cannot hold its experts."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from helpers.arch_models import (
+    ARCHITECTURES,
+    N_EXPERT,
+    N_STEPS,
+    ROUTED_OUTSIDE,
+    WITHOUT_BLOCK,
+    WITHOUT_MEMORY,
+    Watched,
+    expert_layers,
+    open_moeoff,
+    open_stock,
+    run,
+    write_model,
+    write_models,
+)
+from moeoff.policies.precision import Precision
+
+
+def compare(writer, folder, architecture: str, kind: str) -> None:
+    path = write_model(writer, folder, architecture, kind)
+    with open_stock(path) as stock:
+        expected = run(stock)
+    assert np.isfinite(expected.view(np.float32)).all()
+    assert len(np.unique(expected, axis=0)) > N_STEPS  # the model does react to its input
+    for floor in (False, True):
+        # both nodes with all their sources, and the gate node alone
+        told = {"gate_input": True, "trace": str(path.with_suffix(".trace")), "precision": Precision(reroute=1.0)} if floor else {}
+        with open_moeoff(path, floor=floor, **told) as model:
+            model.engine.quality.use(Precision())
+            np.testing.assert_array_equal(run(model, gives_back=not floor), expected)
+            buffer = model.engine.buffer
+            stats, n_gates = buffer.stats(), buffer.priorities.shape[0]
+        assert stats.arena_peak <= stats.arena_bytes
+        if architecture in WITHOUT_BLOCK:
+            assert (stats.reads, stats.gate_events) == (0, 0)
+            continue
+        n_graphs = (1 if architecture in WITHOUT_MEMORY else 2) + N_STEPS
+        assert stats.gate_events == n_gates * n_graphs
+        if floor:  # some of these random routers use so few experts that a layer's arena holds them all
+            assert stats.evictions > n_graphs
+
+
+@pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), "4-bit"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_stock(architecture, kind, writer, folder):
+    compare(writer, folder, architecture, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_equal_stock_q8_0(architecture, writer, folder):
+    compare(writer, folder, architecture, "Q8_0")
+
+
+@pytest.mark.parametrize("architecture", [name for name in ARCHITECTURES if name not in WITHOUT_BLOCK])
+def test_gate_events(architecture, writer, folder):
+    """Events come in the order of the graph, with the ids that its matrix ops read and the operand of the router."""
+    path = write_model(writer, folder, architecture, "F32")
+    events = []
+    with open_moeoff(path, cls=Watched, gate_input=True) as model:
+        model.set_gate_callback(events.append)
+        run(model, 17, 3)
+        model.engine.buffer.drain()
+        blocks, tensors = model.blocks, model.engine.buffer.tensors
+    gate_of = {info.name.decode(): info.gate for info in tensors}
+    layer_of = {info.gate: info.layer for info in tensors}
+    assert [event.gate for event in events] == [gate_of[block.tensors[0]] for block in blocks]
+    assert [event.seq for event in events] == list(range(1, len(events) + 1))
+    layers = expert_layers(path)
+    per_layer = len(layer_of) // len(layers)
+    assert [event.layer for event in events] == [layer for layer in layers for _ in range(per_layer)] * 4
+    for event, block in zip(events, blocks):
+        assert {layer_of[gate_of[name]] for name in block.tensors} == {event.layer}
+        assert event.ids.shape == event.weights.shape
+        np.testing.assert_array_equal(event.ids, block.ids)
+        assert np.isfinite(event.weights).all() and event.weights.any()
+        n_slices = len(np.unique(event.ids)) * len(block.tensors)
+        assert event.n_hit + event.n_miss == n_slices
+        if architecture in ROUTED_OUTSIDE:
+            assert event.gate_input is None
+        else:
+            np.testing.assert_array_equal(event.gate_input.view(np.uint32), block.router_input.view(np.uint32))
+
+
+def test_two_gates_per_layer(writer, folder):
+    """grovemoe calls the MoE block again in each layer, for its chunk experts."""
+    path = write_model(writer, folder, "grovemoe", "F32")
+    events = []
+    with open_moeoff(path) as model:
+        model.set_gate_callback(events.append)
+        run(model, 5, 0)
+        model.engine.buffer.drain()
+        tensors = model.engine.buffer.tensors
+        assert model.engine.buffer.priorities.shape == (4, N_EXPERT)
+    names = {gate: [info.name.decode() for info in tensors if info.gate == gate] for gate in range(4)}
+    second = [gate for gate in names if all("chexps" in name for name in names[gate])]
+    assert len(second) == 2 and all(len(names[gate]) == 3 for gate in names)
+    assert [event.layer for event in events] == [0, 0, 1, 1]
+    assert [event.gate in second for event in events] == [False, True, False, True]
+    assert len({event.gate for event in events}) == 4
+
+
+@pytest.mark.slow
+def test_the_list_is_complete(writer, folder):
+    """Writes everything: 1.6 GB."""
+    write_models(writer, folder)
+    found = [path.name.removesuffix("-moe.gguf") for path in folder.glob("*-moe.gguf") if expert_layers(path)]
+    assert sorted(found) == sorted(ARCHITECTURES)
+    dense = [path.name for path in folder.glob("*-dense.gguf") if expert_layers(path)]
+    assert dense == []

@@ -1,0 +1,286 @@
+"""MUL_MAT_ID on experts that an expert buffer serves from a file, against ggml's own on the same bytes in memory: equal
+bit for bit, whatever is resident."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.ggml_api import (
+    ABORTED,
+    F16,
+    F32,
+    activation_type,
+    has_cpu_kernel,
+    quantizable_types,
+    quantized,
+    random_experts,
+)
+from helpers.kernels import N_COLS, N_EXPERT, N_ROWS, N_USED, NONE, Op, Plain, Reserved
+from moeoff import native
+from moeoff.errors import MoeoffError, ReadError
+from moeoff.gguf.quantize import type_from_name
+
+TYPES = quantizable_types()
+Q8_0, Q4_K = type_from_name("Q8_0"), type_from_name("Q4_K")
+
+
+def pair(tmp_path: Path, type: int, rng: np.random.Generator, **options) -> tuple[Plain, Reserved]:
+    shape = options.get("shape", (N_COLS, N_ROWS))
+    data = random_experts(type, (N_EXPERT, *shape[::-1]), rng)
+    return Plain(data, type, shape), Reserved(tmp_path / "experts", list(data), [type] * N_EXPERT, **options)
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_every_type(name, tmp_path, backend):
+    if not has_cpu_kernel(TYPES[name]):
+        pytest.skip(f"ggml-cpu has no vec_dot for {name}")
+    rng = np.random.default_rng(TYPES[name])
+    plain, reserved = pair(tmp_path, TYPES[name], rng)
+    with plain, reserved:
+        for n_tokens in (1, 7, 8, 9, 64):
+            with Op(plain, reserved, n_tokens=n_tokens) as op:
+                for n_threads in (1, 2, 4):
+                    for _ in range(3):
+                        op.assert_equal(backend, rng, n_threads)
+        stats = reserved.buffer.stats()
+        assert stats.evictions > 50
+        assert stats.demand_hits > 0 and stats.demand_misses > stats.evictions
+        assert stats.arena_peak <= stats.arena_bytes == 3 * reserved.slot
+
+
+def test_one_wrong_bit_is_noticed(tmp_path, backend):
+    rng = np.random.default_rng(0)
+    plain, reserved = pair(tmp_path, Q8_0, rng)
+    with plain, reserved, Op(plain, reserved, n_tokens=8, n_used=N_EXPERT) as op:
+        op.assert_equal(backend, rng)
+        with open(reserved.path, "r+b") as file:
+            file.seek(reserved.sources[5].offset + 1000)
+            byte = file.read(1)[0]
+            file.seek(-1, 1)
+            file.write(bytes([byte ^ 1]))
+        reserved.buffer.clear()
+        ids = op.choose(rng)
+        wrong = op.compute(backend, 0) != op.compute(backend, 1)
+        assert wrong[ids == 5].any() and not wrong[ids != 5].any()
+
+
+def test_the_list_of_types_is_not_empty_by_accident():
+    assert {"F32", "F16", "BF16", "Q4_0", "Q8_0", "Q2_K", "Q6_K", "IQ1_S", "IQ4_XS", "TQ1_0", "MXFP4"} <= set(TYPES)
+    assert len({activation_type(t) for t in TYPES.values() if has_cpu_kernel(t)}) >= 4  # F32, F16, Q8_0, Q8_K and more
+
+
+@pytest.mark.parametrize("shape", [(256, 1), (256, 15), (512, 64), (1024, 65), (256, 200)], ids=str)
+@pytest.mark.parametrize("name", ["F32", "Q8_0", "Q4_K", "IQ4_XS"])
+def test_shapes(name, shape, tmp_path, backend):
+    rng = np.random.default_rng(1)
+    plain, reserved = pair(tmp_path, TYPES[name], rng, shape=shape)
+    with plain, reserved:
+        for n_tokens in (1, 40):
+            with Op(plain, reserved, n_tokens=n_tokens) as op:
+                for n_threads in (1, 2, 3):
+                    op.assert_equal(backend, rng, n_threads)
+
+
+@pytest.mark.parametrize("n_rows_in", [1, N_USED], ids=["broadcast", "per-expert"])
+@pytest.mark.parametrize("padded_ids", [False, True], ids=["ids", "argsort-view"])
+@pytest.mark.parametrize("padded_rows", [False, True], ids=["rows", "rows-view"])
+@pytest.mark.parametrize("name", ["F32", "Q8_0", "Q4_K"])
+def test_operand_layouts(name, padded_rows, padded_ids, n_rows_in, tmp_path, backend):
+    rng = np.random.default_rng(2)
+    plain, reserved = pair(tmp_path, TYPES[name], rng)
+    with plain, reserved:
+        for n_tokens in (1, 8, 33):
+            with Op(plain, reserved, n_tokens=n_tokens, n_rows_in=n_rows_in, padded_ids=padded_ids, padded_rows=padded_rows) as op:
+                for n_threads in (1, 2, 4):
+                    op.assert_equal(backend, rng, n_threads)
+        assert reserved.buffer.stats().evictions > 0
+
+
+@pytest.mark.parametrize("names", [("Q8_0", "Q4_K", "F16"), ("F32", "BF16", "IQ2_XXS", "Q4_1"), ("F16", "F16", "Q5_K")], ids="-".join)
+@pytest.mark.parametrize("n_none", [0, 2])
+def test_mixed_types_and_none(names, n_none, tmp_path, backend):
+    """Experts of several types in one tensor: each row is what a plain tensor of its expert's type gives; none gives 0."""
+    rng = np.random.default_rng(3)
+    weights = rng.standard_normal((N_EXPERT, N_ROWS, N_COLS), np.float32)
+    types = [TYPES[name] for name in names]
+    type_of = np.array([types[e % len(types)] for e in range(N_EXPERT)])
+    type_of[rng.choice(np.arange(1, N_EXPERT), n_none, replace=False)] = NONE
+    data = {t: quantized(weights, t) for t in types}
+    slices = [None if t == NONE else data[t][e] for e, t in enumerate(type_of)]
+    assert len({activation_type(t) for t in types}) >= 2
+    with contextlib.ExitStack() as stack:
+        plains = [stack.enter_context(Plain(data[t], t)) for t in data]
+        reserved = stack.enter_context(Reserved(tmp_path / "experts", slices, type_of.tolist(), n_slots=2))
+        for n_tokens in (1, 8, 40):
+            for n_rows_in in (1, N_USED):
+                with Op(*plains, reserved, n_tokens=n_tokens, n_rows_in=n_rows_in) as op:
+                    for n_threads in (1, 2, 4):
+                        row_types = type_of[op.choose(rng)]
+                        expected = np.zeros(op.out_shape, np.uint32)
+                        for i, t in enumerate(data):
+                            out = op.compute(backend, i, n_threads)
+                            expected[row_types == t] = out[row_types == t]
+                        np.testing.assert_array_equal(op.compute(backend, len(plains), n_threads), expected)
+        assert reserved.buffer.stats().evictions > 0
+
+
+def test_only_none(tmp_path, backend):
+    """A token whose experts are all "none"."""
+    data = random_experts(Q8_0, (N_EXPERT, N_ROWS, N_COLS), np.random.default_rng(4))
+    slices = [data[0]] + [None] * (N_EXPERT - 1)
+    with Reserved(tmp_path / "experts", slices, [Q8_0] + [NONE] * (N_EXPERT - 1)) as reserved, Op(reserved, n_tokens=4) as op:
+        for n_threads in (1, 4):
+            ids = op.choose(np.random.default_rng(5))
+            out = op.compute(backend, 0, n_threads)
+            assert not out[ids != 0].any()
+            assert out[ids == 0].any() == (ids == 0).any()
+
+
+@pytest.mark.parametrize("options", [{"direct_io": False}, {"keep": False}, {"eager": False}, {"io_threads": 1}, {"io_threads": 16}], ids=str)
+def test_options(options, tmp_path, backend):
+    rng = np.random.default_rng(6)
+    plain, reserved = pair(tmp_path, Q4_K, rng, **options)
+    with plain, reserved, Op(plain, reserved, n_tokens=20) as op:
+        for _ in range(20):
+            op.assert_equal(backend, rng)
+        stats = reserved.buffer.stats()
+        if "keep" in options:
+            assert stats.resident_slices == 0 and stats.demand_hits == 0
+        if "direct_io" in options:
+            assert stats.direct_reads == 0
+
+
+@pytest.mark.parametrize("name", ["F32", "Q4_K"])
+def test_two_slots(name, tmp_path, backend):
+    """The smallest arena makes progress though one op needs every expert."""
+    rng = np.random.default_rng(7)
+    plain, reserved = pair(tmp_path, TYPES[name], rng, n_slots=2)
+    with plain, reserved, Op(plain, reserved, n_tokens=64, n_used=N_EXPERT) as op:
+        for n_threads in (1, 2, 4):
+            for _ in range(10):
+                op.assert_equal(backend, rng, n_threads)
+        stats = reserved.buffer.stats()
+        assert stats.evictions >= 30 * (N_EXPERT - 2) - 2
+        assert stats.arena_peak == 2 * reserved.slot
+
+
+def test_below_two_slots_is_refused(tmp_path):
+    data = random_experts(Q8_0, (N_EXPERT, N_ROWS, N_COLS), np.random.default_rng(8))
+    with Reserved(tmp_path / "experts", list(data), [Q8_0] * N_EXPERT) as reserved:
+        with pytest.raises(MoeoffError, match="below the floor"):
+            reserved.buffer.set_arena_bytes(2 * reserved.slot - 1)
+
+
+def test_large_arena_reads_once(tmp_path, backend):
+    rng = np.random.default_rng(9)
+    plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=N_EXPERT)
+    with plain, reserved, Op(plain, reserved, n_tokens=64, n_used=N_EXPERT) as op:
+        for _ in range(5):
+            op.assert_equal(backend, rng)
+        stats = reserved.buffer.stats()
+        assert (stats.evictions, stats.reads, stats.resident_slices) == (0, N_EXPERT, N_EXPERT)
+        assert stats.bytes_read == sum(source.nbytes for source in reserved.sources)
+        assert (reserved.buffer.residency() == 1 << native.MATRICES.index("up")).all()
+
+
+def test_resizing_between_computes(tmp_path, backend):
+    rng = np.random.default_rng(10)
+    plain, reserved = pair(tmp_path, F16, rng)
+    buffer = reserved.buffer
+    with plain, reserved, Op(plain, reserved, n_tokens=16) as op:
+        for n_slots in (8, 2, 5, 3, 2, 6, 2, 8, 4):
+            buffer.set_arena_bytes(n_slots * reserved.slot)
+            assert buffer.stats().arena_committed <= n_slots * reserved.slot  # shrinking evicts at once
+            for n_threads in (1, 2):
+                op.assert_equal(backend, rng, n_threads)
+                stats = buffer.stats()
+                assert stats.arena_committed <= stats.arena_bytes == n_slots * reserved.slot
+                assert stats.resident_slices <= n_slots
+
+
+def test_resizing_with_classes_of_different_sizes(tmp_path, backend):
+    """Slots of one size give their bytes to another size and back."""
+    rng = np.random.default_rng(11)
+    types = [F32, Q4_K] * (N_EXPERT // 2)
+    weights = rng.standard_normal((N_EXPERT, N_ROWS, N_COLS), np.float32)
+    data = {t: quantized(weights, t) for t in set(types)}
+    slices = [data[t][e] for e, t in enumerate(types)]
+    with Plain(data[F32], F32) as f32, Plain(data[Q4_K], Q4_K) as q4_k, Reserved(tmp_path / "experts", slices, types, n_slots=2) as reserved:
+        with Op(f32, q4_k, reserved, n_tokens=12) as op:
+            for n_slots in (2, 4.5, 2.25, 3, 2, 8):
+                reserved.buffer.set_arena_bytes(int(n_slots * reserved.slot))
+                for _ in range(4):
+                    is_f32 = op.choose(rng) % 2 == 0
+                    expected = np.where(is_f32[:, :, None], op.compute(backend, 0), op.compute(backend, 1))
+                    np.testing.assert_array_equal(op.compute(backend, 2), expected)
+                    stats = reserved.buffer.stats()
+                    assert stats.arena_committed <= stats.arena_bytes
+
+
+def test_after_clear_and_prefetch(tmp_path, backend):
+    rng = np.random.default_rng(12)
+    plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=4)
+    with plain, reserved, Op(plain, reserved, n_tokens=3) as op:
+        for _ in range(20):
+            reserved.buffer.prefetch(0, rng.choice(N_EXPERT, 4, replace=False).tolist())
+            op.assert_equal(backend, rng)
+            if rng.random() < 0.3:
+                reserved.buffer.clear()
+                assert reserved.buffer.stats().resident_slices <= 4
+        assert reserved.buffer.stats().prefetch_issued > 0
+
+
+def test_cancelled(tmp_path, backend):
+    """What is cancelled ends without what is not there, and is nobody's error; then all is as before."""
+    rng = np.random.default_rng(14)
+    plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=2)
+    buffer = reserved.buffer
+    with plain, reserved, Op(plain, reserved, n_tokens=16, n_used=N_EXPERT) as op:
+        backend.set_abort_callback(native.should_abort, buffer.handle)
+        op.choose(rng)
+        for n_threads in (1, 2, 4):
+            native.set_cancelled(buffer.handle, True)
+            op.compute(backend, 1, n_threads, status=ABORTED)
+            native.set_cancelled(buffer.handle, False)
+            buffer.check()
+            assert not native.should_abort(buffer.handle)
+            op.assert_equal(backend, rng, n_threads)
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_read_error_and_recovery(direct_io, tmp_path, backend):
+    """A file cut off under the buffer ends the graph with a message; once it is whole again, so are the results."""
+    rng = np.random.default_rng(13)
+    plain, reserved = pair(tmp_path, Q8_0, rng, n_slots=2, direct_io=direct_io)
+    buffer = reserved.buffer
+    with plain, reserved, Op(plain, reserved, n_tokens=16, n_used=N_EXPERT) as op:
+        op.assert_equal(backend, rng)
+        assert not native.should_abort(buffer.handle)
+
+        content = reserved.path.read_bytes()
+        cut = reserved.sources[2].offset + 100  # experts 0 and 1 remain
+        with open(reserved.path, "r+b") as file:
+            file.truncate(cut)
+        backend.set_abort_callback(native.should_abort, buffer.handle)
+        for n_threads in (1, 2, 4):
+            op.compute(backend, 1, n_threads, status=ABORTED)
+            assert native.should_abort(buffer.handle)
+            with pytest.raises(ReadError) as error:
+                buffer.check()
+            offsets = [str(s.offset) for s in reserved.sources[2:]]
+            assert str(reserved.path) in str(error.value) and "truncated" in str(error.value)
+            assert any(f"at offset {offset} " in str(error.value) for offset in offsets), str(error.value)
+            assert not native.should_abort(buffer.handle)
+            buffer.check()  # taken: nothing is left
+        assert buffer.stats().read_errors >= 3
+
+        reserved.path.write_bytes(content)
+        for n_threads in (1, 2, 4):
+            op.assert_equal(backend, rng, n_threads)
+        assert not native.should_abort(buffer.handle)
+        stats = buffer.stats()
+        assert stats.arena_committed <= stats.arena_bytes

@@ -1,0 +1,169 @@
+"""The native parts one by one: each TEST of tests/native/test_*.cpp under the address sanitizer, the thread safety analysis, and
+what is made from moeoff.h."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from helpers.files import ROOT
+
+sys.path.insert(0, str(ROOT / "scripts" / "build"))
+import bench_store
+import bench_switches
+import make_abi
+
+CORE = ROOT / "llamacpp_patches" / "src" / "core"
+FILES = sorted((ROOT / "tests" / "native").glob("test_*.cpp"))
+OWN_NEW = [ROOT / "tests" / "native" / "test_faults.cpp"]  # stands before libc and operator new itself: a program of its own
+NAMES = {name: file for file in FILES for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)}
+FLAGS = "-std=c++17 -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
+ANALYSIS = "-std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror".split()
+
+with_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+with_clang = pytest.mark.skipif(shutil.which("clang++") is None, reason="no clang++ on this machine")
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory) -> list[Path]:
+    """The unit tests, and those that have a program of their own."""
+    folder = tmp_path_factory.mktemp("native")
+
+    def compile(source: Path) -> Path:
+        compiled = folder / f"{source.stem}.o"
+        subprocess.run(["g++", *FLAGS, f"-I{CORE}", "-c", source, "-o", compiled], check=True)
+        return compiled
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        core, tests = list(pool.map(compile, CORE.glob("*.cpp"))), dict(zip(FILES, pool.map(compile, FILES)))
+    own = [tests.pop(file) for file in OWN_NEW]
+    main = next(made for file, made in tests.items() if file.stem == "test_main")
+    for name, objects in (("unit_tests", list(tests.values())), ("faults", [main, *own])):
+        subprocess.run(["g++", *FLAGS, *core, *objects, "-ldl", "-o", folder / name], check=True)
+    return [folder / "unit_tests", folder / "faults"]
+
+
+@with_gcc
+@pytest.mark.parametrize("name", NAMES)
+def test_native(name: str, programs: list[Path]) -> None:
+    program = programs[NAMES[name] in OWN_NEW]
+    done = subprocess.run([program, name], cwd=program.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@with_clang
+@pytest.mark.parametrize(
+    "body, complaint",
+    [
+        ("store_lock lock(m); s.pins++;", None),
+        ("s.pins++;", "requires holding mutex 'store_mutex'"),
+        ("table.wake_workers();", "requires holding mutex 'store_mutex'"),
+        ("store_lock lock(m); table.start(0, 0);", "while mutex 'store_mutex' is held"),
+    ],
+)
+def test_the_thread_safety_analysis_bites(body: str, complaint: str | None, tmp_path: Path) -> None:
+    """The annotations are empty for other compilers: here they are not."""
+    source = tmp_path / "bites.cpp"
+    source.write_text(
+        f'#include "moeoff-slice-table.h"\nusing namespace moeoff;\nvoid f(slice_table & table, slice & s, monitor & m) {{ (void) table; (void) s; (void) m; {body} }}\n'
+    )
+    done = subprocess.run(["clang++", *ANALYSIS, f"-I{CORE}", source], capture_output=True, text=True)
+    assert (done.returncode == 0) == (complaint is None) and (complaint or "") in done.stderr, done.stderr
+
+
+@with_gcc
+@pytest.mark.perf
+def test_gate_events_hold_the_mutex_briefly(tmp_path: Path) -> None:
+    """At most 20 µs at 10^5 slices, also after a policy has rewritten all priorities: gate_event as a whole, of which that is a part."""
+    found = bench_store.measure(bench_store.build(tmp_path), "130x256x8", 1, 2000)
+    assert found["slices"] > 99_000 and found["six"]["evictions"] > 5
+    for case in bench_store.CASES:
+        assert found[case]["gate_event"]["median"] < 20_000, (case, found[case])
+
+
+@with_gcc
+@pytest.mark.slow
+def test_waiting_wakes_no_more_threads_than_it_must(tmp_path: Path) -> None:
+    """Of each token's 144 ops nearly all wait for some of 466 reads. A thread sleeps about once in each; a read blocks once, and the four
+    threads that read run dry about once a layer. Each thread visiting each slice took 1,030, 3,100 and 8,900 switches."""
+    program = bench_switches.build(tmp_path)
+    for n_threads in (1, 4, 16):
+        found = bench_switches.measure(program, n_threads)
+        assert 460 < found["misses"] < 470
+        assert found["of_computing_threads"] < 144 * (n_threads + 1.5), found
+        assert found["voluntary_switches"] - found["of_computing_threads"] < found["misses"] + 2 * 4 * 48, found
+    resident = bench_switches.measure(program, 4, hit_rate=1.0)
+    assert resident["misses"] == 0 and resident["of_computing_threads"] < 5, resident
+    assert resident["locks"] < 48 * (3 * 2 + 1 + 3) + 5, resident  # pin and unpin of each op, the gate event, and the driver's of its own
+
+
+def test_what_is_made_from_the_header_is_current() -> None:
+    for path, text in make_abi.generated().items():
+        assert path.read_text() == text, f"{path} is not what moeoff.h says: run scripts/build/make_abi.py"
+
+
+HEADER = """
+#define MOEOFF_ABI_VERSION 3
+enum moeoff_flag {
+    MOEOFF_FLAG_A = 1, // the first
+};
+struct moeoff_some_thing {
+    char            name[96];
+    const uint8_t * bytes;   // [n]
+    int32_t         n;
+};
+typedef void (*moeoff_some_callback)(const struct moeoff_some_thing * thing, void * user);
+MOEOFF_API int  moeoff_do(moeoff_expert_buffer * eb, const struct moeoff_some_thing * things, struct moeoff_some_thing one, const char * path);
+MOEOFF_API void moeoff_call(moeoff_expert_buffer * eb, moeoff_some_callback callback);
+"""
+
+
+def test_the_mirror_says_what_the_header_says() -> None:
+    text = make_abi.mirror(make_abi.Header(HEADER))
+    for line in (
+        "ABI_VERSION = 3",
+        "FLAG_A = 1",
+        "class SomeThing(Structure):",
+        '        ("name", c_char * 96),',
+        '        ("bytes", POINTER(c_uint8)),',
+        "SomeCallback = CFUNCTYPE(None, c_void_p, c_void_p)",
+        'do = function("moeoff_do", c_int, c_void_p, POINTER(SomeThing), SomeThing, c_char_p)',
+        'call = function("moeoff_call", None, c_void_p, SomeCallback)',
+    ):
+        assert line in text.split("\n") or any(each.startswith(line) for each in text.split("\n")), line
+    assert make_abi.field_table(make_abi.Header(HEADER)).split("\n")[2:5] == [
+        "STRUCT(moeoff_some_thing)",
+        "FIELD(moeoff_some_thing, name)",
+        "FIELD(moeoff_some_thing, bytes)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "old, new",
+    [
+        ("MOEOFF_FLAG_A = 1,", "MOEOFF_FLAG_A,"),
+        ("int32_t         n;", "long            n;"),
+        ("int32_t         n;", "int32_t         n, m;"),
+        ("struct moeoff_some_thing {", "typedef struct {"),
+        ("const char * path);", "\n        const char * path);"),
+    ],
+)
+def test_a_header_of_another_form_is_refused(old: str, new: str) -> None:
+    assert old in HEADER
+    with pytest.raises(make_abi.Unreadable):
+        make_abi.mirror(make_abi.Header(HEADER.replace(old, new)))
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")
+@pytest.mark.slow
+@pytest.mark.parametrize("sanitizer", ["thread", "address"])
+def test_store_is_clean(sanitizer):
+    """In short; `make native-stress-tsan native-stress-asan` runs it longer."""
+    done = subprocess.run(["bash", str(ROOT / "scripts" / "build" / "native_stress.sh"), sanitizer, "6"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    assert done.stdout.endswith("clean\n")

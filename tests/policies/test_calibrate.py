@@ -1,0 +1,316 @@
+"""moeoff calibrate on the demo model: what it writes, what it keeps, what it refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import moeoff
+from helpers.files import CALIBRATION_TEXTS
+from helpers.gate_events import random_recording
+from helpers.terminal import start_with_bars
+from moeoff.calibrate import profile_fit as module
+from moeoff.calibrate.checkpoint import Checkpoint
+from moeoff.calibrate.profile_fit import calibrate, cap_hidden, fit
+from moeoff.calibrate.record import seconds_of, sequences
+from moeoff.calibrate.writer import SHAPES, ParallelLlama, Writer
+from moeoff.cli.calibrate import calibrate as command
+from moeoff.errors import ModelError, OptionError
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor, policy_names
+from moeoff.policies.fate import CrossLayerGate
+from moeoff.policies.router import Router
+from moeoff.policies.strategy import fits
+from moeoff.sidecar.profile import Profile, profile_output, profile_path
+
+
+def test_profile(calibrated):
+    model, done, _ = calibrated
+    found = Profile.find(ModelIndex.read(model))
+    assert found.path == done.path == profile_path(model)
+    wanted = {predictor.profile_section for predictor in PREDICTORS.values() if predictor.profile_section}
+    assert set(done.sections) >= wanted | {"popularity", "score"}
+    assert set(found.sections) == set(done.sections) | {"precision"}
+    assert np.array_equal(found.section("precision")["bits"], np.arange(3))
+    assert found.info == {"tokens": done.n_tokens, "texts": ["prose.txt", "code.txt"]}
+    assert abs(done.n_tokens - 1024) < 300
+    counts = found.section("popularity")["counts"]
+    assert counts.shape == (12, 32) and (counts.sum(axis=1) == 4 * done.n_tokens).all()
+    assert done.recall > 0.6 and 2 <= done.shallow <= 4
+
+
+def test_progress(calibrated):
+    _, done, said = calibrated
+    stages = list(dict.fromkeys(stage for stage, _, _ in said))
+    assert stages[0] == "reading text" and len(stages) > 4
+    for stage in stages:
+        steps = [(at, total) for name, at, total in said if name == stage]
+        assert steps == sorted(steps) and steps[-1][0] == steps[-1][1]
+
+
+def test_predictors_take_their_sections(calibrated):
+    model, _, _ = calibrated
+    model_index = ModelIndex.read(model)
+    found, router = Profile.find(model_index), Router.read(model_index, list(range(12)))
+    for name, predictor in PREDICTORS.items():
+        get_predictor(name)(router, predictor.profile_section and found.section(predictor.profile_section))
+
+
+class TestFitsOfUsers:
+    """A registered predictor's fit is called like moeoff's own, or refused."""
+
+    @pytest.fixture(autouse=True)
+    def forget(self):
+        yield
+        PREDICTORS.pop("mine", None)
+
+    class Mine(Predictor):
+        name, profile_section = "mine", "mine"
+
+        @classmethod
+        def fit(cls, recording, options=None, progress=None):
+            progress(1, 1)
+            return {"seed": np.array([options.seed]), "used": recording.used().sum(axis=0)}
+
+    def test_is_fitted(self):
+        moeoff.register(self.Mine)
+        recording, stages = random_recording(), []
+        sections = fit(recording, FitOptions(7, 16), lambda stage, done, total: stages.append((stage, done, total)))
+        assert set(sections) == set(fits()) - {"pairs"} and set(sections) >= {"popularity", "gate", "learned", "mine", "score", "hobbit"}
+        assert sections["mine"]["seed"] == [7] and ("fitting mine", 1, 1) in stages
+        mine = get_predictor("mine")(recording.router, sections["mine"])
+        assert np.array_equal(mine.arrays["used"], recording.popularity())
+
+    @pytest.mark.parametrize("section, message", [(None, "no profile_section"), ("path", "'path'"), ("score", "'score'"), ("popularity", "'popularity'")])
+    def test_needs_a_section_of_its_own(self, section, message, demo):
+        moeoff.register(type("Other", (self.Mine,), {"profile_section": section}))
+        with pytest.raises(OptionError, match=f"predictor mine .*{message}"):
+            calibrate(demo, text=CALIBRATION_TEXTS, progress=lambda *_: pytest.fail("the work has begun"))
+
+    def test_may_share_the_fit_of_its_base(self):
+        moeoff.register(type("Other", (CrossLayerGate,), {"name": "mine"}))
+        assert fits()["gate"].__self__ is CrossLayerGate
+
+
+def test_policies_take_their_sections(calibrated):
+    """What calibration gives, and a user's options, which beat it."""
+    model, done, _ = calibrated
+    found = Profile.find(ModelIndex.read(model))
+    profile, shape = {name: found.section(name) for name in found.sections}, CacheShape(12, 32, 4, 100.0)
+    taken = {name: get_policy(name).profile_options(profile) for name in policy_names(live=True) if get_policy(name).profile_sections}
+    assert set(taken) >= {"arc", "edgemoe", "hobbit", "score"}
+    for name, options in taken.items():
+        wanted = {section: profile[section] for section in get_policy(name).profile_sections}
+        assert options and get_policy(name).profile_options(wanted) == options, "reads a section that it does not name"
+    assert get_policy("score").from_profile(profile, shape)._weights is not None
+    assert get_policy("edgemoe").from_profile(profile, shape).options["counts"].sum() == 12 * 4 * done.n_tokens
+    hobbit = get_policy("hobbit").from_profile(profile, shape, lru=0.5).options
+    assert hobbit["lru"] == 0.5 and all(hobbit[name] == profile["hobbit"][name] for name in ("lfu", "lhu", "fld"))
+    assert [get_policy("arc").from_profile(profile, shape, **given).options["shallow"] for given in ({}, {"shallow": 5})] == [done.shallow, 5]
+
+
+def test_a_users_policy_takes_its_sections(calibrated):
+    model, _, _ = calibrated
+
+    class Popular(Policy):
+        name, defaults, profile_sections = "popular", {"counts": None}, ("popularity",)
+
+        @classmethod
+        def profile_options(cls, profile):
+            return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
+
+        def start(self):
+            if self.options["counts"] is not None:
+                self.priorities[:] = self.options["counts"]
+
+    counts = Profile.find(ModelIndex.read(model)).section("popularity")["counts"]
+    try:
+        moeoff.register(Popular)
+        for profile, expected in (("auto", counts), (False, np.zeros_like(counts))):
+            with moeoff.Llama(model, expert_memory="4M", strategy="popular", profile=profile, n_ctx=64, n_threads=2) as llm:
+                assert np.array_equal(llm.engine.buffer.priorities, expected)
+                assert profile is False or "popularity" in llm.engine.profile.sections and "score" not in llm.engine.profile.sections
+    finally:
+        POLICIES.pop("popular", None)
+
+
+def test_hidden_units_cost_their_share(demo):
+    model_index = ModelIndex.read(demo)
+    router = Router.read(model_index, list(range(12)))
+    assert cap_hidden(model_index, router) == 2 * 32  # of a model this small even the least is more than the share
+    big = replace(model_index, experts={n: replace(s, shape=(s.shape[0] * 100, *s.shape[1:])) for n, s in model_index.experts.items()})
+    units = cap_hidden(big, router)
+    active = 100 * sum(np.prod(s.shape) for s in model_index.experts.values()) * 4 / 32
+    assert units == 256 and units * 11 * (128 + 32) <= module.HIDDEN_SHARE * active * 1.1
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"text": ["/nowhere.txt"]}, "/nowhere.txt: no such text file"),
+        ({"tokens": 100}, "100 tokens are too few"),
+        ({"text": ["empty.txt"]}, "holds no text to calibrate on"),
+        ({"text": ["short.txt"]}, "too few to calibrate on: give more"),
+    ],
+)
+def test_refuses(demo, tmp_path, monkeypatch, change, message):
+    monkeypatch.chdir(tmp_path)
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "short.txt").write_text("three words only")
+    with pytest.raises(OptionError, match=message):
+        calibrate(model, **{"text": CALIBRATION_TEXTS, "tokens": 1024} | change)
+    assert not os.path.exists(profile_path(model))
+
+
+def test_a_text_that_cannot_be_read(tmp_path):
+    with pytest.raises(OptionError, match=f"{tmp_path}: cannot be read: Is a directory"):
+        sequences(None, [tmp_path], 1024)
+
+
+def test_tells_what_it_takes_and_keeps_to_it(demo, tmp_path, monkeypatch):
+    """Before it starts: how many tokens, for how long, and what is kept of them. Fewer tokens where the time would not do."""
+    model, told, kept = shutil.copy(demo, tmp_path / "model.gguf"), [], []
+
+    def fit(recording, options, progress, only, checkpoint):
+        kept.append(sum(getattr(recording, name).nbytes for name in ("ids", "weights", "inputs", "probs")))
+        return {"popularity": {"counts": recording.popularity()}}
+
+    monkeypatch.setattr("moeoff.calibrate.profile_fit.fit", fit)
+    measured = []
+    monkeypatch.setattr("moeoff.calibrate.profile_fit.seconds_of", lambda *args: measured.append(seconds_of(*args)) or 2.0)
+    for minutes, n_sequences in ((60, 16), (0.35, 10), (0.01, 8)):
+        done = calibrate(model, text=CALIBRATION_TEXTS, tokens=4096, minutes=minutes, announce=told.append)
+        assert done.n_tokens == told[-1].n_tokens <= 256 * n_sequences and told[-1].seconds == 2.0 * n_sequences
+    assert [effort.nbytes for effort in told] == kept and min(measured) > 0
+
+
+def test_another_models_profile_is_in_the_way(demo, tmp_path):
+    """Said before the work, and left alone."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    Path(profile_path(model)).write_bytes(b"something else")
+    with pytest.raises(ModelError, match="the profile is damaged"):
+        calibrate(model, text=CALIBRATION_TEXTS, tokens=1 << 20, progress=lambda *_: pytest.fail("the work has begun"))
+    assert Path(profile_path(model)).read_bytes() == b"something else"
+
+
+def test_command(calibrated, moeoff_command, monkeypatch):
+    """What is typed reaches the library function, and what that returns is shown."""
+    model, done, _ = calibrated
+    given = {}
+    monkeypatch.setattr("moeoff.calibrate.calibrate", lambda *args, **kwargs: given.update(kwargs) or done)
+    shown = CliRunner().invoke(command, ["-m", model, "--text", "a.txt", "--text", "b.txt", "--tokens", "1024", "--seed", "7"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith(f"{done.path}: {', '.join(done.sections)}; ") and "are predicted to" in shown.stderr
+    assert given["model"] == model and given["text"] == ("a.txt", "b.txt") and (given["tokens"], given["seed"]) == (1024, 7)
+    twice = CliRunner().invoke(command, [model, "-m", model])
+    assert twice.exit_code == 1 and "give MODEL or -m, not both" in twice.stderr
+    refused = moeoff_command("calibrate", model, "--text", "/nowhere.txt")
+    assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: no such text file\n"
+
+
+@pytest.mark.slow
+def test_the_whole_command(moeoff_command, demo, tmp_path):
+    out = tmp_path / "made.npz"
+    done = moeoff_command("calibrate", "-m", demo, "--text", CALIBRATION_TEXTS[0], "--tokens", "1024", "-o", str(out), timeout=600)
+    assert done.returncode == 0, done.stderr
+    written, _, rest = done.stdout.removeprefix(f"{out}: ").partition("; ")
+    assert set(written.split(", ")) == {"popularity", "first", "gate", "path", "learned", "score", "hobbit"} and rest.startswith("1,024 tokens in ")
+    assert Profile.read(out, ModelIndex.read(demo)).section("gate")["next_norm"].dtype == bool
+
+
+def test_goes_on_where_it_was_interrupted(demo, tmp_path, monkeypatch):
+    """While the model writes and while the text is read; a part that was damaged meanwhile is made again. The profile is that of one go."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    whole, parts = (shutil.copy(demo, tmp_path / f"{name}.gguf") for name in ("whole", "parts"))
+    how = {"tokens": 1024, "hidden": 16, "n_threads": 2, "only": {"popularity", "first", "gate"}}
+    stages: list[tuple[str, int]] = []
+
+    def run(model: str, until: tuple[str, float] = ("", 1.0), **more):
+        """Interrupted when that share of a stage is done."""
+
+        def progress(stage: str, done: int, total: int) -> None:
+            stages.append((stage, done))
+            if stage == until[0] and done >= until[1] * total > 0:
+                raise KeyboardInterrupt
+
+        stages.clear()
+        return calibrate(model, progress=progress, **how, **more)
+
+    told, warned = [], []
+    expected = run(whole, announce=told.append)
+    assert told[0].written and told[0].n_tokens == 1024 and told[0].seconds > 0 and not told[1].written
+    assert not any((tmp_path / "cache" / "moeoff" / "calibrate").iterdir())
+    with pytest.raises(KeyboardInterrupt):
+        run(parts, ("the model writes text", 0.8))
+    with pytest.raises(KeyboardInterrupt):
+        run(parts, ("reading text", 0.8))
+    assert not os.path.exists(profile_path(parts))
+    (folder,) = (tmp_path / "cache" / "moeoff" / "calibrate").iterdir()
+    kept = folder / "sequence-1.npz"
+    damaged = bytearray(kept.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    kept.write_bytes(damaged)
+    told.clear()
+    done = run(parts, announce=told.append, warn=warned.append)
+    assert "the model writes text" not in {stage for stage, _ in stages}
+    assert told[0].resumed and 0 < told[0].seconds and len(warned) == 1 and "sequence-1.npz: is damaged and left out" in warned[0]
+    assert done.n_tokens == expected.n_tokens and not folder.exists()
+    profiles = [Profile.find(ModelIndex.read(model)) for model in (whole, parts)]
+    assert profiles[0].sections == profiles[1].sections == ["first", "gate", "popularity"] and profiles[0].info == profiles[1].info
+    for section in profiles[0].sections:
+        a, b = (profile.section(section) for profile in profiles)
+        assert all(np.array_equal(a[name], b[name]) for name in a), section
+
+
+def test_writes_nothing_into_the_package(moeoff_command):
+    """Its demo model's profile goes to the cache folder; and without a model there is nothing to calibrate."""
+    assert not profile_output(ModelIndex.read(moeoff.demo_model())).startswith(os.path.dirname(moeoff.demo_model()))
+    refused = moeoff_command("calibrate")
+    assert refused.returncode == 2 and "Missing MODEL" in refused.stderr
+
+
+def test_ctrl_c_leaves_no_profile(demo, tmp_path):
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    big = tmp_path / "text.txt"
+    big.write_text(Path(CALIBRATION_TEXTS[1]).read_text() * 40)
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "calibrate", "-m", model, "--text", str(big), "--tokens", "200000"]
+    process, shown = start_with_bars(command, stdout=subprocess.PIPE, env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    shown.expect("reading text")
+    process.send_signal(signal.SIGINT)
+    said = shown.read()
+    assert "Traceback" not in said and "the same command goes on from here" in said and process.wait(300) == 130
+    assert sorted(os.listdir(tmp_path)) == ["cache", "model.gguf", "text.txt"]
+
+
+def test_a_written_text_depends_on_its_seed(demo, tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    texts = []
+    for seed in (0, 1, 0):
+        checkpoint = Checkpoint("text", {"seed": seed})
+        with Writer(demo, *SHAPES[-1], seed=seed, memory=2 << 30, profile=False) as writer:
+            texts.append(writer.write(600, checkpoint))
+        checkpoint.remove()
+    assert texts[0] == texts[2] != texts[1] and len(texts[0].split()) > 100
+
+
+def test_sequences_side_by_side_are_the_same_as_alone(demo):
+    """What a sequence computes does not depend on its neighbours, but for rounding in batches."""
+    tokens = [5, 9, 23, 7]
+    with moeoff.Llama(demo, memory=2 << 30, n_ctx=64) as llm:
+        for i, token in enumerate(tokens):
+            llm.decode_batch([token], i, i)
+        alone = llm.batch_logits(1)[0].copy()
+    with ParallelLlama(demo, 4, memory=2 << 30, n_ctx=4 * 64) as llm:
+        for i, token in enumerate(tokens):
+            llm.decode_sequences([token, 40 + i], [i, i], [3, 0], [True, True])
+        assert np.abs(llm.batch_logits(2)[0] - alone).max() < 0.05 * np.abs(alone).max()

@@ -1,0 +1,357 @@
+"""Simulators on a clock, of a disk and of a device: by hand, against brute force, and with the live policies and predictors on them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import baselines  # noqa: F401  registers what the papers are compared with
+from clock_simulators import GATE_NS, Bandwidths, DeviceBuffer, LowVersions, TimedBuffer, on_clock, on_device
+from helpers.files import CODE, PROSE
+from moeoff import BudgetError, Llama, OptionError
+from moeoff.calibrate.profile_fit import fit
+from moeoff.calibrate.record import record, sequences
+from moeoff.engine.batch import Span
+from moeoff.engine.driver import attach_driver
+from moeoff.engine.prefetcher import Prefetcher
+from moeoff.gate_event import GateEvent
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import PRESETS, CacheShape, FitOptions, Prediction, Predictor, get_policy, get_strategy
+from moeoff.policies.hobbit import MissCost
+from moeoff.policies.recording import Recording
+from moeoff.policies.router import Router
+from moeoff.sidecar.profile import Profile
+from moeoff.simulate.simulator import simulate
+from moeoff.trace import TensorInfo, Trace, TraceHeader
+
+PAPERS = ("fate", "edgemoe", "hobbit", "promoe", "eap")
+
+
+@pytest.fixture(scope="module")
+def recording(demo) -> Recording:
+    with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
+        layers = {t.gate: t.layer for t in model.engine.buffer.tensors}
+        router = Router.read(ModelIndex.read(demo), [layers[g] for g in sorted(layers)], model.engine.buffer.priorities.shape[1])
+        return record(model, sequences(model, [PROSE, CODE], 3072), router, "demo")
+
+
+@pytest.fixture(scope="module")
+def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
+    """What was held out, and a profile of the rest."""
+    train, held = recording.split(0.2)
+    path = str(tmp_path_factory.mktemp("timed") / "demo.profile.npz")
+    model_index = ModelIndex.read(demo)
+    Profile.write(path, model_index, fit(recording.take(train), FitOptions(hidden=64), only={"gate", "path", "learned", "hobbit", "popularity", "tokens"}))
+    return recording.take(held), Profile.read(path, model_index)
+
+
+def run(demo, learned, strategy, *, share=0.5, read=1 / 8, tokens=192):
+    """The held-out text, token by token, through what `Llama` would put together."""
+    held, profile = learned
+    return on_clock(held, strategy, ModelIndex.read(demo), share=share, read=read, profile=profile, tokens=tokens)
+
+
+def test_by_hand():
+    """One matrix, one expert a token: what is absent is waited for, what was asked for in time is not, and late is late by the rest."""
+    model = TraceHeader("one", 1, tuple(TensorInfo(g, g, 0, 4, 5000) for g in range(2)))
+    buffer = TimedBuffer(model, 4 * model.tensors[0].slot_bytes, read_ns=30, gate_ns=20, expert_share=1)
+
+    def event(gate, expert):
+        return GateEvent(gate, np.array([[expert]], np.int32), np.ones((1, 1), np.float32))
+
+    buffer.compute(event(0, 0))
+    assert (buffer.now, buffer.counts["stall_ns"]) == (50, 30)
+    assert buffer.prefetch(1, [2, 3]) == 2  # read from 50 to 80
+    buffer.compute(event(0, 0))
+    assert (buffer.now, buffer.counts["stall_ns"]) == (70, 30)
+    buffer.compute(event(1, 2))  # 10 of its 30 are left, and the other is given up
+    assert (buffer.now, buffer.counts["stall_ns"]) == (100, 40)
+    buffer.compute(event(1, 2))
+    assert buffer.now == 120 and buffer.counts == {
+        "hits": 2,
+        "misses": 2,
+        "reads": 2,
+        "prefetched": 2,
+        "stall_ns": 40,
+        "busy_ns": 60,
+    }
+    assert buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
+    with pytest.raises(BudgetError, match="fewer experts than a gate selects"):
+        TimedBuffer(model, model.tensors[0].slot_bytes, 30, 20)
+
+
+def test_a_prompts_demand_is_read_by_popularity():
+    """As the native store has it (Fate §4.3): the experts of the most tokens first, among equals as the tokens name them, also what a prefetch had queued."""
+    model = TraceHeader("one", 2, (TensorInfo(0, 0, 0, 8, 5000),))
+    buffer = TimedBuffer(model, 8 * model.tensors[0].slot_bytes, read_ns=30, gate_ns=20)
+    buffer.log_reads()
+    event = GateEvent(0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32))
+    assert event.demand().tolist() == [5, 3, 7, 1, 0]
+    assert GateEvent(0, np.array([[6, 2]], np.int32), np.ones((1, 2), np.float32)).demand().tolist() == [6, 2]
+    buffer.prefetch(0, [1, 0, 3, 2])  # the first is being read when the router selects, and 2 is given up
+    buffer.compute(event)
+    reads = buffer.take_reads()
+    assert reads["expert"][np.argsort(reads["t_start"])].tolist() == [1, 5, 3, 7, 0]
+
+
+@pytest.mark.parametrize("name", ["lru", "lfu", "score", "arc", "lru-layer"])
+def test_the_clock_changes_no_hit(recording, name):
+    """Without prefetches the timed buffer finds and evicts what the simulator does."""
+    events = recording.events(0, 150, inputs=False)
+    starts = np.zeros(len(events), bool)
+    trace = Trace(recording.model, events, starts)
+    arena = recording.model.full_bytes // 3
+    buffer = TimedBuffer(recording.model, arena, 1000, 1000)
+    policy = get_policy(name)(CacheShape.of(recording.model, arena), buffer.priorities)
+    for event in events:
+        buffer.compute(event)
+        policy.update(event)  # behind its gate's reads, as the simulator has it
+    expected = simulate(trace, name, arena)
+    found = buffer.counts
+    assert (found["hits"], found["misses"]) == (expected.gate_hits.sum(), expected.gate_misses.sum()) and found["stall_ns"] > 0
+
+
+SLOW_LINK = Bandwidths(link=1.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
+
+
+def test_papers_on_a_device(demo, learned):
+    """What is absent is sent to a GPU: the papers' systems beat sending everything, a larger GPU and smaller copies help, and a run repeats."""
+    held, profile = learned
+
+    def decode(name, share=0.25, **options):
+        strategy = replace(get_strategy(name), ab_tested=False)
+        return on_device(held, strategy, ModelIndex.read(demo), SLOW_LINK, share=share, profile=profile, tokens=96, **options)
+
+    found = {name: decode(name) for name in ("on-demand", "lru", "fate", "hobbit", "promoe")}
+    assert decode("hobbit") == found["hobbit"]
+    assert all(result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4 for result in found.values())
+    assert found["on-demand"].device == 0 and found["on-demand"].uploads == 96 * 12 * 4
+    assert all(result.tps > 1.02 * found["on-demand"].tps for name, result in found.items() if name != "on-demand")
+    assert decode("lru", share=0.5).tps > found["lru"].tps
+    mixed = decode("hobbit", low=LowVersions(0.6, 0.9, 0.25))
+    assert mixed.tps > found["hobbit"].tps and mixed.low > 0 < mixed.skipped
+
+
+def test_lru_layer_by_brute_force(recording):
+    """As many experts in each layer, the last used of it: once the arena is full, what each layer has is what its own LRU would have."""
+    model, quota = recording.model, 10
+    events = recording.events(0, 200, inputs=False)
+    arena = quota * model.n_gates * 3 * model.tensors[0].slot_bytes
+    result = simulate(Trace(model, events, np.zeros(len(events), bool)), "lru-layer", arena)
+    caches = [OrderedDict() for _ in range(model.n_gates)]
+    for event in events:
+        cache = caches[event.gate]
+        for expert in event.ids[0].tolist():
+            cache[expert] = None
+            cache.move_to_end(expert)
+            if len(cache) > quota:
+                cache.popitem(last=False)
+    found = result.resident.reshape(len(model.tensors), -1)
+    for i, t in enumerate(model.tensors):
+        assert set(np.flatnonzero(found[i])) == set(caches[t.gate]), (t.gate, t.matrix)
+    assert result.resident.sum() == quota * len(model.tensors)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("share", [0.25, 0.5])
+def test_prefetching_beats_none(demo, learned, name, share):
+    preset = PRESETS[name]
+    (with_it, _), (without, _) = (run(demo, learned, s, share=share) for s in (preset, replace(preset, predictor=None)))
+    assert with_it.hit_rate > without.hit_rate + 0.02, (with_it, without)
+    assert with_it.stall_ns < 0.97 * without.stall_ns, (with_it, without)
+
+
+class TwoAhead(Predictor):
+    """Always the same experts, of the next two gates."""
+
+    def observe(self, event):
+        scores = np.tile(np.linspace(1, 0, 8, dtype=np.float32), (len(event.ids), 1))
+        return [Prediction(event.gate + ahead, scores) for ahead in (1, 2) if event.gate + ahead < 3]
+
+
+def two_ahead(n_tokens, resident, credit):
+    """What is asked for of gates 1 and 2 when gate 0 has selected: two candidates each, experts 0 and 1."""
+    model = TraceHeader("three", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (1, 2)))
+    buffer = TimedBuffer(model, 16 * model.tensors[0].slot_bytes, read_ns=10, gate_ns=100)
+    prefetcher = Prefetcher(buffer, TwoAhead(Router([None] * 3, [2] * 3, n_experts=8)), n_used=2, io_threads=1, ab_tested=False)
+    for gate, experts in resident.items():
+        buffer.prefetch(gate, experts)
+        buffer.compute(GateEvent(gate, np.array([experts + [6]])[:, :2], np.ones((1, 2), np.float32)))
+    buffer.set_gate_callback(prefetcher.observe)
+    prefetcher._credit = prefetcher._earned = credit
+    before = buffer.counts["prefetched"]
+    buffer.select(event := GateEvent(0, np.tile([[6, 7]], (n_tokens, 1)), np.ones((n_tokens, 2), np.float32)))
+    prefetcher.observe(event)
+    expected = buffer._expected.reshape(3, 2, 8).any(axis=(1, 2))
+    return buffer.counts["prefetched"] - before, expected.tolist()
+
+
+@pytest.mark.parametrize("n_tokens", [1, 3], ids=["decode", "batch"])
+def test_looks_further_only_if_all_that_is_predicted_is_there(n_tokens):
+    """HOBBIT §3.3, on a buffer that knows what it has: also where nothing may be read."""
+    assert two_ahead(n_tokens, {1: [0, 1]}, 99.0) == (4, [False, True, True])
+    assert two_ahead(n_tokens, {1: [0]}, 99.0) == (2, [False, True, False])
+    assert two_ahead(n_tokens, {}, 99.0) == (4, [False, True, False])
+    if n_tokens == 1:  # a batch's reads are not rationed
+        assert two_ahead(1, {1: [0], 2: [0]}, 0.0) == (0, [False, True, False])
+        assert two_ahead(1, {1: [0, 1], 2: [0]}, 0.0) == (0, [False, True, True])
+
+
+def read_order(demo, learned, strategy, n_tokens=128):
+    """Of the gates of a prompt's first batch: what the strategy reads ahead of each, in order, and how many of its tokens select each expert."""
+    held, profile = learned
+    buffer = TimedBuffer(held.model, held.model.full_bytes // 2, GATE_NS // 8, GATE_NS)
+    driver = attach_driver(buffer, strategy, ModelIndex.read(demo), io_threads=1, profile=profile)
+    driver.begin(held.tokens[:n_tokens], {0: Span(0, n_tokens, n_tokens, False)}, False)
+    asked, prefetch = {}, buffer.prefetch
+    buffer.prefetch = lambda gate, experts, *rest, **options: [asked.setdefault(gate, list(experts)), prefetch(gate, experts, *rest, **options)][1]
+    for g in range(held.model.n_gates):
+        part = slice(0, n_tokens)
+        buffer.compute(GateEvent(g, held.ids[part, g], held.weights[part, g], None, held.inputs[part, g].astype(np.float32)))
+    return {g: (order, np.bincount(held.ids[:n_tokens, g].ravel(), minlength=32)) for g, order in asked.items() if g}
+
+
+def test_a_prompts_popular_experts_are_read_first(demo, learned):
+    """Fate §4.3, in the first prompt of a process, of which nothing is known but the layer before: the experts of the most tokens come first."""
+    share = {}
+    for name in ("fate", "lru+gate"):
+        orders = read_order(demo, learned, get_strategy(name))
+        assert len(orders) > 8 and all(len(order) == 32 for order, _ in orders.values())
+        share[name] = np.mean([count[order[:8]].sum() / count.sum() for order, count in orders.values()])
+    best = np.mean([np.sort(count)[-8:].sum() / count.sum() for _, count in read_order(demo, learned, PRESETS["fate"]).values()])
+    assert share["fate"] > 0.85 * best and share["fate"] > 1.4 * share["lru+gate"]
+
+
+def test_the_meter_counts_what_was_there_in_time(demo, learned):
+    """GoodPred's two factors are counts: on a disk that takes no time everything predicted is there, on a slow one little, and accuracy is the
+    predictor's own whatever the disk."""
+    found = {}
+    for read in (1 / 64, 1 / 8, 3):
+        result, driver = run(demo, learned, PRESETS["promoe"], share=0.25, read=read)
+        meter = driver.prefetcher.meter
+        found[read] = meter.accuracy, meter.fetch_rate
+        assert meter.good_pred == pytest.approx(meter.accuracy * meter.fetch_rate)
+        # of what was predicted and selected, what was not there is among the misses
+        assert meter._late_slices <= result.misses
+    accuracies, rates = zip(*found.values())
+    assert max(accuracies) - min(accuracies) < 1e-9 and 0.4 < accuracies[0] < 0.95
+    assert rates[0] > 0.97 > rates[1] > rates[2] + 0.05
+
+
+def test_strides_differ_as_promoe_says(demo, learned):
+    """One layer more of distance costs accuracy and leaves more time (ProMoE §4.4)."""
+    meters = [run(demo, learned, PRESETS["promoe"].with_stride(stride), share=0.25)[1].prefetcher.meter for stride in (1, 2)]
+    assert meters[0].accuracy > meters[1].accuracy + 0.02
+    assert meters[1].fetch_rate > meters[0].fetch_rate
+
+
+def test_fate_reads_as_many_as_the_time_allows(demo, learned):
+    """n = T / t_expert (Fate §4.3), on a real driver: a disk half as fast reads about half as many ahead, and never more than the gaps have room for."""
+    reads = {}
+    for read in (1 / 8, 1 / 16):
+        result, _ = run(demo, learned, replace(PRESETS["fate"], policy="lru"), share=0.5, read=read)
+        reads[read] = result.prefetched
+        room = (result.ns - result.misses * read * GATE_NS) / (read * GATE_NS)
+        assert 0 < result.prefetched <= room
+    assert reads[1 / 16] > 1.2 * reads[1 / 8]
+
+
+def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
+    """What was fitted on four fifths of the text is worth it on the last: fewer misses are paid, and more of what is selected is predicted."""
+    held, profile = learned
+    trace, hobbit = held.trace(400), profile.section("hobbit")
+    cost = MissCost(*(float(hobbit[name]) for name in ("t1", "t2", "low_cost")))
+    arena = trace.model.full_bytes // 2
+
+    def paid(**weights):
+        return simulate(trace, "hobbit", arena, cost=cost, t1=cost.t1, **weights).miss_penalty
+
+    fitted = paid(**{name: float(hobbit[name]) for name in ("lru", "lfu", "lhu", "fld")})
+    assert fitted < 0.98 * simulate(trace, "lru", arena, cost=cost).miss_penalty
+    assert all(fitted < 1.01 * paid(**{name: float(name == only) for name in ("lru", "lfu", "lhu", "fld")}) for only in ("lru", "lfu", "fld"))
+    accuracies = {}
+    for name in ("edgemoe", "promoe", "fate"):
+        for known in (profile, None):
+            if name != "promoe" or known:
+                _, driver = run(demo, (held, known), replace(PRESETS[name].with_stride(1) if name == "promoe" else PRESETS[name], policy="lru"))
+                accuracies[name, known is not None] = driver.prefetcher.meter.accuracy
+    assert accuracies["edgemoe", True] > accuracies["edgemoe", False] + 0.1
+    assert accuracies["promoe", True] > accuracies["fate", True] + 0.03
+
+
+def test_presets_are_what_their_papers_say():
+    assert PRESETS["eap"].policy == PRESETS["fate"].policy == "arc"
+    assert PRESETS["promoe"].policy == "lru-layer" and PRESETS["promoe"].options == {"stride": 2}
+
+
+# one matrix of 5000 bytes, two layers of four experts; a byte takes 2 ns over the link, a tenth on the device
+ONE = TraceHeader("one", 1, tuple(TensorInfo(g, g, 0, 4, 5000) for g in range(2)))
+SPEEDS = Bandwidths(link=0.5, device=10, layer_us=3)
+LINK, DEVICE, LAYER = 10_000, 500, 3_000
+
+
+def took(buffer, *events):
+    """Nanoseconds of each event: a gate, and one expert."""
+    times = []
+    for gate, expert in events:
+        before = buffer.now
+        buffer.compute(GateEvent(gate, np.array([[expert]], np.int32), np.ones((1, 1), np.float32)))
+        times.append(buffer.now - before)
+    return times
+
+
+def test_a_device_by_hand():
+    """Link and device one after the other; then the device alone; a third expert takes the place of the one used longest ago."""
+    buffer = DeviceBuffer(ONE, SPEEDS, 2 * 5000)
+    assert took(buffer, (0, 1), (0, 1)) == [LINK + DEVICE + LAYER, DEVICE + LAYER]
+    assert took(buffer, (1, 2), (0, 1), (0, 3), (1, 2)) == [LINK + DEVICE + LAYER, DEVICE + LAYER, LINK + DEVICE + LAYER, LINK + DEVICE + LAYER]
+    assert buffer.residency().tolist() == [[0, 0, 0, 1], [0, 0, 1, 0]]
+    assert buffer.sent == {"device": 2, "host": 4, "low": 0, "skipped": 0, "uploads": 4, "up_bytes": 20_000} and buffer.counts["stall_ns"] == 4 * LINK
+    assert (buffer.counts["hits"], buffer.counts["misses"]) == (2, 4)
+
+
+def test_a_devices_priorities_rank_above_recency():
+    buffer = DeviceBuffer(ONE, SPEEDS, 2 * 5000)
+    buffer.priorities[0, 0] = 1
+    took(buffer, (0, 0), (0, 1), (0, 2))
+    assert buffer.residency().tolist() == [[1, 0, 1, 0], [0, 0, 0, 0]]
+
+
+def test_a_devices_prefetch_by_hand():
+    """What was sent ahead is not waited for; what comes late is waited for by the rest; what is not chosen is given up."""
+    buffer = DeviceBuffer(ONE, SPEEDS, 4 * 5000)
+    assert took(buffer, (0, 0)) == [LINK + DEVICE + LAYER]
+    assert buffer.prefetch(1, [2, 3]) == 2
+    assert took(buffer, (0, 0)) == [DEVICE + LAYER]
+    assert took(buffer, (1, 2)) == [LINK - DEVICE - LAYER + DEVICE + LAYER]
+    assert buffer.sent["uploads"] == 2 and buffer.residency().tolist() == [[1, 0, 0, 0], [0, 0, 1, 0]]
+    assert buffer.prefetch(1, [3], limit=0) == 0
+
+
+def test_smaller_copies():
+    """An absent expert of little weight comes as a copy or not at all, and is not kept; one that is there serves as it is."""
+    buffer = DeviceBuffer(replace(ONE, n_used=2), SPEEDS, 8 * 5000, low=LowVersions(0.6, 0.9, 0.25))
+
+    def took_pair(*weights):
+        before = buffer.now
+        buffer.compute(GateEvent(0, np.array([[0, 1]], np.int32), np.array([weights], np.float32)))
+        return buffer.now - before
+
+    assert took_pair(0.8, 0.2) == LINK + LINK // 4 + DEVICE // 4 + LAYER
+    assert took_pair(0.8, 0.2) == LINK // 4 + DEVICE // 4 + LAYER  # the device has computed with the other meanwhile
+    assert took_pair(0.95, 0.05) == DEVICE + LAYER
+    assert buffer.sent == {"device": 2, "host": 4, "low": 2, "skipped": 1, "uploads": 3, "up_bytes": 7500}
+
+
+@pytest.mark.parametrize("change, words", [({"link": 0}, "link of a simulated machine"), ({"layer_us": -1}, "layer_us of a simulated machine")])
+def test_speeds_are_positive(change, words):
+    with pytest.raises(OptionError, match=words):
+        replace(SPEEDS, **change)
+
+
+def test_a_device_that_is_too_small():
+    with pytest.raises(BudgetError, match="holds fewer of them than a gate selects"):
+        DeviceBuffer(ONE, SPEEDS, 5000)

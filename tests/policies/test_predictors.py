@@ -1,0 +1,596 @@
+"""Predictors: one contract for all, brute-force references, and what they are worth on the demo model."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+
+import numpy as np
+import pytest
+
+import baselines  # noqa: F401  registers predictors that the package does not have
+from helpers.files import CODE, PROSE, SMALL_TRACE
+from helpers.gate_events import random_recording
+from moeoff import Llama
+from moeoff.calibrate.record import batch_size, record, sequences
+from moeoff.errors import OptionError
+from moeoff.gate_event import GateEvent
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, edgemoe, get_predictor
+from moeoff.policies.base import top_k
+from moeoff.policies.edgemoe import PRIOR, PRIOR_ONE, PRIOR_TWO, PairCounts, fit_first, fit_pairs
+from moeoff.policies.fate import best_above, shallow_boundary
+from moeoff.policies.recording import Recording
+from moeoff.policies.router import Router
+from moeoff.trace import TensorInfo, Trace, TraceHeader
+
+TEXTS = [PROSE, CODE]
+HIDDEN = 64
+
+
+@pytest.fixture(scope="module")
+def recording(demo) -> Recording:
+    with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
+        layers = {t.gate: t.layer for t in model.engine.buffer.tensors}
+        router = Router.read(ModelIndex.read(demo), [layers[g] for g in sorted(layers)])
+        made = record(model, sequences(model, TEXTS, 3072), router, "demo")
+        assert model.engine.buffer.stats().events_dropped == 0
+    return made
+
+
+@pytest.fixture(scope="module")
+def sections(recording) -> dict[str, dict[str, np.ndarray]]:
+    out = {}
+    for predictor in PREDICTORS.values():
+        if predictor.profile_section and predictor.profile_section not in out:
+            out[predictor.profile_section] = predictor.fit(recording, FitOptions(hidden=HIDDEN))
+    return out
+
+
+def make(name: str, recording: Recording, sections: dict, **options) -> Predictor:
+    return get_predictor(name)(recording.router, sections.get(get_predictor(name).profile_section), **options)
+
+
+def batch_events(recording: Recording, start: int, stop: int) -> list[GateEvent]:
+    """The tokens as one batch."""
+    part = slice(start, stop)
+    return [
+        GateEvent(g, recording.ids[part, g], recording.weights[part, g], None, recording.inputs[part, g].astype(np.float32))
+        for g in range(recording.model.n_gates)
+    ]
+
+
+def drive(predictor: Predictor, events: list[GateEvent], tokens: np.ndarray) -> list[list[tuple[int, np.ndarray]]]:
+    """What it says before and after each event."""
+    out, at = [], 0
+    for event in events:
+        if event.gate == 0:
+            n = len(event.ids)
+            out.append([(p.gate, p.scores.copy()) for p in predictor.begin(tokens[at : at + n])])
+            at += n
+        out.append([(p.gate, p.scores.copy()) for p in predictor.observe(event)])
+    return out
+
+
+def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
+    """Of all the text, and not its beginning alone: what the fits learn from is spread as wide as the room for it allows."""
+    from moeoff.calibrate import record as module
+
+    monkeypatch.setattr(module, "LIMIT", recording.inputs.nbytes // 7)
+    with Llama(demo, gate_input=True, n_ctx=256, n_batch=256, n_ubatch=256) as model:
+        some = record(model, sequences(model, TEXTS, 3072), recording.router, "demo")
+    assert (some.ids == recording.ids).all() and some.kept[-1] > 0.99 * some.n_tokens
+    assert (np.diff(some.kept) == some.kept[1]).all() and 7 <= some.kept[1] <= 8
+    assert some.inputs.nbytes <= recording.inputs.nbytes // 7 and (some.inputs == recording.inputs[some.kept]).all()
+    tokens = some.starts.cumsum() % 2 == 0
+    part, x = some.take(tokens), recording.inputs[tokens]
+    assert len(part.kept) and (part.inputs == x[part.kept]).all()
+    first, n_gates = int(part.kept[0]), some.model.n_gates
+    there = [event.gate_input is not None for event in part.events(0, first + 1)]
+    assert there == [False] * first * n_gates + [True] * n_gates
+    fitted = {p.name: p.fit(some, FitOptions(0, 16)) for p in PREDICTORS.values() if p.name in ("gate", "blend")}
+    whole = PREDICTORS["gate"].fit(recording)
+    assert abs(fitted["gate"]["recall_norm"] - whole["recall_norm"]).max() < 0.1
+    assert (fitted["blend"]["weights"][1:] > 0).any(axis=1).all()
+
+
+@pytest.mark.parametrize("name", list(PREDICTORS))
+class TestContract:
+    """Inherited by every predictor, by its name."""
+
+    def test_describes_itself(self, name, recording):
+        predictor = get_predictor(name)
+        assert predictor.name == name and predictor.summary
+        with pytest.raises(OptionError, match=f"{name}: unknown option 'nonsense'"):
+            predictor(recording.router, None, nonsense=1)
+
+    @pytest.mark.parametrize("batch", [1, 7])
+    def test_shapes(self, name, batch, recording, sections):
+        n, e = recording.model.n_gates, recording.router.n_experts
+        events = recording.events(0, 3) if batch == 1 else batch_events(recording, 0, batch)
+        said = [p for step in drive(make(name, recording, sections), events, recording.tokens) for p in step]
+        assert said
+        for gate, scores in said:
+            assert 0 <= gate < n
+            assert scores.dtype == np.float32 and scores.shape[1] == e and len(scores) in (1, batch)
+            assert np.isfinite(scores).all()
+        assert {gate for gate, _ in said} >= set(range(3, n))
+
+    def test_predicts_what_is_to_come(self, name, recording, sections):
+        """Never the gate of the event, nor, within a token, an earlier one."""
+        predictor, n = make(name, recording, sections), recording.model.n_gates
+        for event in recording.events(0, 3):
+            for p in predictor.observe(event):
+                assert isinstance(p, Prediction)
+                assert p.gate > event.gate or (event.gate == n - 1 and p.gate == 0)
+
+    def test_without_a_profile(self, name, recording):
+        """Says something sensible or nothing."""
+        for step in drive(get_predictor(name)(recording.router), recording.events(0, 3), recording.tokens):
+            assert all(np.isfinite(scores).all() for _, scores in step)
+
+    def test_a_new_text_is_a_fresh_start(self, name, recording, sections):
+        events = recording.events(0, 2)
+        fresh = drive(make(name, recording, sections), events, recording.tokens)
+        used = make(name, recording, sections)
+        drive(used, recording.events(5, 9), recording.tokens[5:])
+        used.reset_sequence()
+        for expected, found in zip(fresh, drive(used, events, recording.tokens), strict=True):
+            assert [gate for gate, _ in expected] == [gate for gate, _ in found]
+            for (_, a), (_, b) in zip(expected, found):
+                np.testing.assert_array_equal(a, b)
+
+    def test_events_without_gate_input(self, name, recording, sections):
+        """An architecture that passes logits: a predictor that reads the input predicts nothing."""
+        predictor = make(name, recording, sections)
+        found = [p for event in recording.events(0, 2, inputs=False) for p in predictor.observe(event)]
+        assert not (found and predictor.wants_gate_input)
+
+    def test_fits_are_deterministic(self, name, sections):
+        """The same options give the same arrays: numbers, as a profile can keep them. Only the seed of networks changes them."""
+        steps = []
+        recording, kind = random_recording(), get_predictor(name)
+        first, again, other = (kind.fit(recording, FitOptions(seed, 16), lambda *step: steps.append(step)) for seed in (3, 3, 4))
+        if name in ("stacked", "previous-token"):  # it takes what gate's fit has written; it learns nothing
+            assert first is again is other is None and not steps
+            return
+        assert list(first) == list(again) == list(other) and not any(np.asarray(a).dtype.hasobject for a in first.values())
+        assert all(np.array_equal(a, again[key]) for key, a in first.items())
+        assert all(np.array_equal(a, other[key]) for key, a in first.items()) == (name not in ("learned", "blend"))
+        assert steps[-1][0] == steps[-1][1] and set(first) <= set(sections[kind.profile_section])
+
+    def test_batches_say_what_tokens_say(self, name, recording, sections):
+        """Row t of a batch is the prediction for token t, where it does not depend on the token before."""
+        if name in ("previous-token", "blend"):  # these do
+            return
+        n = recording.model.n_gates
+        one = drive(make(name, recording, sections), recording.events(0, 4), recording.tokens)
+        many = drive(make(name, recording, sections), batch_events(recording, 0, 4), recording.tokens)
+        single = {(t, gate, i % (n + 1)): s for i, step in enumerate(one) for t in [i // (n + 1)] for gate, s in step}
+        compared = 0
+        for i, step in enumerate(many):
+            for gate, scores in step:
+                if i == 1 and not get_predictor(name).wants_gate_input:
+                    continue  # after the first gate, what the token before chose may count
+                for t, row in enumerate(scores):
+                    np.testing.assert_allclose(row, single[t, gate, i][0], rtol=2e-3, atol=1e-5)
+                    compared += 1
+        assert compared >= 4 * (n - 3)
+
+
+def test_recording_is_what_decode_says(demo, recording):
+    """Ids of a batch are those of token-by-token decode, but for near ties; the last layer is there for all tokens."""
+    assert (recording.ids >= 0).all()
+    first = recording.tokens[:40]
+    events = []
+    with Llama(demo, n_ctx=256) as model:
+        model.set_gate_callback(events.append)
+        for token in first:
+            model.eval([int(token)])
+        model.engine.buffer.drain()
+    same = [set(e.ids[0]) == set(recording.ids[i // 12, i % 12]) for i, e in enumerate(events)]
+    assert len(same) == 480 and np.mean(same) > 0.97
+
+
+def test_split_is_by_sequence(recording):
+    train, held = recording.split()
+    assert (train ^ held).all() and 0.05 < held.mean() < 0.2
+    number = np.cumsum(recording.starts)
+    assert not set(number[train]) & set(number[held])
+
+
+def test_batch_size_is_bounded():
+    assert batch_size(4096, 128) == 256
+    assert batch_size(150_000, 2048) * 150_000 * 4 <= 64 << 20
+    assert batch_size(10_000_000, 128) == 16
+
+
+def test_selections():
+    scores = np.random.default_rng(1).normal(size=(6, 32)).astype(np.float32)
+    order = np.argsort(-scores, axis=1)
+    np.testing.assert_array_equal(np.sort(top_k(scores, 4)), np.sort(order[:, :4]))
+    np.testing.assert_array_equal(best_above(scores), order[:, :8])
+    np.testing.assert_array_equal(best_above(scores, 50), order[:, :16])
+    assert top_k(scores, 40).shape == (6, 32)
+    assert best_above(scores[:, :2]).shape == (6, 1)
+
+
+def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Recording:
+    rng = np.random.default_rng(seed)
+    ids = np.array([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(t)], np.int32)
+    model = TraceHeader("tiny", k, tuple(TensorInfo(g, g, 0, e, 1) for g in range(n)))
+    router = Router([None] * n, [k] * n, n_experts=e)
+    starts = np.arange(t) % 20 == 0
+    return Recording(model, router, rng.integers(0, 5, t).astype(np.int32), starts, ids, np.ones(ids.shape, np.float32), None, None)
+
+
+def test_path_by_brute_force():
+    """Every pair of one expert of each of the last two layers, over the token's border, never over a text's."""
+    recording = tiny()
+    arrays = get_predictor("activation-path").fit(recording)
+    ids, starts, (n, e) = recording.ids, recording.starts, (3, 6)
+    flat = [(t, g) for t in range(len(ids)) for g in range(n)]
+
+    def earlier(t, g, steps):
+        i = flat.index((t, g)) - steps
+        if i < 0 or (flat[i][0] != t and starts[t]):
+            return []
+        return list(ids[flat[i]])
+
+    for g in range(n):
+        one, two, n_one, n_two, popular = Counter(), Counter(), Counter(), Counter(), Counter()
+        for t in range(len(ids)):
+            last, before = earlier(t, g, 1), earlier(t, g, 2)
+            popular.update(ids[t, g])
+            n_one.update(last)
+            n_two.update((a, b) for a in last for b in before)
+            one.update((a, x) for a in last for x in ids[t, g])
+            two.update((a, b, x) for a in last for b in before for x in ids[t, g])
+        for a in range(e):
+            for x in range(e):
+                p = popular[x] / len(ids)
+                back = (one[a, x] + PRIOR_ONE * p) / (n_one[a] + PRIOR_ONE)
+                assert arrays["one"][g, a, x] == pytest.approx(np.log(back / p), abs=4e-3)
+                for b in range(e):
+                    pair = (two[a, b, x] + PRIOR_TWO * back) / (n_two[a, b] + PRIOR_TWO)
+                    assert np.exp(float(arrays["two"][g, a, b, x])) == pytest.approx(pair, abs=2e-3)
+    predictor = get_predictor("activation-path")(recording.router, arrays)
+    events = recording.events(0, 1)
+    predictor.observe(events[0])
+    (found,) = predictor.observe(events[1])
+    expected = [np.mean([arrays["two"][2, a, b, x] for a in ids[0, 1] for b in ids[0, 0]]) for x in range(e)]
+    np.testing.assert_allclose(found.scores[0], np.exp(expected), rtol=2e-3)
+
+
+def test_path_of_a_large_model_keeps_its_size(monkeypatch):
+    """Where the table of pairs is too large, two tables of one layer each predict about as they did."""
+    recording = tiny()
+    monkeypatch.setattr(edgemoe, "TRIPLES", 0)
+    arrays = get_predictor("activation-path").fit(recording)
+    assert "two" not in arrays
+    predictor, eap = (get_predictor(name)(recording.router, arrays) for name in ("activation-path", "eap"))
+    first, second = recording.events(0, 1)[:2]
+    for p in (predictor, eap):
+        p.observe(first)
+    (found,), (near,) = predictor.observe(second), eap.observe(second)
+    assert found.gate == near.gate == 2
+    skip = arrays["skip"][2].astype(float)[recording.ids[0, 0]].sum(axis=0) * edgemoe.SKIP_WEIGHT
+    ratio = np.log(found.scores[0]) - np.log(near.scores[0])
+    np.testing.assert_allclose(ratio - ratio[0], skip - skip[0], atol=1e-2)
+
+
+def test_path_of_a_large_model_keeps_what_matters_of_pairs(monkeypatch):
+    """With room for half of the table, its scores are nearer to the whole table's than what one layer says, for every token."""
+    recording = tiny()
+    whole = get_predictor("activation-path").fit(recording)
+    monkeypatch.setattr(edgemoe, "TRIPLES", 3 * 6 * 6 * 3 * 3 + 1)
+    monkeypatch.setattr(edgemoe, "LEAST_KEPT", 3)
+    arrays = get_predictor("activation-path").fit(recording)
+    assert "two" not in arrays and arrays["kept"].shape == arrays["change"].shape == (3, 6, 6, 3)
+    changes = whole["two"][1, 2, 3].astype(float) - (whole["one"][1, 2] + np.log(whole["popularity"][1] + edgemoe.FLOOR))
+    np.testing.assert_allclose(arrays["change"][1, 2, 3], changes[arrays["kept"][1, 2, 3]], atol=0.02)
+    exact, near, one = (get_predictor(name)(recording.router, a) for name, a in (("activation-path", whole), ("activation-path", arrays), ("eap", arrays)))
+    errors = []
+    for event in recording.events(0, 60):
+        found = [np.log(p.observe(event)[0].scores[0]) for p in (exact, near, one)]
+        errors.append([np.abs(x - x.mean() - (found[0] - found[0].mean())).mean() for x in found[1:]])
+    kept, without = np.mean(errors, axis=0)
+    assert kept < 0.5 * without
+
+
+def followed(recording, gate, a, b):
+    """[E] how many tokens followed expert a in the last layer and b in the one before with each expert, by brute force."""
+    n, out, seen = recording.model.n_gates, np.zeros(recording.router.n_experts, int), 0
+    for t in range(recording.n_tokens):
+        places = [t * n + gate - 2, t * n + gate - 1]
+        if places[0] < 0 or (recording.starts[t] and gate < 2):
+            continue
+        (tb, gb), (ta, ga) = (divmod(place, n) for place in places)
+        if b in recording.ids[tb, gb] and a in recording.ids[ta, ga]:
+            seen += 1
+            out[recording.ids[t, gate]] += 1
+    return out, seen
+
+
+def test_path_of_a_large_model_stays_exact(monkeypatch):
+    """Counts of the pairs that were seen give what the table of all triples gives, to its rounding, in every layer and batch."""
+    recording = tiny()
+    dense = get_predictor("activation-path").fit(recording)
+    assert fit_pairs(recording, FitOptions()) is None  # the table is small enough
+    monkeypatch.setattr(edgemoe, "TRIPLES", 0)
+    sparse = fit_pairs(recording, FitOptions())
+    arrays = {name: array for name, array in dense.items() if name != "two"} | sparse
+    exact, found = (get_predictor("activation-path")(recording.router, a) for a in (dense, arrays))
+    compared = 0
+    for event in [*recording.events(0, 40), *recording.events(7, 9)]:
+        for p, q in zip(exact.observe(event), found.observe(event), strict=True):
+            np.testing.assert_allclose(q.scores, p.scores, rtol=6e-3, atol=1e-4)
+            compared += 1
+    assert compared > 120
+    counts = PairCounts(sparse)
+    for gate in range(3):
+        for a, b in ((0, 1), (3, 3), (5, 2)):
+            out, seen = followed(recording, gate, a, b)
+            joint = counts.joint(gate, np.array([[a]]), np.array([[b]]), np.full((1, 1, 6), 0.25, np.float32))[0, 0, 0]
+            np.testing.assert_allclose(joint, (out + PRIOR_TWO * 0.25) / (seen + PRIOR_TWO), rtol=1e-6)
+
+
+def wide() -> Recording:
+    """128 experts and 48 layers, where each topic has its experts in every layer."""
+    rng, n, e, k, t = np.random.default_rng(3), 48, 128, 8, 300
+    topic = rng.integers(0, 6, t // 20).repeat(20)
+    ranks = np.stack([[rng.permutation(e) for _ in range(n)] for _ in range(6)])
+    ids = np.stack([[ranks[topic[i], g, :24][rng.permutation(24)[:k]] for g in range(n)] for i in range(t)]).astype(np.int32)
+    model = TraceHeader("wide", k, tuple(TensorInfo(g, g, 0, e, 1) for g in range(n)))
+    router = Router([None] * n, [k] * n, n_experts=e)
+    return Recording(model, router, np.zeros(t, np.int32), np.arange(t) % 20 == 0, ids, np.ones(ids.shape, np.float32), None, None)
+
+
+def test_path_of_128_experts_and_48_layers():
+    """The table of all triples would be 192 MiB: the counts take what was seen."""
+    recording, k = wide(), 8
+    ids, (n, e) = recording.ids, (48, 128)
+    sparse = fit_pairs(recording, FitOptions())
+    assert 2 * n * e**3 > edgemoe.TRIPLES and sum(a.nbytes for a in sparse.values()) < 64 << 20
+    for gate, a, b in ((5, int(ids[0, 4, 0]), int(ids[0, 3, 1])), (47, int(ids[9, 46, 2]), int(ids[9, 45, 7]))):
+        out, seen = followed(recording, gate, a, b)
+        joint = PairCounts(sparse).joint(gate, np.array([[a]]), np.array([[b]]), np.zeros((1, 1, e), np.float32))[0, 0, 0]
+        assert seen > 0 and np.allclose(joint * (seen + PRIOR_TWO), out)
+    predictor = get_predictor("activation-path")(recording.router, get_predictor("activation-path").fit(recording) | sparse)
+    found = [p for event in recording.events(0, 4) for p in predictor.observe(event)]
+    hits = [len(set(top_k(p.scores, k)[0]) & set(ids[i // n + (p.gate == 0), p.gate])) / k for i, p in enumerate(found) if i % n > 1]
+    assert np.mean(hits) > 0.3, "24 of 128 experts are likely: 8 of them at random are right by a third, 8 of all by a sixteenth"
+
+
+@pytest.mark.perf
+def test_a_wide_path_takes_no_longer_than_a_layer():
+    recording = wide()
+    sections = get_predictor("activation-path").fit(recording) | fit_pairs(recording, FitOptions())
+    predictor, events, best = get_predictor("activation-path")(recording.router, sections), recording.events(0, 4), float("inf")
+    for _ in range(3):
+        started = time.perf_counter()
+        for event in events:
+            predictor.observe(event)
+        best = min(best, (time.perf_counter() - started) / len(events))
+    assert best < 1.5e-3
+
+
+def test_static_layers_are_known_from_the_token(recording):
+    """EdgeMoE §3.1: a layer that routes by the token needs no prediction; it is asked for before the batch, and not predicted from the path."""
+    table = np.array([[0, 1], [2, 3], [4, 5]], np.int32)
+    router = Router([None] * 3, [2] * 3, n_experts=6, tables=[table, None, None])
+    predictor = get_predictor("activation-path")(router, None)
+    assert predictor.wants_tokens and not get_predictor("activation-path")(recording.router, None).wants_tokens
+    (p,) = predictor.begin(np.array([2, 0]))
+    assert p.gate == 0 and set(top_k(p.scores, 2)[0]) == {4, 5} and set(top_k(p.scores, 2)[1]) == {0, 1}
+    said = [q.gate for g in (0, 1, 2) for q in predictor.observe(GateEvent(g, np.array([[0, 1]]), np.ones((1, 2), np.float32)))]
+    assert said == [1, 2]
+
+
+def test_the_first_layer_begins_with_the_token(recording):
+    """What tokens chose in the first layer of other text predicts it better than the token before does."""
+    train, held = recording.split(0.2)
+    part, rest = recording.take(train), recording.take(held)
+    arrays = get_predictor("activation-path").fit(part)
+    plain, with_tokens = (get_predictor("activation-path")(recording.router, a) for a in (arrays, arrays | fit_first(part)))
+    k, right = recording.router.n_used[0], {}
+    for name, predictor in (("plain", plain), ("tokens", with_tokens)):
+        hits = []
+        for t in range(rest.n_tokens):
+            if rest.starts[t]:
+                predictor.reset_sequence()
+                said = []
+            said = [*said, *predictor.begin(rest.tokens[t : t + 1])] if rest.tokens[t] in with_tokens._first["first_tokens"] else []
+            if said and not rest.starts[t]:
+                hits.append(len(set(top_k(said[-1].scores, k)[0]) & set(rest.ids[t, 0])) / k)
+            said = [p for event in rest.events(t, t + 1) for p in predictor.observe(event) if p.gate == 0]
+        right[name] = np.mean(hits)
+    assert right["tokens"] > right["plain"] + 0.1, right
+
+
+def test_path_learns_while_it_runs():
+    """Without a profile: after enough of the same, it expects the same."""
+    recording = tiny()
+    predictor = get_predictor("activation-path")(recording.router)
+    loop = [GateEvent(g, np.array([[g, g + 1]]), np.ones((1, 2), np.float32)) for g in range(3)]
+    for _ in range(30):
+        said = {p.gate: p.scores for event in loop for p in predictor.observe(event)}
+    for gate, scores in said.items():
+        assert set(top_k(scores, 2)[0]) == {gate, gate + 1}
+
+
+def test_token_table_by_brute_force():
+    recording = tiny()
+    arrays = get_predictor("token-table").fit(recording)
+    predictor = get_predictor("token-table")(recording.router, arrays)
+    popularity = recording.used().mean(axis=0)
+    said = {p.gate: p.scores for p in predictor.begin(np.array([3, 77]))}
+    assert sorted(said) == [0, 1, 2]
+    where = np.flatnonzero(recording.tokens == 3)
+    for gate, scores in said.items():
+        expected = [(sum(x in recording.ids[t, gate] for t in where) + PRIOR * popularity[gate, x]) / (len(where) + PRIOR) for x in range(6)]
+        np.testing.assert_allclose(scores[0], expected, rtol=2e-3)
+        np.testing.assert_allclose(scores[1], popularity[gate], rtol=1e-6)
+
+
+def test_tokens_that_decide_alone():
+    """deepseek4's first layers: known before the batch, without a profile, and not for the gate predictors."""
+    table = np.array([[0, 1], [2, 3], [4, 5]], np.int32)
+    router = Router([np.ones((6, 4), np.float32)] * 2, [2, 2], tables=[None, table], n_experts=6)
+    (found,) = get_predictor("token-table")(router).begin(np.array([2, 0]))
+    assert found.gate == 1
+    np.testing.assert_array_equal(np.sort(top_k(found.scores, 2)), [[4, 5], [0, 1]])
+    event = GateEvent(0, np.array([[0, 1]]), np.ones((1, 2), np.float32), None, np.ones((1, 4), np.float32))
+    assert get_predictor("gate")(router).observe(event) == []
+
+
+def test_previous_token(recording):
+    """The top k are the previous token's choice."""
+    predictor, n = get_predictor("previous-token")(recording.router), recording.model.n_gates
+    events = recording.events(0, 4)
+    for i, event in enumerate(events):
+        (found,) = predictor.observe(event)
+        t = i // n + (found.gate == 0) - 1
+        if t >= 0:
+            assert set(top_k(found.scores, 4)[0]) == set(recording.ids[t, found.gate])
+
+
+def in_turn(recording: Recording, tokens: list[int], sequences: list[int]) -> list[GateEvent]:
+    """A step of several sequences: these tokens in one batch."""
+    out = []
+    for events in zip(*(recording.events(t, t + 1) for t in tokens)):
+        arrays = (np.concatenate([getattr(event, name) for event in events]) for name in ("ids", "weights"))
+        out.append(GateEvent(events[0].gate, *arrays, decode=True, sequences=np.array(sequences, np.int32)))
+    return out
+
+
+@pytest.mark.parametrize("name", ["activation-path", "eap", "previous-token"])
+def test_sequences_side_by_side_are_predicted_as_each_alone(name, recording, sections):
+    """Each has its own path, over the tokens before, too; one that begins anew leaves the other's alone."""
+    n = recording.model.n_gates
+    texts = [list(range(0, 6)), list(range(20, 26))]
+    expected = []
+    for text, starts in zip(texts, ((), (3,))):
+        predictor, said = make(name, recording, sections), {}
+        for i, t in enumerate(text):
+            if i in starts:
+                predictor.reset_sequence()
+            said |= {(i, e.gate): p.scores[0].copy() for e in recording.events(t, t + 1) for p in predictor.observe(e)}
+        expected.append(said)
+    predictor = make(name, recording, sections)
+    for i, tokens in enumerate(zip(*texts)):
+        if i == 3:
+            predictor.reset_sequence(7)
+        for event in in_turn(recording, list(tokens), [4, 7]):
+            (p,) = predictor.observe(event)
+            assert p.gate == (event.gate + 1) % n and p.scores.shape[0] == 2
+            if i == 3 and name != "previous-token" and event.gate == 0:
+                continue  # a path is one of all rows: the other sequence's begins anew as well
+            for row, said in zip(p.scores, expected):
+                np.testing.assert_allclose(row, said[i, event.gate], rtol=1e-5)
+
+
+def test_gates_are_the_routers(recording, sections):
+    """Raw: the next router on this input; the stack's first layer: the same; calibrated: one of the two, by the profile."""
+    router, event = recording.router, recording.events(0, 1)[4]
+    (raw,) = get_predictor("gate")(router, norm=False).observe(event)
+    assert raw.logits
+    exact = router.logits(5, event.gate_input)
+    np.testing.assert_allclose(raw.scores, exact, atol=0.03 * exact.std())  # the product's rows are Q8_0
+    (normed,) = get_predictor("gate")(router, norm=True).observe(event)
+    assert not np.array_equal(raw.scores, normed.scores)
+    for chosen, expected in ((False, raw), (True, normed)):
+        arrays = sections["gate"] | {"next_norm": np.full(12, chosen)}
+        np.testing.assert_allclose(get_predictor("gate")(router, arrays).observe(event)[0].scores, expected.scores, rtol=1e-5)
+    stack = get_predictor("stacked")(router, p=3, norm=True).observe(event)
+    assert [p.gate for p in stack] == [5, 6, 7]
+    np.testing.assert_allclose(stack[0].scores, normed.scores, rtol=1e-4)
+    assert [p.gate for p in get_predictor("stacked")(router, p=3).observe(recording.events(0, 1)[10])] == [11]
+
+
+def recall(predictor: Predictor, recording: Recording, tokens: range) -> np.ndarray:
+    """[n_gates] at k, in decode."""
+    n, waiting = recording.model.n_gates, {}
+    hits, seen = np.zeros(n), np.zeros(n)
+    for i, event in enumerate(recording.events(tokens.start, tokens.stop)):
+        t = tokens.start + i // n
+        if event.gate == 0:
+            if recording.starts[t]:
+                predictor.reset_sequence()
+                waiting.clear()
+            waiting |= {p.gate: p.scores.copy() for p in predictor.begin(recording.tokens[t : t + 1])}
+        if event.gate in waiting:
+            hits[event.gate] += np.isin(event.ids[0], top_k(waiting.pop(event.gate), 4)[0]).mean()
+            seen[event.gate] += 1
+        waiting |= {p.gate: p.scores.copy() for p in predictor.observe(event)}
+    return hits / np.maximum(seen, 1)
+
+
+def test_what_they_are_worth(recording, sections):
+    """On the demo model: the router ahead beats the path of two layers, that of one, the token before; all beat chance."""
+    tokens = range(0, 400)
+    found = {name: recall(make(name, recording, sections), recording, tokens)[2:].mean() for name in ("gate", "activation-path", "eap", "previous-token")}
+    assert found["gate"] > 0.7 > found["activation-path"] > found["eap"] > found["previous-token"] > 4 / 32
+
+
+@pytest.mark.parametrize("name, expected", [("previous-token", 1181), ("activation-path", 1287)])
+def test_exact_counts(name, expected):
+    """Without a profile, on the checked-in trace: the selected experts that were among the k best."""
+    trace = Trace.read(SMALL_TRACE)
+    predictor, waiting, right = get_predictor(name)(Router([None] * 12, [4] * 12, n_experts=32)), {}, 0
+    for event, start in zip(trace.events, trace.starts):
+        if start:
+            predictor.reset_sequence()
+            waiting.clear()
+        if event.gate in waiting:
+            best = np.argsort(-waiting.pop(event.gate)[0], kind="stable")[:4]  # of equals the first, on any machine
+            right += len(set(event.ids[0].tolist()) & set(best.tolist()))
+        waiting |= {p.gate: p.scores.copy() for p in predictor.observe(event)}
+    assert right == expected
+
+
+def test_learned_on_text_it_has_not_seen(recording, sections):
+    """Better than the popular experts on the sequences left out, and as good as it says."""
+    arrays, (_, held) = sections["learned"], recording.split()
+    used = recording.used()[held]
+    for gate in (3, 7, 11):
+        predictor = get_predictor("learned")(recording.router, arrays)
+        x = recording.inputs[held, gate - 1].astype(np.float32)
+        (found,) = predictor.observe(GateEvent(gate - 1, recording.ids[held, gate - 1], recording.weights[held, gate - 1], None, x))
+        right = np.take_along_axis(used[:, gate], top_k(found.scores, 4), axis=1).mean()
+        popular = used[:, gate][:, np.argsort(-recording.popularity()[gate])[:4]].mean()
+        assert right > 1.5 * popular
+        assert right == pytest.approx(arrays["recall_1"][gate], abs=0.02)
+    strides = {s: get_predictor("learned")(recording.router, arrays, stride=s).observe(recording.events(0, 1)[3])[0].gate for s in (1, 2)}
+    assert strides == {1: 4, 2: 5}
+    with pytest.raises(OptionError, match="stride is one of 1, 2, not 3"):
+        get_predictor("learned")(recording.router, arrays, stride=3)
+
+
+def test_learned_on_fewer_tokens_than_components():
+    """A wide model and a short text: the input has no more main components than there are tokens."""
+    wide = random_recording(n_tokens=100, n_embd=320)
+    arrays = get_predictor("learned").fit(wide, FitOptions(hidden=16))
+    assert arrays["there_1"].tolist() == [False, True, True, True] and arrays["first_1"].shape == (4, 16, 320)
+    assert (arrays["recall_1"][1:] > 2 / 8).all()  # what chance gives
+
+
+def test_blend_is_better_than_its_parts(demo, recording):
+    """Fitted on three quarters of the text, tested on the rest: at least as good as each source, and layer 0 is predicted."""
+    number = np.cumsum(recording.starts)
+    train, rest = recording.take(number % 4 != 0), recording.take(number % 4 == 0)
+    arrays = get_predictor("blend").fit(train, FitOptions(hidden=HIDDEN))
+    assert arrays["weights"].shape == (12, 4) and (arrays["weights"] >= 0).all() and arrays["weights"].any(axis=1).all()
+    predictor = get_predictor("blend")(recording.router, arrays)
+    parts = [get_predictor("learned")(recording.router, {k.removeprefix("learned_"): v for k, v in arrays.items() if k.startswith("learned_")})]
+    parts.append(get_predictor("eap")(recording.router, {k.removeprefix("path_"): v for k, v in arrays.items() if k.startswith("path_")}))
+    found = recall(predictor, rest, range(0, rest.n_tokens))
+    assert found[0] > 0.25
+    for part in parts:
+        assert found[1:].mean() >= recall(part, rest, range(0, rest.n_tokens))[1:].mean()
+
+
+def test_shallow_boundary():
+    assert shallow_boundary(np.array([0, 0.3, 0.6, 0.7, 0.8, 0.8, 0.8, 0.75])) == 3
+    assert shallow_boundary(np.array([0, 0.8, 0.8])) == 1
+    assert shallow_boundary(np.array([0.0])) == 0

@@ -1,0 +1,145 @@
+"""Profiles: what one command writes stays when another writes; another model's, a damaged or a later one is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+
+from moeoff.errors import ModelError, WriteError
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.sidecar import profile
+from moeoff.sidecar.profile import VERSION, Profile, profile_path
+
+
+@pytest.fixture
+def model_index(demo, tmp_path) -> ModelIndex:
+    return ModelIndex.read(shutil.copy(demo, tmp_path / "model.gguf"))
+
+
+def arrays(seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {"a": rng.normal(size=(3, 4)).astype(np.float16), "b": rng.integers(0, 9, 5)}
+
+
+def same(section, expected) -> bool:
+    return section.keys() == expected.keys() and all(np.array_equal(section[k], expected[k]) and section[k].dtype == expected[k].dtype for k in expected)
+
+
+def test_name():
+    assert profile_path("a/m.gguf") == "a/m.profile.npz"
+    assert profile_path("a/m-00001-of-00003.gguf") == "a/m.profile.npz"
+
+
+def test_sections_of_others_stay(model_index):
+    path = profile_path(model_index.files[0])
+    assert Profile.find(model_index) is None
+    Profile.write(path, model_index, {"one": arrays(1), "two": arrays(2)}, {"tokens": 7})
+    Profile.write(path, model_index, {"two": {"c": np.ones(2)}, "three": arrays(3)}, {"bits": 4})
+    found = Profile.find(model_index)
+    assert found.path == path and found.sections == ["one", "three", "two"]
+    assert same(found.section("one"), arrays(1)) and same(found.section("three"), arrays(3))
+    assert same(found.section("two"), {"c": np.ones(2)})  # replaced whole
+    assert found.section("four") is None
+    assert found.info == {"tokens": 7, "bits": 4}
+    assert [name for name in os.listdir(os.path.dirname(path)) if "part" in name] == []
+
+
+def test_another_model_is_refused(model_index, tmp_path):
+    path = profile_path(model_index.files[0])
+    Profile.write(path, model_index, {"one": arrays(1)})
+    span = next(iter(model_index.experts.values()))
+    changed = tmp_path / "trained-further.gguf"
+    shutil.copy(model_index.files[0], changed)
+    with open(changed, "r+b") as file:  # all of one tensor: a model trained further differs everywhere
+        file.seek(span.offset)
+        file.write(os.urandom(span.nbytes))
+    other = ModelIndex.read(changed)
+    for attempt in (lambda: Profile.read(path, other), lambda: Profile.write(path, other, {"two": arrays(2)})):
+        with pytest.raises(ModelError, match=r"was made of another model \(model.gguf\), not of .*trained-further.gguf"):
+            attempt()
+    assert Profile.read(path, model_index).sections == ["one"]
+
+
+def test_a_renamed_model_keeps_its_profile(model_index, tmp_path):
+    path = profile_path(model_index.files[0])
+    Profile.write(path, model_index, {"one": arrays(1)})
+    moved = shutil.move(model_index.files[0], tmp_path / "other-name.gguf")
+    shutil.move(path, profile_path(moved))
+    assert Profile.find(ModelIndex.read(moved)).sections == ["one"]
+
+
+def test_another_version_is_refused(model_index, monkeypatch):
+    path = profile_path(model_index.files[0])
+    monkeypatch.setattr(profile, "VERSION", VERSION + 1)
+    Profile.write(path, model_index, {"one": arrays(1)})
+    monkeypatch.undo()
+    with pytest.raises(ModelError, match=f"profile version {VERSION + 1}, this moeoff reads {VERSION}: run moeoff calibrate again"):
+        Profile.find(model_index)
+
+
+@pytest.mark.parametrize("damage", ["empty", "cut", "garbage", "flipped", "pickle", "other npz", "no json"])
+def test_damage_is_one_sentence(model_index, damage):
+    path = profile_path(model_index.files[0])
+    Profile.write(path, model_index, {"one": {"a": np.arange(10_000)}})
+    size = os.path.getsize(path)
+    if damage == "empty":
+        os.truncate(path, 0)
+    elif damage == "cut":
+        os.truncate(path, size // 2)
+    elif damage == "garbage":
+        with open(path, "wb") as file:
+            file.write(os.urandom(size))
+    elif damage == "flipped":
+        with open(path, "r+b") as file:
+            file.seek(size // 2)
+            file.write(b"\xff" * 64)
+    elif damage == "pickle":
+        np.savez(path, moeoff=np.frombuffer(b"{}", np.uint8), x=np.array([{}], object))
+    elif damage == "other npz":
+        np.savez(path, x=np.arange(3))
+    else:
+        np.savez(path, moeoff=np.frombuffer(json.dumps([1]).encode(), np.uint8))
+    with pytest.raises(ModelError) as caught:
+        Profile.read(path, model_index)
+    assert str(caught.value).startswith(path) and "\n" not in str(caught.value)
+
+
+def test_missing(model_index, tmp_path):
+    with pytest.raises(ModelError, match="cannot be read: No such file"):
+        Profile.read(tmp_path / "nowhere.npz", model_index)
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_nothing_half_written(model_index, monkeypatch, error):
+    """A full disk or Ctrl-C in the middle leaves what was there, and no other file."""
+    path = profile_path(model_index.files[0])
+    Profile.write(path, model_index, {"one": arrays(1)})
+
+    def fail(file, **_):
+        file.write(b"half of it")
+        raise error
+
+    monkeypatch.setattr(np, "savez_compressed", fail)
+    with pytest.raises((WriteError, KeyboardInterrupt)):
+        Profile.write(path, model_index, {"two": arrays(2)})
+    assert Profile.find(model_index).sections == ["one"]
+    assert sorted(os.listdir(os.path.dirname(path))) == ["model.gguf", "model.profile.npz"]
+
+
+def test_objects_are_not_written(model_index):
+    with pytest.raises(TypeError, match="numbers only"):
+        Profile.write(profile_path(model_index.files[0]), model_index, {"one": {"a": np.array([{}], object)}})
+    assert Profile.find(model_index) is None
+
+
+def test_beside_a_model_that_cannot_be_written_to(model_index, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    path = profile.profile_output(model_index)
+    assert path.startswith(str(tmp_path / "cache")) and os.path.isdir(os.path.dirname(path))
+    Profile.write(path, model_index, {"one": arrays(1)})
+    assert Profile.find(model_index).path == path

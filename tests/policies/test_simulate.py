@@ -1,0 +1,370 @@
+"""The simulator: against brute force, against exact counts, and against live runs."""
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import baselines  # noqa: F401  their counts are exact, too
+from helpers.files import SMALL_TRACE
+from moeoff import BudgetError, Llama, OptionError
+from moeoff.calibrate.writer import ParallelLlama
+from moeoff.engine.driver import Driver, PolicyUpdates
+from moeoff.gate_event import GateEvent, Observer
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import CacheShape, Policy, get_policy, policy_names
+from moeoff.simulate.simulator import simulate
+from moeoff.trace import TensorInfo, Trace, TraceHeader
+
+ONE = TraceHeader("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
+TWO = TraceHeader("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
+
+
+def random_trace(model, n=400, seed=0):
+    rng = np.random.default_rng(seed)
+    popular = rng.dirichlet(np.full(8, 0.5), 3)
+    events = []
+    for i in range(n):
+        ids = rng.choice(8, (1, 2), replace=False, p=popular[i % 3] * 0.9 + 0.1 / 8).astype(np.int32)
+        events.append(GateEvent(i % 3, ids, rng.random((1, 2)).astype(np.float32), None))
+    starts = np.zeros(n, bool)
+    starts[::60] = True
+    return Trace(model, events, starts)
+
+
+def brute(trace, policy, arena):
+    """Native's rules one slice at a time: moeoff-store.cpp's take_slot and moeoff-arena.cpp's take."""
+    tensors, e = trace.model.tensors, trace.model.n_experts
+    resident, last, hits, evictions, nbytes = set(), {}, [], 0, 0
+    committed, free = 0, dict.fromkeys((t.slot_bytes for t in tensors), 0)
+    policy.prepare(trace.events)
+    for n, event in enumerate(trace.events):
+        if trace.starts[n]:
+            policy.reset_sequence()
+        order = sorted((i for i, t in enumerate(tensors) if t.gate == event.gate), key=lambda i: tensors[i].matrix)
+        want = [i * e + int(x) for i in order for x in event.ids[0]]
+        hits.append(sum(s in resident for s in want))
+        for s in want:
+            last[s] = n
+        for s in [s for s in want if s not in resident]:
+            stride = tensors[s // e].slot_bytes
+            while True:
+                if free[stride]:
+                    free[stride] -= 1
+                    break
+                for size in free:
+                    while committed + stride > arena and free[size]:
+                        free[size] -= 1
+                        committed -= size
+                if committed + stride <= arena:
+                    committed += stride
+                    break
+                victim = min(resident - set(want), key=lambda v: (policy.priorities[tensors[v // e].gate, v % e], last[v], v))
+                resident.remove(victim)
+                free[tensors[victim // e].slot_bytes] += 1
+                evictions += 1
+            resident.add(s)
+            nbytes += tensors[s // e].nbytes
+        policy.update(event)
+    return hits, evictions, nbytes, resident
+
+
+@pytest.mark.parametrize("model", [ONE, TWO], ids=lambda m: m.name)
+@pytest.mark.parametrize("name", policy_names())
+@pytest.mark.parametrize("share", [0.3, 0.6])
+def test_brute_force(model, name, share):
+    """Hits, evictions and bytes of every policy; the slices in the arena fit into it, and none is lost."""
+    trace, arena = random_trace(model), int(model.full_bytes * share)
+    result = simulate(trace, name, arena, events=True)
+    hits, evictions, nbytes, resident = brute(trace, get_policy(name)(CacheShape.of(model, arena)), arena)
+    assert result.event_hits.tolist() == hits and (result.evictions, result.bytes_read) == (evictions, nbytes)
+    assert set(np.flatnonzero(result.resident)) == resident
+    assert result.gate_hits.sum() == sum(hits) and result.gate_misses.sum() - result.evictions == len(resident)
+    assert sum(model.tensors[i // model.n_experts].slot_bytes for i in resident) <= arena
+
+
+def test_nothing_beats_belady_on_one_size_class():
+    trace = random_trace(ONE)
+    for share in (0.2, 0.4, 0.8):
+        arena = int(ONE.full_bytes * share)
+        best = simulate(trace, "belady", arena).hit_rate
+        assert all(simulate(trace, name, arena).hit_rate <= best for name in ("lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score"))
+
+
+def batches(n=300, seed=0):
+    """Of 1 to 4 tokens, with matrices of different sizes in slots of the same one."""
+    model = TraceHeader("batches", 2, tuple(TensorInfo(g, g, m, 8, 5000 + m) for g in range(3) for m in (2, 1, 3)))
+    rng = np.random.default_rng(seed)
+    events = []
+    for i in range(n):
+        ids = np.stack([rng.choice(8, 2, replace=False) for _ in range(rng.integers(1, 5) if rng.random() < 0.3 else 1)]).astype(np.int32)
+        events.append(GateEvent(i % 3, ids, rng.random(ids.shape).astype(np.float32), None))
+    return Trace(model, events, np.zeros(n, bool))
+
+
+class GeneralLru(Policy):
+    """Its `update` keeps it from the fast path."""
+
+    name = "lru"
+
+    def update(self, event):
+        pass
+
+
+@pytest.mark.parametrize("trace", [Trace.read(SMALL_TRACE), batches()], ids=["small", "batches"])
+@pytest.mark.parametrize("share", [0.05, 0.12, 0.333, 0.37, 0.5, 0.83, 0.99])
+def test_fast_path_is_the_general_one(trace, share):
+    arena = max(int(trace.model.full_bytes * share), 3 * 12288)
+    fast = simulate(trace, "lru", arena, events=True)
+    general = simulate(trace, GeneralLru(CacheShape.of(trace.model, arena)), arena, events=True)
+    assert (fast.event_hits == general.event_hits).all() and fast.evictions == general.evictions
+    assert fast.bytes_read == general.bytes_read and fast.miss_penalty == pytest.approx(general.miss_penalty, rel=1e-5)
+    assert (fast.resident == general.resident).all()
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("share", [0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
+def test_lru_is_fast(share):
+    """50,000 events a second on an idle machine; the best of several rounds, and half of that, because others use it too."""
+    small = Trace.read(SMALL_TRACE)
+    trace = Trace.join([small] * 8)
+    best = float("inf")
+    for _ in range(5):
+        started = time.perf_counter()
+        simulate(trace, "lru", int(trace.model.full_bytes * share))
+        best = min(best, time.perf_counter() - started)
+    assert len(trace.events) / best > 25_000
+
+
+def test_the_checked_in_run_comes_out_as_it_happened():
+    """Recorded live with lru at 40 %: hits of every event, evictions and bytes."""
+    trace = Trace.read(SMALL_TRACE)
+    began, ended = trace.notes
+    result = simulate(trace, "lru", began["arena_bytes"], events=True)
+    assert result.event_hits.tolist() == [e.n_hit for e in trace.events]
+    assert (result.evictions, result.bytes_read) == (ended["evictions"], ended["bytes_read"])
+
+
+def test_exact_counts():
+    trace = Trace.read(SMALL_TRACE)
+    arena = trace.model.full_bytes // 2
+    counts = json.loads((SMALL_TRACE.parent / "small.json").read_text())
+    assert set(counts) == set(policy_names())
+    for name, expected in counts.items():
+        result = simulate(trace, name, arena)
+        assert [int(result.gate_hits.sum()), int(result.gate_misses.sum()), result.evictions] == expected, name
+
+
+def test_batches_larger_than_the_arena():
+    events = [GateEvent(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
+    for model in (ONE, TWO):
+        trace = Trace(model, events, np.zeros(9, bool))
+        for arena in (3 * 16384, model.full_bytes // 4, model.full_bytes):
+            result = simulate(trace, "decay", arena)
+            assert result.gate_hits.sum() + result.gate_misses.sum() == 9 * 24
+        assert result.gate_misses.sum() == 72
+
+
+def test_below_the_floor():
+    with pytest.raises(BudgetError, match="below the floor"):
+        simulate(random_trace(ONE, 3), "lfu", 100)
+
+
+class HeldUpdates(Observer):
+    """Updates a policy between tokens, so that what is evicted does not depend on the threads' timing, by numbers as a trace keeps them."""
+
+    def __init__(self, llm):
+        (at,) = (i for i, observer in enumerate(llm.engine.driver.observers) if isinstance(observer, PolicyUpdates))
+        self._updates, self._drain, self._held = llm.engine.driver.observers[at], llm.engine.buffer.drain, []
+        llm.engine.driver.observers[at] = self
+
+    def observe(self, event):
+        halved = [None if x is None else x.astype(np.float16).astype(np.float32) for x in (event.weights, event.probs)]
+        self._held.append(replace(event, weights=halved[0], probs=halved[1]))
+
+    def new_sequence(self, sequence):
+        self.release()
+        self._updates.new_sequence(sequence)
+
+    def release(self):
+        self._drain()
+        while self._held:
+            self._updates.observe(self._held.pop(0))
+
+
+def decode(llm, n=48, held=None, n_seq=2):
+    """Token by token, a fixed text; the policy is updated between tokens if its updates are `held`."""
+    rng = np.random.default_rng(5)
+    for _ in range(n_seq):
+        llm.reset()
+        for token in rng.integers(300, 4000, n).tolist():
+            llm.eval([token])
+            if held:
+                held.release()
+
+
+OPTIONS = {"n_ctx": 64, "n_threads": 2}
+
+
+def test_replay_of_a_live_lru_run(demo, tmp_path):
+    arena = int(ModelIndex.read(demo).expert_bytes * 0.8)
+    with Llama(demo, expert_memory=arena, strategy="lru", trace=tmp_path / "t", **OPTIONS) as llm:
+        decode(llm)
+        stats, residency = llm.stats(), llm.engine.buffer.residency()
+    trace = Trace.read(tmp_path / "t")
+    result = simulate(trace, "lru", stats.arena_bytes, events=True)
+    assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
+    assert residency_of(trace, result).tolist() == residency.tolist()
+
+
+@pytest.mark.parametrize("name", ["decay", "hobbit", "arc", "score"])
+def test_replay_of_a_live_policy_run(demo, tmp_path, name):
+    """Without the presets' prefetching. Held between tokens, the policy's timing is not the threads': all hits and evictions agree."""
+    arena = int(ModelIndex.read(demo).expert_bytes * 0.8)
+    with Llama(demo, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
+        decode(llm, held=HeldUpdates(llm))
+        stats, residency = llm.stats(), llm.engine.buffer.residency()
+    trace = Trace.read(tmp_path / "t")
+    result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)
+    assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
+    assert residency_of(trace, result).tolist() == residency.tolist()
+
+
+@pytest.mark.parametrize("name", ["lfu", "hobbit", "score"])
+def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path, name):
+    """They begin at different times, one again while the other goes on; the events say which is which, and that they are decoded."""
+    arena = int(ModelIndex.read(demo).expert_bytes * 0.9)
+    with ParallelLlama(demo, 2, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", n_ctx=256, n_threads=2) as llm:
+        held = HeldUpdates(llm)
+        rng = np.random.default_rng(5)
+        ends = {}
+        for step in range(72):
+            if step in (0, 24, 48):  # 0 alone, both, 1 begins anew
+                sequence = min(step, 1)
+                llm.forget_sequence(sequence)
+                ends[sequence] = 0
+            llm.decode_sequences(rng.integers(300, 4000, len(ends)).tolist(), list(ends.values()), list(ends), [True] * len(ends))
+            ends = {sequence: end + 1 for sequence, end in ends.items()}
+            held.release()
+        stats, residency = llm.stats(), llm.engine.buffer.residency()
+    trace = Trace.read(tmp_path / "t")
+    assert [(n // trace.model.n_gates, trace.begins.get(n)) for n in np.flatnonzero(trace.starts)] == [(0, None), (24, [1]), (48, [1])]
+    assert all(e.decode and (e.sequences is None if len(e.ids) == 1 else e.sequences.tolist() == [0, 1]) for e in trace.events)
+    result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)
+    assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
+    assert residency_of(trace, result).tolist() == residency.tolist()
+
+
+def residency_of(trace, result):
+    out = np.zeros((trace.model.n_gates, trace.model.n_experts), np.uint8)
+    for t, row in zip(trace.model.tensors, result.resident.reshape(len(trace.model.tensors), -1), strict=True):
+        out[t.gate] |= (row << t.matrix).astype(np.uint8)
+    return out
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("lfu", "decay", "edgemoe", "hobbit", "arc")]
+
+
+@pytest.mark.parametrize("name", ["lru", "score", *SLOW])
+def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
+    """Without prefetching. Free running, the policy is late by however long Python takes: within a point all the same, over 512 tokens."""
+    with Llama(demo, expert_memory=int(ModelIndex.read(demo).expert_bytes * 0.8), strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
+        decode(llm, 64, n_seq=8)
+        stats = llm.stats()
+    trace = Trace.read(tmp_path / "t")
+    result = simulate(trace, name, stats.arena_bytes)
+    assert trace.n_tokens == 512 and stats.evictions > 0
+    assert abs(result.hit_rate - stats.hit_rate) < 0.01
+
+
+@pytest.mark.parametrize("name", ["lru", "decay", "score"])
+def test_more_memory_is_never_a_lower_hit_rate(demo, name):
+    full = ModelIndex.read(demo).expert_bytes * 2
+    rates, reads = [], []
+    for share in (0.05, 0.15, 0.3, 0.5, 0.7, 0.9, 1.0):
+        with Llama(demo, expert_memory=int(full * share), strategy=name, **OPTIONS) as llm:
+            decode(llm, 32)
+            rates.append(llm.stats().hit_rate)
+            reads.append(llm.stats().bytes_read)
+    # a policy that the threads' timing touches may be off by a hair
+    assert all(b >= a - 0.005 for a, b in zip(rates, rates[1:], strict=False)), rates
+    assert all(b <= a * 1.01 for a, b in zip(reads, reads[1:], strict=False)), reads
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("name", ["lru", "score"])
+def test_more_memory_is_never_slower(demo, name):
+    """Tokens per second over a sweep of budgets; the best of five sweeps, because others use the machine too.
+
+    The two smallest arenas do the same work, hit nothing, and differ by 20 % from one run to the next: up to ten more sweeps
+    may show that a slower one was only disturbed.
+    """
+    full = ModelIndex.read(demo).expert_bytes * 2
+    shares = (0.05, 0.1, 0.2, 0.35, 0.5, 0.7, 0.85, 1.0)
+    best = dict.fromkeys(shares, 0.0)
+
+    def never_slower() -> bool:
+        speeds = list(best.values())
+        return all(after >= 0.85 * max(speeds[: i + 1]) for i, after in enumerate(speeds[1:]))
+
+    for sweep in range(15):
+        if sweep >= 5 and never_slower():
+            break
+        for share in shares:
+            with Llama(demo, expert_memory=int(full * share), strategy=name, **OPTIONS) as llm:
+                started = time.perf_counter()
+                decode(llm, 64)
+                best[share] = max(best[share], 128 / (time.perf_counter() - started))
+    speeds = list(best.values())
+    assert never_slower(), speeds
+    assert speeds[-1] > speeds[0], speeds
+
+
+def test_command(moeoff_command, tmp_path):
+    picture = tmp_path / "p.png"
+    done = moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["results"]
+    assert [r["strategy"] for r in rows] == ["lru", "decay", "score", "belady"] * 2 and picture.stat().st_size > 10000
+    assert rows[3]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
+    assert done.stdout == moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json").stdout
+    assert "of the gap" in moeoff_command("simulate", str(SMALL_TRACE)).stdout
+    for arguments, message in ((("--strategy", "fifo"), "unknown policy 'fifo'"), (("--memory", "x%"), "no share"), (("--plot", "a.xyz"), "a.xyz")):
+        failed = moeoff_command("simulate", str(SMALL_TRACE), *arguments)
+        assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
+
+
+def test_run_records(moeoff_command, tmp_path):
+    for _ in range(2):  # the second run goes on in the same file
+        done = moeoff_command("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))
+        assert done.returncode == 0, done.stderr
+    shown = moeoff_command("simulate", str(tmp_path / "t"), "--memory", "50%")
+    assert "% with compute waiting" in shown.stdout
+    trace = Trace.read(tmp_path / "t")
+    assert trace.starts.sum() == 2 and trace.notes[0]["strategy"] == "score" and trace.events[0].probs is not None
+
+
+def test_refuses(demo, tmp_path):
+    with pytest.raises(OptionError, match="needs to know the future"):
+        Llama(demo, strategy="belady")
+    (tmp_path / "t").write_bytes(b"something else entirely")
+    with pytest.raises(OptionError, match="is not a trace"):
+        Llama(demo, trace=tmp_path / "t")
+
+
+def test_a_policy_that_raises_is_heard(demo):
+    class Broken(Policy):
+        name = "broken"
+
+        def update(self, event):
+            raise RuntimeError("no")
+
+    with Llama(demo, expert_memory="4M", strategy="lru", **OPTIONS) as llm:
+        driver = Driver(llm.engine.buffer, Broken(get_policy("lru")(CacheShape.of(ONE, 1)).shape))
+        with pytest.raises(RuntimeError, match="no"):  # of the decode it happened in, or the next
+            llm.eval([10])
+            llm.engine.buffer.drain()
+            llm.engine.buffer.check()
+        driver.close()

@@ -1,0 +1,230 @@
+"""`moeoff bench`: real runs of the demo model, every form of output parsed by somebody else, stock beside it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import re
+import sqlite3
+import sys
+
+import pytest
+
+from helpers.budgets import named
+from moeoff.bench import compare, prompt_then_tokens
+from moeoff.bench import run as module
+from moeoff.bench.cgroup import memory_cgroup, unavailable
+from moeoff.bench.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
+from moeoff.bench.rows import STOCK_NAME, TABLE, ceiling_share, format_named, rows
+from moeoff.bench.run import Grid, drop_from_page_cache, measure
+from moeoff.cli.bench import numbers
+from moeoff.errors import OptionError
+
+
+@pytest.fixture(scope="module")
+def small(moeoff_command, grown) -> int:
+    """MiB in which about a fifth of the grown model's experts stay."""
+    return named(moeoff_command("bench", "-m", grown, "-p", "16", "-n", "8", "-r", "1", "--memory", "1M").stdout)
+
+
+@pytest.fixture(scope="module")
+def quick(grown, small) -> tuple[str, ...]:
+    return "-m", grown, "-p", "16", "-n", "8", "-r", "2", "--memory", f"{small}M"
+
+
+@pytest.fixture(scope="module")
+def table(moeoff_command, quick) -> str:
+    done = moeoff_command("bench", *quick, "--strategy", "lru,auto", "-pg", "16,8", "-oe", "jsonl")
+    assert done.returncode == 0, done.stderr
+    return done.stdout + "\0" + done.stderr
+
+
+def test_table(table):
+    lines = table.split("\0")[0].splitlines()
+    assert [cell.strip() for cell in lines[0].split("|")[1:-1]] == [
+        *("model", "size", "params", "threads", "memory", "strategy", "test", "t/s", "MB/token", "hit rate", "stalled", "disk MB/s", "of ceiling", "peak RSS")
+    ]
+    assert [line.split("|")[7].strip() for line in lines[2:8]] == ["pp16", "tg8", "pp16+tg8"] * 2
+    assert [line.split("|")[6].strip() for line in lines[2:8]] == ["lru"] * 3 + ["auto"] * 3
+    assert len({len(line) for line in lines[:8]}) == 1  # columns stand below each other
+    assert len(re.findall(r"^mode: .* direct reads by \d+ I/O threads", table, re.MULTILINE)) == 2  # as many as the disk is fastest with
+
+
+def test_rows(table, small):
+    for line in table.split("\0")[1].splitlines():
+        row = json.loads(line)
+        assert len(row["samples_ts"]) == 2 and row["avg_ts"] == pytest.approx(sum(row["samples_ts"]) / 2)
+        assert 0 <= row["hit_rate"] <= 1 and row["mb_per_token"] > 0 and 0 < row["ceiling_share"]
+        assert row["peak_rss"] < row["memory"] == small << 20
+        assert row["n_prompt"] in (0, 16) and row["model_n_params"] > 1e6
+
+
+def test_forms_for_programs(demo):
+    """One measurement, written in each form, is read back by somebody else."""
+    done = measure(Job(demo, options={"memory": 200 << 20, "n_ctx": 256}, tests=(BenchTest(16, 0),), repetitions=1))
+    written = rows(done, 200 << 20)
+
+    def text(name: str) -> str:
+        form = format_named(name)
+        return form.begin() + form.rows(written) + form.end()
+
+    with sqlite3.connect(":memory:") as database:
+        database.row_factory = sqlite3.Row
+        database.executescript(text("sql"))
+        found = [dict(row) for row in database.execute(f"SELECT * FROM {TABLE}")]
+    found += [*csv.DictReader(io.StringIO(text("csv"))), *json.loads(text("json")), *(json.loads(line) for line in text("jsonl").splitlines())]
+    assert len(found) == 4
+    for row in found:
+        assert row["test"] == "pp16" and float(row["avg_ts"]) == pytest.approx(written[0].avg_ts) and float(row["stddev_ts"]) == 0
+        assert int(row["memory"]) == 200 << 20
+
+
+def test_values_between_commas_and_ranges():
+    assert numbers(1)("512,128") == [512, 128]
+    assert numbers(1)("1-4") == [1, 2, 3, 4]
+    assert numbers(1)("128-1024*2") == [128, 256, 512, 1024]
+    assert numbers(0)("0-4096+2048,7") == [0, 2048, 4096, 7]
+
+
+@pytest.mark.parametrize("bad", [("-p", "x"), ("-p", "0", "-n", "0"), ("-pg", "5"), ("--memory", "lots"), ("--strategy", "nonsense"), ("-m", "missing.gguf"),
+                                 ("--text", "missing.txt"), ("-t", "0"), ("--memory", "1M"), ("-fa", "2"), ("-c", "64", "-p", "512")])  # fmt: skip
+def test_nonsense_is_one_sentence(moeoff_command, bad):
+    done = moeoff_command("bench", "-r", "1", *bad)
+    assert done.returncode != 0 and "Traceback" not in done.stderr + done.stdout
+    assert "int()" not in done.stderr and "unpack" not in done.stderr  # Python's own words for it
+
+
+def test_depth_and_one_table_for_several_memories(moeoff_command, tmp_path):
+    picture = tmp_path / "speed.svg"
+    done = moeoff_command("bench", "-p", "0", "-n", "4", "-d", "0,64", "-r", "1", "--memory", "200M,250M", "--no-warmup", "-o", "json", "--plot", str(picture))
+    assert done.returncode == 0, done.stderr
+    assert [(row["test"], row["memory"] >> 20) for row in json.loads(done.stdout)] == [*(("tg4", 200), ("tg4 @ d64", 200), ("tg4", 250), ("tg4 @ d64", 250))]
+    assert picture.read_text().count("<svg") == 1
+
+
+def test_same_tokens_for_every_engine(demo):
+    jobs = [Job(demo, engine, {"n_ctx": 256, **options}, (BenchTest(32, 4),), 1, False, probe_seconds=0)
+            for engine, options in (("moeoff", {"memory": 200 << 20}), (STOCK, {"use_mmap": True, "n_threads": 2}))]  # fmt: skip
+    for job in jobs:
+        done = measure(job)
+        assert not done.error and [sample.n_tokens for sample in done.samples] == [36]
+
+
+def test_a_text_is_fed_on_and_begins_again():
+    class Letters:
+        def tokenize(self, text, add_bos=True, special=False):
+            return list(text)
+
+        def token_bos(self):
+            return 0
+
+    stream = TokenStream(Letters(), "abcde", adds_bos=True)
+    assert stream.take(3, first=True) == [0, *b"bc"] and stream.take(4) == [*b"deab"]
+    assert len(usual_text()) > 100_000
+
+
+def test_a_process_that_fails_says_why(demo):
+    done = measure(Job(demo, options={"memory": 1 << 20}, tests=(BenchTest(1, 0),)))
+    assert "too small" in done.error and not done.samples
+    (row,) = rows(done, 1 << 20)
+    assert row.avg_ts is None and row.error == done.error
+    done.closed["cgroup_peak_bytes"] = 1 << 20  # known of any process that had a limit
+    assert rows(done, 1 << 20)[0].error == done.error
+    assert "not finished after" in measure(Job(demo, options={"n_ctx": 512}, tests=(BenchTest(0, 512),), repetitions=1000), timeout=2.0).error
+
+
+def test_time_limit_cuts_a_test_short(demo):
+    done = measure(Job(demo, options={"n_ctx": 4096}, tests=(BenchTest(0, 4000),), repetitions=3, warm_up=False, seconds=0.2, probe_seconds=0))
+    assert len(done.samples) == 1 and 0 < done.samples[0].n_tokens < 4000
+    assert rows(done, 0)[0].error.startswith("cut off after")
+
+
+def test_ceiling_is_the_longer_of_both():
+    def sample(seconds: float, bytes_read: int, stalled: float) -> Sample:
+        return Sample(0, 10, seconds, counters={"bytes_read": bytes_read, "stall_seconds": stalled})
+
+    assert ceiling_share([sample(2.0, 1000, 0.5)], 1000.0) == pytest.approx(0.75)  # computing 1.5 s, reading 1 s
+    assert ceiling_share([sample(2.0, 1800, 0.5)], 1000.0) == pytest.approx(0.9)
+    # a disk that gave the run more than it gave beside it: never more than all of what there is
+    fast, slow = sample(1.0, 3000, 0.5), sample(3.0, 3000, 2.0)
+    assert ceiling_share([fast], 1000.0) == 1
+    assert ceiling_share([fast, slow], 1000.0) == pytest.approx(0.5)  # reading 6000 bytes in 2 of 4 s, computing 1.5 s
+
+
+def test_jobs_in_rounds(grown, small, tmp_path):
+    """Paired and in turn; an answer goes on behind its prompt; what a script registers is known, and what fails is a row that says so."""
+    (tmp_path / "mine.py").write_text("import moeoff\n\n\n@moeoff.register\nclass Mine(moeoff.policies.get_policy('lru')):\n    name = 'mine'\n")
+    common = {"tests": prompt_then_tokens(16, 8), "repetitions": 1, "warm_up": False, "probe_seconds": 0, "registers": (str(tmp_path / "mine.py"),)}
+    options = {"memory": f"{small}M", "n_ctx": 256}
+    jobs = {
+        "lru": Job(grown, options=options | {"strategy": "lru"}, **common),
+        "mine": Job(grown, options=options | {"strategy": "mine"}, **common),
+        "too small": Job(grown, options=options | {"memory": "1M"}, **common),
+    }
+    order = []
+    found = compare(jobs, 2, progress=lambda name, index, done: order.append((index, name)))
+    assert order == [(0, "lru"), (0, "mine"), (0, "too small"), (1, "too small"), (1, "mine"), (1, "lru")]
+    assert [(row.name, row.test.name) for row in found] == [(name, test) for name in jobs for test in ("pp16", "tg8 @ d16")]
+    for row in found[:4]:
+        assert not row.error and row.figures["tps"].low <= row.figures["tps"].median <= row.figures["tps"].high
+        assert row.figures["mb_per_token"].median > 0 and row.figures["hit_rate"].median < 1
+        assert [sample.n_tokens for sample in row.measurements[0].samples] == [16, 8]
+    assert found[0].ratio == (1, 1, 1) and found[2].ratio.low > 0
+    assert "too small" in found[4].error and found[4].ratio is None and not found[4].figures
+
+
+def test_stock_beside_it(moeoff_command, quick, small):
+    done = moeoff_command("bench", *quick, "--compare-stock", "-o", "json")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME]
+    where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
+    assert all(where in row["mode"] for row in found), found
+    assert found[2]["avg_ts"] > 0 and "memory map" in found[2]["mode"]
+
+
+def test_nothing_is_found_in_the_page_cache(grown):
+    """Stock would run from what others have read, as if it had no limit."""
+
+    def cached() -> bool:
+        with open(grown, "rb") as file:
+            try:
+                return os.preadv(file.fileno(), [bytearray(4096)], 50 << 20, os.RWF_NOWAIT) > 0
+            except BlockingIOError:
+                return False
+
+    with open(grown, "rb") as file:
+        file.read()
+    if not cached():
+        pytest.skip("this file system does not tell what is cached")
+    drop_from_page_cache(grown)
+    assert not cached()
+
+
+@pytest.mark.cgroup
+@pytest.mark.skipif(unavailable() is not None, reason=str(unavailable()))
+def test_stock_inside_a_cgroup(quick, small):
+    """As in a container that is hardly larger than the budget: both run as they are, and say in how much memory."""
+    command = [sys.executable, "-m", "moeoff.cli", "bench", *quick, "--compare-stock", "-o", "json"]
+    with memory_cgroup(small + 6 << 20) as group:
+        done = group.run(command, capture_output=True, text=True, timeout=300)
+    rows = json.loads(done.stdout)
+    assert all(f"in this container's {small + 6} MiB" in row["mode"] for row in rows), done.stderr
+    assert rows[0]["avg_ts"] > 0 and rows[-1]["strategy"] == STOCK_NAME
+
+
+def test_stock_without_the_right_to_make_a_cgroup(monkeypatch, demo):
+    monkeypatch.setattr(module, "unavailable", lambda: "no memory cgroup can be made here: Permission denied")
+    grid = Grid(demo, (BenchTest(8, 0),), {"memory": ["120M"]}, {}, 1, False, compare_stock=True)
+    ours, theirs = grid.jobs()
+    assert ours[0].limit_bytes is theirs[0].limit_bytes is None and "Permission denied" in theirs[2]
+    monkeypatch.setattr(module, "cgroup_limit", lambda: 125 << 20)  # as inside a container of about this size
+    assert all("in this container's 125 MiB" in note for _, _, note in grid.jobs())
+
+
+def test_empty_text(tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(OptionError, match="holds no text"):
+        read_text(tmp_path / "empty.txt")

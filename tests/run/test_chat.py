@@ -1,0 +1,186 @@
+"""The chat as a person sees it: a real terminal, real keys, the demo model."""
+
+import json
+import re
+import time
+
+import pytest
+
+from helpers.terminal import STATS, Terminal
+from moeoff.cli.chat import is_open, unquote
+
+CTRL_C = "\x03"
+CTRL_J = "\n"
+UP = "\x1b[A"
+
+
+@pytest.fixture
+def chat(tmp_path):
+    """Starts a chat and waits for its prompt."""
+    opened = []
+
+    def start(*args: str) -> Terminal:
+        terminal = Terminal("--temp", "0", *args, cache=tmp_path / "cache")
+        opened.append(terminal)
+        terminal.ready()
+        return terminal
+
+    yield start
+    for terminal in opened:
+        terminal.__exit__()
+
+
+def saved(terminal: Terminal, path) -> list[dict]:
+    terminal.ask(f"/save {path}")
+    return json.loads(path.read_text())
+
+
+def prompt_counts(output: str) -> tuple[int, int]:
+    """Prompt tokens computed and reused, from the line of statistics."""
+    found = re.search(r"prompt (\d+) tokens(?: \(\+(\d+) reused\))?", output)
+    return int(found[1]), int(found[2] or 0)
+
+
+def test_answers_and_leaves(chat):
+    terminal = chat("-n", "24")
+    output = terminal.ask("How many apples are there?")
+    line = re.search(STATS, output)[0]
+    for words in ("prompt ", "tok/s", "generated 24", "hit rate", "MB/token read", "stalled", " of "):
+        assert words in line
+    assert len(output[: output.index(line)].split()) > 5
+    assert terminal.leave() == 0
+
+
+def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
+    from moeoff import Llama
+    from moeoff.engine.prompt import Template
+
+    terminal = chat("-n", "24", "--system", "Be brief.")
+    first = terminal.ask("How many apples are there?")
+    second = terminal.ask("And how many pears?")
+    messages = saved(terminal, tmp_path / "chat.json")
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert messages[1]["content"] == "How many apples are there?" and messages[2]["content"].split()[0] in first
+    with Llama(demo, n_ctx=256) as llm:
+        n_prompt = len(Template(llm).tokens(messages[:-1]))
+    computed, reused = prompt_counts(second)
+    assert computed + reused == n_prompt
+    assert reused > 10  # the first question and its answer were still in the KV cache
+
+
+def test_many_lines(chat, tmp_path):
+    terminal = chat("-n", "4")
+    terminal.child.send("one" + CTRL_J)
+    terminal.ask("two")
+    terminal.child.send("three\\\r")
+    terminal.ask("four")
+    terminal.child.send('"""five\rsix\r')
+    terminal.ask('"""')
+    terminal.child.send("\x1b[200~seven\neight\x1b[201~")  # what a terminal sends for a paste
+    terminal.ask("")
+    questions = [m["content"] for m in saved(terminal, tmp_path / "chat.json") if m["role"] == "user"]
+    assert questions == ["one\ntwo", "three\nfour", "five\nsix", "seven\neight"]
+
+
+def test_when_a_text_is_complete():
+    assert is_open('"""') and is_open('"""a\nb') and is_open('  """a')
+    assert not is_open("") and not is_open("a") and not is_open('"""a"""') and not is_open('a """')
+    assert unquote('"""a\nb"""') == "a\nb" and unquote('"""\na\n"""') == "a" and unquote(" a ") == "a"
+
+
+def test_commands(chat, tmp_path):
+    terminal = chat("-n", "8")
+    for name in "/help /reset /stats /system /save /memory /exit".split():
+        assert name in terminal.ask("/help")
+    assert "Ctrl-J" in terminal.ask("/help")
+    assert "/bogus: there is no such command" in terminal.ask("/bogus")
+    assert "nothing was asked yet" in terminal.ask("/stats")
+
+    assert "there is no system prompt" in terminal.ask("/system")
+    assert "system prompt set" in terminal.ask("/system Be kind.")
+    assert "Be kind." in terminal.ask("/system")
+    with_system = sum(prompt_counts(terminal.ask("Hello?")))
+    assert "1 answers" in terminal.ask("/stats")
+
+    path = tmp_path / "chat.txt"
+    assert "2 messages" in terminal.ask(f"/save {path}")
+    assert path.read_text().startswith("system: Be kind.\n\nuser: Hello?\n\nassistant: ")
+    assert "exists already" in terminal.ask(f"/save {path}")
+    assert "say which file" in terminal.ask("/save")
+    assert "cannot be written" in terminal.ask("/save /nowhere/at/all")
+
+    assert "forgotten" in terminal.ask("/reset")
+    assert "system prompt removed" in terminal.ask("/system -")
+    assert sum(prompt_counts(terminal.ask("Hello?"))) < with_system
+    assert [m["role"] for m in saved(terminal, tmp_path / "chat.json")] == ["user", "assistant"]
+    terminal.say("/exit")
+    assert terminal.ended() == 0
+
+
+def test_memory(chat):
+    terminal = chat("-n", "8")
+    assert "experts at most" in terminal.ask("/memory")
+    assert "of 200 MiB" in terminal.ask("/memory 200M")
+    assert "of 200 MiB" in terminal.ask("Hello?")
+    assert "not a size" in terminal.ask("/memory soon")
+    assert "too small" in terminal.ask("/memory 20M")
+    assert "of 200 MiB" in terminal.ask("Hello again?")
+
+
+def test_ctrl_c_stops_the_answer_and_not_the_program(chat):
+    terminal = chat("-c", "8192", "--ignore-eos", "--expert-memory", "400K")
+    terminal.say("How many apples are there?")
+    terminal.child.expect(r"\w+ \w+ \w+")
+    terminal.child.send(CTRL_C)
+    assert "stopped | prompt " in terminal.ready()
+    terminal.say("And pears?")
+    terminal.child.expect(r"\w+ \w+ \w+")
+    terminal.child.send(CTRL_C)
+    assert prompt_counts(terminal.ready())[1] > 0
+    assert terminal.leave() == 0
+
+
+def test_ctrl_c_clears_the_line(chat):
+    terminal = chat("-n", "4")
+    terminal.child.send("half a question" + CTRL_C)
+    terminal.ready()
+    assert "nothing was asked yet" in terminal.ask("/stats")
+    assert terminal.leave() == 0
+
+
+def test_full_context(chat):
+    terminal = chat("-c", "256")
+    assert "this question has" in terminal.ask("apples and pears " * 150)
+    for _ in range(8):
+        output = terminal.ask("How many apples are there in a box of one hundred and fifty apples and pears?")
+        if "this conversation with the question" in output:
+            break
+    else:
+        pytest.fail("eight answers did not fill 256 tokens")
+    assert "/reset" in output
+    terminal.ask("/reset")
+    assert re.search(STATS, terminal.ask("How many apples?"))
+
+
+def test_lines_are_remembered(chat, tmp_path):
+    terminal = chat("-n", "4")
+    terminal.ask("What is remembered?")
+    assert terminal.leave() == 0
+    path = tmp_path / "cache" / "moeoff" / "chat_history"
+    assert "What is remembered?" in path.read_text() and path.stat().st_mode & 0o077 == 0
+    terminal = chat("-n", "4")
+    terminal.child.send(UP)
+    terminal.ask("")
+    messages = saved(terminal, tmp_path / "chat.json")
+    assert messages[0]["content"] == "What is remembered?"
+
+
+@pytest.mark.perf
+def test_time_to_the_prompt(tmp_path):
+    seconds = []
+    for _ in range(3):
+        started = time.monotonic()
+        with Terminal(cache=tmp_path) as terminal:
+            terminal.ready()
+            seconds.append(time.monotonic() - started)
+    assert min(seconds) < 1.5, seconds

@@ -1,0 +1,363 @@
+"""The command as people type it: text on stdout, the rest on stderr, one sentence for everything that goes wrong."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pexpect
+import pytest
+
+from helpers.waiting import wait_until
+from moeoff import native
+from moeoff.cli.main import SHELLS
+from moeoff.files import demo_model
+
+DEMO = demo_model()
+FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_seconds prompt_tps gen_tokens gen_seconds gen_tps hit_rate demand_hits
+demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
+expert_uses tier served_low skipped rerouted rerouted_margin simulated_misses low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain drafts_on drafts_gain
+prediction_accuracy fetch_rate good_pred device_hits device_uploads device_bytes device_upload_seconds device_downloads device_bytes_down
+device_download_seconds device_wait_seconds device_experts device_memory device_mode device_gain
+ events_dropped direct_io strategy memory embedding_disk_bytes io_threads io_threads_reason micro_batch micro_batch_reason""".split()
+
+
+def test_answers_without_a_model_or_a_prompt(moeoff_command):
+    done = moeoff_command("run", "-n", "24", "--temp", "0")
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.split()) > 5
+    assert "hit rate" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+
+
+def test_seed_and_strategy_do_not_change_the_text(moeoff_command):
+    texts = {
+        moeoff_command("run", "-n", "40", "--seed", "7", "-p", "How many apples?", *extra).stdout
+        for extra in ([], ["--expert-memory", "400K"], ["--memory", "200M"], ["--strategy", "lru"])
+    }
+    assert len(texts) == 1
+    assert moeoff_command("run", "-n", "40", "--seed", "8", "-p", "How many apples?").stdout not in texts
+
+
+def test_stats_json(moeoff_command, demo, tmp_path):
+    path = tmp_path / "stats.json"
+    done = moeoff_command(
+        "run", "-m", demo, "--raw", "-p", "Once upon a time", "-n", "32", "--ignore-eos", "--warm", "off", "--expert-memory", "4M", "--stats-json", str(path)
+    )
+    assert done.returncode == 0, done.stderr
+    stats = json.loads(path.read_text())
+    assert set(stats) == set(FIELDS)
+    assert stats["gen_tokens"] == 31 and 3 <= stats["prompt_tokens"] <= 8  # the last token is sampled and not evaluated
+    assert stats["arena_bytes"] == 4 << 20 and stats["strategy"] == "auto" and stats["model"] == demo
+    names = "python token_embedding weights state compute_buffers work_area outputs reserve experts"
+    assert list(stats["memory"]) == names.split()
+    assert stats["memory"].pop("token_embedding") == 0 < stats["embedding_disk_bytes"] and all(n > 0 for n in stats["memory"].values())
+    assert stats["memory"]["experts"] == stats["arena_bytes"]
+    assert stats["demand_misses"] > 0 and stats["bytes_read"] > 0 and 0 < stats["hit_rate"] < 1
+    assert stats["gen_tps"] > 0 and stats["cpu_seconds"] > 0 and stats["lane_busy_seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    "args, words",
+    [
+        (["-m", "missing.gguf", "-p", "x"], "cannot be read"),
+        (["-m", "/", "-p", "x"], "cannot be read"),
+        (["-m", __file__, "-p", "x"], "not a GGUF file"),
+        (["--memory", "1M"], "too small"),
+        (["--memory", "50M"], "this model needs"),
+        (["--memory", "soon"], "not a size"),
+        (["--memory", "1G", "--expert-memory", "1G"], "not both"),
+        (["--strategy", "magic"], "there are: auto"),
+        (["-ngl", "1"], "no GPU backend"),
+        (["--expert-memory", "1K"], "needs at least"),
+        (["--stats-json", "/nowhere/stats.json"], "stats.json"),
+        (["-m", "x.gguf", "-hf", "a/b"], "-m or -hf"),
+        (["-hf", "nonsense"], "expected ORG/REPO"),
+        (["-p", "x", "-f", "x"], "-p or -f"),
+        (["-f", "missing.txt"], "missing.txt: cannot be read"),
+        (["-f", DEMO], "is not UTF-8"),
+        (["-p", " "], "the prompt is empty"),
+        (["-m", DEMO], "give a prompt"),
+        (["-n", "0"], "at least 1 token"),
+        (["--stop", ""], "--stop"),
+        (["--repeat-penalty", "0"], "--repeat-penalty"),
+        (["--raw", "--system", "x"], "--system"),
+        (["-p", "word " * 300], "tokens and must be shorter than the context, which has 256"),
+    ],
+)
+def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
+    done = moeoff_command("run", "-n", "4", *args)
+    assert done.returncode == 1
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
+    assert "Traceback" in moeoff_command("run", "-n", "4", "--debug", *args).stderr
+
+
+def test_a_prompt_of_megabytes_stays_within_the_budget(demo):
+    """It is refused before it is read as a whole, which takes llama.cpp's tokenizer dozens of bytes for each character."""
+    code = """
+import sys
+from moeoff import memory
+from moeoff.cli.main import main
+try:
+    main()
+except SystemExit as end:
+    print(memory.peak_rss() >> 20)  # of its own address space: ru_maxrss would be that of the process that forked it
+    sys.exit(end.code)
+"""
+    args = ("run", "-m", str(demo), "-c", "256", "--memory", "300M", "--warm", "off", "--raw")
+    done = subprocess.run([sys.executable, "-c", code, *args], input="word " * 2_000_000, capture_output=True, text=True)
+    assert done.returncode == 1 and "must be shorter than the context, which has 256" in done.stderr, done.stderr
+    assert int(done.stdout) < 300
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--tier", "Q4_0"], "--tier has no effect without --max-loss"),
+        (["--thresholds"], "--thresholds has no effect without --max-loss"),
+        (["--experts", "x.gguf"], "--experts has no effect without --max-loss"),
+        (["--types", "Q4_K"], "--types has no effect without --bits-plan"),
+        (["--tolerance", "5%"], "--tolerance has no effect without --bits-plan"),
+        (["--measure", "--max-loss", "1%"], "--measure has no effect without --bits-plan"),
+        (["--seed", "0", "--max-loss", "1%"], "--seed has no effect with --max-loss"),
+        (["--seed", "1", "--bits-plan"], "--seed has no effect with --bits-plan"),
+    ],
+)
+def test_calibrate_refuses_what_it_would_ignore(moeoff_command, options, words):
+    done = moeoff_command("calibrate", "-m", DEMO, "--text", __file__, *options)
+    assert done.returncode == 1 and done.stderr == f"Error: {words}\n" and done.stdout == ""
+
+
+def test_no_second_line_about_the_context(moeoff_command):
+    """llama.cpp's warning that the model was trained on a shorter context is not for everyone."""
+    done = moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024")
+    assert done.returncode == 0 and len(done.stderr.strip().splitlines()) == 1
+    assert "n_ctx_train" in moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024", "--verbose").stderr
+
+
+def piped(*args: str, text: str) -> subprocess.CompletedProcess:
+    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+    return subprocess.run([command, "run", "--temp", "0", "-n", "12", *args], input=text, capture_output=True, text=True, timeout=300)
+
+
+def test_prompt_from_wherever(moeoff_command, tmp_path):
+    file = tmp_path / "prompt.txt"
+    file.write_text("How many apples?\n")
+    expected = moeoff_command("run", "--temp", "0", "-n", "12", "-p", "How many apples?").stdout
+    assert piped("-f", str(file), text="").stdout == expected
+    assert piped(text="How many apples?\n").stdout == expected
+    expected = moeoff_command("run", "--temp", "0", "-n", "12", "-p", "How many?\n\napples").stdout
+    assert piped("-p", "How many?", text="apples\n").stdout == expected
+
+
+def test_json(moeoff_command, demo):
+    options = ["run", "-m", demo, "-n", "16", "--temp", "0", "-p", "How many apples are there?"]
+    text = moeoff_command(*options).stdout
+    done = moeoff_command(*options, "--json")
+    answer = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert set(answer) == {"model", "text", "finish_reason", "usage", "stats"}
+    assert answer["text"] + "\n" == text and answer["finish_reason"] == "length" and answer["model"] == demo
+    usage = answer["usage"]
+    assert usage["completion_tokens"] == 16 and usage["total_tokens"] == usage["prompt_tokens"] + 16
+    assert set(answer["stats"]) == set(FIELDS) and answer["stats"]["prompt_tokens"] == usage["prompt_tokens"]
+
+
+def test_sampling_options_reach_the_sampler(moeoff_command):
+    options = ["run", "-n", "24", "-p", "How many apples are there?", "--seed", "3"]
+    greedy = moeoff_command(*options, "--temp", "0").stdout
+    for only_the_likeliest in (["--top-k", "1"], ["--top-p", "0"], ["--min-p", "1"]):
+        assert moeoff_command(*options, "--temp", "1", *only_the_likeliest).stdout == greedy
+    assert moeoff_command(*options, "--temp", "2", "--top-k", "0", "--top-p", "1", "--min-p", "0").stdout != greedy
+    assert moeoff_command(*options, "--temp", "0", "--repeat-penalty", "1.8").stdout != greedy
+    assert moeoff_command(*options, "--temp", "0", "--system", "You count pears.").stdout != greedy
+
+
+def test_stop_texts(moeoff_command):
+    options = ["run", "-n", "24", "--temp", "0", "-p", "How many apples are there?"]
+    text = moeoff_command(*options).stdout
+    word = text.split()[3]
+    stopped = json.loads(moeoff_command(*options, "--stop", "never said", "-s", word, "--json").stdout)
+    assert stopped["text"] == text[: text.index(word)] and stopped["finish_reason"] == "stop"
+
+
+def test_help_and_import_load_nothing_heavy():
+    code = "import sys, moeoff; from moeoff.cli.main import main; main(['--help'], standalone_mode=False); print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "moeoff.cli.main" in loaded and not {"llama_cpp", "numpy", "rich", "prompt_toolkit", "sklearn", "gguf"} & set(loaded)
+
+
+@pytest.mark.perf
+@pytest.mark.parametrize("command, limit", [(["-m", "moeoff.cli", "--help"], 0.3), (["-c", "import moeoff"], 0.4)])
+def test_start_up_time(command, limit):
+    seconds = []
+    for _ in range(5):
+        started = time.monotonic()
+        subprocess.run([sys.executable, *command], check=True, capture_output=True)
+        seconds.append(time.monotonic() - started)
+    assert min(seconds) < limit, seconds
+
+
+def test_dense_model(moeoff_command, demo, tmp_path):
+    from moeoff.gguf.file import ModelFile
+    from moeoff.gguf.writer import ModelWriter
+
+    path = tmp_path / "dense.gguf"
+    with ModelFile(demo) as model:
+        kept = [t for t in model.tensors.values() if "_exps" not in t.name]
+        with ModelWriter(path, model.metadata, kept) as writer:
+            for tensor in kept:
+                writer.write(model.data(tensor.name))
+    done = moeoff_command("run", "-m", str(path), "-p", "x")
+    assert done.returncode == 1 and "nothing to offload, run it with llama.cpp" in done.stderr
+
+
+def test_unknown_flag(moeoff_command):
+    done = moeoff_command("run", "--bogus")
+    assert done.returncode == 2 and "No such option" in done.stderr
+
+
+def test_ctrl_c_ends_cleanly():
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "run", "-n", "100000", "-c", "100000", "--ignore-eos", "--expert-memory", "400K"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL)
+    process.stdout.read(20)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert "Traceback" not in err and "hit rate" in err
+
+
+def test_ctrl_c_in_the_middle_of_a_long_prompt(tmp_path):
+    trace = tmp_path / "t"
+    command = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "run", "-c", "32768", "--expert-memory", "400K", "--trace", str(trace)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process.stdin.write("apples " * 30000)
+    process.stdin.close()
+    process.stdin = None
+    wait_until(lambda: trace.exists() and trace.stat().st_size > 1 << 16)  # some gates have chosen
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=300)
+    assert process.returncode == 130
+    assert out.strip() == "" and len(err.strip().splitlines()) == 1 and "generated 0" in err and "reused" not in err
+
+
+def test_stock_binding_is_named(tmp_path):
+    """Beside a llama-cpp-python that is not the fork, importing says so and how to mend it."""
+    info = tmp_path / "llama_cpp_python-0.3.36.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: llama-cpp-python\nVersion: 0.3.36\n")
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", "import moeoff"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "moeoff needs its own build of llama-cpp-python, but the installed one is 0.3.36: run `make env`" in done.stderr
+    command = os.path.join(os.path.dirname(sys.executable), "moeoff")
+    done = subprocess.run([command, "--help"], env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1 and "make env" in done.stderr
+
+
+def test_another_abi_is_refused():
+    code = """
+import llama_cpp.llama_cpp as binding
+class Other:
+    def __init__(self, lib):
+        self.lib = lib
+    def __getattr__(self, name):
+        return Version() if name == "moeoff_abi_version" else getattr(self.lib, name)
+class Version:
+    def __call__(self):
+        return 999
+binding._lib = Other(binding._lib)
+import moeoff.native
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert f"speaks version 999 of the expert buffer's interface, this moeoff version {native.ABI_VERSION}" in done.stderr
+
+
+# --- the loading bar: on a terminal although llama_cpp has pointed both descriptors elsewhere, and only if loading takes long ---
+
+LOADING = """
+import os, sys
+from moeoff import console
+console.LOADING_DELAY, console.LOADING_INTERVAL = {delay}, 0
+null = os.open(os.devnull, os.O_WRONLY)
+with console.loading_bar("demo.gguf", 1 << 30) as update:
+    kept = os.dup(1), os.dup(2)
+    os.dup2(null, 1), os.dup2(null, 2)
+    update(0.0)
+    update(0.25)
+    update(0.5)
+    os.dup2(kept[0], 1), os.dup2(kept[1], 2)
+print("bar" if "rich" in sys.modules else "no bar")
+"""
+
+
+def shown(delay: float) -> str:
+    child = pexpect.spawn(sys.executable, ["-c", LOADING.format(delay=delay)], encoding="utf-8", dimensions=(24, 120), timeout=300)
+    child.expect(pexpect.EOF)
+    return child.before
+
+
+def test_slow_load_shows_bytes_and_rate():
+    output = shown(0)
+    assert "loading demo.gguf" in output and "0.5/1.0 GiB" in output.replace("512.0 MiB", "0.5") and "B/s" in output
+    assert output.rstrip().endswith("bar") and "no bar" not in output
+
+
+def test_fast_load_shows_nothing():
+    assert shown(3600).strip() == "no bar"
+
+
+# --- completion in real shells: what a person gets who types and presses Tab ---
+
+BIN = str(Path(sys.executable).parent)
+START = {"bash": ["bash", "--norc", "--noprofile", "-i"], "zsh": ["zsh", "-f", "-i"], "fish": ["fish", "--no-config", "-i"]}
+LOAD = {
+    "bash": 'eval "$(moeoff shell-completion bash)"',
+    "zsh": 'autoload -U compinit && compinit -D -u; eval "$(moeoff shell-completion zsh)"',
+    "fish": "moeoff shell-completion fish | source",
+}
+
+
+def shell_environment(home: Path) -> dict[str, str]:
+    return {"HOME": str(home), "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "TERM": "dumb", "LANG": "C.UTF-8", "XDG_CONFIG_HOME": str(home)}
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_shell_completes(shell, tmp_path):
+    """A command's rest, an option's rest, a file's rest."""
+    if not shutil.which(shell):
+        pytest.skip(f"{shell} is not installed")
+    (tmp_path / "remarkable.gguf").touch()
+    child = pexpect.spawn(
+        START[shell][0], START[shell][1:], env=shell_environment(tmp_path), cwd=str(tmp_path), encoding="utf-8", timeout=300, dimensions=(40, 150)
+    )
+    try:
+        child.sendline(LOAD[shell])
+        child.sendline("echo loa''ded")
+        child.expect("loaded")
+        for typed, rest in (("moeoff insp", "ect"), ("moeoff run --expert-mem", "ory"), ("moeoff inspect rema", "rkable.gguf")):
+            child.send(f"{typed}\t")
+            child.expect(f"{rest}")
+            child.send("\x03")  # the line is given up
+            child.sendline("echo ne''xt")
+            child.expect("next")
+    finally:
+        child.close(force=True)
+
+
+def test_fish_reads_it(tmp_path):
+    if not shutil.which("fish"):
+        pytest.skip("fish is not installed")
+    done = subprocess.run(
+        ["fish", "--no-config", "-c", f"{LOAD['fish']}; complete -C 'moeoff calib'"],
+        env=shell_environment(tmp_path),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.stdout.split("\t")[0].strip() == "calibrate", done.stderr

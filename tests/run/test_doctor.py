@@ -1,0 +1,147 @@
+"""`moeoff doctor`: every line is ok, a warning or a problem with the way out, and problems decide the exit code."""
+
+import fcntl
+import json
+import os
+import resource
+import sys
+
+import pytest
+
+import moeoff
+from moeoff.budget import disk_probe
+from moeoff.budget.dry_load import dry_load
+from moeoff.cli import doctor
+from moeoff.gguf.model_index import ModelIndex
+
+
+def findings(done) -> dict[str, dict]:
+    return {finding["name"]: finding for finding in json.loads(done.stdout)}
+
+
+def test_this_machine(moeoff_command, demo):
+    done = moeoff_command("doctor", "-m", demo, "--json")
+    found = findings(done)
+    assert done.returncode == 0 and done.stderr == "", done.stdout
+    assert set(found) >= {"fork", "interface", "cpu features", "openmp", "cgroup", "memory", "open files", "model", "file system", "direct reads", "disk rate"}
+    assert "+moeoff." in found["fork"]["text"] and "GOMP_SPINCOUNT=10000, threads bound" in found["openmp"]["text"]
+    assert all(finding["way_out"] for finding in found.values() if finding["state"] != "ok")
+
+
+def test_text_and_a_folder(moeoff_command, tmp_path):
+    done = moeoff_command("doctor", "-m", str(tmp_path))
+    assert done.returncode == 0, done.stdout
+    assert "disk rate" in done.stdout and str(tmp_path) in done.stdout and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("path", ["missing.gguf", __file__])
+def test_a_problem_is_the_exit_code(moeoff_command, path):
+    done = moeoff_command("doctor", "-m", path)
+    assert done.returncode == 1 and "problem" in done.stdout and "->" in done.stdout and "Traceback" not in done.stderr
+
+
+def test_warnings(moeoff_command, demo):
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+
+    done = moeoff_command("doctor", "-m", demo, "--json", env=os.environ | {"OMP_WAIT_POLICY": "active"}, preexec_fn=limit)
+    found = findings(done)
+    assert done.returncode == 0
+    assert found["open files"]["state"] == found["openmp"]["state"] == "warning"
+
+
+@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="no tmpfs here")
+def test_tmpfs():
+    states = {finding.name: finding for finding in doctor.check_disk("/dev/shm")}
+    assert states["file system"].state == doctor.WARNING and "saves nothing" in states["file system"].text
+
+
+def test_cpu_features(monkeypatch):
+    from llama_cpp import llama_cpp as binding
+
+    monkeypatch.setattr(binding, "llama_print_system_info", lambda: b"CPU : SSE3 = 1 | AVX_NONE = 1 | OPENMP = 1 | ")
+    found = {finding.name: finding for finding in doctor.check_cpu()}
+    with open("/proc/cpuinfo") as file:
+        has_avx2 = " avx2 " in file.read()
+    assert found["cpu features"].state == (doctor.WARNING if has_avx2 else doctor.OK)
+
+
+def test_a_model_that_does_not_fit(monkeypatch, demo):
+    monkeypatch.setattr(doctor, "available", lambda: 1 << 20)
+    assert next(doctor.check_model(demo)).state == doctor.PROBLEM
+    assert next(f for f in doctor.check_memory() if f.name == "memory").state == doctor.WARNING
+
+
+def test_file_system(tmp_path):
+    assert disk_probe.file_system("/proc/self/status") == "proc"
+    assert disk_probe.file_system(tmp_path) not in ("", "unknown")
+
+
+def test_probe_without_direct_reads(monkeypatch, tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(os.urandom(1 << 20))
+    monkeypatch.setattr(disk_probe, "_open_direct", lambda path: None)
+    rate = disk_probe.probe(path, 5000, seconds=0.1)
+    assert not rate.direct_io and rate.bytes_per_second > 0 and rate.block_bytes == 8192
+    assert not disk_probe.direct_io(path)
+    (tmp_path / "empty").touch()
+    with pytest.raises(disk_probe.ModelError, match="empty"):
+        disk_probe.probe(tmp_path / "empty", 4096)
+
+
+def test_reads_around_the_cache_are_a_property_of_the_descriptor(tmp_path, monkeypatch):
+    """On macOS: F_NOCACHE, for which any command stands in that this kernel takes; one that it does not take is a disk with buffered reads only."""
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1 << 20))
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert not disk_probe.direct_io(path)
+    monkeypatch.setattr(fcntl, "F_NOCACHE", fcntl.F_SETFD, raising=False)
+    assert disk_probe.direct_io(path)
+    assert disk_probe.probe(path, 1 << 16, seconds=0.05).direct_io
+
+
+@pytest.fixture
+def file_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "experts"
+    path.write_bytes(os.urandom(1 << 20) * 64)
+    if disk_probe.file_system(path) in disk_probe.IN_MEMORY or not disk_probe.direct_io(path):
+        pytest.skip("no disk here that can be read around the page cache")
+    return path
+
+
+def test_threads_are_compared_on_a_disk_once(file_on_disk, tmp_path, monkeypatch):
+    found = disk_probe.choose_io_threads(file_on_disk, 100_000, 64 << 20)
+    assert found.n in (1, 2, 4, 8, 16) and "measured on this disk" in found.reason and "4: " in found.reason
+    (kept,) = (tmp_path / "cache" / "moeoff" / "disks").iterdir()
+    kept.write_text(json.dumps({"n": 8, "reason": "kept"}))
+    assert disk_probe.choose_io_threads(file_on_disk, 100_000, 64 << 20) == disk_probe.IoThreads(8, "kept")
+    kept.write_text(json.dumps({"n": 1000, "reason": "damaged"}))
+    assert disk_probe.choose_io_threads(file_on_disk, 100_000, 64 << 20).n in (1, 2, 4, 8, 16)
+
+
+def test_the_usual_number_where_nothing_can_be_compared(file_on_disk, tmp_path, monkeypatch):
+    usual = disk_probe.IO_THREADS
+    assert disk_probe.choose_io_threads(file_on_disk, 100_000, 63 << 20).n == usual
+    missing = disk_probe.choose_io_threads(tmp_path / "missing", 100_000, 64 << 20)
+    assert missing.n == usual and "cannot be measured" in missing.reason
+    if disk_probe.file_system("/dev/shm") == "tmpfs":
+        assert "tmpfs is no disk" in disk_probe.choose_io_threads("/dev/shm", 100_000, 64 << 20).reason
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))  # no folder can be made in it
+    assert disk_probe.choose_io_threads(file_on_disk, 100_000, 64 << 20).n == usual
+
+
+def test_an_opened_model_says_how_many_threads_read_it(grown, file_on_disk, tmp_path):
+    options = {"n_ctx": 64, "n_threads": 2}
+    full = dry_load(ModelIndex.read(grown), 64).arena_full
+    with moeoff.Llama(grown, expert_memory=full, **options) as llm:
+        assert (llm.stats().io_threads, llm.stats().io_threads_reason) == (4, "the usual number: all experts fit into memory")
+    assert not (tmp_path / "cache" / "moeoff" / "disks").exists()
+    with moeoff.Llama(grown, expert_memory=full // 4, io_threads=3, **options) as llm:
+        assert (llm.stats().io_threads, llm.stats().io_threads_reason) == (3, "as given")
+    with moeoff.Llama(grown, expert_memory=full // 4, **options) as llm:
+        found = llm.stats()
+        assert "measured on this disk" in found.io_threads_reason and llm.engine.io_threads.n == found.io_threads
+    with moeoff.Llama(grown, expert_memory=full // 4, **options) as llm:
+        assert (llm.stats().io_threads, llm.stats().io_threads_reason) == (found.io_threads, found.io_threads_reason)

@@ -1,0 +1,352 @@
+"""Everything that goes wrong is one sentence on stderr, an exit code, and no traceback, whatever the command.
+
+The table: what is given, which words the sentence has. `--debug` shows where it came from.
+"""
+
+import contextlib
+import json
+import os
+import random
+import resource
+import shutil
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.files import DEMO
+from helpers.models import split_model, with_template
+from moeoff.engine.engine import Engine
+from moeoff.engine.llama import open_model
+from moeoff.gguf.file import ModelFile
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.gguf.quantize import quantize, type_from_name
+from moeoff.gguf.writer import ModelWriter
+from moeoff.policies.router import Router
+from moeoff.sidecar.convert import convert
+
+F64 = type_from_name("F64")
+
+COMMANDS = {
+    "run": lambda model, *args: ("run", "-m", model, "-p", "x", "-n", "2", *args),
+    "serve": lambda model, *args: ("serve", "-m", model, "--port", "0", *args),
+    "inspect": lambda model, *args: ("inspect", model, "--probe", "off", *args),
+}
+
+
+@pytest.fixture(scope="module")
+def files(demo, tmp_path_factory):
+    """Path of each kind of bad file by name."""
+    folder = tmp_path_factory.mktemp("files")
+    with open(demo, "rb") as file:
+        good = file.read()
+
+    def write(name: str, data: bytes) -> str:
+        path = folder / f"{name}.gguf"
+        path.write_bytes(data)
+        return str(path)
+
+    with ModelFile(demo) as model:
+        kept = [tensor for tensor in model.tensors.values() if "_exps" not in tensor.name]
+        with ModelWriter(folder / "dense.gguf", model.metadata, kept) as writer:
+            for tensor in kept:
+                writer.write(model.data(tensor.name))
+    parts = split_model(demo, folder, 2)
+    lonely = tmp_path_factory.mktemp("lonely") / parts[0].name
+    shutil.copy(parts[0], lonely)
+    renamed = folder / "renamed.gguf"
+    shutil.copy(parts[0], renamed)
+    return {
+        "missing": str(folder / "missing.gguf"),
+        "directory": str(folder),
+        "empty": write("empty", b""),
+        "truncated": write("truncated", good[: len(good) // 2]),
+        "header only": write("header", good[:1000]),
+        "not a GGUF": write("text", b"# a README\n" * 100),
+        "corrupt header": write("corrupt", good[:16] + b"\xff" * 64 + good[80:]),
+        "version": write("version", good[:4] + struct.pack("<I", 99) + good[8:]),
+        "dense": str(folder / "dense.gguf"),
+        "second part": str(parts[1]),
+        "part missing": str(lonely),
+        "part renamed": str(renamed),
+        "good": demo,
+    }
+
+
+def check(done: subprocess.CompletedProcess, words: str, code: int = 1) -> None:
+    assert done.returncode == code, done.stderr
+    assert words in done.stderr and "Traceback" not in done.stderr
+    assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
+    assert done.stderr.splitlines()[-1].startswith("Error: ")
+
+
+FILES = [
+    ("missing", "cannot be read: No such file"),
+    ("directory", "cannot be read: Is a directory"),
+    ("empty", "not a GGUF file"),
+    ("truncated", "truncated: its tensors end at byte"),
+    ("header only", "header is damaged"),
+    ("not a GGUF", "not a GGUF file (it begins with b'# a "),
+    ("corrupt header", "header is damaged"),
+    ("version", "of a version that llama.cpp does not read"),
+    ("dense", "nothing to offload, run it with llama.cpp"),
+    ("second part", "give the first part"),
+    ("part missing", "-00002-of-00002.gguf: cannot be read"),
+    ("part renamed", "not named like NAME-00001-of-00002.gguf"),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("kind, words", FILES, ids=[kind for kind, _ in FILES])
+def test_files(moeoff_command, files, command, kind, words):
+    check(moeoff_command(*COMMANDS[command](files[kind])), words)
+
+
+OPTIONS = [
+    ("run", ["--strategy", "magic"], 1, "unknown strategy 'magic'; there are: "),
+    ("serve", ["--strategy", "magic"], 1, "unknown strategy 'magic'; there are: "),
+    ("serve", ["-c", "2000000000"], 1, "for the KV cache at 2000000000 tokens"),
+    ("serve", ["-c", "3000000000"], 1, "--ctx-size: 0 to 2147483647, not 3000000000"),
+    ("inspect", ["-c", "3000000000"], 1, "--ctx-size: 0 to 2147483647"),
+    ("run", ["-c", "7"], 1, "--ctx-size: at least 8 tokens"),
+    ("run", ["-c", "-1"], 1, "--ctx-size: at least 0, not -1"),
+    ("serve", ["-c", "-1"], 1, "--ctx-size: at least 0, not -1"),
+    ("inspect", ["-c", "-1"], 1, "--ctx-size: at least 0, not -1"),
+    ("serve", ["--memory", "soon"], 1, "not a size"),
+    ("serve", ["--memory", "1M"], 1, "too small"),
+    ("serve", ["--expert-memory", "1K"], 1, "too small"),
+    ("serve", ["--memory", "1G", "--expert-memory", "1G"], 1, "not both"),
+    ("serve", ["--port", "99999"], 1, "--port: 0 to 65535, not 99999"),
+    ("serve", ["--parallel", "300"], 1, "--parallel: 1 to 256, not 300"),
+    ("serve", ["--mmproj", str(DEMO), "--", "--help"], 1, "--help cannot be passed to llama-server: it ends the process that serves"),
+    ("run", ["--tier", "Q2_K"], 1, "which moeoff convert makes: give --experts FILE\n"),
+    ("run", ["--t1", "0.5"], 1, "low precision needs a tier of the sidecar that is read, as Q2_K: give --low-tier NAME\n"),
+    ("run", ["--expert-memory", "1K"], 1, "needs at least 0.03 MiB: give --expert-memory 1M\n"),
+    ("serve", ["--host", "host.invalid"], 1, "cannot listen on host.invalid"),
+    ("run", ["--magic"], 2, "No such option"),
+    ("serve", ["--magic"], 2, "No such option"),
+    ("inspect", ["--magic"], 2, "No such option"),
+]
+
+
+@pytest.mark.parametrize("command, args, code, words", OPTIONS, ids=[" ".join([c, *a]) for c, a, _, _ in OPTIONS])
+def test_options(moeoff_command, files, command, args, code, words):
+    check(moeoff_command(*COMMANDS[command](files["good"], *args)), words, code)
+
+
+# what llama.cpp asserts of a header, and ends the process over (exit code 134), or computes with (139)
+VALUES = [
+    ({"block_count": 0}, "block_count is 0, expected 1 to 512"),
+    ({"block_count": 513}, "block_count is 513, expected 1 to 512"),
+    ({"block_count": 4_000_000_000}, "block_count is 4000000000, expected 1 to 512"),
+    ({"context_length": 1 << 31}, "context_length is 2147483648, expected at most 2147483647"),
+    ({"nextn_predict_layers": 13}, "nextn_predict_layers is 13, expected at most the 12 of block_count"),
+    ({"expert_count": 0}, "expert_count is 0, expected 1 to 1024"),
+    ({"expert_count": 1025}, "expert_count is 1025, expected 1 to 1024"),
+    ({"expert_count": 31}, "blk.0.ffn_gate_exps.weight holds 32 experts, expected the 31 of expert_count"),
+    ({"expert_used_count": None}, "expert_used_count is missing, expected 1 to the 32 of expert_count"),
+    ({"expert_used_count": 0}, "expert_used_count is 0, expected 1 to the 32 of expert_count"),
+    ({"expert_used_count": 33}, "expert_used_count is 33, expected 1 to the 32 of expert_count"),
+    ({"expert_used_count": [4] * 11 + [33]}, "33), expected 1 to the 32 of expert_count"),
+    ({"expert_used_count": [4] * 11 + [0]}, "0), expected 1 to the 32 of expert_count in each layer"),
+    ({"attention.layer_norm_rms_epsilon": float("nan")}, "attention.layer_norm_rms_epsilon is nan, expected a small positive number"),
+    ({"rope.dimension_count": 64}, "rope.dimension_count is 64, expected at most the 32 numbers of a key"),
+    ({"attention.layer_norm_rms_epsilon": -1.0}, "attention.layer_norm_rms_epsilon is -1.0, expected a small positive number"),
+    ({"attention.key_length": 6}, "llama.cpp cannot load it: qwen2moe.cpp:"),
+    ({"block_count": 11}, "llama.cpp cannot load it: wrong number of tensors"),
+    ({"expert_group_count": 32}, "expert_group_count is 32, expected a divisor of the 32 of expert_count"),
+    ({"expert_group_count": 5, "expert_group_used_count": 1}, "expert_group_count is 5, expected a divisor of the 32 of expert_count"),
+    ({"expert_group_count": 4}, "expert_group_used_count is missing, expected 1 to 3"),
+    ({"expert_group_count": 4, "expert_group_used_count": 4}, "expert_group_used_count is 4, expected 1 to 3"),
+    ({"rope.scaling.type": "odd"}, "rope.scaling.type is 'odd', expected none, linear, yarn, longrope"),
+]
+
+
+def stored_as(demo, out, name: str, kind: str) -> str:
+    """The demo model with a tensor in another type."""
+    with ModelFile(demo) as model:
+        number = type_from_name(kind)
+        tensors = [replace(t, type=number if t.name == name else t.type) for t in model.tensors.values()]
+        with ModelWriter(out, model.metadata, tensors) as writer:
+            for tensor in tensors:
+                writer.write(quantize(model.rows(name), number).view(np.uint8) if tensor.name == name else model.data(tensor.name))
+    return str(out)
+
+
+@pytest.mark.parametrize("name", ["blk.3.attn_norm.weight", "blk.3.attn_q.bias", "output_norm.weight"])
+@pytest.mark.parametrize("kind", ["F16", "Q8_0"])
+def test_types_that_llama_cpp_ends_over_while_it_computes(moeoff_command, demo, tmp_path, name, kind):
+    path = stored_as(demo, tmp_path / "patched.gguf", name, kind)
+    check(moeoff_command(*COMMANDS["run"](path)), f"{path}: {name!r} is stored as {kind}, with which llama.cpp cannot compute it")
+
+
+def test_a_chat_template_that_cannot_be_read(moeoff_command, demo, tmp_path):
+    check(moeoff_command(*COMMANDS["run"](with_template(demo, tmp_path / "patched.gguf", "{% if"))), "its chat template cannot be read")
+
+
+def test_a_context_as_long_as_the_model_was_trained_with(moeoff_command, demo, tmp_path):
+    path = patched(demo, tmp_path / "patched.gguf", {"context_length": 5000})
+    for args, n_ctx in ([], 4096), (["-c", "0"], 5000):
+        done = moeoff_command(*COMMANDS["inspect"](path, *args, "--json"))
+        assert json.loads(done.stdout)["ctx_size"] == n_ctx
+        with contextlib.closing(moeoff.Server(path, expert_memory="1M", parallel=1, **({"n_ctx": 0} if args else {})).engine) as engine:
+            assert engine.planned.n_ctx == n_ctx
+    with open_model(moeoff.Llama, path, n_ctx=0, expert_memory="1M") as llm:
+        assert llm.n_ctx() == 5120  # llama.cpp's steps
+
+
+def patched(demo, out, values=(), f64=()) -> str:
+    """The demo model with other hyperparameters (None: without), and tensors stored as F64."""
+    with ModelFile(demo) as model:
+        metadata = dict(model.metadata)
+        for key, value in dict(values).items():
+            metadata[f"qwen2moe.{key}"] = np.array(value, np.uint32) if isinstance(value, list) else value if value is not None else None
+        tensors = [replace(t, type=F64 if t.name in f64 else t.type) for t in model.tensors.values()]
+        with ModelWriter(out, {key: raw for key, raw in metadata.items() if raw is not None}, tensors) as writer:
+            for tensor in tensors:
+                writer.write(model.rows(tensor.name).astype(np.float64).view(np.uint8) if tensor.name in f64 else model.data(tensor.name))
+    return str(out)
+
+
+@pytest.mark.parametrize("values, words", VALUES, ids=[str(values) for values, _ in VALUES])
+def test_values_that_llama_cpp_would_end_over(moeoff_command, demo, tmp_path, values, words):
+    path = patched(demo, tmp_path / "patched.gguf", values)
+    command = "inspect" if values == {"block_count": 0} else "run"
+    done = moeoff_command(*COMMANDS[command](path))
+    check(done, words)
+    assert done.stderr.startswith(f"Error: {path}: ") and len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("name", ["blk.3.ffn_gate_inp.weight", "blk.3.attn_q.weight", "output_norm.weight"])
+def test_types_that_llama_cpp_cannot_compute_with(moeoff_command, demo, tmp_path, name):
+    path = patched(demo, tmp_path / "patched.gguf", f64=[name])
+    for command in ("run", "inspect"):
+        check(moeoff_command(*COMMANDS[command](path)), f"{path}: {name!r} is stored as F64, which ggml does not compute with")
+
+
+def test_a_router_that_cannot_be_converted(demo, tmp_path):
+    path = patched(demo, tmp_path / "patched.gguf", f64=["blk.3.ffn_gate_inp.weight"])
+    with pytest.raises(moeoff.ModelError, match="does not convert F64"):
+        Router.read(ModelIndex.read(path), [3])
+
+
+def test_impossible_context(moeoff_command, demo):
+    def limit() -> None:  # else the kernel ends it, and perhaps others, for memory
+        resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+
+    check(moeoff_command(*COMMANDS["run"](demo, "-c", "2000000000"), preexec_fn=limit), "for the KV cache at 2000000000 tokens")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_debug_shows_where_it_came_from(moeoff_command, files, command):
+    done = moeoff_command(*COMMANDS[command](files["missing"], "--debug"))
+    assert done.returncode == 1 and "Traceback" in done.stderr and "ModelError" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read every file")
+@pytest.mark.parametrize("command", COMMANDS)
+def test_unreadable(moeoff_command, demo, tmp_path, command):
+    path = tmp_path / "secret.gguf"
+    shutil.copy(demo, path)
+    path.chmod(0)
+    check(moeoff_command(*COMMANDS[command](str(path))), "cannot be read: Permission denied")
+
+
+FUZZ = """
+import sys
+from moeoff.errors import MoeoffError
+from moeoff.budget.inspection import examine
+from moeoff.gguf.model_index import ModelIndex
+seed, count, source, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], sys.argv[4]
+import os, random, shutil
+with open(source, "rb") as file:
+    header = file.read(int(sys.argv[5]))
+shutil.copy(source, path)
+places = random.Random(seed)
+accepted = 0
+with open(path, "r+b", buffering=0) as file:
+    for number in range(count):
+        mutant = bytearray(header)
+        for _ in range(places.choice((1, 1, 2, 8))):
+            at = places.randrange(4, len(mutant)) if places.random() < 0.5 else places.randrange(4, min(len(mutant), 2000))
+            width = places.choice((1, 1, 4, 8))
+            value = places.choice((b"\\x00", b"\\xff", b"\\x7f", b"\\x01", bytes([places.randrange(256)])))
+            mutant[at : at + width] = value * len(mutant[at : at + width])
+        file.seek(0)
+        file.write(mutant)
+        print(number, file=sys.stderr, flush=True)
+        try:
+            examine(path, probe_disk=False)
+            accepted += 1
+        except MoeoffError as error:
+            assert "\\n" not in str(error), error
+print(accepted)
+"""
+
+
+def test_mutated_headers_never_crash(demo, tmp_path):
+    """Any header is read or refused: no signal, no other exception."""
+    with open(demo, "rb") as file:
+        data = file.read()
+    last = max(data.find(name) for name in (b"blk.11.ffn_down_exps.weight", b"output_norm.weight", b"token_embd.weight"))
+    size = str(last + 100)  # where tensor infos end
+    done = subprocess.run([sys.executable, "-c", FUZZ, "1", "400", demo, str(tmp_path / "mutant.gguf"), size], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, f"mutant {done.stderr[-2000:]}"
+    assert 0 < int(done.stdout.split()[-1]) < 400
+
+
+def test_option_that_the_binding_does_not_know(demo):
+    with pytest.raises(moeoff.OptionError, match="unknown option 'magic'"):
+        moeoff.Llama(demo, magic=1)
+
+
+def test_changed_file(demo, tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copy(demo, path)
+    model_index = ModelIndex.read(path)
+    model_index.check_unchanged()
+    os.replace(shutil.copy(demo, tmp_path / "new.gguf"), path)
+    model_index.check_unchanged()  # replaced: a process that has the old one open keeps it
+    model_index = ModelIndex.read(path)
+    with open(path, "r+b") as file:
+        file.seek(random.Random(1).randrange(1 << 20))
+        file.write(b"changed")
+    os.utime(path, ns=(1, 1))  # the clock of a file system may be coarse
+    with pytest.raises(moeoff.ModelError, match="changed while the model was in use"):
+        model_index.check_unchanged()
+    path.unlink()
+    model_index.check_unchanged()
+
+
+def test_file_changed_while_running(demo, tmp_path):
+    path = tmp_path / "model.gguf"
+    shutil.copy(demo, path)
+    with moeoff.Llama(str(path), expert_memory="1M", n_ctx=128) as llm:
+        assert llm.create_completion("Once", max_tokens=2)["choices"]
+        os.utime(path, ns=(1, 1))
+        with pytest.raises(moeoff.ModelError, match="changed while the model was in use"):
+            llm.create_completion("Once more", max_tokens=2)
+
+
+@pytest.mark.parametrize("which", ["model", "sidecar"])
+def test_file_replaced_while_it_is_loaded(demo, tmp_path, monkeypatch, which):
+    """By another one of the same layout: its experts do not belong to the dense weights that have been read."""
+    model, other, attach = tmp_path / "model.gguf", tmp_path / "other.gguf", Engine.attach
+    shutil.copy(demo, model)
+    replaced = convert(model, tiers="original").path if which == "sidecar" else model
+    shutil.copy(replaced, other)
+
+    def attach_another(self: Engine) -> None:
+        os.replace(other, replaced)
+        attach(self)
+
+    monkeypatch.setattr(Engine, "attach", attach_another)
+    with pytest.raises(moeoff.ModelError, match=f"{os.path.basename(replaced)}: the file was changed or replaced while it was loaded"):
+        moeoff.Llama(str(model), expert_memory="1M", n_ctx=128)
+    monkeypatch.undo()
+    with moeoff.Llama(str(model), expert_memory="1M", n_ctx=128) as llm:
+        assert llm.create_completion("Once", max_tokens=2)["choices"]

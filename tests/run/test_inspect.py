@@ -1,0 +1,117 @@
+"""`moeoff inspect`: what the headers say must be what the loaded model says."""
+
+import json
+import sys
+
+import pytest
+
+import cgroup
+import moeoff
+from helpers.files import PROSE
+from moeoff.budget.dry_load import dry_load, memory_sizes, slice_kinds
+from moeoff.budget.inspection import OVERLAP, examine, speed
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.memory import MIB
+
+
+def test_json(moeoff_command, demo):
+    done = moeoff_command("inspect", demo, "--json", "--probe", "off")
+    assert done.returncode == 0 and done.stderr == ""
+    report = json.loads(done.stdout)
+    assert report["architecture"] == "qwen2moe" and report["n_layer"] == report["n_moe_layer"] == 12
+    assert report["n_expert"] == 32 and report["n_expert_used"] == 4 and report["n_expert_shared"] == 1 and report["n_ctx_train"] == 256
+    assert sum(kind["nbytes"] * kind["count"] for kind in report["slices"]) == report["expert_bytes"]
+    assert report["token_bytes"] * 8 == report["expert_bytes"]
+    assert {(kind["matrix"], kind["type"], kind["count"]) for kind in report["slices"]} == {(m, "Q8_0", 384) for m in ("gate", "up", "down")}
+    assert report["disk"] is None and report["ctx_size"] == 256
+    items = ("process", "host_weight", "kv", "compute", "work", "output", "reserve", "arena_floor")
+    assert sum(report[f"{item}_bytes"] for item in items) == report["floor_bytes"] and all(report[f"{item}_bytes"] > 0 for item in items)
+    assert report["embedding_bytes"] == 0 < report["embedding_disk_bytes"] < report["dense_bytes"]
+    assert all(row["tps_low"] is None for row in report["budgets"])
+
+
+def test_text(moeoff_command, demo):
+    done = moeoff_command("inspect", demo, "-c", "1024")
+    assert done.returncode == 0 and done.stderr == ""
+    for words in ("qwen2moe, 12 layers", "32 a layer, top-4, 1 shared", "context of 1024", "floor", "--memory", "100%", "MB/s", "tokens/s = disk rate"):
+        assert words in done.stdout, words
+
+
+def test_numbers_are_those_of_the_loaded_model(demo):
+    plan = dry_load(ModelIndex.read(demo), 1000)
+    with moeoff.Llama(demo, expert_memory="1G", n_ctx=1000, flash_attn=True) as llm:
+        assert plan.arena_floor == llm.engine.buffer.arena_floor and plan.arena_full == llm.engine.buffer.arena_full
+        assert (plan.weights, plan.state) == (memory_sizes(llm).weights, memory_sizes(llm).state)
+
+
+def test_budgets_do_what_they_promise(demo, moeoff_command):
+    """At the floor the model runs, below half of it it does not; each row needs more and keeps more."""
+    report = examine(demo, probe_disk=False)
+    assert [row.resident_share for row in report.budgets] == sorted({row.resident_share for row in report.budgets})
+    assert report.budgets[0].memory_bytes - report.floor_bytes < MIB and report.budgets[-1].resident_share == 1
+    # the process that ran this test is larger than the command's
+    rows = json.loads(moeoff_command("inspect", demo, "--json", "--probe", "off").stdout)["budgets"]
+    enough = rows[-1]["memory_bytes"] + 24 * MIB
+    assert moeoff_command("run", "-m", demo, "-p", "x", "-n", "2", "-c", "256", "--memory", str(enough)).returncode == 0
+    assert moeoff_command("run", "-m", demo, "-p", "x", "-n", "2", "-c", "256", "--memory", str(rows[0]["memory_bytes"] // 2)).returncode == 1
+
+
+def test_speed():
+    assert speed(100, 1.0, 1e6) == (None, None)
+    low, high = speed(1000, 0.5, 1e6)
+    assert low == pytest.approx(OVERLAP * 2000) and high == pytest.approx(4000)
+    assert speed(1000, 0.9, 1e6) > speed(1000, 0.5, 1e6)
+
+
+@pytest.mark.cgroup
+@pytest.mark.skipif(cgroup.unavailable() is not None, reason=str(cgroup.unavailable()))
+def test_the_predicted_speed_is_that_of_a_run(demo):
+    """On a disk that is slow enough to be what limits, LRU is as fast as inspect says of that disk, at a quarter and at half of the experts."""
+    rate = 8 * MIB
+    code = """
+import json, sys, time, moeoff
+from moeoff.budget.disk_probe import probe
+from moeoff.gguf.model_index import ModelIndex
+model, text = sys.argv[1:]
+tps = {}
+for share in (0.25, 0.5):
+    with moeoff.Llama(model, expert_memory=int(share * ModelIndex.read(model).expert_bytes), strategy="lru", n_ctx=256) as llm:
+        tokens = llm.tokenize(open(text, "rb").read())[:224]
+        llm.eval(tokens[:32])
+        t0 = time.perf_counter()
+        for token in tokens[32:]:
+            llm.eval([token])
+        tps[share] = 192 / (time.perf_counter() - t0), llm.engine.buffer.stats().arena_bytes / llm.engine.buffer.arena_full
+print(json.dumps([probe(model, 1 << 20, 2.0).bytes_per_second, tps]))
+"""
+    with cgroup.disk_cgroup(demo, rate) as group:
+        done = group.run([sys.executable, "-c", code, demo, str(PROSE)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    probed, found = json.loads(done.stdout)
+    assert probed == pytest.approx(rate, rel=0.3)
+    for tps, share in found.values():
+        low, high = speed(ModelIndex.read(demo).expert_bytes // 8, share, probed)
+        assert 0.8 * low <= tps <= 1.2 * high, (low, tps, high)
+
+
+def test_probe(demo):
+    report = examine(demo)
+    assert report.disk.bytes_per_second > 0 and report.disk.seconds > 1.5  # it reads for two seconds
+    assert report.disk.block_bytes >= max(kind.nbytes for kind in report.slices)
+    assert all(row.tps_low <= row.tps_high for row in report.budgets if row.tps_low is not None)
+
+
+def test_split(demo, tmp_path, moeoff_command):
+    from helpers.models import split_model
+
+    parts = split_model(demo, tmp_path, 3)
+    split = json.loads(moeoff_command("inspect", str(parts[0]), "--json", "--probe", "off").stdout)
+    whole = json.loads(moeoff_command("inspect", demo, "--json", "--probe", "off").stdout)
+    assert len(split["files"]) == 3
+    same = set(whole) - {"files", "budgets", "process_bytes", "floor_bytes", "available_bytes"}
+    assert {key: split[key] for key in same} == {key: whole[key] for key in same}
+
+
+def test_slice_kinds_of_several_types(grown):
+    kinds = slice_kinds(ModelIndex.read(grown))
+    assert {kind.type for kind in kinds} == {"Q4_K"} and sum(kind.count for kind in kinds) == 3 * 12 * 32

@@ -1,0 +1,333 @@
+"""llama.cpp's options: each is taken and does what it does there, or is refused with the reason; none is without effect."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.arch_models import write_model
+from helpers.files import PROSE, ROOT
+from moeoff.binding import KEYWORDS, api
+from moeoff.budget.dry_load import usual_ctx
+from moeoff.cli.main import main
+from moeoff.cli.options import help_of
+from moeoff.options import TABLE, Config, Sampling, ServerOptions
+from moeoff.server.arguments import arguments
+from moeoff.threads import PRIORITIES
+
+SMALL = {"expert_memory": "1G", "profile": False, "n_threads": 2, "n_ctx": 256}
+
+REFUSED = [
+    ({"type_k": "q3_k"}, "type_k: one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, not 'q3_k'"),
+    ({"type_k": 12}, "type_k: one of .*, not Q4_K"),
+    ({"type_v": "q8_0"}, "type_v q8_0: quantized values need flash attention"),
+    ({"n_batch": 0}, "n_batch: at least 1 token, not 0"),
+    ({"n_gpu_layers": 3}, "n_gpu_layers: this build .*(has no GPU backend|no driver offers a device)"),
+    ({"tensor_split": "3,1"}, "tensor_split: this build .*(has no GPU backend|no driver offers a device)"),
+    ({"tensor_split": "a,1"}, "tensor_split: shares of the GPUs as 3,1, not 'a,1'"),
+    ({"main_gpu": 1}, "main_gpu: this build .*(has no GPU backend|no driver offers a device)"),
+    ({"vram": "1G"}, "vram has no effect while no layer goes to the GPU"),
+    ({"vram": "0%"}, "a share of the device's memory lies between 0% and 100%"),
+    ({"vram_mode": "fast"}, "vram_mode: one of cooperative, centric, waves, cpu, auto, not 'fast'"),
+    ({"split_mode": "row"}, "split_mode: layer or none, not row: experts are computed from the expert buffer"),
+    ({"split_mode": "odd"}, "split_mode: one of none, layer, not 'odd'"),
+    ({"rope_scaling_type": "odd"}, "rope_scaling_type: one of none, linear, yarn, not 'odd'"),
+    ({"yarn_beta_fast": 16.0}, "yarn_beta_fast has no effect: the model's rope scaling is not YaRN"),
+    ({"yarn_orig_ctx": 64, "rope_scaling_type": "linear"}, "yarn_orig_ctx has no effect"),
+    ({"rpc_servers": "host:1"}, "whole tensors, and addresses that mean nothing on another machine"),
+    ({"numa": "odd"}, "numa: one of distribute, isolate, numactl, not 'odd'"),
+    ({"priority": 4}, "priority: -1 to 3, not 4"),
+    ({"context_shift": True, "type_k": "q8_0"}, "context_shift: quantized keys of 32 numbers cannot be moved"),
+    ({"n_ctx": 7}, "n_ctx: at least 8 tokens, or 0 for as many as the model was trained with, not 7"),
+    ({"llama_cpp": {}}, "unknown option 'llama_cpp'"),
+    ({"n_keep": 4}, "n_keep has no effect without context_shift"),
+    ({"n_keep": -2, "context_shift": True}, "n_keep: a number of tokens"),
+    ({"override_tensor": "attn_q"}, "override_tensor: PATTERN=BUFFER with a buffer out of CPU, not 'attn_q'"),
+    ({"override_tensor": "attn_q=GPU9"}, "a buffer out of CPU, not 'attn_q=GPU9'"),
+    ({"override_tensor": "(=CPU"}, "is no regular expression"),
+    ({"override_tensor": "attn_odd=CPU"}, "is found in the name of no tensor outside the experts"),
+    ({"override_tensor": "exps=CPU"}, "'exps' is found in 'blk.0.ffn_.*_exps.weight': routed experts lie in moeoff's expert buffer"),
+]
+
+
+@pytest.mark.parametrize("options, words", REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_refused(demo, options, words):
+    with pytest.raises(moeoff.OptionError, match=words):
+        moeoff.Llama(demo, **SMALL | options)
+
+
+@pytest.mark.parametrize("command, also", [("run", ("-p", "Hi")), ("serve", ()), ("eval", ("--text", str(PROSE)))])
+def test_rpc_is_refused_in_one_sentence(moeoff_command, demo, command, also):
+    done = moeoff_command(command, "-m", demo, "--rpc", "host:50052", *also)
+    assert done.returncode == 1 and done.stderr.startswith("Error: --rpc: llama.cpp's RPC server") and done.stderr.count("\n") == 1
+    assert "moeoff.ray" in done.stderr
+
+
+def test_a_cache_type_that_rows_do_not_fit_is_refused_with_llama_cpps_reason(writer, folder):
+    path = write_model(writer, folder, "qwen3moe", "4-bit")
+    try:
+        moeoff.Llama(str(path), **SMALL, flash_attn=True, type_k="q8_0")
+    except moeoff.ModelError as error:
+        assert "does not divide" in str(error) and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("line", TABLE.values(), ids=TABLE)
+def test_a_line_of_the_table_is_all_that_an_option_needs(line):
+    """From it come the option of each command that takes it, the keyword in Python, llama-server's argument and the documentation."""
+    for name in line.commands:
+        (param,) = [p for p in main.commands[name].params if p.name == line.name]
+        assert set(param.opts) == set(line.flags) and (line.hidden or name == "bench" or help_of(line, None) in param.help), name
+    kinds = [kind for kind in (Config, Sampling, ServerOptions) if line.name in kind.__dataclass_fields__]
+    assert len(kinds) == 1 and kinds[0].__dataclass_fields__[line.name].default == line.default
+    assert bool(line.flags) == bool(line.commands) and (not line.llama or line.name in KEYWORDS)
+    if line.flags and not line.hidden:
+        assert f"`{line.flag}`" in (ROOT / "docs" / "reference" / "options.md").read_text()
+    if line.server:
+        assert line.server_arguments("x" if line.metavar else True) == [line.server, "x"][: 2 if line.metavar else 1]
+
+
+def test_what_was_given_reaches_llama_server(demo):
+    config = Config.make(
+        demo, type_k="q8_0", flash_attn="on", rope_scaling_type="yarn", yarn_orig_ctx="64", n_keep="3", context_shift=True, numa="isolate", n_ubatch="32"
+    )
+    options = ServerOptions.make(port="8081", cors=["https://a", "https://b"], cache_ram="64M", embedding=True)
+    argv = " ".join(arguments(config, 512, config.keywords, options))
+    for part in ("-c 512 ", "-ctk q8_0 ", "-fa on ", "--rope-scaling yarn ", "--yarn-orig-ctx 64 ", "--context-shift --keep 3 ", "--numa isolate ", "-ub 32 ", "-b 32 ",
+                 "--port 8081 ", "--cors-origins https://a,https://b", "--cache-ram 64 ", "--embedding ", "--swa-full "):  # fmt: skip
+        assert part in argv + " ", part
+    assert "-ngl" not in argv and "--alias" not in argv
+
+
+def test_llama_cpps_numbers_for_nothing_are_as_good_as_nothing_said(demo):
+    """Programs that know llama_cpp.Llama pass them; people do not write them."""
+    said = {"n_threads": 0, "rope_scaling_type": -1, "rope_freq_base": 0.0, "rope_freq_scale": 0.0, "yarn_orig_ctx": 0, "numa": False}
+    assert Config.make(demo, **said).keywords == Config.make(demo).keywords
+    assert Config.make(demo, numa=0).numa is None
+    for name in said:
+        with pytest.raises(moeoff.OptionError, match=f"{name}: "):
+            Config.make(demo, **{name: "0"})
+
+
+def test_what_is_switched_off_leaves_a_strategy_its_precision(demo):
+    assert Config.make(demo, strategy="hobbit", mispredicted_low=False).precision == Config.make(demo, strategy="hobbit").precision
+
+
+def test_one_text_where_several_may_be_given():
+    assert ServerOptions.make(cors="https://a").cors == ("https://a",) and Sampling.make(stop="end").stop == ("end",)
+
+
+@pytest.mark.parametrize("line", [line for line in TABLE.values() if line.metavar and not line.hidden], ids=lambda line: line.name)
+def test_nan_is_a_value_of_nothing(line):
+    """It is above no bound, and below none."""
+    try:
+        assert line.read("nan") in ("nan", ("nan",))  # where any text will do
+    except moeoff.OptionError as error:
+        assert "nan" in str(error)
+
+
+def test_a_server_computes_as_it_was_planned(demo):
+    """llama-server would choose flash attention by itself where nothing is said."""
+    config = Config.make(demo, expert_memory="1M", n_ctx=256)
+    with contextlib.closing(moeoff.Server(config).engine) as engine:
+        assert engine.config.flash_attn is False
+
+
+def test_the_context_is_what_the_model_was_trained_with():
+    index = SimpleNamespace(n_ctx_train=8192)
+    assert [usual_ctx(index, n) for n in (None, 0, 300)] == [4096, 8192, 300]
+    assert usual_ctx(SimpleNamespace(n_ctx_train=0), 0) == 4096
+
+
+def logits(demo, **options) -> np.ndarray:
+    with moeoff.Llama(demo, **{**SMALL, **options}) as llm:
+        llm.decode_batch([1, 5, 9, 3, 7, 200, 11], 0, first_output=6)
+        return llm.batch_logits(1).copy()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"type_k": "q4_0"},
+        {"type_k": "q8_0", "type_v": "q5_1"},
+        {"type_v": "iq4_nl"},
+        {"rope_freq_scale": 0.5},
+        {"rope_freq_base": 5000.0},
+        {"rope_scaling_type": "yarn", "rope_freq_scale": 0.25, "yarn_orig_ctx": 32},
+        {"yarn_ext_factor": 0.5, "rope_freq_scale": 0.25, "yarn_beta_slow": 2.0},
+    ],
+    ids=str,
+)
+def test_has_an_effect(demo, options):
+    plain, other = logits(demo, flash_attn=True), logits(demo, flash_attn=True, **options)
+    assert not np.array_equal(plain, other) and np.isfinite(other).all()
+
+
+def test_batches(demo):
+    with moeoff.Llama(demo, **SMALL, n_batch=64, n_ubatch=16) as llm:
+        assert (api.llama_n_batch(llm.ctx), api.llama_n_ubatch(llm.ctx)) == (64, 16)
+    with moeoff.Llama(demo, **{**SMALL, "n_ctx": 1024}, n_ubatch=768) as llm:  # beyond llama_cpp's own n_batch
+        assert (api.llama_n_batch(llm.ctx), api.llama_n_ubatch(llm.ctx)) == (768, 768)
+
+
+def test_a_tensor_is_placed(demo):
+    assert np.array_equal(logits(demo), logits(demo, override_tensor=r"blk\.[0-3]\.attn_q=CPU,output=CPU"))
+
+
+def test_commands_take_them(moeoff_command, demo):
+    common = ["-ctk", "q8_0", "-ctv", "q8_0", "--rope-freq-base", "20000", "--numa", "distribute", "--prio", "-1", "-ot", "attn_q=CPU"]
+    run = moeoff_command("run", "-m", demo, "-p", "x", "-n", "4", "-c", "256", "-b", "64", "-ub", "32", "--swa-full", "on", *common)
+    assert run.returncode == 0, run.stderr
+    text = str(ROOT / "tests" / "data" / "prose.txt")
+    done = moeoff_command("eval", "-m", demo, "--text", text, "--ctx", "64", "--chunks", "1", "--json", "-b", "32", *common)
+    assert done.returncode == 0 and json.loads(done.stdout)["perplexity"] > 1, done.stderr
+    both = moeoff_command("run", "-m", demo, "-p", "x", "--rope-scale", "2", "--rope-freq-scale", "0.5")
+    assert both.returncode == 1 and "not both" in both.stderr
+
+
+def test_inspect_knows_types(moeoff_command, demo):
+    plain, small = (json.loads(moeoff_command("inspect", demo, "--json", "--probe", "off", *types).stdout) for types in ([], ["-ctk", "q8_0", "-ctv", "q8_0"]))
+    assert small["kv_bytes"] * 64 == plain["kv_bytes"] * 34
+
+
+def test_priority(demo):
+    code = "import os, sys, moeoff\nwith moeoff.Llama(sys.argv[1], expert_memory='1G', priority=-1): print(os.getpriority(os.PRIO_PROCESS, 0))"
+    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, check=True)
+    assert int(done.stdout) == max(PRIORITIES[-1], os.getpriority(os.PRIO_PROCESS, 0))
+
+
+# --- a context that is full ---
+
+
+def greedy(llm: moeoff.Llama, prompt: list[int], n: int) -> list[int]:
+    answer = llm.generate(prompt, temp=0.0)
+    return [next(answer) for _ in range(n)]
+
+
+def shifted_by_hand(llm: moeoff.Llama, prompt: list[int], n: int, n_keep: int) -> list[int]:
+    """What llama.cpp's programs do, with its functions alone."""
+    llm.clear_context()
+    memory, n_past, out = api.llama_get_memory(llm.ctx), 0, []
+    batch = prompt
+    while len(out) < n:
+        if n_past + len(batch) > llm.n_ctx() - 1 and n_past:
+            discard = (n_past - n_keep) // 2
+            assert api.llama_memory_seq_rm(memory, 0, n_keep, n_keep + discard)
+            api.llama_memory_seq_add(memory, 0, n_keep + discard, n_past, -discard)
+            n_past -= discard
+        llm.decode_batch(batch, n_past, n_past + len(batch) - 1)
+        n_past += len(batch)
+        batch = [int(llm.batch_logits(1).argmax())]
+        out += batch
+    return out
+
+
+@pytest.mark.parametrize("n_keep, type_k", [(0, "f16"), (7, "f32"), (-1, "f16")])
+def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
+    prompt = [1, *range(300, 330)]
+    options = {**SMALL, "flash_attn": True, "type_k": type_k}
+    with moeoff.Llama(demo, **options, context_shift=True, n_keep=n_keep) as llm:
+        found = greedy(llm, prompt, 600)
+        assert llm.n_discarded > 300 and llm.n_tokens < llm.n_ctx()
+        kept = len(prompt) if n_keep < 0 else n_keep + llm.adds_bos()
+        assert llm.input_ids[:kept].tolist() == prompt[:kept]
+        again = greedy(llm, prompt, 10)
+        assert again == found[:10] and llm.n_discarded == 0
+    with moeoff.Llama(demo, **options) as llm:
+        assert shifted_by_hand(llm, prompt, 600, kept) == found
+
+
+def test_without_a_shift_the_answer_ends(moeoff_command, demo):
+    command = ["run", "-m", demo, "--raw", "-p", "Once upon a time", "-c", "256", "-n", "600", "--ignore-eos", "--json", "--temp", "0"]
+    ended, shifted = (json.loads(moeoff_command(*command, *more).stdout) for more in ([], ["--context-shift", "--keep", "4"]))
+    assert ended["usage"]["total_tokens"] == 256 and ended["finish_reason"] == "length"
+    assert shifted["usage"]["completion_tokens"] == 600 and shifted["text"].startswith(ended["text"][:100])
+
+
+def test_seeded_answers_go_on_behind_a_shift(demo):
+    """The sampler goes on with the shift, it does not begin again with its seed."""
+    with moeoff.Llama(demo, **SMALL, context_shift=True, seed=3) as llm:
+        llm.set_seed(3)
+        answer = llm.generate([1, 300, 301], temp=2.0, top_k=0, top_p=1.0)
+        tokens = [next(answer) for _ in range(520)]
+    assert tokens[252:262] != tokens[:10] and len(set(tokens)) > 100
+
+
+@pytest.mark.parametrize("architecture, options", [("qwen3next", {}), ("gpt-oss", {"swa_full": False, "n_ctx": 1024, "n_ubatch": 32})])
+def test_memory_that_cannot_shift_is_refused(architecture, options, writer, folder):
+    path = str(write_model(writer, folder, architecture, "4-bit"))
+    with pytest.raises(moeoff.OptionError, match="context_shift: this model's memory cannot forget a part"):
+        moeoff.Llama(path, **{**SMALL, **options}, context_shift=True)
+
+
+def test_a_prompt_longer_than_the_context_is_refused(demo):
+    with moeoff.Llama(demo, **SMALL, context_shift=True) as llm, pytest.raises(ValueError, match="exceed context window of 256"):
+        llm.create_completion(list(range(1, 300)), max_tokens=1)
+
+
+# --- prompt caches ---
+
+ASK = ["--raw", "-p", "Once upon a time there was a little girl who", "-n", "12", "--temp", "0", "-c", "256", "--json"]
+
+
+def test_prompt_cache(moeoff_command, demo, tmp_path):
+    cache = tmp_path / "prompt.cache"
+    first, second = (json.loads(moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).stdout) for _ in range(2))
+    assert first["text"] == second["text"] and first["stats"]["prompt_tokens"] > 5
+    assert second["stats"]["prompt_tokens"] == 0 and second["usage"] == first["usage"]  # its last token counts as generated
+    before = cache.read_bytes()
+    longer = moeoff_command("run", "-m", demo, *ASK, "-f", "/dev/null", "--prompt-cache", str(cache))
+    assert longer.returncode == 1  # -p and -f
+    ask = [word.replace("girl who", "girl who had a dog") for word in ASK]
+    read = json.loads(moeoff_command("run", "-m", demo, *ask, "--prompt-cache", str(cache), "--prompt-cache-ro").stdout)
+    assert 1 <= read["stats"]["prompt_tokens"] < first["stats"]["prompt_tokens"] and cache.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [cache]
+
+
+def test_prompt_cache_with_answers(moeoff_command, demo, tmp_path):
+    cache = str(tmp_path / "prompt.cache")
+    first = json.loads(moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", cache, "--prompt-cache-all").stdout)
+    longer = [*ASK[:2], ASK[2] + first["text"], *ASK[3:]]
+    second = json.loads(moeoff_command("run", "-m", demo, *longer, "--prompt-cache", cache).stdout)
+    assert second["stats"]["prompt_tokens"] < 4
+
+
+def test_prompt_caches_that_cannot_be_used(moeoff_command, demo, grown, tmp_path):
+    cache = tmp_path / "prompt.cache"
+
+    def refused(*args: str, model: str = demo) -> str:
+        done = moeoff_command("run", "-m", model, *ASK, *args)
+        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1, done.stderr
+        return done.stderr
+
+    assert "there is no such prompt cache" in refused("--prompt-cache", str(cache), "--prompt-cache-ro")
+    assert "give one" in refused("--prompt-cache-all")
+    assert "keeps no answers" in refused("--prompt-cache", str(cache), "--prompt-cache-all", "--prompt-cache-ro")
+    assert "no_such_folder" in refused("--prompt-cache", str(tmp_path / "no_such_folder" / "x"))
+    assert moeoff_command("run", "-m", demo, *ASK, "--prompt-cache", str(cache)).returncode == 0
+    good = cache.read_bytes()
+    assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache), model=grown)
+    for damaged in (good[: len(good) // 2], b"", b"x" * 100, good[:8] + b"\xff" * 8 + good[16:], good[:12] + b"\xff\xff\xff\x7f" + good[16:]):
+        cache.write_bytes(damaged)
+        assert "not a prompt cache of this model" in refused("--prompt-cache", str(cache))
+
+
+def test_what_make_reads_may_be_numbers_too(demo):
+    config = Config.make(demo, type_k=8, rope_scaling_type=2, numa=False, tensor_split=None)
+    assert (config.type_k, config.rope_scaling_type) == ("q8_0", "yarn")
+    assert config.keywords["type_k"] == 8 and config.keywords["rope_scaling_type"] == 2 and "numa" not in config.keywords
+
+
+def test_the_models_own_yarn_factors_stay(demo):
+    with moeoff.Llama(demo, **SMALL) as llm:
+        params = llm.context_params
+        assert (params.yarn_attn_factor, params.yarn_beta_fast, params.yarn_beta_slow) == (-1, -1, -1)
+    with moeoff.Llama(demo, **SMALL, rope_scaling_type="yarn", yarn_beta_fast=16.0) as llm:
+        assert (llm.context_params.yarn_beta_fast, llm.context_params.yarn_beta_slow) == (16, -1)

@@ -1,0 +1,102 @@
+"""`moeoff report`: the page's numbers are the run's, it needs nothing from elsewhere, and it is read on a phone."""
+
+from __future__ import annotations
+
+import html.parser
+import re
+
+import pytest
+
+from moeoff.report import figures
+from moeoff.report.figures import record
+from moeoff.report.page import render
+from moeoff.simulate.simulator import simulate
+
+
+@pytest.fixture(scope="module")
+def session(demo):
+    return record(demo, expert_memory="5M", n_prompt=48, n_decode=40)
+
+
+class Page(html.parser.HTMLParser):
+    """Tags that were opened and not closed, and every address."""
+
+    VOID = {"meta", "br", "img", "link", "input", "rect", "circle", "line"}
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.links: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.links += [value for name, value in attributes if name in ("src", "href")]
+        if tag not in self.VOID or tag == "rect":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        pass
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def test_page(session):
+    text = render(session)
+    page = Page(text)
+    assert page.open == [] and page.links == []  # whole, and nothing comes over the network
+    assert "http" not in re.sub(r"https?://www\.w3\.org\S*", "", text) and "<script" not in text
+    assert 'name="viewport"' in text
+    for title in ("Where the memory went", "Where a token's time went", "Reading while computing", "By layer", "What more memory would give"):
+        assert title in text
+
+
+def test_memory_adds_up(session):
+    parts = figures.memory_parts(session)
+    assert sum(part.value for part in parts) == sum(session.decode.memory.values())
+    assert next(part.value for part in parts if part.name == "experts") == session.arena
+
+
+def test_layers_add_up(session):
+    found = figures.layers(session)
+    assert len(found) == session.trace.model.n_gates
+    assert sum(layer.nbytes for layer in found) * session.n_tokens[1] == pytest.approx(session.decode.bytes_read, rel=0.05)
+    assert all(0 <= layer.prefetched <= layer.nbytes and 0 <= layer.hit_rate <= 1 for layer in found)
+
+
+def test_time_is_the_time_that_was_taken(session):
+    assert sum(part.value for part in figures.time_parts(session)) == pytest.approx(1e3 * session.seconds[1] / session.n_tokens[1])
+    assert 0 < figures.ceiling(session)
+
+
+def test_timeline_lies_inside_itself(session):
+    line = figures.timeline(session)
+    assert {bar.row for bar in line.bars} <= set(range(1 + session.io_threads))
+    assert all(0 <= bar.start <= bar.end <= line.milliseconds + 1e-6 for bar in line.bars)
+    computing = [bar for bar in line.bars if bar.row == 0]
+    assert sum(bar.end - bar.start for bar in computing) == pytest.approx(line.milliseconds)
+
+
+def test_more_memory_reads_less(session):
+    rows = figures.more_memory(session)
+    (here,) = (row for row in rows if row.here)
+    assert here.tps == pytest.approx(session.n_tokens[1] / session.seconds[1])
+    assert [row.mb_per_token for row in rows] == sorted((row.mb_per_token for row in rows), reverse=True)
+    assert rows[-1].share == 1 and rows[-1].mb_per_token == 0 and rows[-1].tps > here.tps
+    other = next(row for row in rows if not row.here and row.share < 1)
+    replayed = simulate(session.trace, session.policy, int(other.share * session.trace.model.full_bytes)).bytes_read
+    now = simulate(session.trace, session.policy, session.arena).bytes_read
+    assert other.mb_per_token / here.mb_per_token == pytest.approx(replayed / now, rel=1e-6)
+
+
+def test_command(moeoff_command, grown, tmp_path):
+    page = tmp_path / "page.html"
+    done = moeoff_command("report", "-m", grown, "--memory", "190M", "-p", "16", "-n", "16", "-o", str(page))
+    assert done.returncode == 0, done.stderr
+    assert Page(page.read_text()).open == []
+
+
+@pytest.mark.parametrize("bad", [("-m", "missing.gguf"), ("--memory", "1M"), ("-o", "no/such/folder/x.html"), ("--text", "missing.txt")])
+def test_nonsense_is_one_sentence(moeoff_command, bad):
+    done = moeoff_command("report", "-p", "4", "-n", "8", *bad)
+    assert done.returncode == 1 and "Traceback" not in done.stderr

@@ -1,0 +1,328 @@
+"""Models that a server loads in addition: what drafts, a draft model or the model's own next-token layers, changes no text, and is judged by what it gains;
+pictures, through a small random projector, change it as in llama-server."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from helpers.files import PROSE, flip_bit
+from helpers.models import N_PATCHES, write_projector
+from helpers.servers import Served, needed, refused, stock_server
+from moeoff.budget.dry_load import dry_load
+from moeoff.engine.batch import Span
+from moeoff.engine.comparison import HOLD
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.options import Config
+from moeoff.policies.score import NAMES
+from moeoff.server.extra_models import WINDOW, DraftJudge
+from moeoff.sidecar.convert import convert
+from moeoff.sidecar.file import Sidecar
+from moeoff.sidecar.profile import Profile, profile_path
+from moeoff.simulate import Trace
+
+DRAFTS = {"n_ctx": 256, "parallel": 1, "n_threads": 2, "expert_memory": 8 << 20}
+PROMPTS = ["one two three", "The heron stood in the", "4 + 4 ="]
+PICTURES = {"n_ctx": 512, "parallel": 1, "n_threads": 2, "expert_memory": 4 << 20}
+
+
+# the judge of drafts, on made-up answers: each batch with drafts gains some tokens and takes longer
+
+
+def drafted_share(judge: DraftJudge, batches: int, accepted: float, costs: float, n_slots: int = 2) -> float:
+    """Returns the share of batches that had drafts. A batch without takes 10 ms; with, `costs` as long."""
+    rng, now, drafted, n_drafted = np.random.default_rng(0), 0.0, judge.on, 0
+    first = np.zeros(n_slots, int)
+    for _ in range(batches):
+        judge.begin({slot: Span(int(f), int(f) + 1, 1, True) for slot, f in enumerate(first)}, True, now)
+        n_drafted += drafted
+        now += 0.01 * rng.uniform(0.95, 1.05) * (costs if drafted else 1.0)
+        first += 1 + (rng.binomial(4, accepted / 4, n_slots) if drafted else 0)
+        drafted = judge.on  # drafts of the next batch are made before it begins
+    return n_drafted / batches
+
+
+@pytest.mark.parametrize("accepted, costs, faster", [(2.0, 1.5, True), (0.5, 2.5, False), (1.0, 2.5, False), (1.0, 1.2, True)])
+def test_keeps_what_is_faster(accepted, costs, faster):
+    judge = DraftJudge()
+    drafted_share(judge, 64 * (WINDOW + 1) + 10, accepted, costs)
+    assert judge.on == faster and judge.gain == pytest.approx((1 + accepted) / costs - 1, abs=0.2)
+
+
+def test_what_does_not_pay_is_seldom_tried():
+    assert drafted_share(DraftJudge(), 16 * HOLD * WINDOW, 0.2, 2.0) < 0.05
+
+
+def test_a_prompt_between_is_no_time_of_an_answer():
+    judge = DraftJudge()
+    for i in range(1000):
+        judge.begin({0: Span(i, i + 1, 1, True)}, i % WINDOW != 0, float(i))
+    assert judge.gain is None
+
+
+# drafts
+
+
+def complete(url: str, prompt: str) -> dict:
+    body = {"prompt": prompt, "n_predict": 64, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+    return httpx.post(f"{url}/completion", json=body, timeout=300).raise_for_status().json()
+
+
+def texts(url: str) -> tuple[list[str], int, int]:
+    """Of all prompts; how many tokens were drafted, and of these accepted."""
+    answers = [complete(url, prompt) for prompt in PROMPTS]
+    drafted, accepted = (sum(answer["timings"].get(name, 0) for answer in answers) for name in ("draft_n", "draft_n_accepted"))
+    return [answer["content"] for answer in answers], drafted, accepted
+
+
+def test_the_models_own_layers(nextn, tmp_path):
+    """Their experts are read like all others, and a trace has their gate."""
+    trace = tmp_path / "t"
+    with Served(nextn, **DRAFTS) as it:
+        expected, drafted, _ = texts(it.url)
+        assert drafted == 0
+    with Served(nextn, spec_type="draft-mtp", strategy="score", trace=str(trace), **DRAFTS) as it:
+        found, drafted, accepted = texts(it.url)
+        it.process.terminate()
+        assert it.process.wait(300) == 0
+    assert found == expected and 0 < accepted < drafted
+    recorded = Trace.read(trace)
+    n_layers = ModelIndex.read(nextn).n_layer - 1  # the first is dense
+    assert recorded.model.n_gates == n_layers and {event.gate for event in recorded.events} == set(range(n_layers))
+    assert any(event.decode and len(event.ids) > 1 for event in recorded.events)  # a draft that is checked is decoded, not read
+
+
+def test_a_profile_of_the_model_without_these_layers(nextn, tmp_path):
+    """As calibration measures it: what it says of gates has none for theirs, and is left out."""
+    model = shutil.copy(nextn, tmp_path / "nextn.gguf")
+    model_index = ModelIndex.read(model)
+    weights = {name: np.zeros((1, model_index.n_layer - 2, model_index.n_expert), np.float32) for name in NAMES}
+    Profile.write(profile_path(model), model_index, {"score": weights})
+    with Served(str(model), spec_type="draft-mtp", strategy="score", **DRAFTS) as it:
+        assert texts(it.url)[1] > 0
+
+
+@pytest.mark.slow  # links llama-server
+def test_they_say_what_stock_says(nextn, demo):
+    for model, arguments, options in ((nextn, ["--spec-type", "draft-mtp"], {"spec_type": "draft-mtp"}),
+                                      (demo, ["-md", demo, "--spec-type", "draft-simple"], {"draft": demo})):  # fmt: skip
+        with stock_server(model, "-c", "256", *arguments) as url:
+            expected, drafted, accepted = texts(url)
+            assert drafted > 0 < accepted
+        with Served(model, **DRAFTS | options) as it:
+            assert texts(it.url)[0] == expected
+
+
+def test_several_at_a_time(nextn):
+    """Each with drafts of its own; in a batch with others kernels round differently, so the texts are not compared."""
+    with Served(nextn, spec_type="draft-mtp", **DRAFTS | {"parallel": 4, "n_ctx": 1024}) as it:
+        body = {"prompt": PROMPTS * 4, "n_predict": 64, "temperature": 0, "ignore_eos": True}
+        answers = httpx.post(f"{it.url}/completion", json=body, timeout=300).raise_for_status().json()
+    assert len(answers) == 12 and all(answer["tokens_predicted"] == 64 for answer in answers)
+    assert sum(answer["timings"].get("draft_n", 0) for answer in answers) > 0
+
+
+def test_a_draft_model(demo, tmp_path):
+    """The model itself, which guesses right, and one whose vocabulary is another's."""
+    with Served(demo, **DRAFTS) as it:
+        expected = texts(it.url)[0]
+    with Served(demo, draft=demo, **DRAFTS) as it:
+        found, drafted, accepted = texts(it.url)
+        assert "moeoff_drafts_on" in httpx.get(f"{it.url}/metrics", timeout=300).text
+    assert found == expected and 0.5 * drafted < accepted <= drafted
+
+
+def test_a_read_error_in_the_models_own_layers(nextn, tmp_path):
+    """Ends an answer with the file; once the file is whole again, the next one is right."""
+    model = shutil.copy(nextn, tmp_path / "nextn.gguf")
+    sidecar = str(convert(model, tiers="Q4_0", output=tmp_path / "nextn.experts.gguf").path)
+    layer = ModelIndex.read(model).n_layer - 1
+    places = [part.offset for (name, _, _), part in Sidecar(sidecar).slices.items() if name.startswith(f"blk.{layer}.")]
+    options = DRAFTS | {"experts": sidecar, "tier": "Q4_0", "verify_reads": True, "spec_type": "draft-mtp", "expert_memory": 2 << 20}
+    with Served(str(model), **options) as it:
+        expected = complete(it.url, PROMPTS[0])["content"]
+        for at in places:
+            flip_bit(sidecar, at)
+        answer = httpx.post(f"{it.url}/completion", json={"prompt": "Four score and seven years", "n_predict": 32, "temperature": 0}, timeout=300)
+        assert answer.status_code == 500 and "nextn.experts.gguf" in answer.json()["error"]["message"]
+        for at in places:
+            flip_bit(sidecar, at)
+        assert complete(it.url, PROMPTS[0])["content"] == expected
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+def test_what_is_planned_is_what_is_taken(nextn, drafts):
+    """Without drafts llama.cpp leaves the layers in the file; with them it loads them, and has a second context."""
+    code = """
+import json, sys
+import moeoff
+with moeoff.Server(sys.argv[1], port=0, n_ctx=1024, parallel=2, memory="600M", **json.loads(sys.argv[2])) as server:
+    print(json.dumps(server.stats().memory))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, nextn, json.dumps({"spec_type": "draft-mtp"} if drafts else {})], capture_output=True, text=True, timeout=300
+    )
+    taken, model_index = json.loads(done.stdout), ModelIndex.read(nextn)
+    plan = dry_load(model_index, 1024, Config.make(nextn, n_ctx=1024, flash_attn=True).keywords, n_sequences=2, nextn=drafts)
+    assert plan.weights == pytest.approx(taken["weights"] + taken["token_embedding"], abs=64 << 10)
+    assert plan.compute == pytest.approx(taken["compute_buffers"], abs=2 << 20)
+    assert plan.arena_full == taken["experts"]
+    assert drafts == (plan.arena_full > model_index.without_nextn().expert_bytes * 1.3)
+    assert drafts == (plan.state > taken["state"])  # the second context's is not told apart from the process
+
+
+def test_a_draft_model_counts_before_the_port_is_open(demo, grown):
+    assert needed(demo, draft=grown, n_ctx=2048) > needed(demo, n_ctx=2048) + 100  # its file, and its cache
+
+
+def test_drafts_that_cannot_be_made(demo, nextn, grown, tmp_path):
+    """Is said; a server that drafts nothing would be no answer."""
+    cut = tmp_path / "cut.gguf"
+    with open(demo, "rb") as file:
+        cut.write_bytes(file.read(9_000_000))
+    cases = [
+        (["-md", "no.gguf"], "no.gguf: cannot be read"),
+        (["-md", str(cut)], "cut.gguf: truncated"),
+        (["-md", __file__], "not a GGUF file"),
+        (["-md", nextn], "drafts cannot be made: "),  # its next-token layers belong to another model
+        (["-md", demo, "--spec-type", "draft-eagle3"], "drafts cannot be made: draft model is not eagle3"),
+        (["-md", demo, "--spec-type", "draft-dflash"], "drafts cannot be made: "),
+        (["--spec-type", "draft-simple"], "drafts cannot be made: draft-simple requires"),
+        (["--spec-type", "draft-mtp"], "no next-token layers"),
+    ]
+    for arguments, said in cases:
+        assert said in refused(sys.executable, "-m", "moeoff.cli", "serve", "-m", demo, "--port", "0", "-c", "256", "--warm", "off", *arguments)
+
+
+# pictures
+
+
+@pytest.fixture(scope="module")
+def projector(demo, tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("projector") / "mmproj.gguf"
+    write_projector(path, ModelIndex.read(demo).hparams["embedding_length"])
+    return str(path)
+
+
+def picture(seed: int, width: int = 90, height: int = 70) -> str:
+    """A data: URL of noise."""
+    data, pixels = io.BytesIO(), np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    Image.fromarray(pixels).save(data, "PNG")
+    return "data:image/png;base64," + base64.b64encode(data.getvalue()).decode()
+
+
+def question(url: str, text: str = "What is this?") -> dict:
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": text}]
+    return {"model": "x", "messages": [{"role": "user", "content": content}], "temperature": 0, "max_tokens": 24}
+
+
+def ask(url: str, body: dict) -> tuple[str, dict]:
+    """The text, and all of the answer."""
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300).raise_for_status().json()
+    return answer["choices"][0]["message"]["content"], answer
+
+
+def refusal(url: str, body: dict, status: int) -> str:
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=300)
+    assert answer.status_code == status
+    return answer.json()["error"]["message"]
+
+
+def peak(process: subprocess.Popen) -> int:
+    with open(f"/proc/{process.pid}/status") as file:
+        return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+
+
+def test_an_answer_depends_on_the_picture_and_not_on_the_memory(demo, projector, tmp_path):
+    trace = tmp_path / "t"
+    with Served(demo, mmproj=projector, trace=str(trace), **PICTURES) as it:
+        few = [ask(it.url, question(picture(seed)))[0] for seed in (0, 1, 0)]
+        _, answer = ask(it.url, question(picture(2)))
+        it.process.terminate()
+        assert it.process.wait(300) == 0
+    with Served(demo, mmproj=projector, **PICTURES | {"expert_memory": 1 << 30}) as it:
+        assert [ask(it.url, question(picture(seed)))[0] for seed in (0, 1, 0)] == few
+    assert few[0] == few[2] != few[1]
+    assert answer["usage"]["prompt_tokens"] > N_PATCHES and answer["moeoff"]["misses"] > 0
+    pictures = [event for event in Trace.read(trace).events if event.gate == 0 and len(event.ids) == N_PATCHES]
+    assert len(pictures) == 4 and not any(event.decode for event in pictures)  # each is read, as a prompt is
+
+
+@pytest.mark.slow  # links llama-server
+def test_it_says_what_stock_says(demo, projector):
+    bodies = [question(picture(seed), text) for seed, text in ((0, "What is this?"), (1, "What is this?"), (2, "Count the colours."))]
+    with stock_server(demo, "--mmproj", projector, "-c", "512") as url:
+        expected = [ask(url, body)[0] for body in bodies]
+    with Served(demo, mmproj=projector, **PICTURES) as it:
+        assert [ask(it.url, body)[0] for body in bodies] == expected
+
+
+def test_a_read_error_while_a_picture_is_computed(demo, projector, tmp_path):
+    """Is that request's, with the file's name, and the next one's answer is right."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    before = os.stat(model)
+    with Served(str(model), mmproj=projector, **PICTURES) as it:
+        expected = ask(it.url, question(picture(0)))[0]
+        with open(model, "ab") as file:
+            file.write(b"x")
+        assert "model.gguf: the file was changed" in refusal(it.url, question(picture(1)), 500)  # what comes before the picture is in the context
+        os.truncate(model, before.st_size)
+        os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert ask(it.url, question(picture(0)))[0] == expected
+
+
+@pytest.mark.slow
+def test_the_budget_holds_with_a_picture(grown, tmp_path):
+    """What its request and its pixels take, the experts lend; a picture that takes more is refused, and the next one is answered."""
+    write_projector(tmp_path / "mmproj.gguf", ModelIndex.read(grown).hparams["embedding_length"], side=256)
+    budget, options = 240, {"n_ctx": 1280, "parallel": 1, "flash_attn": False, "n_threads": 2}
+    arguments = ["--override-kv", "qwen2moe.context_length=int:2048"]
+    with Served(grown, mmproj=str(tmp_path / "mmproj.gguf"), memory=f"{budget}M", args=arguments, **options) as it:
+        it.complete(PROSE.read_text()[:3000], 8)  # experts take what there is for them
+        assert ask(it.url, question(picture(0, 1000, 800)))[1]["usage"]["prompt_tokens"] > 1024
+        assert peak(it.process) <= budget << 20
+        huge = io.BytesIO()
+        Image.new("RGB", (9000, 9000)).save(huge, "PNG")
+        assert "GiB to read" in refusal(it.url, question("data:image/png;base64," + base64.b64encode(huge.getvalue()).decode()), 400)
+        assert ask(it.url, question(picture(1)))[0]
+        assert peak(it.process) <= budget << 20
+
+
+def test_a_projector_counts_before_the_port_is_open(demo, tmp_path):
+    """Its file is the least: here two heads' attention of 2,304 patches to each other takes 40 MiB."""
+    write_projector(tmp_path / "mmproj.gguf", ModelIndex.read(demo).hparams["embedding_length"], side=384)
+    options = {"n_ctx": 512, "flash_attn": False}
+    assert needed(demo, mmproj=str(tmp_path / "mmproj.gguf"), **options) > needed(demo, **options) + 40
+
+
+def test_projectors_that_cannot_be_used(demo, nextn, projector, tmp_path, moeoff_command):
+    """One sentence, which names the file; nothing is loaded."""
+    data = open(projector, "rb").read()
+    width = ModelIndex.read(demo).hparams["embedding_length"]
+    write_projector(tmp_path / "wide.gguf", 2 * width)
+    for name, content in (("cut.gguf", data[:-300]), ("head.gguf", data[:3000]), ("junk.gguf", b"no projector")):
+        (tmp_path / name).write_bytes(content)
+    cases = {
+        "missing.gguf": "No such file",
+        "cut.gguf": "truncated",
+        "head.gguf": "truncated",
+        "junk.gguf": "not a GGUF file",
+        "wide.gguf": f"{2 * width} numbers, expected {width}",
+    }
+    for name, said in cases.items():
+        done = moeoff_command("serve", "-m", demo, "--port", "0", "--mmproj", str(tmp_path / name))
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1), done.stderr
+        assert name in done.stderr and said in done.stderr
+    for model, path, said in ((demo, demo, "no projector"), (nextn, projector, "converted for text alone")):
+        done = moeoff_command("serve", "-m", model, "--port", "0", "--mmproj", path)
+        assert (done.returncode, done.stderr.count("\n")) == (1, 1) and said in done.stderr

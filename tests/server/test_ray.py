@@ -1,0 +1,187 @@
+"""moeoff.ray on a Ray cluster of two nodes, each in a memory cgroup where one can be made."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import httpx
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the extra test-clients")
+pytest.importorskip("ray.serve", reason="needs the extra test-clients")
+
+import moeoff.ray
+from helpers.ray_cluster import cluster
+from helpers.waiting import wait_until
+from moeoff.bench.cgroup import unavailable
+from moeoff.errors import OptionError
+
+GIB = 1 << 30
+KEY = "a-key"
+
+
+@pytest.fixture(scope="module")
+def served(demo):
+    """Two nodes, one replica on each."""
+    from ray import serve
+
+    limit = 3 * GIB if unavailable() is None else None
+    with cluster([{"holds": "demo", "disk": "a"}, {"holds": "demo", "disk": "b"}], 2 * GIB, limit) as nodes:
+        application = moeoff.ray.deployment(demo, memory="200M", num_replicas=2, labels={"holds": "demo"}, api_key=KEY, n_threads=1)
+        serve.run(application)
+        yield nodes
+
+
+@pytest.fixture
+def client(served):
+    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=300)
+
+
+def chat(text: str, n: int = 48, **options) -> dict:
+    body = {"model": "x", "messages": [{"role": "user", "content": text}], "max_tokens": n, "temperature": 0}
+    return body | {"extra_body": {"ignore_eos": True}} | options
+
+
+def test_a_replica_on_each_node_within_its_memory(served):
+    replicas = served.replicas(2)
+    assert [replica.node for replica in replicas] == [0, 1]
+    for replica in replicas:
+        with open(f"/proc/{replica.server_pid}/status") as file:
+            assert next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM")) <= 200 << 20
+        if folder := served.cgroups[replica.node]:
+            with open(f"{folder}/cgroup.procs") as file:
+                assert {replica.pid, replica.server_pid} <= set(map(int, file))
+
+
+def test_a_stream_comes_token_by_token_and_says_the_same(client):
+    whole = client.chat.completions.create(**chat("How many apples?")).choices[0].message.content
+    pieces = [(time.monotonic(), chunk.choices[0].delta.content or "") for chunk in client.chat.completions.create(**chat("How many apples?"), stream=True)]
+    assert "".join(text for _, text in pieces) == whole
+    assert sum(bool(text) for _, text in pieces) > 30
+    first, last = (next(at for at, text in order if text) for order in (pieces, reversed(pieces)))
+    assert last - first > 0.01, "all at once"
+
+
+def test_a_conversation_stays_with_its_replica_and_its_prefix(client):
+    for number in range(4):
+        messages, own = [{"role": "system", "content": "You count."}, {"role": "user", "content": f"Count to {number}, please"}], set()
+        for turn in range(3):
+            raw = client.chat.completions.with_raw_response.create(**chat("", 12, messages=messages))
+            answer = raw.parse()
+            own.add(raw.headers["x-moeoff-replica"])
+            if turn:
+                assert answer.usage.prompt_tokens_details.cached_tokens > 10
+            messages += [{"role": "assistant", "content": answer.choices[0].message.content}, {"role": "user", "content": "Go on"}]
+        assert len(own) == 1
+
+
+def test_other_routes_and_the_key(served, client):
+    assert client.models.list().data[0].id == "demo-moe-q8_0"
+    assert httpx.post(f"{served.url}/v1/completions", json={"prompt": "a"}, timeout=300).status_code == 401
+    assert httpx.get(f"{served.url}/health", timeout=300).json() == {"status": "ok"}
+
+
+def test_what_makes_requests_belong_together(served):
+    """Else sixteen requests get to both replicas."""
+
+    def replicas(header: str | None = None, **body) -> set[str]:
+        headers = {"Authorization": f"Bearer {KEY}"} | ({"x-session-id": header} if header else {})
+        path = "chat/completions" if "messages" in body else "completions"
+        found = set()
+        for n in range(16):
+            sent = json.loads(json.dumps({"model": "x", "max_tokens": 1} | body).replace("NUMBER", str(n)))
+            reply = httpx.post(f"{served.url}/v1/{path}", json=sent, headers=headers, timeout=300)
+            found.add(reply.raise_for_status().headers["x-moeoff-replica"])
+        return found
+
+    differ = [{"role": "system", "content": "Count"}, {"role": "user", "content": "NUMBER"}]
+    same = [{"role": "user", "content": "Go"}, {"role": "assistant", "content": "NUMBER"}, {"role": "user", "content": "NUMBER"}]
+    assert len(replicas(messages=differ)) == 2 and len(replicas(messages=same)) == 1
+    assert len(replicas(prompt="NUMBER" + "word " * 60)) == 2 and len(replicas(prompt="word " * 60 + "NUMBER")) == 1
+    assert len(replicas(messages=differ, prompt_cache_key="mine")) == 1 and len(replicas("mine", messages=differ)) == 1
+
+
+def test_metrics_of_the_servers_are_rays(served, client):
+    """Where Ray has those of its own."""
+    import ray
+
+    client.chat.completions.create(**chat("Why?"))
+    ports = [node["MetricsExportPort"] for node in ray.nodes()]
+
+    def texts() -> str:
+        return "".join(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=300).text for port in ports)
+
+    wait_until(lambda: len(set(re.findall(r'^ray_moeoff_expert_misses_total\{.*?replica="(\w+)"', texts(), re.MULTILINE))) == 2)
+
+
+@pytest.mark.parametrize("victim", ["pid", "server_pid"])
+def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
+    """Streams that had begun there end with an error that clients understand; every other chat is answered, and another replica comes."""
+    dead, other = served.replicas(2)
+    begun, ends = threading.Barrier(17, timeout=300), {}
+
+    def stream(number: int) -> str:
+        with client.chat.completions.create(**chat(f"{number}: tell me a story", 400), stream=True) as chunks:
+            next(iter(chunks))
+            begun.wait()
+            reasons = [chunk.choices[0].finish_reason for chunk in chunks]
+            return "whole" if reasons and reasons[-1] else "cut off without a word"
+
+    def whole(number: int) -> str:
+        begun.wait()
+        return "whole" if client.chat.completions.create(**chat(f"{number}: tell me a story", 200)).usage.completion_tokens == 200 else "short"
+
+    def ask(number: int) -> None:
+        try:
+            ends[number] = (stream if number < 4 else whole)(number)
+        except openai.APIError as error:
+            ends[number] = f"error: {error.message}"
+        except Exception as error:
+            ends[number] = repr(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(16)]
+    for thread in threads:
+        thread.start()
+    begun.wait()  # four streams are being written, and twelve whole answers asked for
+    os.kill(getattr(dead, victim), signal.SIGKILL)
+    for thread in threads:
+        thread.join(300)
+    counts = collections.Counter(ends.values())
+    assert len(ends) == 16 and set(counts) <= {"whole", "error: the replica that was answering has died: ask again"}, counts
+    assert all(ends[number] == "whole" for number in range(4, 16)), "nothing of these had been sent: they can be asked again"
+    wait_until(lambda: dead not in served.replicas(2))
+    assert [replica.node for replica in served.replicas(2)] == [dead.node, other.node]
+    assert client.chat.completions.create(**chat("Still there?")).usage.completion_tokens == 48
+
+
+@pytest.mark.slow
+def test_a_model_that_is_on_no_machine(served):
+    from ray import serve
+
+    with pytest.raises(RuntimeError):
+        serve.run(moeoff.ray.deployment("/nowhere/model.gguf", memory="200M", name="other"), name="other", route_prefix="/other")
+    message = serve.status().applications["other"].deployments["other"].message
+    assert "/nowhere/model.gguf is not on" in message and "deployment(labels=...)" in message
+    serve.delete("other")
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [({"memory": "80%"}, "not a share"), ({"port": 8000}, "Ray Serve")],
+)
+def test_options_that_make_no_sense(demo, options, said):
+    with pytest.raises(OptionError, match=said):
+        moeoff.ray.deployment(demo, **({"memory": "200M"} | options))
+
+
+def test_without_ray_it_says_what_to_install():
+    done = subprocess.run([sys.executable, "-c", "import sys; sys.modules['ray'] = None; import moeoff.ray"], capture_output=True, text=True)
+    assert done.returncode and done.stderr.splitlines()[-1].endswith("moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'")

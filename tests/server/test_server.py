@@ -1,0 +1,363 @@
+"""`moeoff serve` as real clients see it. The answers are compared with those of the model alone, temperature 0."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from helpers.files import ROOT
+from helpers.waiting import wait_until
+
+openai = pytest.importorskip("openai", reason="needs the extra test-clients")
+
+COMMAND = os.path.join(os.path.dirname(sys.executable), "moeoff")
+KEY = "not-a-secret"
+PROMPTS = [f"Tom has {n} apples and buys {n + 2} more. How many apples has he?" for n in range(3, 11)]
+
+
+class Server:
+    """A running `moeoff serve` on a free port."""
+
+    def __init__(self, *args: str):
+        self.process = subprocess.Popen(
+            [COMMAND, "serve", "--warm", "off", "--port", "0", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
+        )
+        for line in self.process.stderr:  # llama.cpp's remarks come first
+            match = re.search(r"on (http://\S+)/v1", line)
+            if match:
+                self.url = match[1]
+                return
+        raise RuntimeError("moeoff serve ended before it served")
+
+    def client(self, key: str = KEY) -> "openai.OpenAI":
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=300)
+
+    def get(self, path: str, key: str | None = KEY) -> "httpx.Response":
+        return httpx.get(self.url + path, headers={"Authorization": f"Bearer {key}"} if key else {}, timeout=300)
+
+    def metrics(self) -> dict[str, float]:
+        return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in self.get("/metrics").text.splitlines() if not line.startswith("#"))}
+
+    def stop(self, sig: int) -> tuple[int, str]:
+        self.process.send_signal(sig)
+        out, err = self.process.communicate(timeout=300)
+        return self.process.returncode, out + err
+
+
+@pytest.fixture(scope="module")
+def server(demo):
+    server = Server("-m", demo, "--api-key", KEY, "--expert-memory", "4M", "-c", "512", "--alias", "demo")
+    yield server
+    code, text = server.stop(signal.SIGTERM)
+    assert code == 0 and "Traceback" not in text
+
+
+@pytest.fixture(scope="module")
+def alone(demo):
+    """Answers of the model by itself, one after the other."""
+    import moeoff
+
+    with moeoff.Llama(demo, expert_memory="4M", n_ctx=512, flash_attn=True) as llm:
+        yield lambda **request: llm.create_chat_completion(**request)["choices"][0]["message"]["content"]
+
+
+def ask(text: str, **more) -> dict:
+    return {"model": "demo", "messages": [{"role": "user", "content": text}], "temperature": 0, "max_tokens": 24, **more}
+
+
+def local(request: dict) -> dict:
+    return {key: value for key, value in request.items() if key not in ("model", "stream")}
+
+
+def test_completion_with_usage_and_stats(server):
+    answer = server.client().completions.create(model="demo", prompt="Once upon a time", max_tokens=12, temperature=0)
+    assert answer.choices[0].text and answer.usage.completion_tokens == 12
+    stats = answer.model_extra["moeoff"]
+    assert stats["hits"] + stats["misses"] > 0 and 0 <= stats["hit_rate"] <= 1
+    assert stats["bytes_read"] > 0 and stats["stall_seconds"] >= 0
+
+
+def test_stats_stand_beside_the_timings_of_every_answer(server):
+    """Several answers in one, one within another, and fields that the client chooses."""
+
+    def post(**more) -> list | dict:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        return httpx.post(f"{server.url}/completion", headers=headers, json={"n_predict": 4, "temperature": 0, **more}, timeout=60).json()
+
+    for answer in post(prompt=["Tom has", "Ann has"]):
+        assert answer["moeoff"]["expert_uses"] > 0 and "moeoff" not in answer["timings"]
+    chosen = post(prompt="Tom has", response_fields=["timings", "moeoff/expert_uses"])
+    assert chosen["moeoff/expert_uses"] > 0 and set(chosen) == {"timings", "moeoff/expert_uses"} and "moeoff" not in chosen["timings"]
+    inner = server.client().completions.create(model="demo", prompt="Tom has", max_tokens=4, temperature=0, extra_body={"verbose": True}).model_extra
+    assert inner["__verbose"]["moeoff"] == inner["moeoff"] and "moeoff" not in inner["__verbose"]["timings"]
+
+
+def test_chat(server, alone):
+    request = ask(PROMPTS[0])
+    answer = server.client().chat.completions.create(**request)
+    assert answer.choices[0].message.content == alone(**local(request))
+    assert answer.usage.total_tokens == answer.usage.prompt_tokens + answer.usage.completion_tokens
+    assert set(answer.model_extra["moeoff"]) == {
+        "hit_rate",
+        "hits",
+        "device_hits",
+        "misses",
+        "bytes_read",
+        "stall_seconds",
+        "expert_uses",
+        "served_low",
+        "skipped",
+        "rerouted",
+        "rerouted_margin",
+    }
+
+
+def test_streaming(server, alone):
+    request = ask(PROMPTS[1], stream=True)
+    plain = server.client().chat.completions.create(**ask(PROMPTS[1]))
+    chunks = list(server.client().chat.completions.create(**request))
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == plain.choices[0].message.content == alone(**local(request))
+    assert len(chunks) > 5 and chunks[-1].choices[0].finish_reason
+    assert chunks[-1].model_extra["moeoff"]["hits"] > 0
+
+
+def test_usage_in_a_chunk_of_its_own_where_the_client_asks_for_it(server):
+    chunks = list(server.client().chat.completions.create(**ask(PROMPTS[1], stream=True, stream_options={"include_usage": True})))
+    assert chunks[-1].choices == [] and chunks[-2].choices[0].finish_reason
+    assert [chunk.usage is None for chunk in chunks] == [True] * (len(chunks) - 1) + [False]
+    assert chunks[-1].usage.completion_tokens >= len(chunks) - 4 and chunks[-1].model_extra["moeoff"]["hits"] > 0
+
+
+def test_eight_clients_at_once(server, alone):
+    def one(prompt: str) -> str:
+        client = server.client()
+        if PROMPTS.index(prompt) % 2:
+            return "".join(c.choices[0].delta.content or "" for c in client.chat.completions.create(**ask(prompt, stream=True)))
+        return client.chat.completions.create(**ask(prompt)).choices[0].message.content
+
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(pool.map(one, PROMPTS))
+    same = [answer == alone(**local(ask(prompt))) for answer, prompt in zip(answers, PROMPTS)]
+    assert sum(same) >= 5 and all(answers)  # kernels round differently with neighbours in the batch, and a near tie falls the other way
+
+
+def test_models_and_health_do_not_wait_for_an_answer(server):
+    stream = server.client().chat.completions.create(**ask(PROMPTS[2], stream=True, max_tokens=200))
+    next(stream)
+    assert [model.id for model in server.client().models.list()] == ["demo"]
+    assert server.get("/health", key=None).json() == {"status": "ok"}
+    stream.close()
+
+
+def test_client_that_hangs_up(server, alone):
+    before = server.metrics()
+    stream = server.client().chat.completions.create(**ask("Count to a thousand.", stream=True, max_tokens=400, extra_body={"ignore_eos": True}))
+    for _ in range(3):
+        next(stream)
+    stream.close()
+    wait_until(lambda: server.metrics()["llamacpp:requests_processing"] == 0)
+    assert server.metrics()["llamacpp:tokens_predicted_total"] - before["llamacpp:tokens_predicted_total"] < 200
+    answer = server.client().chat.completions.create(**ask(PROMPTS[3]))
+    assert answer.choices[0].message.content == alone(**local(ask(PROMPTS[3])))
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/metrics", "/props"])
+def test_wrong_key(server, path):
+    with pytest.raises(openai.AuthenticationError, match="Invalid API Key"):
+        server.client("wrong").chat.completions.create(**ask("x"))
+    assert server.get(path, key=None).status_code == server.get(path, key="wrong").status_code == 401
+    assert server.get(path).status_code == 200
+
+
+def test_prompt_longer_than_the_context(server):
+    with pytest.raises(openai.BadRequestError) as caught:
+        server.client().chat.completions.create(**ask("word " * 2000))
+    assert caught.value.type == "exceed_context_size_error"
+    assert server.client().chat.completions.create(**ask("x", max_tokens=2)).usage.completion_tokens == 2
+
+
+def test_logprobs(server):
+    answer = server.client().chat.completions.create(**ask("x", logprobs=True, top_logprobs=2, max_tokens=3))
+    assert [len(token.top_logprobs) for token in answer.choices[0].logprobs.content] == [2, 2, 2]
+
+
+def test_json_schema(server):
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    answer = server.client().chat.completions.create(**ask("A number as JSON", response_format=wanted, max_tokens=200))
+    assert isinstance(json.loads(answer.choices[0].message.content)["n"], int)
+
+
+def test_responses(server):
+    answer = server.client().responses.create(model="demo", input=PROMPTS[0], max_output_tokens=16, temperature=0)
+    assert answer.output_text and answer.usage.output_tokens <= 16
+
+
+def test_anthropic(server):
+    anthropic = pytest.importorskip("anthropic", reason="needs the extra test-clients")
+    client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
+    request = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": PROMPTS[0]}], "extra_body": {"temperature": 0}}
+    answer = client.messages.create(**request)
+    with client.messages.stream(**request) as stream:
+        streamed = "".join(stream.text_stream)
+    assert answer.content[0].text == streamed and answer.usage.output_tokens <= 16
+
+
+def test_langchain(server):
+    langchain_openai = pytest.importorskip("langchain_openai", reason="needs the extra test-clients")
+    model = langchain_openai.ChatOpenAI(base_url=f"{server.url}/v1", api_key=KEY, model="demo", temperature=0, max_tokens=16, max_retries=0)
+    assert "".join(piece.content for piece in model.stream(PROMPTS[0])) == model.invoke(PROMPTS[0]).content
+
+
+def test_curl(server):
+    body = json.dumps(ask(PROMPTS[0], stream=True))
+    headers = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
+    done = subprocess.run(["curl", "-sN", f"{server.url}/v1/chat/completions", *headers, "-d", body], capture_output=True, text=True, timeout=300)
+    assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
+
+
+def test_embeddings(demo):
+    """Of a model without a pooling of its own: the mean of its tokens, as asked for."""
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--embedding", "--", "--pooling", "mean")
+    one, two, other = (item.embedding for item in server.client().embeddings.create(model="demo", input=["a dog", "a dog", "seven"]).data)
+    assert one == pytest.approx(two, abs=1e-4) and one != pytest.approx(other, abs=1e-2) and len(one) == 128
+    assert server.stop(signal.SIGTERM)[0] == 0
+
+
+def test_the_first_answer_does_not_pay_for_the_warm_up(demo):
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M")
+    before = server.metrics()["moeoff_expert_misses_total"]
+    stats = server.client().chat.completions.create(**ask(PROMPTS[5])).model_extra["moeoff"]
+    assert server.metrics()["moeoff_expert_misses_total"] - before == stats["misses"] > 0
+    assert server.stop(signal.SIGTERM)[0] == 0
+
+
+def test_a_streamed_answer_keeps_its_connection(server):
+    """As its header says: a client that sends the next request on it would get no answer."""
+    connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=300)
+    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
+    connection.connect()
+    connection.auto_open = False
+    for _ in range(2):
+        connection.request("POST", "/completion", json.dumps({"prompt": "A", "n_predict": 2, "stream": True}), headers)
+        assert b'"stop":true' in connection.getresponse().read()
+    connection.close()
+
+
+def test_metrics(server):
+    before = server.metrics()
+    answer = server.client().chat.completions.create(**ask(PROMPTS[5]))
+    after = server.metrics()
+    grown = {name: after[name] - before[name] for name in after}
+    stats = answer.model_extra["moeoff"]
+    assert grown["llamacpp:tokens_predicted_total"] == answer.usage.completion_tokens
+    assert grown["moeoff_expert_hits_total"] == stats["hits"] and grown["moeoff_expert_misses_total"] == stats["misses"]
+    assert grown["moeoff_expert_read_bytes_total"] >= stats["bytes_read"]
+    assert after["moeoff_arena_bytes"] == 4 << 20 and after["moeoff_resident_memory_bytes"] > 20 << 20
+    text = server.get("/metrics").text
+    names = set(re.findall(r"^(moeoff_\w+)", text, re.MULTILINE))
+    assert names == set(re.findall(r"^# TYPE (moeoff_\w+) (?:counter|gauge)$", text, re.MULTILINE))
+    assert {"moeoff_expert_evictions_total", "moeoff_stall_seconds_total", "moeoff_budget_bytes"} <= names
+
+
+@pytest.mark.parametrize("sig, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
+def test_shutdown_ends_every_answer(demo, sig, expected):
+    """Four that are computed and four that wait: each gets an end or an error, and none is written to its end first."""
+    server = Server("-m", demo, "-c", "2000", "--expert-memory", "400K")
+    ended: list[str] = []
+
+    def stream() -> None:
+        try:
+            reasons = [
+                c.choices[0].finish_reason
+                for c in server.client().chat.completions.create(**ask("Count.", stream=True, max_tokens=1800, extra_body={"ignore_eos": True}))
+                if c.choices
+            ]
+            ended.append(reasons[-1])
+        except openai.APIError as error:
+            ended.append(type(error).__name__)
+
+    threads = [threading.Thread(target=stream) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: (now := server.metrics())["llamacpp:requests_processing"] == 4 and now["llamacpp:requests_deferred"] == 4)
+    code, text = server.stop(sig)
+    for thread in threads:
+        thread.join(300)
+    assert len(ended) == 8 and all(ended) and "length" not in ended
+    assert code == expected and "Traceback" not in text and "Error" not in text
+
+
+def test_drafts_change_no_text(demo):
+    """Found in what has been said: the same words, checked and not guessed."""
+    texts = []
+    for options in ([], ["--spec-type", "ngram-simple"]):
+        server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "-np", "1", *options)
+        texts.append(
+            server.client().completions.create(model="demo", prompt="one two three one two three one two", max_tokens=100, temperature=0).choices[0].text
+        )
+        assert ("moeoff_drafts_on" in server.metrics()) == bool(options)
+        assert server.stop(signal.SIGTERM)[0] == 0
+    assert texts[0] == texts[1]
+
+
+def test_sidecar(demo, tmp_path):
+    """A lower tier answers as the model alone does in it; damage is this request's error, and the server goes on."""
+    import moeoff
+    from moeoff.sidecar.convert import convert
+    from moeoff.sidecar.file import Sidecar
+
+    path = convert(demo, tiers="Q4_0", output=tmp_path / "demo.experts.gguf").path
+    with moeoff.Llama(demo, experts=path, tier="Q4_0", expert_memory="4M", n_ctx=512, flash_attn=True) as llm:
+        expected = llm.create_chat_completion(**local(ask(PROMPTS[0])))["choices"][0]["message"]["content"]
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--experts", path, "--tier", "q4_0", "--verify-reads")
+    answer = server.client().chat.completions.create(**ask(PROMPTS[0]))
+    assert answer.choices[0].message.content == expected
+    good = (tmp_path / "demo.experts.gguf").read_bytes()
+    bad = bytearray(good)
+    for s in Sidecar(path).slices.values():
+        bad[s.offset] ^= 1
+    with open(path, "r+b") as file:
+        file.write(bad)
+    with pytest.raises(openai.InternalServerError, match="not the ones that were converted"):
+        server.client().chat.completions.create(**ask(PROMPTS[1]))
+    with open(path, "r+b") as file:
+        file.write(good)
+    assert server.client().chat.completions.create(**ask(PROMPTS[0])).choices[0].message.content == expected
+    code, text = server.stop(signal.SIGTERM)
+    assert code == 0 and "Traceback" not in text
+
+
+def test_sidecar_options(demo, moeoff_command):
+    done = moeoff_command("serve", "-m", demo, "--port", "0", "--tier", "Q4_0", "--experts", "none")
+    assert done.returncode == 1 and "needs a sidecar" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_port_that_is_taken(moeoff_command):
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        done = moeoff_command("serve", "--port", str(sock.getsockname()[1]))
+    assert done.returncode == 1 and "give --host ADDRESS, or --port N" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments, said", [(("-ot", "x=CPU"), "--override-tensor or -ngl"), (("--sleep-idle-seconds=3",), "put together again"),
+                                              (("--rpc", "host:1"), "slice by slice"), (("--no-such-option",), "has no such option")])  # fmt: skip
+def test_what_llama_server_may_not_be_told(moeoff_command, arguments, said):
+    done = moeoff_command("serve", "--port", "0", "--", *arguments)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.cgroup
+def test_ten_minutes_of_mixed_clients(demo):
+    command = [sys.executable, "soak.py", "-m", demo, "--minutes", "10", "--memory", "150M"]
+    done = subprocess.run(command, cwd=ROOT / "scripts" / "bench", capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]

@@ -1,0 +1,274 @@
+"""`Server`, llama-server in this package's process, with real clients, and `ServerProcess`, the same in a process of its own, which never outlives the one
+who started it. Each server here is in a process of its own, as its globals want it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import numpy as np
+import pytest
+
+from helpers.servers import SCRIPT, Served, needed
+from helpers.waiting import wait_until
+from moeoff import MoeoffError
+from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.server.process import ServerProcess
+from moeoff.sidecar.profile import Profile, profile_path
+from moeoff.simulate import Trace
+
+
+@pytest.fixture(scope="module")
+def served(demo):
+    with Served(demo, expert_memory=4 << 20, n_ctx=1024) as it:
+        yield it
+
+
+def test_texts_are_those_of_one_model_alone(served, demo):
+    import moeoff
+
+    with moeoff.Llama(demo, n_ctx=1024, expert_memory=4 << 20, flash_attn=True) as llm:
+        expected = llm.create_completion("The heron stood", max_tokens=24, temperature=0)["choices"][0]["text"]
+    found = served.client.completions.create(model="x", prompt="The heron stood", max_tokens=24, temperature=0).choices[0].text
+    assert found == expected
+
+
+def test_answers_say_what_was_rerouted(demo, tmp_path):
+    """Within a bound, for each of two that are decoded together; `/metrics` counts it."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    rules = [Candidate("original", 1.0, 1.0, 0.0, True, 0.0, 0.0, 0.0, 0.5, 0.0, 0.0, reroute=0.2, resident=share) for share in (0.25, 0.5, 0.75)]
+    Profile.write(profile_path(model), ModelIndex.read(model), {SECTION: LossContract(0, 1, 32, 100, 64, tuple(rules)).to_section()})
+    with Served(str(model), expert_memory=5 << 20, n_ctx=1024, parallel=2, max_loss=0.01) as it, ThreadPoolExecutor(2) as pool:
+        answers = list(pool.map(lambda text: it.complete(text, 64), ["The heron stood", "Count to a hundred, slowly:"]))
+        metrics = httpx.get(f"{it.url}/metrics", timeout=300).text
+    said = [answer.moeoff for answer in answers]
+    assert all(block["rerouted"] > 10 and 0 < block["rerouted_margin"] <= 0.2 for block in said)
+    counted = next(float(line.split()[1]) for line in metrics.splitlines() if line.startswith("moeoff_expert_rerouted_total "))
+    assert counted == pytest.approx(sum(block["rerouted"] for block in said), abs=2)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core")
+def test_compute_threads_are_bound_while_an_answer_is_computed(demo, tmp_path):
+    """Each to a core of its own; in between the thread that serves is free again (docs/guides/threads.md)."""
+    mine = os.sched_getaffinity(0)
+    cores = sorted(mine)[:2]
+    os.sched_setaffinity(0, cores)  # what the server inherits
+    try:
+        own_claims = f"from moeoff import threads\nthreads.machine_wide_file = lambda name: {str(tmp_path / 'cores.lock')!r}\n"
+        it = Served(demo, own_claims, n_ctx=1024, n_threads=2)  # whatever others on this machine compute
+    finally:
+        os.sched_setaffinity(0, mine)
+
+    def bound() -> list[int]:
+        found = []
+        for task in os.listdir(f"/proc/{it.process.pid}/task"):
+            with contextlib.suppress(OSError):
+                allowed = os.sched_getaffinity(int(task))
+                found += allowed if len(allowed) == 1 else []
+        return sorted(found)
+
+    with it, ThreadPoolExecutor(1) as pool:
+        it.complete("The heron stood", 8)
+        wait_until(lambda: len(bound()) == 1)  # OpenMP's thread keeps its core
+        answer = pool.submit(it.complete, "Count to a hundred, slowly:", 512)
+        wait_until(lambda: bound() == cores)
+        answer.result()
+        wait_until(lambda: len(bound()) == 1)
+
+
+def test_a_trace_tells_the_slots_apart(demo, tmp_path):
+    """Answers that are written at once are decoded together; a slot's next conversation begins where it leaves what it had computed."""
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, parallel=2, strategy="score", trace=str(tmp_path / "t")) as it:
+        texts = ["The heron stood", "Count to a hundred, slowly:"]
+        threads = [threading.Thread(target=lambda text=text: it.complete(text, 96)) for text in texts]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for text in ("The heron stood in the water", "The heron stood on one leg"):
+            it.complete(text, 4)
+        it.process.send_signal(signal.SIGTERM)
+        assert it.process.wait(300) == 0
+    trace = Trace.read(tmp_path / "t")
+    together = [e for e in trace.events if e.decode and len(e.ids) == 2]
+    assert len(together) > trace.model.n_gates * 24 and all(sorted(e.sequences.tolist()) == [0, 1] for e in together)
+    of_slot = [
+        sum(int(np.sum(e.sequences == slot)) if e.sequences is not None else len(e.ids) * (slot == 0) for e in trace.events if e.gate == 0) for slot in (0, 1)
+    ]
+    assert min(of_slot) > 96 and sum(of_slot) == trace.n_tokens
+    begun = [trace.begins.get(n, [0, 1]) for n in np.flatnonzero(trace.starts)]
+    assert len(begun) in (3, 4) and begun[-2] == begun[-1]  # the last two share a beginning with what their slot holds; the first two may begin at once
+
+
+def test_budget_moves_while_answers_are_written(grown):
+    code = textwrap.dedent("""
+        import sys, threading
+        import httpx
+        import moeoff
+        least = int(sys.argv[2])
+        with moeoff.Server(sys.argv[1], port=0, memory=f"{least + 90}M", n_ctx=512) as server:
+            body = {"prompt": "One two", "n_predict": 60, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+            texts = []
+            ask = lambda: texts.append(httpx.post(f"{server.url}/completion", json=body, timeout=300).json()["content"])
+            ask()
+            thread = threading.Thread(target=ask)
+            thread.start()
+            for more in (60, 20, 90) * 5:
+                server.set_memory(f"{least + more}M")
+            thread.join()
+            try:
+                server.set_memory("20M")
+            except moeoff.BudgetError as error:
+                print("refused")
+            ask()
+            print(len(set(texts)), len(texts), server.stats().budget_bytes >> 20)
+    """)
+    least = needed(grown, n_ctx=512)
+    done = subprocess.run([sys.executable, "-c", code, grown, str(least)], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["refused", "1", "3", str(least + 90)], done.stderr
+
+
+def test_a_model_that_is_written_to(demo, tmp_path):
+    """An error for those who ask, and not for the next ones once it is as it was."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    before = os.stat(model)
+    with Served(str(model), expert_memory=4 << 20, n_ctx=512) as it:
+        expected = it.complete("The heron", 4).choices[0].text
+        with open(model, "ab") as file:
+            file.write(b"x")
+        answer = httpx.post(f"{it.url}/v1/completions", json={"prompt": "The heron", "max_tokens": 4}, timeout=300)
+        assert answer.status_code == 500 and "model.gguf" in answer.json()["error"]["message"]
+        os.truncate(model, before.st_size)
+        os.utime(model, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert it.complete("The heron", 4).choices[0].text == expected
+
+
+def test_two_in_one_process_are_refused(demo):
+    code = textwrap.dedent("""
+        import sys
+        from moeoff.server.server import Server
+        with Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512):
+            try:
+                Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512).start()
+            except Exception as error:
+                print(type(error).__name__, error)
+        with Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512) as again:
+            print(again.url)
+    """)
+    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300)
+    first, second = done.stdout.splitlines()
+    assert first.startswith("MoeoffError a server runs in this process already") and second.startswith("http"), done.stderr
+
+
+@pytest.mark.parametrize("options, said", [({"memory": "1M"}, "too small"), ({"args": ["--sleep-idle-seconds", "3"]}, "cannot be passed"),
+                                           ({"parallel": 0}, "1 to 256, not 0"), ({"spec_type": "nonsense"}, "unknown speculative type"),
+                                           ({"args": ["--nonsense"]}, "--nonsense: llama-server has no such option"),
+                                           ({"args": ["--top_k", "many"]}, "--top_k many: llama-server does not take this"),
+                                           ({"args": ["--top-k"]}, "--top-k needs a value")])  # fmt: skip
+def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, said):
+    command = [sys.executable, "-c", SCRIPT, demo, json.dumps(options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=os.environ)
+    assert done.returncode == 1 and said in done.stderr.splitlines()[-1] and done.stdout == ""
+
+
+def test_a_signal_that_another_thread_gets_ends_the_wait(demo):
+    code = textwrap.dedent("""
+        import signal, sys, threading
+        from moeoff.server.server import Server
+
+        def end(*_):
+            raise SystemExit(0)
+
+        signal.signal(signal.SIGTERM, end)
+        with Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512) as server:
+            threading.Timer(0.2, lambda: signal.pthread_kill(threading.get_ident(), signal.SIGTERM)).start()
+            server.wait()
+    """)
+    subprocess.run([sys.executable, "-c", code, demo], check=True, timeout=300)
+
+
+def test_a_stop_while_it_ends_by_itself(demo):
+    """The serving thread has closed the buffer already, and is not gone yet."""
+    code = textwrap.dedent("""
+        import sys, threading, types
+        from moeoff.server.server import Server
+
+        server, ends = Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=512), threading.Event()
+        server._lib = types.SimpleNamespace(moeoff_serve_stop=ends.set)
+        server._thread = threading.Thread(target=ends.wait)
+        server._thread.start()
+        server.engine.close()
+        try:
+            server.stop()
+        finally:
+            ends.set()
+    """)
+    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+
+
+def test_budget_is_kept_under_clients(grown):
+    options = {"n_ctx": 4096, "parallel": 4, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
+    budget = needed(grown, **options) + 25 << 20
+    with Served(grown, memory=budget, **options) as it:
+        with ThreadPoolExecutor(16) as pool:
+            answers = list(pool.map(lambda n: it.ask("word " * (100 + 20 * n), max_tokens=16), range(16)))
+        assert all(answer.usage.completion_tokens for answer in answers)
+        with open(f"/proc/{it.process.pid}/status") as file:
+            peak = next(int(line.split()[1]) << 10 for line in file if line.startswith("VmHWM"))
+        assert peak <= budget
+
+
+# in a process of its own
+
+PARENT = """
+import sys, time
+from moeoff.server.process import ServerProcess
+
+server = ServerProcess(sys.argv[1], memory="200M", n_threads=1)
+print(server.pid, server.socket, flush=True)
+time.sleep(600)
+"""
+
+
+def test_answers_and_stops(demo):
+    server = ServerProcess(demo, memory="200M", n_threads=1)
+    with httpx.Client(transport=httpx.HTTPTransport(uds=server.socket), base_url="http://server", timeout=300) as client:
+        reply = client.post("/v1/completions", json={"prompt": "One, two", "max_tokens": 4})
+    assert reply.json()["usage"]["completion_tokens"] == 4 and server.running
+    server.stop()
+    server.stop()
+    assert not server.running and not os.path.exists(os.path.dirname(server.socket)) and server.ending() == "ended with code 0"
+
+
+@pytest.mark.parametrize("model, options, said", [("/nowhere/m.gguf", {}, "/nowhere/m.gguf"), ("", {"memory": "20M"}, "is too small"), ("", {"odd": 1}, "odd")])
+def test_what_is_wrong_is_said_here(demo, model, options, said):
+    with pytest.raises(MoeoffError, match=said):
+        ServerProcess(model or demo, **({"memory": "200M"} | options))
+
+
+def test_ends_with_a_parent_that_is_killed(demo):
+    with subprocess.Popen([sys.executable, "-c", PARENT, demo], stdout=subprocess.PIPE, text=True) as parent:
+        pid, socket = parent.stdout.readline().split()
+        assert os.path.exists(socket)
+        parent.send_signal(signal.SIGKILL)
+    wait_until(lambda: not os.path.exists(f"/proc/{pid}"))
+    assert not os.path.exists(os.path.dirname(socket))
+
+
+def test_a_server_that_is_killed_is_noticed(demo):
+    server = ServerProcess(demo, memory="200M", n_threads=1)
+    os.kill(server.pid, signal.SIGKILL)
+    server.wait()
+    assert not server.running and server.ending() == "been ended by SIGKILL"
+    server.stop()
