@@ -3,8 +3,9 @@
 A template comes with the model and is a program. In Jinja's own sandbox it can still loop for ever, or ask for more memory than there is:
 with `{{ 10 ** (10 ** 10) }}` already where it is compiled, because constants are folded there.
 
-The bound of memory is one of the process's address space, as the system has no other, and a thread that is started or a buffer that is reserved meanwhile
-would not get its own: what does either says so with `growing()`, and waits for templates as they wait for it.
+The bound of memory is one of what the process may write to, as the system has none for a thread, and a thread that is started or a buffer that is
+allocated meanwhile would not get its own: what does either says so with `growing()`, and waits for templates as they wait for it. Address space
+that is only reserved does not count: the allocator reserves 128 MiB for each new thread's first allocation, whenever that comes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 __all__ = ["ChatSandbox", "TemplateBoundError", "growing"]
 
 SECONDS = 10.0  # of this thread's processor time; templates of today take milliseconds
-BYTES = 256 << 20  # more address space than before
+BYTES = 256 << 20  # more than the process has when the template begins
 _BITS = 4096  # of a number
 
 
@@ -34,8 +35,8 @@ class TemplateBoundError(jinja2.TemplateRuntimeError):
     """A template takes too long, or too much memory."""
 
 
-class _AddressSpace:
-    """Either one thread runs a template within a bound of the address space, or any number of others may take more of it. First come, first served."""
+class _ProcessMemory:
+    """Either one thread runs a template within a bound of memory, or any number of others may take more of it. First come, first served."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -92,8 +93,8 @@ class _AddressSpace:
                 self._changed.notify_all()
 
 
-_address_space = _AddressSpace()
-growing = _address_space.growing
+_process_memory = _ProcessMemory()
+growing = _process_memory.growing
 
 
 class ChatTemplate(jinja2.Template):
@@ -134,7 +135,7 @@ def _bounded() -> Iterator[None]:
             raise TemplateBoundError(f"it takes longer than {SECONDS:g} s")
         return check_time
 
-    with _address_space.bounded():
+    with _process_memory.bounded():
         sys.settrace(check_time)
         try:
             yield
@@ -154,14 +155,14 @@ def _bounded() -> Iterator[None]:
 def _bounded_memory() -> Iterator[None]:
     try:
         with open("/proc/self/statm", "rb") as file:
-            now = int(file.read().split()[0]) * resource.getpagesize()
+            now = int(file.read().split()[5]) * resource.getpagesize()  # private and writable, and the stack
     except OSError:  # not Linux
         yield
         return
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
     bound = now + BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (bound if soft == resource.RLIM_INFINITY else min(soft, bound), hard))
+    resource.setrlimit(resource.RLIMIT_DATA, (bound if soft == resource.RLIM_INFINITY else min(soft, bound), hard))
     try:
         yield
     finally:
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -3,6 +3,7 @@ by another program, so that the server outlives it."""
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
@@ -62,10 +63,10 @@ IN_THE_SERVER = {
 @pytest.mark.parametrize("template", HERE)
 def test_hostile(template, monkeypatch):
     monkeypatch.setattr(chat_sandbox, "SECONDS", 0.5)
-    before = resource.getrlimit(resource.RLIMIT_AS)
+    before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(jinja2.TemplateError, match=HERE[template]):
         ChatSandbox().from_string(template).render(messages=[])
-    assert resource.getrlimit(resource.RLIMIT_AS) == before
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_ordinary():
@@ -73,9 +74,19 @@ def test_ordinary():
     assert made.render(messages=[{"role": "user", "content": " Hi "}]) == "<useruser>Hi12"
 
 
+def test_what_is_only_reserved_meanwhile_does_not_count():
+    """As the allocator does at any time, for the first allocation of a thread that was started before."""
+
+    def reserve() -> int:
+        with mmap.mmap(-1, 1 << 30, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, prot=mmap.PROT_READ) as reserved:
+            return len(reserved)
+
+    assert ChatSandbox().from_string("{{ reserve() }}").render(reserve=reserve) == str(1 << 30)
+
+
 def test_what_is_opened_meanwhile_is_not_bounded(demo):
     """The bound is the process's: neither threads nor buffers of a model that another thread opens may fail over it, and both get their turn."""
-    unbounded = resource.getrlimit(resource.RLIMIT_AS)
+    unbounded = resource.getrlimit(resource.RLIMIT_DATA)
     template = ChatSandbox().from_string("{% for i in range(2000) %}{{ i }}{% endfor %}")
     seen, rendered, stop = set(), [], threading.Event()
 
@@ -89,7 +100,7 @@ def test_what_is_opened_meanwhile_is_not_bounded(demo):
             wait_until(lambda: rendered)
             for _ in range(3):
                 with moeoff.Llama(
-                    demo, expert_memory="1M", n_ctx=128, io_threads=64, progress=lambda _done: seen.add(resource.getrlimit(resource.RLIMIT_AS))
+                    demo, expert_memory="1M", n_ctx=128, io_threads=64, progress=lambda _done: seen.add(resource.getrlimit(resource.RLIMIT_DATA))
                 ) as llm:
                     assert llm.create_completion("Once", max_tokens=2)["choices"]
             before = len(rendered)
