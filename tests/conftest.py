@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 pytest.register_assert_rewrite("helpers")
@@ -16,6 +17,10 @@ from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE
 
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# hypothesis gives an example 200 ms, which others on the machine may take from it; and what fails must fail again
+hypothesis.settings.register_profile("moeoff", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("moeoff")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -41,7 +41,7 @@ from common import DEMO, Child, Table, findings, import_all, is_sentence, json_o
 from moeoff.gguf.file import ModelFile, unpack
 from moeoff.gguf.writer import header_bytes
 
-DEADLINE = 60  # seconds of a child
+DEADLINE = 300  # seconds of a child, on a machine that is busy
 ADDRESS_SPACE = 8 << 30
 MEMORY = 300 << 20
 OPTIONS = ["-c", "64", "--warm", "off", "--profile", "none", "--experts", "none", "-t", "1", "--memory", str(MEMORY)]
@@ -356,8 +356,8 @@ def serve(path: Path) -> None:
                 body = json.dumps({"messages": [{"role": "user", "content": text}], "max_tokens": 2}).encode()
                 request = urllib.request.Request(f"{server.url}/v1/chat/completions", body, {"Content-Type": "application/json"})
                 with contextlib.suppress(urllib.error.HTTPError):
-                    urllib.request.urlopen(request, timeout=30).read()
-            urllib.request.urlopen(f"{server.url}/health", timeout=30).read()
+                    urllib.request.urlopen(request, timeout=DEADLINE).read()
+            urllib.request.urlopen(f"{server.url}/health", timeout=DEADLINE).read()
     except moeoff.MoeoffError as error:
         print(f"Error: {error}", file=sys.stderr)
         sys.exit(1)

@@ -28,6 +28,7 @@ from common import DEMO, Child, findings, import_all, json_option, status_bytes
 
 KEY = "a-long-secret-key-" + "k" * 30
 MEMORY = 400 << 20
+SECONDS = 60  # for what comes by itself, on a machine that is busy
 CASES: dict[str, Callable] = {}
 
 
@@ -47,7 +48,7 @@ class Target:
 
     @property
     def client(self) -> httpx.Client:
-        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=60)
+        return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {KEY}"}, timeout=SECONDS)
 
     def post(self, path: str, body: object, **headers: str) -> httpx.Response:
         content = body if isinstance(body, bytes) else json.dumps(body).encode()
@@ -60,7 +61,7 @@ class Target:
         assert found.status_code == 200, found.text
         return found.json()["tokens"]
 
-    def raw(self, data: bytes, seconds: float = 5) -> bytes:
+    def raw(self, data: bytes, seconds: float = SECONDS) -> bytes:
         """What comes back for these bytes; the connection may be closed at any time."""
         out = b""
         with contextlib.suppress(OSError), socket.create_connection(self.address, timeout=seconds) as connection:
@@ -82,7 +83,7 @@ def slow_loris(target: Target) -> str:
     with contextlib.ExitStack() as stack:
         connections = []
         for _ in range(300):
-            connection = stack.enter_context(socket.create_connection(target.address, timeout=5))
+            connection = stack.enter_context(socket.create_connection(target.address, timeout=SECONDS))
             connection.sendall(b"POST /completion HTTP/1.1\r\nHost: x\r\nX-A: ")
             connections.append(connection)
         slowest = 0.0
@@ -102,7 +103,7 @@ def slow_bodies(target: Target) -> str:
     """100 bodies that are promised and do not come: others are answered meanwhile"""
     with contextlib.ExitStack() as stack:
         for _ in range(100):
-            connection = stack.enter_context(socket.create_connection(target.address, timeout=5))
+            connection = stack.enter_context(socket.create_connection(target.address, timeout=SECONDS))
             connection.sendall(f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 1000000\r\n\r\n{{".encode())
         target.answer()
     return ""
@@ -242,7 +243,7 @@ def many_at_once(target: Target) -> str:
     """200 requests that are cut before they are answered"""
     body = json.dumps({"prompt": "x", "n_predict": 500, "ignore_eos": True})
     for _ in range(200):
-        with contextlib.suppress(OSError), socket.create_connection(target.address, timeout=5) as connection:
+        with contextlib.suppress(OSError), socket.create_connection(target.address, timeout=SECONDS) as connection:
             head = (
                 f"POST /completion HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             )
@@ -281,7 +282,7 @@ def trouble(target: Target, name: str, expected: list[int]) -> tuple[str, str]:
     try:
         said = CASES[name](target)
         assert target.answer() == expected, "another answer afterwards"
-        assert httpx.get(f"{target.url}/health", timeout=30).status_code == 200
+        assert httpx.get(f"{target.url}/health", timeout=SECONDS).status_code == 200
     except Exception as error:
         return "", f"{name}: {type(error).__name__}: {error}"
     peak = status_bytes("VmHWM", target.pid)
@@ -320,7 +321,7 @@ def main(rounds: int, only: tuple[str, ...], json_file: str | None) -> None:
         else:
             print(f"peak memory {status_bytes('VmHWM', server.pid) >> 20} MiB of {MEMORY >> 20}", file=sys.stderr)
             os.kill(server.pid, signal.SIGINT)
-        if (code := server.wait(60)) != 0:
+        if (code := server.wait(SECONDS)) != 0:
             problems.append(f"the server ended with {code}: {server.errors[-2000:]}")
 
 

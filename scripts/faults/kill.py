@@ -26,7 +26,7 @@ import click
 
 from common import DEMO, PROMPT, Child, findings, import_all, json_option
 
-DEADLINE = 90  # seconds until what was interrupted must have ended
+DEADLINE = 300  # seconds until what was interrupted must have ended
 OPTIONS = ["-c", "128", "-t", "2", "--expert-memory", "2M"]
 
 
@@ -125,7 +125,7 @@ def serving(folder: Path) -> Program:
 
         with moeoff.Server(str(folder / "model.gguf"), port=0, expert_memory="2M", n_ctx=256, parallel=1) as server:
             body = json.dumps({"prompt": PROMPT, "n_predict": 16, "temperature": 0}).encode()
-            urllib.request.urlopen(urllib.request.Request(f"{server.url}/completion", body, {"Content-Type": "application/json"}), timeout=60).read()
+            urllib.request.urlopen(urllib.request.Request(f"{server.url}/completion", body, {"Content-Type": "application/json"}), timeout=DEADLINE).read()
 
     return Program(start, running(folder).check)
 

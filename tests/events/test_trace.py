@@ -198,8 +198,7 @@ def test_the_log_is_off_by_default_and_bounded(demo):
             buffer.clear()
             for gate in range(n_gates):
                 queued += buffer.preload(gate, range(n_experts))
-            while buffer.stats().reads < before + queued:
-                pass
+            wait_until(lambda: buffer.stats().reads == before + queued)
             return queued
 
         load_all()

@@ -289,8 +289,12 @@ def test_resume_of_another_conversion_starts_over(large, tmp_path):
 def test_one_conversion_at_a_time(large, tmp_path):
     with start(large) as process:
         wait_for_part(tmp_path)
-        with pytest.raises(OptionError, match="another conversion"):
-            convert(large)
+        process.send_signal(signal.SIGSTOP)  # it has not ended before the other one begins
+        try:
+            with pytest.raises(OptionError, match="another conversion"):
+                convert(large)
+        finally:
+            process.send_signal(signal.SIGCONT)
     assert process.returncode == 0 and verify(tmp_path / "m.experts.gguf").tiers == ("original", "IQ4_XS")
 
 

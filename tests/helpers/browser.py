@@ -74,7 +74,7 @@ class Browser:
         self._last += 1
         message = {"id": self._last, "method": method, "params": params} | ({"sessionId": session} if session else {})
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while (answer := self._read(deadline)).get("id") != self._last:
             pass
         if "error" in answer:

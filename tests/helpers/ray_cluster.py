@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from pathlib import Path
 import ray
 from ray import serve
 
+from helpers.servers import free_port
 from helpers.waiting import wait_until
 from moeoff.bench.cgroup import memory_cgroup
 
@@ -69,7 +69,7 @@ def cluster(labels: list[Mapping[str, str]], memory: int, limit: int | None) -> 
         memory: bytes that a node tells Ray it has.
         limit: bytes of each node's cgroup; None: no cgroup.
     """
-    mark, folder, port = uuid.uuid4().hex, tempfile.mkdtemp(prefix="ray-"), _free_port()  # a short path: it goes into names of sockets
+    mark, folder, port = uuid.uuid4().hex, tempfile.mkdtemp(prefix="ray-"), free_port()  # a short path: it goes into names of sockets
     environment = os.environ | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_raylet_start_wait_time_s": "120"}
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
@@ -87,7 +87,7 @@ def cluster(labels: list[Mapping[str, str]], memory: int, limit: int | None) -> 
         ray.init(f"127.0.0.1:{port}", log_to_driver=False, logging_level="warning")
         stack.callback(ray.shutdown)
         wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == len(labels), _SECONDS)
-        http = _free_port()
+        http = free_port()
         serve.start(proxy_location="HeadOnly", http_options={"host": "127.0.0.1", "port": http})
         stack.callback(serve.shutdown)
         yield Cluster(f"http://127.0.0.1:{http}", [group and group.folder for group in groups], mark)
@@ -129,10 +129,3 @@ def _started(process: subprocess.Popen[bytes], log: str) -> bool:
     if process.poll() is not None:
         raise RuntimeError(f"ray start has ended: {said}")
     return "Ray runtime started" in said
-
-
-def _free_port() -> int:
-    """Above those that Ray gives its workers."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -50,7 +51,7 @@ class Served:
     @functools.cached_property
     def client(self):
         openai = pytest.importorskip("openai", reason="needs the extra test-clients")
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=300)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=300, http_client=single_use())
 
     def __enter__(self) -> Served:
         return self
@@ -59,11 +60,26 @@ class Served:
         self.process.kill()
         self.process.communicate()
 
-    def complete(self, text: str, n: int):
+    def complete(self, text: str | list[str], n: int):
         return self.client.completions.create(model="x", prompt=text, max_tokens=n, temperature=0, extra_body={"ignore_eos": True})
 
     def ask(self, text: str, **options):
         return self.client.chat.completions.create(model="x", messages=[{"role": "user", "content": text}], temperature=0, **{"max_tokens": 24} | options)
+
+
+def single_use() -> httpx.Client:
+    """A new connection for each request: one that is kept may be closed by the server just when the next request is sent on it."""
+    return httpx.Client(timeout=300, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+def free_port() -> int:
+    """For programs that take no 0. Below those that the system gives to others, who would have it before it is bound again."""
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        end = int(file.read().split()[0])
+    for port in random.SystemRandom().sample(range(20_000, max(end, 30_000)), 100):
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
+    raise AssertionError("no free port")
 
 
 def refused(*command: str) -> str:
@@ -83,8 +99,7 @@ def needed(model: str, **options) -> int:
 def stock_server(model: str, *args: str) -> Iterator[str]:
     """Its URL. It computes as our kernels do: without repacking, with flash attention, one answer at a time on two threads."""
     built = subprocess.run([sys.executable, ROOT / "scripts/build/fork.py", "llama-server"], check=True, text=True, stdout=subprocess.PIPE)
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [built.stdout.splitlines()[-1], "-m", model, "--port", str(port), "--no-repack", "-fa", "on", "-t", "2", "-np", "1", "--no-warmup", *args]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
         try:

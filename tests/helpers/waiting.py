@@ -14,7 +14,7 @@ def wait_until(condition: Callable[[], object], timeout: float = 300) -> None:
         time.sleep(0.005)
 
 
-def wait_until_still(value: Callable[[], object], seconds: float = 0.3) -> None:
+def wait_until_still(value: Callable[[], object], seconds: float = 1.0) -> None:
     """Returns when the value has not changed for this long: for what must not happen, and so cannot be waited for."""
     last, since = value(), time.monotonic()
     while time.monotonic() - since < seconds:

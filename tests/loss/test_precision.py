@@ -209,12 +209,17 @@ def test_warm_start_fills_smaller_arenas(model, remembered):
     options, (high, low), _, expected = remembered
     with moeoff.Llama(model, expert_memory="3M", **options | {"precision": replace(LOSSY, low_share=0.2)}) as llm:
         buffer = llm.engine.buffer
-        wait_until(lambda: buffer.stats().arena_committed > 0.9 * buffer.stats().arena_bytes)
+        stats = buffer.stats()
+        high_arena, low_arena = stats.arena_bytes - stats.low_arena_bytes, stats.low_arena_bytes
+
+        def committed() -> tuple[int, int]:
+            now = buffer.stats()
+            return now.arena_committed - now.low_arena_committed, now.low_arena_committed
+
+        wait_until(lambda: committed()[0] > 0.9 * high_arena and committed()[1] > 0.9 * low_arena)
         wait_until_still(lambda: buffer.stats().reads)
         stats = buffer.stats()
-        high_arena = stats.arena_bytes - stats.low_arena_bytes
-        assert 0.9 * stats.low_arena_bytes < stats.low_arena_committed <= stats.low_arena_bytes
-        assert 0.9 * high_arena < stats.arena_committed - stats.low_arena_committed <= high_arena
+        assert committed()[0] <= high_arena and committed()[1] <= low_arena
         assert stats.evictions == 0 and stats.reads == stats.resident_slices
         for now, then in ((buffer.residency(), high), (buffer.residency(low=True), low)):
             assert now.any() and not (now & ~then).any() and (now != then).any()
@@ -225,6 +230,7 @@ def test_warm_start_between_lossless_and_lossy(model, remembered):
     """A run without low versions takes the high ones alone, all if all fit, and what it leaves serves a lossy run as far as it goes."""
     options, (high, _), _, _ = remembered
     with moeoff.Llama(model, expert_memory="9M", warm=True, **OPTIONS) as llm:
+        wait_until(lambda: llm.engine.buffer.residency().any())
         wait_until_still(lambda: llm.engine.buffer.stats().reads)
         found = llm.engine.buffer.residency()
         assert found.any() and not (found & ~high).any() and llm.engine.buffer.stats().low_bytes_read == 0

@@ -14,7 +14,7 @@ std::vector<unit_test> & unit_tests() {
 }
 
 int main(int argc, char ** argv) {
-    alarm(60);
+    alarm(600);
     for (const auto & test : unit_tests()) {
         if (argc == 2 && strcmp(argv[1], test.name) == 0) {
             test.run();

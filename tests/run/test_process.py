@@ -108,7 +108,7 @@ def test_samplers_of_earlier_answers_are_freed(demo):
 
 
 def run(code: str, model: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, timeout=60)
+    return subprocess.run([sys.executable, "-c", code, model], capture_output=True, text=True, timeout=600)
 
 
 ENDS = """
@@ -148,7 +148,7 @@ def compute():
 def forked(what):
     child = os.fork()
     if child == 0:
-        signal.alarm(10)
+        signal.alarm(120)
         what()
         sys.exit(0)
     return os.waitpid(child, 0)[1]

@@ -22,14 +22,14 @@ two_cores = pytest.mark.skipif(len(CORES) < 2, reason="one core")
 # others while it computes, or "none" if no mask was asked for, "look" with those at the moment, "cores A B" by having no
 # others, "hold" by computing until the next line comes, "cancel" by cancelling a decode, "close" by closing the model.
 CHILD = """
-import json, os, sys
+import contextlib, json, os, sys
 import moeoff
 from moeoff import threads
 
 def cores():
     found = {}
     for task in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{task}/status") as file:
+        with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/status") as file:  # it may end meanwhile
             found[int(task)] = next(line.split()[1] for line in file if line.startswith("Cpus_allowed_list"))
     return found.pop(os.getpid()), sorted(found.values())
 
@@ -198,8 +198,8 @@ def test_only_compute_threads_and_only_while_they_compute(lock):
         assert caller == BOTH and others.count(BOTH) == len(others) - 1
         assert child.ask("cancel") == "cancelled" and child.ask("look")[0] == BOTH
         assert child.ask("close") == "closed"
-        caller, others = child.ask("look")
-        assert caller == BOTH and set(others) <= {BOTH}  # OpenMP's thread, which was bound, has ended
+        wait_until(lambda: set(child.ask("look")[1]) <= {BOTH})  # OpenMP's thread, which was bound, ends; it is listed for a moment still
+        assert child.ask("look")[0] == BOTH
 
 
 @two_cores
@@ -273,7 +273,7 @@ def cpuset():
                 os.rmdir(folder)
             return not os.path.exists(folder)
 
-        wait_until(removed, 5)  # a process that was killed leaves a moment later
+        wait_until(removed)  # a process that was killed leaves a moment later
 
 
 def _no_cpuset() -> str | None:

@@ -62,7 +62,8 @@ IN_THE_SERVER = {
 
 @pytest.mark.parametrize("template", HERE)
 def test_hostile(template, monkeypatch):
-    monkeypatch.setattr(chat_sandbox, "SECONDS", 0.5)
+    if "takes longer" in HERE[template]:
+        monkeypatch.setattr(chat_sandbox, "SECONDS", 0.5)
     before = resource.getrlimit(resource.RLIMIT_DATA)
     with pytest.raises(jinja2.TemplateError, match=HERE[template]):
         ChatSandbox().from_string(template).render(messages=[])
@@ -139,6 +140,13 @@ def programs(pid: int) -> list[int]:
     return [int(line) for line in subprocess.run(["pgrep", "-P", str(pid), "-f", "moeoff-templates"], capture_output=True, text=True).stdout.split()]
 
 
+def processor_ticks(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11])
+    except FileNotFoundError:  # ended
+        return 0
+
+
 def runs(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -180,7 +188,7 @@ def test_others_are_answered_while_one_waits(demo, tmp_path):
         def others_come_first() -> bool:
             late = pool.submit(ask, served.url, "now")
             (program,) = programs(served.process.pid)
-            wait_until(lambda: int(Path(f"/proc/{program}/stat").read_text().rpartition(")")[2].split()[11]) > 20)  # ticks of processor time
+            wait_until(lambda: late.done() or processor_ticks(program) > 20)
             in_time = ask(served.url).status_code == 200 and not late.done()
             assert late.result().status_code == 400 and "it takes longer than 10 s" in late.result().text
             assert ask(served.url).status_code == 200
@@ -215,7 +223,7 @@ def test_the_program_ends_itself_where_nobody_else_does(tmp_path):
     ours.sendall(struct.pack("<IIQQQQ", render, 0, 32 << 20, seconds, len(source), len(conversation)) + source.encode() + conversation)
     ours.close()
     try:
-        assert program.wait(timeout=30) == -signal.SIGALRM
+        assert program.wait(timeout=300) == -signal.SIGALRM
     finally:
         program.kill()
 
