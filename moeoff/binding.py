@@ -22,7 +22,7 @@ import numpy as np
 
 from . import cpu
 from .chat_sandbox import ChatSandbox
-from .errors import OptionError
+from .errors import MoeoffError, OptionError, one_line
 
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O threads make it one, every barrier then
 # waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 with two busy processes on 2 cores, no
@@ -33,6 +33,7 @@ cpu.load()
 import llama_cpp
 from llama_cpp import _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
+from llama_cpp.llama_tokenizer import LlamaTokenizer
 
 __all__ = ["PatchedLlama", "StockLlama", "api", "assertions_raise", "c_function", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
 
@@ -189,7 +190,11 @@ class PatchedLlama(_AnyLlama):
                 raise ValueError(f"its chat template cannot be read: {error}") from error
             except ValueError as error:
                 raise ValueError(_reason(errors) or str(error)) from error
-        sys.stderr.writelines(errors)  # they did not matter
+        sys.stderr.writelines(f"{one_line(text.rstrip())}\n" for text in errors if text.strip())  # they did not matter
+        if (n_ctx := self.n_ctx()) > len(self.input_ids):  # llama.cpp rounds a context up, and llama_cpp's lists stay as long as was asked for
+            self.input_ids = np.zeros(n_ctx, np.intc)
+            if self._logits_all:
+                self.scores = np.empty((n_ctx, self._n_vocab), np.single)
 
     def _change_model_params(self, params: Any) -> None:
         params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
@@ -251,6 +256,20 @@ class PatchedLlama(_AnyLlama):
         """Bytes of the logits that llama.cpp and llama_cpp keep."""
         rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
         return 4 * self._n_vocab * rows
+
+    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
+        """Tokens of a text. llama_cpp's own makes room for as many as the model was trained for first: 4 bytes times what a file says."""
+        if type(self.tokenizer_) is not LlamaTokenizer:  # the caller's
+            found: list[int] = super().tokenize(text, add_bos, special)
+            return found
+        n = len(text) + 2  # a token is a byte at least; one may begin the text, and one end it
+        for _ in range(2):
+            tokens = (ctypes.c_int32 * n)()
+            n = api.llama_tokenize(self._model.vocab, text, len(text), tokens, n, add_bos, special)
+            if n >= 0:
+                return tokens[:n]
+            n = -n
+        raise MoeoffError(f"llama.cpp cannot read a text of {len(text)} bytes")
 
     # llama_cpp makes a sampler for each answer and leaves the one before to the garbage collector, which does not see that a
     # vocabulary of 150,000 makes it 1.8 MB large and comes by after dozens of answers
@@ -341,23 +360,27 @@ class PatchedLlama(_AnyLlama):
         """From now on llama_cpp does not end answers where the context is full."""
         self._n_ctx = 1 << 30
 
-    def save_context(self, path: str) -> str:
-        """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing."""
-        tokens = np.ascontiguousarray(self.input_ids[: self.n_tokens], np.int32)
+    def save_context(self, path: str, behind: Sequence[int] = ()) -> str:
+        """Writes what the context holds, and the tokens, as llama.cpp's programs do. Returns what went wrong, or nothing.
+
+        Args:
+            behind: numbers that are written behind the tokens, as more of them.
+        """
+        tokens = np.concatenate([self.input_ids[: self.n_tokens], np.array(behind, np.intc)]).astype(np.int32)
         with _collected_errors() as errors, assertions_raise():
             done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
         return "" if done else _reason(errors) or "llama.cpp gives no reason"
 
-    def load_context(self, path: str) -> str:
-        """Reads what `save_context` wrote. Returns what went wrong, and the context is empty then, or nothing."""
-        tokens = np.zeros(self.n_ctx(), np.int32)
+    def load_context(self, path: str, n_behind: int = 0) -> str:
+        """Reads what `save_context` wrote, with so many numbers behind the tokens. Returns what went wrong, and the context is empty then, or nothing."""
+        tokens = np.zeros(self.n_ctx() + n_behind, np.int32)
         count = ctypes.c_size_t()
         with _collected_errors() as errors, assertions_raise():
             done = api.llama_state_load_file(
                 self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens), ctypes.byref(count)
             )
-        n = count.value
-        if not done or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
+        n = count.value - n_behind
+        if not done or n < 0 or n > len(self.input_ids) or n and not 0 <= tokens[:n].min() <= tokens[:n].max() < self.n_vocab():
             self.clear_context()
             return _reason(errors) or "it is damaged"
         self.input_ids[:n] = tokens[:n]

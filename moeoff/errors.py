@@ -10,19 +10,27 @@ import re
 from collections.abc import Mapping
 
 _OPTION = re.compile(r"`(\w+)`")
+_LONGEST = 2000  # characters of a message
+
+
+def one_line(text: str) -> str:
+    """A text for people, printable and bounded: what comes from a file must not look like a line of ours, move the cursor, or fill the screen."""
+    if len(text) > _LONGEST:
+        text = f"{text[: _LONGEST // 2]} ... {text[-_LONGEST // 2 :]}"
+    return text if text.isprintable() else "".join(c if c.isprintable() else " " if c.isspace() else c.encode("unicode_escape").decode() for c in text)
 
 
 class MoeoffError(Exception):
     """Base of every error that moeoff raises on purpose.
 
     Attributes:
-        message: the sentence without the way out.
+        message: the sentence without the way out, on one line.
         hint: options by name, each with a value that would do; `...` stands for one that the user has to choose.
     """
 
     def __init__(self, message: str = "", *, hint: Mapping[str, object] | None = None):
-        super().__init__(message)
-        self.message, self.hint = message, dict(hint or {})
+        self.message, self.hint = one_line(message), dict(hint or {})
+        super().__init__(self.message)
 
     def __str__(self) -> str:
         message = _OPTION.sub(r"\1", self.message)

@@ -1,4 +1,8 @@
-"""Files that moeoff writes: whole or not at all, also after a crash; and the folders it has for them. The only place that asks the environment for folders."""
+"""Files: those that are read, bounded and without waiting for anybody; those that are written, whole or not at all, also after a crash; and the folders
+for them. The only place that asks the environment for folders.
+
+A reader says how much it may take before it takes it: what a file, or a field in it, claims to need is compared first.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,126 @@ import errno
 import importlib.resources
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from .errors import MoeoffError, WriteError
+from .errors import MoeoffError, OptionError, WriteError
+from .memory import format_size
 
-__all__ = ["atomic_file", "cache_folder", "demo_model", "machine_wide_file", "publish"]
+__all__ = [
+    "SMALL",
+    "TEXT",
+    "atomic_file",
+    "cache_folder",
+    "demo_model",
+    "machine_wide_file",
+    "open_file",
+    "publish",
+    "read_file",
+    "read_text",
+    "require_new",
+]
+
+SMALL = 1 << 16  # bytes of a file that holds a few facts
+TEXT = 16 << 20  # bytes of a prompt, or of a text to measure on: several books
 
 DEMO_MODEL = "demo-moe-q8_0.gguf"
 
+_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+
 # a folder that may not be listed, and file systems that cannot sync one
 _UNSYNCABLE = {errno.EACCES, errno.EPERM, errno.EINVAL, errno.ENOTSUP, errno.EBADF}
+
+
+def open_file(path: str | os.PathLike[str]) -> BinaryIO:
+    """A regular file, open for reading, without a buffer. What is none is not opened: a pipe would wait for a writer, and a device may have no end.
+
+    Raises:
+        OSError: it cannot be opened; `strerror` says why in words.
+    """
+    # without waiting, should it be replaced between the two calls
+    _require_regular(path, os.stat(path).st_mode)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        _require_regular(path, os.fstat(fd).st_mode)
+        return open(fd, "rb", buffering=0)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _require_regular(path: str | os.PathLike[str], mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, f"{next((name for test, name in _KINDS if test(mode)), 'something else')}, expected a file", os.fspath(path))
+
+
+def read_file(path: str | os.PathLike[str], limit: int) -> bytes:
+    """All of a regular file of at most so many bytes. Raises `OSError`, whose `strerror` says why in words."""
+    with open_file(path) as file:
+        return _read(file, os.fstat(file.fileno()).st_size, path, limit)
+
+
+def _read(file: BinaryIO, size: int, path: str | os.PathLike[str], limit: int) -> bytes:
+    """What is left in a file that is said to have so many bytes; of a pipe nobody says it."""
+    parts, left = list[bytes](), limit + 1
+    while size <= limit and left > 0:
+        part = file.read(min(left, 1 << 20))
+        if part is None:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN), os.fspath(path))
+        if not part:
+            break
+        parts.append(part)
+        left -= len(part)
+    if size > limit or left <= 0:
+        found = f"it has {format_size(size)}" if size > limit else "it is longer"
+        raise OSError(errno.EFBIG, f"{found}, expected at most {format_size(limit)}", os.fspath(path))
+    return b"".join(parts)
+
+
+def read_text(path: str | os.PathLike[str], limit: int = TEXT, *, errors: str = "strict", newlines: bool = False) -> str:
+    """A text in UTF-8. It may come from a pipe that is open already, as a shell's <(...) and /dev/stdin are.
+
+    Args:
+        newlines: lines end with a newline alone, however they end in the file.
+
+    Raises:
+        OptionError: it cannot be read, is too long, or is not UTF-8.
+    """
+    try:
+        if os.path.exists(path) and not os.path.exists(os.path.realpath(path)):  # a pipe without a name
+            with open(path, "rb", buffering=0) as file:
+                data = _read(file, 0, path, limit)
+        else:
+            data = read_file(path, limit)
+        text = data.decode("utf-8", errors)
+    except OSError as error:
+        raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise OptionError(f"{os.fspath(path)}: is not UTF-8 text") from None
+    return text.replace("\r\n", "\n").replace("\r", "\n") if newlines else text
+
+
+def require_new(output: str | os.PathLike[str] | None, inputs: Iterable[str | os.PathLike[str] | None], what: str) -> None:
+    """Raises `OptionError` if what will be written is one of the files that are read, under whatever name.
+
+    Args:
+        output: path; None: nothing will be written.
+        what: the option that gives it.
+    """
+    if output is None or (os.path.exists(output) and not os.path.isfile(output)):  # as /dev/null, which nothing is lost in
+        return
+    for path in inputs:
+        if path is None:
+            continue
+        try:
+            same = os.path.samefile(output, path)
+        except OSError:  # one of them is not there
+            same = os.path.realpath(output) == os.path.realpath(path)
+        if same:
+            raise OptionError(f"{what} {os.fspath(output)}: would replace {os.fspath(path)}, which is in use: give another name")
 
 
 @contextlib.contextmanager

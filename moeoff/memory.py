@@ -20,6 +20,7 @@ DEFAULT_SHARE = 0.8  # of what is available, when the user states no budget
 
 _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?b?)\s*$", re.IGNORECASE)
 _M_ARENA_MAX = -8  # of malloc.h
+_MOST = 1 << 60  # bytes
 _SLOT_PAGE = 4096  # the native page_size, whatever the machine's pages are
 _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
@@ -29,14 +30,14 @@ def slot_bytes(slice_bytes: int) -> int:
     return -(-slice_bytes // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE
 
 
-def parse_size(text: str | int) -> int:
+def parse_size(text: str | float) -> int:
     """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of what is available). G and GiB both mean 2^30; GB means 10^9.
 
     Raises:
         OptionError: not a size, or zero.
     """
-    if isinstance(text, int):
-        size = text
+    if not isinstance(text, str):
+        size = _whole(text)
     elif text.strip().endswith("%"):
         try:
             share = parse_percent(text)
@@ -51,10 +52,22 @@ def parse_size(text: str | int) -> int:
             raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%")
         number, unit, suffix = match.groups()
         base = 1000 if unit and suffix.lower() == "b" else 1024
-        size = int(float(number) * base ** _UNITS[unit.lower()])
+        size = int(min(float(number), _MOST) * base ** _UNITS[unit.lower()])
     if size <= 0:
         raise OptionError(f"a memory size must be positive, not {text!r}")
+    if size > _MOST:
+        raise OptionError(f"a memory size of {text!r} is more than any machine has")
     return size
+
+
+def _whole(number: float) -> int:
+    """A number of bytes, of a whole number of any type. Raises `OptionError`."""
+    try:
+        if number == (size := int(number)) and not isinstance(number, bool):
+            return size
+    except (TypeError, ValueError, OverflowError):  # nothing like a number, NaN, infinite
+        pass
+    raise OptionError(f"not a size: {number!r}; write for example 6G, 700MiB or 80%")
 
 
 def parse_percent(text: str) -> float:
@@ -148,7 +161,7 @@ def available() -> int:
     try:
         free = [int(psutil.virtual_memory().available) + rss()]
     except (OSError, RuntimeError, ValueError, psutil.Error):  # what psutil raises where /proc is not mounted, or a call is refused
-        raise OptionError("this system does not say how much memory is free: state a budget") from None
+        raise OptionError("this system does not say how much memory is free (is /proc mounted?)", hint={"memory": ...}) from None
     own = _own("RssAnon") + _own("RssShmem")
     for group in _memory_groups():
         if (limit := group.limit) is not None:
@@ -161,7 +174,7 @@ def _own(key: str) -> int:
     try:
         with open("/proc/self/status") as file:
             return next((int(line.split()[1]) * 1024 for line in file if line.startswith(key + ":")), 0)
-    except FileNotFoundError:  # not Linux
+    except OSError:  # not Linux
         return 0
 
 
@@ -174,7 +187,10 @@ def rss() -> int:
         pass
     import psutil
 
-    return int(psutil.Process().memory_info().rss)
+    try:
+        return int(psutil.Process().memory_info().rss)
+    except (OSError, psutil.Error):
+        raise OptionError("this system does not say how much memory a process takes, which no bound can be kept without: is /proc mounted?") from None
 
 
 def peak_rss() -> int:

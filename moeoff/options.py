@@ -101,7 +101,7 @@ def _integer(least: int, most: int = _MAX) -> Callable[[Any], int]:
     def parse(value: str | int) -> int:
         try:
             number = int(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise OptionError(f"a whole number, not {value!r}") from None
         if not least <= number <= most:
             raise OptionError(f"at least {least}, not {number}" if most == _MAX and number < least else f"{least} to {most}, not {number}")
@@ -114,7 +114,7 @@ def _number(least: float | None = None, most: float | None = None, above: float 
     def parse(value: str | float) -> float:
         try:
             number = float(value)
-        except ValueError:
+        except (ValueError, OverflowError):
             raise OptionError(f"a number, not {value!r}") from None
         if not math.isfinite(number):
             raise OptionError(f"a number, not {value!r}")

@@ -21,12 +21,15 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from .errors import OptionError, WriteError
+from .files import open_file
 from .gate_event import GateEvent
-from .memory import slot_bytes
+from .memory import available, format_size, slot_bytes
 
 MAGIC, VERSION = b"MOEOFFTR", 6
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
+_LONGEST_HEADER, _LONGEST_RECORD = 16 << 20, 256 << 20  # bytes; a record is one gate's events of one batch, or some reads
+_EXPANDED = 3  # bytes of memory for each of a file
 GATE, SESSION, READS = 1, 2, 3
 NEW_SEQUENCE, PROBS, DECISIONS, SEQUENCES, BEGINS, OTHER_KIND, REROUTED, DEVICE = 1, 2, 4, 8, 16, 32, 64, 128  # flags of gate events
 
@@ -82,8 +85,15 @@ class TraceHeader:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> TraceHeader:
+        """Raises ValueError, KeyError or TypeError for one that is damaged."""
         fields = json.loads(text)
-        return cls(fields["name"], fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"]))
+        header = cls(str(fields["name"]), fields["n_used"], tuple(TensorInfo(**t) for t in fields["tensors"]))
+        limits = {"gate": 1 << 12, "layer": 1 << 12, "matrix": 8, "n_experts": 1 << 16, "nbytes": 1 << 48}
+        if not header.tensors or type(header.n_used) is not int or not 0 < header.n_used <= header.n_experts:
+            raise ValueError("no tensors, or no use of them")
+        if any(type(n := getattr(tensor, name)) is not int or not 0 <= n <= limit for tensor in header.tensors for name, limit in limits.items()):
+            raise ValueError("a tensor that no model has")
+        return header
 
     @classmethod
     def of(cls, buffer: Any, name: str, n_used: int) -> TraceHeader:
@@ -229,16 +239,21 @@ class Trace:
         """Reads as much as is whole.
 
         Raises:
-            OptionError: no trace, or one of another version.
+            OptionError: no trace, one of another version, or one that would not fit into memory.
         """
-        data = _content(path)
-        model, position = _header(data, path)
+        with contextlib.closing(_Content(path)) as data:
+            return cls._of(data)
+
+    @classmethod
+    def _of(cls, data: _Content) -> Trace:
+        model = data.header()
+        data.require_memory()
         layers = {t.gate: t.layer for t in model.tensors}
         events: list[GateEvent] = []
         begins: dict[int, list[int]] = {}
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
         with contextlib.suppress(ValueError, RecursionError):  # a record that cannot be ends the trace, as one that was cut does
-            for fields, payload, _ in _records(data, position):
+            for fields, payload, _ in data.records():
                 kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
                 if kind == SESSION:
                     notes.append(json.loads(bytes(payload)))
@@ -325,43 +340,71 @@ class Trace:
         return out
 
 
-def _content(path: str | os.PathLike[str]) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+class _Content:
+    """What is in a file, read record by record. Raises `OptionError` for one that cannot be read."""
 
+    def __init__(self, path: str | os.PathLike[str]):
+        self._path = os.fspath(path)
+        try:
+            raw = open_file(path)
+        except OSError as error:
+            raise OptionError(f"{self._path}: cannot be read: {error.strerror}") from None
+        self._file = open(os.dup(raw.fileno()), "rb")  # noqa: SIM115  # with a buffer, until `close`
+        raw.close()
+        self._size = os.fstat(self._file.fileno()).st_size
 
-def _header(data: bytes, path: str | os.PathLike[str]) -> tuple[TraceHeader, int]:
-    if data[:8] != MAGIC or len(data) < 16:
-        raise OptionError(f"{path}: is not a trace of moeoff")
-    version, length = struct.unpack_from("<II", data, 8)
-    if version != VERSION:
-        raise OptionError(f"{path}: is a trace of version {version}, this moeoff reads version {VERSION}")
-    try:
-        return TraceHeader.from_json(data[16 : 16 + length]), 16 + length
-    except (ValueError, KeyError, TypeError, RecursionError):
-        raise OptionError(f"{path}: the trace's header is damaged") from None
+    def close(self) -> None:
+        self._file.close()
 
+    @property
+    def position(self) -> int:
+        return self._file.tell()
 
-def _records(data: bytes, position: int) -> Iterator[tuple[tuple[int, ...], memoryview, int]]:
-    """Fields, payload and end of each whole record."""
-    view = memoryview(data)
-    while position + RECORD.size <= len(data):
-        *fields, size, crc = RECORD.unpack_from(data, position)
-        start, position = position + RECORD.size, position + RECORD.size + size
-        payload = view[start:position]
-        if len(payload) < size or zlib.crc32(payload) != crc:
-            return
-        yield tuple(fields), payload, position
+    def _read(self, n: int) -> bytes:
+        try:
+            return self._file.read(min(n, max(self._size - self._file.tell(), 0)))
+        except OSError as error:
+            raise OptionError(f"{self._path}: cannot be read: {error.strerror}") from None
+
+    def header(self) -> TraceHeader:
+        head = self._read(16)
+        if head[:8] != MAGIC or len(head) < 16:
+            raise OptionError(f"{self._path}: is not a trace of moeoff")
+        version, length = struct.unpack_from("<II", head, 8)
+        if version != VERSION:
+            raise OptionError(f"{self._path}: is a trace of version {version}, this moeoff reads version {VERSION}")
+        try:
+            if length > _LONGEST_HEADER:
+                raise ValueError
+            return TraceHeader.from_json(self._read(length))
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise OptionError(f"{self._path}: the trace's header is damaged") from None
+
+    def require_memory(self) -> None:
+        """For all events at once. Raises `OptionError` if there is too little."""
+        if _EXPANDED * self._size > (most := available()):
+            raise OptionError(
+                f"{self._path}: {format_size(self._size)} of trace need about {format_size(_EXPANDED * self._size)}, {format_size(most)} are free"
+            )
+
+    def records(self) -> Iterator[tuple[tuple[int, ...], memoryview, int]]:
+        """Fields, payload and end of each whole record, behind the header."""
+        while len(head := self._read(RECORD.size)) == RECORD.size:
+            *fields, size, crc = RECORD.unpack(head)
+            payload = self._read(size if size <= _LONGEST_RECORD else 0)
+            if len(payload) < size or zlib.crc32(payload) != crc:
+                return
+            yield tuple(fields), memoryview(payload), self.position
 
 
 def _scan(path: str | os.PathLike[str]) -> tuple[TraceHeader, int]:
     """Header, and where the last whole record ends."""
-    data = _content(path)
-    model, end = _header(data, path)
-    return model, max((position for *_, position in _records(data, end)), default=end)
+    with contextlib.closing(_Content(path)) as data:
+        model = data.header()
+        end = data.position
+        for *_, end in data.records():  # noqa: B007  # the last counts
+            pass
+        return model, end
 
 
 def _pack_reads(reads: np.ndarray) -> tuple[int, bytes]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import files
 from ..errors import OptionError
 
 MOEOFF, STOCK = "moeoff", "stock"
@@ -190,11 +191,7 @@ def read_text(path: str | os.PathLike[str] | None) -> str:
     """
     if path is None:
         return usual_text()
-    try:
-        with open(path, encoding="utf-8", errors="replace") as file:
-            text = file.read()
-    except OSError as error:
-        raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+    text = files.read_text(path, errors="replace", newlines=True)
     if not text.strip():
         raise OptionError(f"{os.fspath(path)}: holds no text")
     return text

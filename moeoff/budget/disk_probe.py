@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ..cpu import machine_name
 from ..errors import ModelError, WriteError
-from ..files import atomic_file, cache_folder
+from ..files import SMALL, atomic_file, cache_folder, read_file
 
 IO_THREADS = 4  # where nothing says that others would be faster
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -230,9 +230,9 @@ def _kept_file(path: str, kind: str, block: int) -> Path:
 
 def _recall(kept: Path) -> IoThreads | None:
     try:
-        found = IoThreads(**json.loads(kept.read_text()))
-        return found if found.n in _COUNTS and isinstance(found.reason, str) else None
-    except (OSError, ValueError, TypeError):  # never measured, or a damaged file
+        found = IoThreads(**json.loads(read_file(kept, SMALL)))
+        return found if type(found.n) is int and found.n in _COUNTS and isinstance(found.reason, str) else None
+    except (OSError, ValueError, TypeError, RecursionError):  # never measured, or a damaged file
         return None
 
 

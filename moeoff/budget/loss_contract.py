@@ -14,6 +14,7 @@ import numpy as np
 
 from ..errors import OptionError
 from ..gguf.model_index import ModelIndex
+from ..npz import Layout, WrongArrays, require_arrays
 from ..policies.precision import Precision
 from ..sidecar.file import ORIGINAL, ExpertSource
 from ..sidecar.profile import Profile
@@ -171,9 +172,13 @@ class LossContract:
 
     @classmethod
     def from_section(cls, s: dict[str, np.ndarray]) -> LossContract:
-        """Raises `LookupError` for a section of an earlier moeoff."""
-        if "version" not in s or int(s["version"]) != VERSION:
+        """Raises `LookupError` for a section of an earlier moeoff, `WrongArrays` for one that is damaged."""
+        if "version" not in s or s["version"].shape or s["version"].dtype.kind not in "iu" or int(s["version"]) != VERSION:
             raise LookupError("version")
+        require_arrays(s, {name: ("i", ()) for name in ("sidecar", "text", "n_windows", "n_tokens", "ctx")})
+        require_arrays(s, _LAYOUT)
+        if s.get("tier", s["t1"]).dtype.kind != "U" or s["tier"].shape != s["t1"].shape or np.isnan(s["upper_loss"].astype(float)).any():
+            raise WrongArrays("'tier' or 'upper_loss' is no list of names, or of bounds")
         rows = [{name: s[name][i].item() for name in _FIELDS} for i in range(len(s["t1"]))]
         facts = {name: int(s[name]) for name in ("sidecar", "text", "n_windows", "n_tokens", "ctx")}
         return cls(candidates=tuple(Candidate(**row) for row in rows), **facts)
@@ -193,6 +198,8 @@ class LossContract:
             contract = cls.from_section(section)
         except LookupError:
             raise OptionError(f"{profile.path}: was measured by an earlier moeoff: {again}") from None
+        except WrongArrays as error:
+            raise OptionError(f"{profile.path}: what was measured is damaged ({error}): {again}") from None
         if contract.sidecar and (source.sidecar is None or source.sidecar.identity != contract.sidecar):
             found = f"with another sidecar than {source.sidecar.path}" if source.sidecar else f"with a sidecar, and {model_index.files[0]} has none now"
             raise OptionError(f"{profile.path}: was measured {found}: {again}")
@@ -200,3 +207,10 @@ class LossContract:
 
 
 _FIELDS = tuple(field.name for field in fields(Candidate))
+_SHARES = ("t1", "t2", "share", "low", "skipped", "reroute", "reroute_margin", "resident", "rerouted")
+_LAYOUT: dict[str, Layout] = {
+    **{name: ("fi", ("tried",), 0, 1) for name in _SHARES},
+    **{name: ("fi", ("tried",)) for name in ("loss", "kl")},
+    **{name: ("fi", ("tried",), 0, 1e6) for name in ("cost", "size")},
+    "decode": ("b", ("tried",)),
+}

@@ -23,6 +23,7 @@ from ..binding import quiet_log
 from ..engine.llama import Llama
 from ..engine.stats import Stats
 from ..errors import OptionError
+from ..files import read_text
 from ..memory import format_size, trim
 from ..policies.precision import LOSSLESS, Precision
 from ..sidecar.file import ORIGINAL
@@ -73,13 +74,7 @@ def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int
     add_bos, bos = llm.adds_bos(), llm.token_bos()
     windows = []
     for index, path in enumerate(paths):
-        try:
-            with open(path, encoding="utf-8", newline="") as file:  # newline: as the bytes are
-                text = file.read().removesuffix("\n")
-        except OSError as error:
-            raise OptionError(f"{path}: cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise OptionError(f"{path}: is not UTF-8 text") from None
+        text = read_text(path).removesuffix("\n")
         tokens = llm.tokenize(text.encode(), add_bos=True, special=False)
         n = len(tokens) // n_ctx
         if n == 0:

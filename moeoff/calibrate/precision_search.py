@@ -25,6 +25,7 @@ from .. import __version__, native
 from ..budget.loss_contract import SECTION, LossContract
 from ..engine.llama import Llama
 from ..errors import OptionError
+from ..files import require_new
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
 from ..policies.precision import Precision
@@ -100,6 +101,7 @@ def search_precision(
         raise OptionError(f"{model}: has no sidecar with lower precision, which moeoff convert makes", hint={"experts": ...})
     tiers = [sidecar.tier(tier) or tier] if sidecar and tier else lower
     path = os.fspath(output) if output else profile_output(model_index)
+    require_new(path, [*model_index.files, sidecar.path if sidecar else None, *text], "`output`")
     if os.path.exists(path):
         Profile.read(path, model_index)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, model_index.n_ctx_train or CTX)

@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..errors import ModelError, OptionError
+from ..errors import BudgetError, ModelError, OptionError
+from ..files import open_file, require_new
 from ..gguf.model_index import ModelIndex
+from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, trim
 from ..policies import FitOptions
 from ..policies.recording import Recording
 from ..policies.router import Router
 from ..policies.strategy import fits
-from ..sidecar.file import low_cost
+from ..sidecar.file import low_cost, sidecar_path
 from ..sidecar.profile import Profile, profile_output
 from ..simulate import simulate
 from .checkpoint import Checkpoint
@@ -33,6 +35,8 @@ __all__ = ["Calibrated", "CalibrationEstimate", "calibrate", "cap_hidden", "fit"
 DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing, however long they take
+_SHARE = 0.9  # of what is free, that the fits plan with
+_FITS = 192 << 20  # bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred tokens 82
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
 HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
 Section = dict[str, np.ndarray]
@@ -84,7 +88,8 @@ def calibrate(
         text: files; none: the model writes some itself (`moeoff.calibrate.writer`).
         output: the profile; MODEL.profile.npz by default, or one in the cache folder if nothing can be written there, where it is picked up.
         tokens: in all, as many from each text.
-        memory: bound of the process while the model runs; what is kept for the fits adds up to a quarter of the rest, 2 GiB at most.
+        memory: bound of the process. Of what the model leaves of it up to a quarter, 2 GiB at most, keeps inputs and probabilities for the fits, which
+            learn from as many tokens as the rest has room for.
         minutes: that writing and reading the text may take, about; of a large model on a slow disk fewer tokens are read then, but 8 sequences.
         only: sections that are fitted; by default all of them.
         announce: is told before it starts what the calibration will take, and what the reading will where the model has written first.
@@ -101,6 +106,7 @@ def calibrate(
     model_index = ModelIndex.read(model)
     model_index.require_experts()
     path = os.fspath(output) if output is not None else profile_output(model_index)
+    require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")
     if os.path.exists(path):
         Profile.read(path, model_index)  # another model's would be refused in the end: raise before the work
     folder = os.path.dirname(os.path.abspath(path))
@@ -113,6 +119,9 @@ def calibrate(
         raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
     key = {"moeoff": __version__, "tokens": tokens, "minutes": minutes, "threads": n_threads, "hidden": hidden, "seed": seed,
            "options": repr(sorted(options.items())), "texts": [_digest(file) for file in text]}  # fmt: skip
+    bound = parse_size(memory) if memory is not None else int(available() * DEFAULT_SHARE)
+    if bound < (least := rss() + _FITS):
+        raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(least)} at least", hint={"memory": least})
     checkpoint = Checkpoint(f"{model_index.identity}-profile", key, warn)
     options = {"n_threads": n_threads} | options
     with texts_or_written(
@@ -121,7 +130,11 @@ def calibrate(
     ) as files:  # fmt: skip
         seconds = 60 * minutes if text else math.inf  # which the writer has seen to
         recording = _record(model_index, files, tokens, memory, seconds, checkpoint, progress, announce, options)
-    how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index))
+    import sklearn.linear_model  # before the room is measured
+    import sklearn.neural_network  # noqa: F401
+
+    trim()  # what the closed model leaves is room for the fits
+    how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=max(int(_SHARE * (bound - rss())), 0))
     sections = fit(recording, how, progress, only, checkpoint)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text] or ["written by the model"]}
     Profile.write(path, model_index, sections, info)
@@ -133,8 +146,14 @@ def calibrate(
 
 
 def _digest(path: str | os.PathLike[str]) -> str:
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+    try:
+        with open_file(path) as file:
+            digest = hashlib.sha256()
+            while part := file.read(1 << 20):
+                digest.update(part)
+            return digest.hexdigest()
+    except OSError as error:
+        raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
 
 
 def _record(
@@ -147,13 +166,14 @@ def _record(
             raise OptionError(f"the texts hold {sum(map(len, pieces))} tokens, too few to calibrate on: give more")
         if progress:
             progress("reading text", 0, sum(map(len, pieces)))  # one sequence of a large model may take minutes
-        plan = checkpoint.once("reading", lambda: {"each": np.array(call(seconds_of, llm, pieces[0])), "limit": np.array(kept_bytes())})
+        plan = checkpoint.once("reading", lambda: {"each": np.array(call(seconds_of, llm, pieces[0])), "limit": np.array(kept_bytes(llm.engine.plan))})
         each, limit = float(plan["each"]), int(plan["limit"])
         pieces = pieces[: max(int(min(seconds / each, len(pieces))), _LEAST)]
         n_tokens = sum(map(len, pieces))
         left = sum(not checkpoint.has(f"sequence-{i}") for i in range(len(pieces)))
         if announce:
             announce(CalibrationEstimate(n_tokens, left * each, recording_bytes(llm, router, n_tokens, limit), resumed=left < len(pieces)))
+        llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
         stage = progress and functools.partial(progress, "reading text")
         recording: Recording = call(record, llm, pieces, router, os.path.basename(model_index.files[0]), limit=limit, checkpoint=checkpoint, progress=stage)
         return recording

@@ -16,11 +16,13 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ..budget.memory_plan import MemoryPlan
 from ..engine.llama import Llama
 from ..errors import OptionError
+from ..files import open_file
 from ..gate_event import GateEvent
 from ..gguf.model_index import EMBEDDING, ModelIndex
-from ..memory import available
+from ..memory import available, rss
 from ..policies.recording import Recording
 from ..policies.router import Router
 from ..trace import TraceHeader
@@ -63,16 +65,15 @@ def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: i
     per_text = max(round(n_tokens / length / len(texts)), 1)
     out = []
     for path in texts:
+        found = []
         try:
-            with open(path, "rb") as file:
-                text = file.read()
+            with open_file(path) as file:
+                size = os.fstat(file.fileno()).st_size
+                for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
+                    piece = os.pread(file.fileno(), min(12 * length, -(-size // per_text)), size * i // per_text)
+                    found.append(model.tokenize(piece.decode("utf-8", "ignore").encode(), add_bos=False)[:length])
         except OSError as error:
             raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
-        found = []
-        for i in sorted(range(per_text), key=lambda piece: piece * _GOLDEN % 1):  # a fit may keep only the first tokens
-            at = len(text) * i // per_text
-            piece = text[at : at + min(12 * length, -(-len(text) // per_text))].decode("utf-8", "ignore").encode()
-            found.append(model.tokenize(piece, add_bos=False)[:length])
         found = [tokens for tokens in found if len(tokens) > 1]
         if not found:
             raise OptionError(f"{os.fspath(path)}: holds no text to calibrate on")
@@ -111,13 +112,16 @@ def recordable(model_index: ModelIndex, kind: type[Model] = Llama, **options: An
     n_embd, n_vocab = embedding.shape[:2] if embedding else (4096, 1 << 17)
     batch = batch_size(n_vocab, n_embd)
     with contextlib.closing(kind(model_index.files[0], gate_input=True, n_ctx=LENGTH, n_batch=batch, n_ubatch=batch, **options)) as llm:
-        layers = {t.gate: t.layer for t in llm.engine.buffer.tensors}
-        yield llm, Router.read(model_index, [layers[g] for g in sorted(layers)], llm.engine.buffer.priorities.shape[1])
+        layers, before = {t.gate: t.layer for t in llm.engine.buffer.tensors}, rss()
+        router = Router.read(model_index, [layers[g] for g in sorted(layers)], llm.engine.buffer.priorities.shape[1])
+        llm.engine.sizer.make_room(rss() - before)
+        yield llm, router
 
 
-def kept_bytes() -> int:
-    """The most that is kept of gate inputs, and of probabilities: no more than an eighth of available memory each."""
-    return min(LIMIT, available() // 8)
+def kept_bytes(plan: MemoryPlan | None = None) -> int:
+    """The most that is kept of gate inputs, and of probabilities: an eighth of available memory each, and of what a model's budget leaves."""
+    free = available() if plan is None or not plan.budget else min(plan.budget - plan.fixed - plan.arena_floor, available())
+    return min(LIMIT, max(free, 0) // 8)
 
 
 def seconds_of(model: Llama, tokens: list[int]) -> float:

@@ -6,6 +6,7 @@ them. Knows nothing of text but which sequences begin, and which a batch holds.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -321,7 +322,8 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
         if not precision.lossless:
             options = kind.precision_options(precision.t1) | options
         measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
-        policy = kind.from_profile(measured, CacheShape.of(model, arena), buffer.priorities, **options)
+        with contextlib.nullcontext() if profile is None else profile.taking(*kind.profile_sections):
+            policy = kind.from_profile(measured, CacheShape.of(model, arena), buffer.priorities, **options)
         buffer.publish()  # what it has written at its start: a static policy is never published again
     if trace is not None:
         session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
@@ -341,4 +343,5 @@ def _predictor(name: str, router: Router, profile: Profile | None, model_index: 
         arrays = dict(arrays) | {name: array for more in kind.more_sections for name, array in (profile.section(more) or {}).items()}
     if kind.needs_profile and arrays is None:
         raise OptionError(f"predictor {name} needs a calibration of this model: moeoff calibrate -m {model_index.files[0]}")
-    return kind(router, arrays, **options)
+    with contextlib.nullcontext() if profile is None else profile.taking(kind.profile_section or "", *kind.more_sections):
+        return kind(router, arrays, **options)

@@ -26,13 +26,14 @@ from ..binding import api
 from ..budget.disk_probe import IO_THREADS, IoThreads, choose_io_threads
 from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.memory_plan import ALLOCATED, DeviceBound, MemoryPlan
+from ..budget.memory_plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan
 from ..chat_sandbox import growing
 from ..devices import devices
-from ..errors import Cancelled, OptionError
+from ..errors import BudgetError, Cancelled, OptionError
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
-from ..memory import DEFAULT_SHARE, available, peak_rss, rss
+from ..memory import DEFAULT_SHARE, available, format_size, peak_rss, rss
+from ..npz import require_arrays
 from ..options import Config
 from ..policies import get_predictor
 from ..sidecar.profile import Profile
@@ -169,6 +170,13 @@ class Engine:
         config.check_model(model_index)
         self.tensor_buffers = tensor_buffers(config.override_tensor, model_index)
         self.keywords = config.keywords
+        room = (self.budget or available()) - rss()
+        if model_index.header_memory > max(room, RESERVE):
+            raise BudgetError(
+                f"{model_index.files[0]}: what its header says takes about {format_size(model_index.header_memory)} to read, and there is room for "
+                f"{format_size(max(room, 0))}",
+                hint={"memory": rss() + model_index.header_memory},
+            )
         self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
         self.planned.require_room(self.budget or available())
 
@@ -201,9 +209,11 @@ class Engine:
     def _find_profile(self) -> Profile | None:
         # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
         wanted, needed = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.config.strategy))
+        # twice: what is made of the arrays is as large, while they are there
+        room = max((available() if self.budget is None else self.budget) - self.planned.floor, 0) // 2
         if wanted == "auto":
-            return Profile.find(self.model_index, needed)
-        return Profile.read(wanted, self.model_index, needed) if wanted else None
+            return Profile.find(self.model_index, needed, room)
+        return Profile.read(wanted, self.model_index, needed, room) if wanted else None
 
     def _choose_io_threads(self) -> IoThreads:
         """As the user says, or by what the disk of the experts reads the fastest with, where experts will have to be read while tokens are computed."""
@@ -313,7 +323,9 @@ class Engine:
         if self.config.warm and self.config.strategy.keep and recall(self.buffer, self.model_index, self.sizer.arenas):
             return
         popular = None if self.profile is None or not self.config.strategy.fill else self.profile.section("popularity")
-        if popular is not None:
+        if self.profile is not None and popular is not None:
+            with self.profile.taking("popularity"):
+                require_arrays(popular, {"counts": ("i", self.buffer.priorities.shape)})
             fill(self.buffer, popular["counts"], self.sizer.arenas[0])
 
     # --- around every decode ---

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -138,6 +139,8 @@ class Llama(PatchedLlama):
                     self.load(engine.config.model_path, **engine.keywords)
                 except ValueError as error:
                     raise ModelError(f"{engine.config.model_path}: llama.cpp cannot load it: {error} (`verbose` says more)") from error
+                except (TypeError, OverflowError, ctypes.ArgumentError) as error:
+                    raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
             self.on_close(engine.close)
             engine.attach()
             engine.start_devices(self.context_handle, adapters=bool(engine.config.llama_cpp.get("lora_path")))

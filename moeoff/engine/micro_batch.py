@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..files import atomic_file, cache_folder
+from ..files import SMALL, atomic_file, cache_folder, read_file
 from ..gguf.model_index import ModelIndex
 from ..memory import format_size
 from .expert_buffer import ExpertBuffer
@@ -120,8 +121,9 @@ class PromptMeter:
 def recall_rates(model_index: ModelIndex, n_threads: int) -> PromptRates | None:
     """The rates kept of this model; None if nothing was, or nothing that can be read."""
     try:
-        return PromptRates(**json.loads(_file(model_index, n_threads).read_text()))
-    except (OSError, ValueError, TypeError):
+        kept = PromptRates(**json.loads(read_file(_file(model_index, n_threads), SMALL)))
+        return kept if all(type(rate) is float and 0 < rate < math.inf for rate in asdict(kept).values()) else None
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 from ..binding import PatchedLlama
 from ..errors import ContextError, ModelError, OptionError, WriteError
-from ..files import atomic_file
+from ..files import atomic_file, open_file
+from ..memory import MIB
+from ..sidecar.file import Hasher
 
 if TYPE_CHECKING:
     from llama_cpp import ChatCompletionRequestMessage
@@ -93,9 +96,21 @@ class PromptCache:
         """
         if not os.path.exists(self.path):
             return 0
-        if reason := llm.load_context(self.path):
+        if reason := self._damage(llm) or llm.load_context(self.path, len(_SEAL) + 2):
             raise ModelError(f"{self.path}: not a prompt cache of this model and context: {reason}")
         return llm.n_tokens
+
+    def _damage(self, llm: PatchedLlama) -> str:
+        """Why llama.cpp must not read the file, or nothing: it takes as much memory as a damaged length says, and does not see what else is damaged."""
+        try:
+            with open_file(self.path) as file:
+                place = _seal_place(file.fileno(), llm.n_ctx())
+                if place is None:
+                    return "it is damaged, or was written by another program"
+                written = struct.unpack("<Q", os.pread(file.fileno(), 8, place))[0]
+                return "" if _sealed_hash(file.fileno(), place) == written else "it is damaged"
+        except OSError as error:
+            return f"it cannot be read: {error.strerror}"
 
     def save(self, llm: PatchedLlama) -> None:
         """Writes what the context holds, whole or not at all.
@@ -106,5 +121,43 @@ class PromptCache:
         if self._read_only:
             return
         with atomic_file(self.path) as file:
-            if reason := llm.save_context(file.name):
+            if reason := llm.save_context(file.name, [*_SEAL, 0, 0]):
                 raise WriteError(f"{self.path}: cannot be written: {reason}")
+            with open(file.name, "r+b", buffering=0) as written:
+                place = _seal_place(written.fileno(), llm.n_ctx())
+                if place is None:
+                    raise WriteError(f"{self.path}: cannot be written: it is not what was written")
+                os.pwrite(written.fileno(), struct.pack("<Q", _sealed_hash(written.fileno(), place)), place)
+
+
+# a file of llama.cpp's, whose last tokens are none: a mark, and the hash of the file with zeros in its place. llama.cpp's programs go on from the tokens
+# before, as from any file whose last tokens differ from a prompt's
+_HEAD = struct.Struct("<4sII")  # magic, version, number of tokens
+_MAGIC = b"nsgg"
+_SEAL = (-0x6D6F65, -0x6F6666)
+
+
+def _seal_place(fd: int, n_ctx: int) -> int | None:
+    """Where a file's hash is; None: it has none."""
+    head = os.pread(fd, _HEAD.size, 0)
+    if len(head) < _HEAD.size:
+        return None
+    magic, _, n = _HEAD.unpack(head)
+    n_seal = len(_SEAL) + 2
+    if magic != _MAGIC or not n_seal <= n <= n_ctx + n_seal:
+        return None
+    place = _HEAD.size + 4 * (n - 2)
+    mark = struct.pack(f"<{len(_SEAL)}i", *_SEAL)
+    return place if os.pread(fd, len(mark) + 8, place - len(mark))[:-8] == mark else None
+
+
+def _sealed_hash(fd: int, place: int) -> int:
+    """Of an open file, with zeros in the place of its hash."""
+    hasher, at = Hasher(), 0
+    while data := os.pread(fd, MIB, at):
+        blank = bytearray(data)
+        for i in range(max(place - at, 0), min(place + 8 - at, len(blank))):
+            blank[i] = 0
+        hasher.update(blank)
+        at += len(data)
+    return hasher.value()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import time
-import zipfile
-import zlib
 from pathlib import Path
 
 import numpy as np
 
-from ..files import atomic_file, cache_folder
+from ..files import SMALL, atomic_file, cache_folder
 from ..gguf.model_index import ModelIndex
+from ..npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from .expert_buffer import ExpertBuffer
 
 _POLL = 0.002  # seconds
@@ -48,12 +47,12 @@ def recall(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int
     if arenas[0] >= buffer.arena_full and not arenas[1]:
         return _preload(buffer, np.full_like(buffer.residency(), 0xFF), arenas[0], False)
     try:
-        with np.load(_file(model_index), allow_pickle=False) as saved:
-            high = saved["residency"]
-            low = saved["low"] if "low" in saved else np.zeros_like(high)
-            if int(saved["version"]) != VERSION or not high.shape == low.shape == buffer.priorities.shape:
-                return 0
-    except (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error):  # never closed before, or a damaged file
+        saved = read_npz(_file(model_index), 2 * buffer.priorities.nbytes + SMALL)
+        high = saved["residency"]
+        low = saved.get("low", np.zeros_like(high))
+        require_arrays({"high": high, "low": low, **saved}, {"high": ("i", buffer.priorities.shape, 0, 255), "low": ("i", buffer.priorities.shape, 0, 255),
+                                                             "version": ("i", (), VERSION, VERSION)})  # fmt: skip
+    except (OSError, KeyError, ArchiveError, WrongArrays):  # never closed before, or a damaged file
         return 0
     # the few low ones first: once a high version is there, the native side leaves its low one out, and what is resident
     # would depend on the I/O threads' speed

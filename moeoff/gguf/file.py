@@ -23,6 +23,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import ModelError
+from ..files import open_file
+from ..memory import format_size
 from .quantize import dequantize, row_bytes, type_name
 
 __all__ = ["FileState", "ModelFile", "Tensor", "parse", "read_range", "unpack"]
@@ -37,6 +39,8 @@ _NAME_LIMIT = 64  # bytes, with a final zero
 _MAX_DIMS = 4
 _MAX_LENGTH = 1 << 30  # of an array, and bytes of a string
 _MAX_KEY = 65535  # bytes, of a key or name: the format's own limit, which ggml does not check; what is longer is not even read
+_LONGEST_HEADER = 64 << 20  # bytes; a vocabulary of 262,144 tokens and its merges are 17 MiB, the names of 300,000 slices 25
+MAX_TENSORS = 1 << 16  # of a model: llama.cpp reads no more than 512 layers
 _INT64_MAX = (1 << 63) - 1
 _HEADER_PIECE = 1 << 18  # bytes of a header that are read at once
 
@@ -142,7 +146,12 @@ def read_range(fd: int, path: str | os.PathLike[str], offset: int, nbytes: int, 
 class ModelFile:
     """A GGUF file opened for reading; close it or use it as a context manager.
 
-    Raises ModelError for every file that llama.cpp's own parser refuses, and for one that ends before its tensors do.
+    Raises ModelError for every file that llama.cpp's own parser refuses, for one that ends before its tensors do, and for one whose header would take
+    more memory than any that is real.
+
+    Args:
+        longest: bytes of a metadata value that is kept; longer ones are passed over. None: all are kept.
+        max_tensors: that it may have.
 
     Attributes:
         path: as given.
@@ -150,13 +159,14 @@ class ModelFile:
         version, alignment: of the header.
         metadata: key -> its value's bytes (see `unpack`), in file order.
         tensors: name -> Tensor, in file order.
+        n_strings: of all values together.
         data_start: where the first tensor's bytes begin.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+    def __init__(self, path: str | os.PathLike[str], *, longest: int | None = None, max_tensors: int = MAX_TENSORS) -> None:
+        self.path, self._longest, self._max_tensors = Path(path), longest, max_tensors
         try:
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # until `close`
+            self._file = open_file(path)
             self.state = FileState.of(os.fstat(self._file.fileno()))
             magic = self._file.read(len(MAGIC))
         except OSError as error:
@@ -164,7 +174,7 @@ class ModelFile:
         try:
             if magic != MAGIC:
                 raise ModelError(f"{path}: not a GGUF file (it begins with {magic!r})")
-            self._head = bytearray()  # what has been read of the header
+            self._head, self._begin = bytearray(), 0  # the part of the header that was read last, and where it begins
             self._read_header()
             del self._head
         except (struct.error, OverflowError, _Damaged) as error:
@@ -221,13 +231,18 @@ class ModelFile:
         data = self.data(name, start, stop)
         return dequantize(data, tensor.type, (len(data), tensor.shape[-1]))
 
-    def _require(self, end: int) -> None:
-        """Reads the header up to this byte at least."""
-        at = len(self._head)
+    def _require(self, end: int, keep: int) -> None:
+        """Reads the header up to this byte at least. What lies before `keep` is forgotten, or never read."""
         if end > self.state.size:
             raise _Damaged("it is cut short")
-        if end > at:
-            self._head += read_range(self._file.fileno(), self.path, at, min(max(end - at, _HEADER_PIECE), self.state.size - at), "the header")
+        if end > _LONGEST_HEADER:
+            raise _Damaged(f"it is longer than {format_size(_LONGEST_HEADER)}, which no vocabulary takes")
+        if end <= self._begin + len(self._head):
+            return
+        del self._head[: keep - self._begin]
+        self._begin = keep
+        at = keep + len(self._head)
+        self._head += read_range(self._file.fileno(), self.path, at, min(max(end - at, _HEADER_PIECE), self.state.size - at), "the header")
 
     def _read_header(self) -> None:
         self._at = 0
@@ -236,14 +251,18 @@ class ModelFile:
             raise ModelError(f"{self.path}: GGUF of a version that llama.cpp does not read: {self.version}, expected 2 or 3, little-endian")
         if n_tensors < 0 or n_values < 0:
             raise _Damaged(f"{n_tensors} tensors, {n_values} values")
+        if n_tensors > self._max_tensors:
+            raise _Damaged(f"{n_tensors} tensors, expected at most {self._max_tensors}")
         self.metadata: dict[str, bytes] = {}
+        self.n_strings = 0
+        keys: set[str] = set()
         for _ in range(n_values):
             key = self._string()
-            if not key or key in self.metadata:
+            if not key or key in keys:
                 raise _Damaged(f"the key {key!r} is empty or there twice")
-            start = self._at
-            self._skip_value(key)
-            self.metadata[key] = bytes(self._head[start : self._at])
+            keys.add(key)
+            if (value := self._value(key)) is not None:
+                self.metadata[key] = value
         self.alignment = self._read_alignment()
         self.tensors: dict[str, Tensor] = {}
         self._offsets: dict[str, int] = {}
@@ -293,11 +312,10 @@ class ModelFile:
             raise _Damaged(f"tensor {name!r}: {error}") from None
         return tensor, offset
 
-    def _take(self, form: str) -> tuple[Any, ...]:
+    def _take(self, form: str, keep: int | None = None) -> tuple[Any, ...]:
         at, self._at = self._at, self._at + struct.calcsize("<" + form)
-        if self._at > len(self._head):
-            self._require(self._at)
-        return struct.unpack_from("<" + form, self._head, at)
+        self._require(self._at, at if keep is None else keep)
+        return struct.unpack_from("<" + form, self._head, at - self._begin)
 
     def _string(self) -> str:
         """A key or a name; what is not UTF-8 in it comes back when it is written."""
@@ -307,24 +325,33 @@ class ModelFile:
         text: bytes = self._take(f"{n}s")[0]
         return text.decode("utf-8", "surrogateescape")
 
-    def _skip_value(self, key: str) -> None:
+    def _value(self, key: str) -> bytes | None:
+        """The next value's bytes; None if they are more than are kept."""
+        start = self._at
         (code,), n = self._take("I"), 1
         if code == ARRAY:
-            code, n = self._take("IQ")
+            code, n = self._take("IQ", keep=start)
         if n > _MAX_LENGTH:
             raise _Damaged(f"{key!r} has {n} elements")
+        longest = _LONGEST_HEADER if self._longest is None else self._longest
         if code in FORMATS:
             self._at += n * struct.calcsize(FORMATS[code])
         elif code == STRING:  # a vocabulary has hundreds of thousands
-            at, length, data = self._at, struct.Struct("<Q").unpack_from, self._head
+            self.n_strings += n
+            at, length, data, begin, end = self._at, struct.Struct("<Q").unpack_from, self._head, self._begin, self._begin + len(self._head)
             for _ in range(n):
-                if at + 8 > len(data):
-                    self._require(at + 8)
-                (n_bytes,) = length(data, at)
+                if at + 8 > end:
+                    self._require(at + 8, start if at + 8 - start <= longest else at)
+                    begin, end = self._begin, self._begin + len(data)
+                (n_bytes,) = length(data, at - begin)
                 if n_bytes > _MAX_LENGTH:
                     raise _Damaged(f"{key!r} has a string of {n_bytes} bytes")
                 at += 8 + n_bytes
             self._at = at
         else:
             raise _Damaged(f"{key!r} has the type {code}")
-        self._require(self._at)
+        if self._at - start > longest:
+            self._require(self._at, self._at)
+            return None
+        self._require(self._at, start)
+        return bytes(self._head[start - self._begin : self._at - self._begin])

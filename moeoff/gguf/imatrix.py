@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import ModelError
+from ..files import open_file, read_file
+from ..memory import available
 from .file import ModelFile
 
 __all__ = ["Imatrix"]
@@ -29,7 +31,7 @@ class Imatrix:
         """Raises ModelError: missing, damaged or empty."""
         path = os.fspath(path)
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 magic = file.read(4)
             values = _read_gguf(path) if magic == b"GGUF" else _read_binary(path)
         except OSError as error:
@@ -73,8 +75,7 @@ def _read_gguf(path: str) -> dict[str, np.ndarray]:
 
 def _read_binary(path: str) -> dict[str, np.ndarray]:
     """int32 n, then n times: int32 length, name, int32 n_calls, int32 n_values, float32 values."""
-    with open(path, "rb") as file:
-        data = file.read()
+    data = read_file(path, available() // 4)
     (n,), at, out = struct.unpack_from("<i", data), 4, {}
     for _ in range(n):
         (size,) = struct.unpack_from("<i", data, at)

@@ -17,10 +17,13 @@ from typing import TypeVar
 import numpy as np
 
 from ..errors import ModelError
+from ..files import open_file
 from .file import FileState, ModelFile, read_range, unpack
 
 _T = TypeVar("_T", str, int)
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
+_COPIES, _STRING = 4, 150  # of a value, and bytes for each string, as measured (3.4 of a text, 2.2 of numbers)
+_LONGEST_VALUE = 1 << 16  # bytes of metadata that are kept: what is longer is not about the architecture
 
 
 MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them, as `native.MATRICES`
@@ -127,6 +130,7 @@ class ModelIndex:
         dense: spans of everything else.
         hparams: the architecture's numbers and flags by their keys without its name, as "attention.head_count".
         states: of each file when it was read.
+        header_memory: bytes that llama.cpp takes for the headers while it loads, at most: each value several times, and the words of a vocabulary in tables.
     """
 
     files: tuple[str, ...]
@@ -139,6 +143,7 @@ class ModelIndex:
     dense: dict[str, TensorSpan] = field(repr=False)
     hparams: dict[str, object] = field(repr=False)
     states: tuple[FileState, ...] = field(repr=False)
+    header_memory: int = field(default=0, repr=False)
 
     @property
     def dense_bytes(self) -> int:
@@ -193,6 +198,7 @@ class ModelIndex:
             dense={span.name: span for span in spans if not is_expert(span.name)},
             hparams=first.hparams,
             states=tuple(part.state for part in parts),
+            header_memory=sum(part.header_memory for part in parts),
         )
 
     @property
@@ -240,6 +246,7 @@ class _Part:
     hparams: dict[str, object]
     spans: list[TensorSpan]
     state: FileState
+    header_memory: int
 
 
 def count(hparams: Mapping[str, object], key: str) -> int:
@@ -278,13 +285,15 @@ def _value(file: ModelFile, key: str, default: _T) -> _T:
 
 
 def _read_file(path: str, index: int) -> _Part:
-    with ModelFile(path) as file:
+    with ModelFile(path, longest=_LONGEST_VALUE) as file:
         spans = []
         for name, tensor in file.tensors.items():
             n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
             spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)))
         architecture = _value(file, "general.architecture", "")
-        return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state)
+        return _Part(
+            architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state, _COPIES * file.data_start + _STRING * file.n_strings
+        )
 
 
 class ModelBytes:
@@ -298,7 +307,8 @@ class ModelBytes:
         self._paths, self._fds = list(paths), list[int]()
         try:
             for path in self._paths:
-                self._fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+                with open_file(path) as file:
+                    self._fds.append(os.dup(file.fileno()))
         except OSError as error:
             self.close()
             raise ModelError(f"{error.filename}: cannot be read: {error.strerror}") from None

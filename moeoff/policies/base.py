@@ -66,6 +66,7 @@ class FitOptions:
         seed: of whatever is random in the fit; the same seed gives the same arrays.
         hidden: units in the hidden layer of a network.
         low_cost: bytes of a low version as a share of the model's own, HOBBIT's B_l/B_h (§3.4); None: the paper's.
+        room: bytes of memory that a fit may take beyond the recording; None: as many as it wants.
         replay: `moeoff.simulate.simulate`, for fits that try on a trace what they have fitted.
 
     Raises:
@@ -76,6 +77,7 @@ class FitOptions:
     hidden: int = 128
     low_cost: float | None = None
     replay: Callable[..., Any] | None = None
+    room: int | None = None
 
     def __post_init__(self) -> None:
         if not 0 <= self.seed < 1 << 32:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..gate_event import GateEvent
+from ..npz import Layout, WrongArrays, require_arrays
 from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, Sections, chosen
 from .recording import Recording
 from .strategy import Strategy, register
@@ -46,6 +47,7 @@ SKIP_WEIGHT = 0.7  # of the layer before the last in that case, measured on the 
 TRIPLES = 64 << 20  # bytes of a table of all triples; a larger one becomes counts
 PAIRS = 256 << 20  # bytes of counts; of a model with more, the last pairs of a layer back off to one layer
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
+POPULARITY: dict[str, Layout] = {"counts": ("i", ("gates", "experts"), 0, 1 << 53)}  # of the section of this name
 FIRST_LAYER = 8 << 20  # bytes of the table of what tokens choose in the first layer; the most frequent are kept
 
 
@@ -56,9 +58,17 @@ class PairCounts:
     Args:
         arrays: pair_seen [n_gates, E, E] how often a pair occurred; pair_start [n_gates, E * E + 1] where the experts that followed it
             begin, among those of its gate; pair_base [n_gates] where these begin; pair_expert, pair_count [n] who followed, and how often.
+        n, e: n_gates and E.
     """
 
-    def __init__(self, arrays: Mapping[str, np.ndarray]):
+    def __init__(self, arrays: Mapping[str, np.ndarray], n: int, e: int):
+        require_arrays(arrays, {
+            "pair_seen": ("i", (n, e, e)), "pair_start": ("i", (n, e * e + 1)), "pair_base": ("i", (n,), 0, 1 << 53),
+            "pair_expert": ("i", ("triples",), 0, e - 1), "pair_count": ("i", ("triples",)),
+        })  # fmt: skip
+        start = arrays["pair_start"]
+        if (start[:, 1:] < start[:, :-1]).any() or (arrays["pair_base"] + start[:, -1].astype(np.int64) > len(arrays["pair_expert"])).any():
+            raise WrongArrays("'pair_start' points behind the end")
         self._seen, self._start, self._base = arrays["pair_seen"], arrays["pair_start"], arrays["pair_base"]
         self._expert, self._count = arrays["pair_expert"], arrays["pair_count"]
 
@@ -179,8 +189,12 @@ class ActivationPath(Predictor):
 
     def start(self) -> None:
         n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays
-        self._pairs = PairCounts(arrays) if arrays is not None and "pair_seen" in arrays else None
+        self._pairs = PairCounts(arrays, n, e) if arrays is not None and "pair_seen" in arrays else None
         self._first = arrays if arrays is not None and "first_tokens" in arrays else None
+        if self._first is not None:
+            require_arrays(self._first, {"first_tokens": ("i", ("tokens",)), "first_shares": ("f", ("tokens", e))})
+            if not len(known := self._first["first_tokens"]) or (known[1:] <= known[:-1]).any():
+                raise WrongArrays("'first_tokens' is not in order")
         self._tables = {gate: table for gate, table in enumerate(self.router.tables) if table is not None}
         self.wants_tokens = bool(self._tables) or self._first is not None
         self._skip: np.ndarray | None = None
@@ -191,12 +205,16 @@ class ActivationPath(Predictor):
             self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)  # [gate, expert before, expert]
             self._sums = np.full((n, e, 1), PRIOR_ONE, np.float32)
         else:
+            require_arrays(arrays, {"one": ("f", (n, e, e)), "popularity": ("f", (n, e), 0, 1)})
             self._one: np.ndarray = arrays["one"].astype(np.float32)
             if "two" in arrays:
+                require_arrays(arrays, {"two": ("f", (n, e, e, e))})
                 self._two = arrays["two"]
             elif "kept" in arrays:
+                require_arrays(arrays, {"kept": ("i", (n, e, e, "kept"), 0, e - 1), "change": ("f", (n, e, e, "kept"))})
                 self._kept = arrays["kept"], arrays["change"]
             else:
+                require_arrays(arrays, {"skip": ("f", (n, e, e))})
                 self._skip = arrays["skip"].astype(np.float32) * SKIP_WEIGHT
             self._log_popularity = np.log(arrays["popularity"] + FLOOR)
         self._gate = -1
@@ -336,7 +354,10 @@ class FrequencyOverDistance(GroupedPolicy):
 
     @classmethod
     def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
+        if "popularity" not in profile:
+            return {}
+        require_arrays(profile["popularity"], POPULARITY)
+        return {"counts": profile["popularity"]["counts"]}
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
@@ -350,12 +371,14 @@ class FrequencyOverDistance(GroupedPolicy):
     def start(self) -> None:
         super().start()
         n = self.shape.n_gates
+        if (counts := self.options["counts"]) is not None and np.shape(counts) != self.priorities.shape:
+            raise WrongArrays(f"'counts' has the shape {np.shape(counts)}, expected {self.priorities.shape}")
         i = np.arange(n)
         distance = (self.distance_sign * (i[None] - i[:, None])) % n  # [I, i]
         distance[distance == 0] = n
         self._nearness = (1 / distance).astype(np.float32)[:, :, None]
         self._counts = np.zeros_like(self.priorities)
-        if (counts := self.options["counts"]) is not None:  # less than one use: who goes first among those that this run has not used
+        if counts is not None:  # less than one use: who goes first among those that this run has not used
             self._counts += np.asarray(counts, np.float32) / (np.max(counts) + 1)
             np.multiply(self._counts, self._nearness[0], out=self.priorities)
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..gate_event import GateEvent
+from ..npz import require_arrays
 from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, Sections, recall, top_k
 from .classic import ARC
 from .gate import RoutersAhead
@@ -90,6 +91,7 @@ def best_above(scores: np.ndarray, percentile: float = 75) -> np.ndarray:
 
 # --- §4.4: shallow-favoring expert cache ---
 
+MAX_GATES = 4096  # more than any model has
 SHALLOW = 0.85  # of the median layer's recall: a layer that is predicted worse is shallow
 
 
@@ -133,7 +135,10 @@ class ShallowFavoringARC(Policy):
 
     @classmethod
     def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        return {"shallow": int(profile["gate"]["shallow"][0])} if "gate" in profile else {}
+        if "gate" not in profile:
+            return {}
+        require_arrays(profile["gate"], {"shallow": ("i", (1,), 0, MAX_GATES)})
+        return {"shallow": int(profile["gate"]["shallow"][0])}
 
     def start(self) -> None:
         self._layers = [ARC() for _ in range(self.shape.n_gates)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..gate_event import GateEvent
+from ..npz import require_arrays
 from .base import Prediction, Predictor
 from .router import Rows
 
@@ -22,7 +23,10 @@ class RoutersAhead(Predictor):
             norm: as for `Router.ahead`; None takes what calibration measured for each gate, and True where there is none.
         """
         router = self.router
-        measured = None if norm is not None or self.arrays is None else self.arrays.get("next_norm")
+        measured = None
+        if norm is None and self.arrays is not None:
+            require_arrays(self.arrays, {"next_norm": ("b", (router.n_gates,))})
+            measured = self.arrays["next_norm"]
         self._steps: list[tuple[Rows, np.ndarray | None, list[int]] | None] = []
         for gate in range(router.n_gates):
             parts: list[tuple[int, tuple[np.ndarray, np.ndarray | None]]] = []

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
+from ..npz import require_arrays
 from ..trace import Trace
 from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Progress, Sections, chosen, with_row
 from .fate import n_low
@@ -200,7 +201,9 @@ class Hobbit(GroupedPolicy):
 
     @classmethod
     def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        return {name: float(value) for name, value in profile.get("hobbit", {}).items() if name in cls.defaults}
+        weights = {name: value for name, value in profile.get("hobbit", {}).items() if name in cls.defaults}
+        require_arrays(weights, {name: ("f", ()) for name in weights})
+        return {name: float(value) for name, value in weights.items()}
 
     @classmethod
     def precision_options(cls, t1: float) -> dict[str, Any]:

@@ -22,6 +22,7 @@ import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
+from ..npz import WrongArrays, require_arrays
 from .base import DEFAULT_FIT, FitOptions, Policy, Prediction, Predictor, Progress, recall
 from .fate import quotas
 from .recording import Recording
@@ -63,6 +64,14 @@ class Learned(Predictor):
         self._steps: dict[int, tuple[Rows, np.ndarray, Rows, np.ndarray]] = {}
         if self.arrays is None:
             return
+        n, e = self.router.n_gates, self.router.n_experts
+        width = next((w.shape[1] for w in self.router.weights if w is not None), "width")  # of a gate's input
+        require_arrays(self.arrays, {
+            f"there_{stride}": ("b", (n,)), f"first_{stride}": ("f", (n, "hidden", width)), f"first_bias_{stride}": ("f", (n, "hidden")),
+            f"second_{stride}": ("f", (n, e, "hidden")), f"second_bias_{stride}": ("f", (n, e)),
+        })  # fmt: skip
+        if self.arrays[f"there_{stride}"][:stride].any():
+            raise WrongArrays(f"'there_{stride}' begins too early")
         for target in np.flatnonzero(self.arrays[f"there_{stride}"]):
             first, first_bias, second, second_bias = (
                 self.arrays[f"{name}_{stride}"][target].astype(np.float32) for name in ("first", "first_bias", "second", "second_bias")

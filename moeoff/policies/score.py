@@ -21,11 +21,13 @@ import numpy as np
 
 from ..errors import OptionError
 from ..gate_event import GateEvent
+from ..npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from ..trace import Trace
 from .base import DEFAULT_FIT, CacheShape, FitOptions, GroupedPolicy, Progress, Sections, chosen
 from .recording import Recording
 from .strategy import register
 
+MAX_BYTES = 256 << 20  # of a file of weights
 NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
 FLOOR = 1e-4  # under the logarithm
 STATE_RATE = 0.15  # of the running mean of log probabilities that the bottleneck sees
@@ -59,10 +61,14 @@ class Score(GroupedPolicy):
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """Arrays of `fit_score`; None if the recording has no probabilities."""
-        if recording.probs is None:
+        """Arrays of `fit_score`, of as many tokens as there is room for; None if that is too few, or the recording has no probabilities."""
+        n, e = recording.model.n_gates, recording.model.n_experts
+        tokens = MAX_EVENTS // n
+        if options.room is not None:
+            tokens = min(tokens, max(options.room - FIXED_BYTES, 0) // (n * (EVENT_BYTES + VALUE_BYTES * e)))
+        if recording.probs is None or tokens < MIN_TOKENS:
             return None
-        return fit_score(recording.trace(MAX_EVENTS // recording.model.n_gates), progress=progress)
+        return fit_score(recording.trace(tokens), progress=progress)
 
     def start(self) -> None:
         super().start()
@@ -169,20 +175,31 @@ def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | Non
         if not shape.model or not file.is_file():
             return None
         source = str(file)
-    arrays = {name: np.ascontiguousarray(source[name], np.float32) for name in NAMES} if isinstance(source, Mapping) else _read(str(source))
-    if arrays["bias"].shape[1:] != (shape.n_gates, shape.n_experts):
-        if bundled:  # another model of that name
-            return None
-        raise OptionError(f"the score's weights are for {arrays['bias'].shape[1:]} gates and experts, the model has {shape.n_gates, shape.n_experts}")
-    return arrays
+    arrays = source if isinstance(source, Mapping) else _read(str(source))
+    n, e, found = shape.n_gates, shape.n_experts, np.shape(arrays["bias"] if "bias" in arrays else ())[1:]
+    if found != (n, e) and bundled:  # another model of that name
+        return None
+    if found != (n, e) and len(found) == 2:
+        raise OptionError(f"the score's weights are for {found} gates and experts, the model has {n, e}")
+    try:
+        require_arrays(arrays, {
+            "project": ("f", (n, "rank", 2 * e)), "back": ("f", ("horizons", n, e, "rank")), "mean": ("f", (n, 2 * e)), "bias": ("f", ("horizons", n, e)),
+            "coef": ("f", ("horizons", n, len(PROB_RATES) + len(USE_RATES))), "position": ("f", ("horizons",)), "share": ("f", ("horizons",)),
+        })  # fmt: skip
+    except WrongArrays as error:
+        if isinstance(source, Mapping):
+            raise
+        raise OptionError(f"{source}: are no weights of the score: {error}") from None
+    return {name: np.ascontiguousarray(arrays[name], np.float32) for name in NAMES}
 
 
 @functools.lru_cache(maxsize=4)
 def _read(path: str) -> dict[str, np.ndarray]:
     try:
-        with np.load(path, allow_pickle=False) as file:
-            return {name: np.ascontiguousarray(file[name], np.float32) for name in NAMES}
-    except (OSError, ValueError, KeyError) as error:
+        return read_npz(path, MAX_BYTES)
+    except OSError as error:
+        raise OptionError(f"{path}: cannot be read: {error.strerror or error}") from None
+    except ArchiveError as error:
         raise OptionError(f"{path}: are no weights of the score: {error}") from None
 
 
@@ -199,6 +216,8 @@ MAX_VALUES = 16 << 20
 MAX_FEATURES = 1024
 MIN_TOKENS = 64
 MAX_EVENTS = 200_000  # of a recording
+# of memory, as measured: for each event, for each of its probabilities while the fit works (24), and in any case
+EVENT_BYTES, VALUE_BYTES, FIXED_BYTES = 500, 32, 72 << 20
 
 
 def running_mean(x: np.ndarray, rate: float, first: np.ndarray | float) -> np.ndarray:

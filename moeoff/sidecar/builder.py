@@ -24,13 +24,13 @@ import numpy as np
 from gguf import Keys
 
 from ..errors import Cancelled, ModelError, OptionError, WriteError
-from ..files import publish
+from ..files import publish, read_file
 from ..gguf.file import Tensor
 from ..gguf.imatrix import Imatrix
 from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan, parse_tensor_name
 from ..gguf.quantize import dequantize, is_written, needs_imatrix, quantize, row_bytes, type_name
 from ..gguf.writer import Value, header_bytes
-from ..memory import format_size
+from ..memory import available, format_size
 from .file import ALIGNMENT, FORMAT_VERSION, Hasher, hash64, hash_range, seal, slice_name, source_sample
 from .tiers import Tier
 
@@ -170,6 +170,8 @@ class SidecarBuilder:
             raise OptionError(f"{out} exists", hint={"force": True, "output": ...})
         if os.path.exists(out) and any(os.path.samefile(out, path) for path in self.model_index.files):
             raise OptionError(f"{out} is the model itself", hint={"output": ...})
+        if os.path.exists(out) and not os.path.isfile(out):  # it would be replaced: a device, for the whole machine
+            raise OptionError(f"{out}: is no file, which a sidecar has to be", hint={"output": ...})
         if not os.path.isdir(os.path.dirname(os.path.abspath(out))):
             raise OptionError(f"{out}: there is no such folder")
         try:
@@ -347,9 +349,8 @@ class PartialFile:
             By job: the hash of its source, then of each tier.
         """
         try:
-            with open(self._journal_path, "rb") as file:
-                data = file.read()
-        except FileNotFoundError:
+            data = read_file(self._journal_path, available() // 8)
+        except OSError:  # there is none, or none of ours: all is done again
             return {}
         if data[:32] != fingerprint:
             return {}

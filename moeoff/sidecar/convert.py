@@ -13,6 +13,7 @@ from typing import NoReturn
 
 from ..cpu import n_cores
 from ..errors import OptionError
+from ..files import require_new
 from ..gguf.imatrix import Imatrix
 from ..gguf.model_index import ModelBytes, ModelIndex, parse_tensor_name
 from ..gguf.quantize import dequantize, quantize
@@ -83,6 +84,7 @@ def convert(
         made.append(read_plan(bits, model_index.experts))
     builder = SidecarBuilder(model_index, made, Imatrix.read(imatrix) if imatrix else None)
     out = os.fspath(output) if output else sidecar_path(model)
+    require_new(out, [*model_index.files, imatrix, bits], "`output`")
     threads = threads or n_cores()
     if threads < 1:
         raise OptionError(f"{threads} threads are too few")

@@ -29,6 +29,8 @@ AUTO, BITS = "auto", "bits"  # tiers without one type: by the source's type, and
 _SEAL = b"moeoff.header_hash"
 _NAME = re.compile(r"(?P<tensor>.+)\.(?P<expert>\d+)\.(?P<tier>[^.]+)")
 _SAMPLE = 4096
+MOST_TIERS = 16
+MOST_SLICES = 1 << 19  # of a sidecar whose model is not known: the largest models have 70,000 in each tier
 
 
 Data = bytes | bytearray | memoryview | np.ndarray
@@ -75,6 +77,11 @@ def hash_range(fd: int, offset: int, nbytes: int) -> int | None:
 def sidecar_path(model: str | os.PathLike[str]) -> str:
     """Default path of a model's sidecar: MODEL.experts.gguf, without the number of a first part."""
     return model_stem(model) + ".experts.gguf"
+
+
+def slices_of(model_index: ModelIndex) -> int:
+    """The most slices that a sidecar of this model has."""
+    return MOST_TIERS * sum(span.shape[2] for span in model_index.experts.values())
 
 
 def slice_name(tensor: str, expert: int, tier: str) -> str:
@@ -145,14 +152,17 @@ class Sidecar:
         identity: hash of the header, in which all slices' hashes are.
     """
 
-    def __init__(self, path: str | os.PathLike[str]):
+    def __init__(self, path: str | os.PathLike[str], most: int = MOST_SLICES):
         """Reads the header.
+
+        Args:
+            most: slices that it may have.
 
         Raises:
             ModelError: missing, not a sidecar, damaged, or of a later format.
         """
         self.path = os.fspath(path)
-        with ModelFile(path) as file:
+        with ModelFile(path, max_tensors=most) as file:
             self.state = file.state
             version = self._get(file, "moeoff.format_version", int)
             if version != FORMAT_VERSION:
@@ -282,7 +292,7 @@ class ExpertSource:
                 what = "`verify_reads`" if verify else f"tier {tier}"
                 raise OptionError(f"{what} needs a sidecar of {model_index.files[0]}, which moeoff convert makes", hint={"experts": ...})
             return cls()
-        sidecar = found if isinstance(found, Sidecar) else Sidecar(found)
+        sidecar = found if isinstance(found, Sidecar) else Sidecar(found, slices_of(model_index))
         sidecar.check_belongs(model_index)
         if tier is None and not automatic and ORIGINAL not in sidecar.tiers:
             raise OptionError(f"{sidecar.path}: holds lower precision only", hint={"tier": sidecar.tiers[0]})
@@ -307,6 +317,6 @@ def low_cost(model_index: ModelIndex) -> float | None:
     path = sidecar_path(model_index.files[0])
     if not os.path.exists(path):
         return None
-    sidecar = Sidecar(path)
+    sidecar = Sidecar(path, slices_of(model_index))
     sidecar.check_belongs(model_index)
     return min((relative_bytes(model_index, sidecar, tier) for tier in sidecar.tiers if tier != ORIGINAL), default=None)

@@ -6,11 +6,10 @@ the model by a hash of samples of its experts. Knows nothing of what the section
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import zipfile
-import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,15 @@ import numpy as np
 from ..errors import ModelError, WriteError
 from ..files import atomic_file, cache_folder, demo_model
 from ..gguf.model_index import ModelIndex, model_stem
+from ..memory import available
+from ..npz import ArchiveError, WrongArrays, read_npz
 from .file import source_sample
 
 __all__ = ["VERSION", "Profile", "profile_output", "profile_path"]
 
 VERSION = 1
 _HEADER = "moeoff"  # key of the header: JSON in bytes
+_LONGEST_HEADER = 1 << 20  # bytes
 
 
 def profile_path(model: str | os.PathLike[str]) -> str:
@@ -67,6 +69,14 @@ class Profile:
     def __init__(self, path: str, arrays: dict[str, np.ndarray], info: dict[str, Any]):
         self.path, self._arrays, self.info = path, arrays, info
 
+    @contextlib.contextmanager
+    def taking(self, *sections: str) -> Iterator[None]:
+        """Inside, sections are taken. Raises `ModelError` if their arrays are not what they should hold (`WrongArrays`)."""
+        try:
+            yield
+        except WrongArrays as error:
+            raise ModelError(f"{self.path}: the section {' or '.join(sections)} is damaged: {error}: run moeoff calibrate again") from None
+
     @property
     def sections(self) -> list[str]:
         return sorted({key.split("/", 1)[0] for key in self._arrays})
@@ -77,11 +87,11 @@ class Profile:
         return found or None
 
     @classmethod
-    def find(cls, model_index: ModelIndex, only: Collection[str] | None = None) -> Profile | None:
+    def find(cls, model_index: ModelIndex, only: Collection[str] | None = None, room: int | None = None) -> Profile | None:
         """The profile of a model, at its default path or in the cache folder; None if there is none.
 
         Args:
-            only: sections that are read; None: all.
+            only, room: as for `read`.
 
         Raises:
             ModelError: as `read`.
@@ -92,35 +102,41 @@ class Profile:
                 path = str(_cached_path(model_index))
             except OSError:
                 return None
-        return cls.read(path, model_index, only) if os.path.exists(path) else None
+        return cls.read(path, model_index, only, room) if os.path.exists(path) else None
 
     @classmethod
-    def read(cls, path: str | os.PathLike[str], model_index: ModelIndex, only: Collection[str] | None = None) -> Profile:
+    def read(cls, path: str | os.PathLike[str], model_index: ModelIndex, only: Collection[str] | None = None, room: int | None = None) -> Profile:
         """
         Args:
             only: sections that are read: those of predictors may be large. None: all.
+            room: bytes that they may take. None: half of what is available.
 
         Raises:
             ModelError: missing, damaged, of another version, or of another model.
         """
         path = os.fspath(path)
         try:
-            with np.load(path, allow_pickle=False) as file:
-                if _HEADER not in file.files:
-                    raise ModelError(f"{path}: not a moeoff profile; make one with moeoff calibrate")
-                header = json.loads(bytes(file[_HEADER]).decode())
-                if header["version"] != VERSION:
-                    raise ModelError(f"{path}: profile version {header['version']}, this moeoff reads {VERSION}: run moeoff calibrate again")
-                if header["source"] != source_sample(model_index):
-                    raise ModelError(
-                        f"{path}: was made of another model ({header['model']}), not of {model_index.files[0]}: run moeoff calibrate, or move the profile away"
-                    )
-                arrays = {key: file[key] for key in file.files if key != _HEADER and (only is None or key.split("/", 1)[0] in only)}
+            raw = read_npz(path, _LONGEST_HEADER, lambda key: key == _HEADER)
+            if _HEADER not in raw:
+                raise ModelError(f"{path}: not a moeoff profile; make one with moeoff calibrate")
+            header = json.loads(raw[_HEADER].tobytes().decode())
+            if header["version"] != VERSION:
+                raise ModelError(f"{path}: profile version {header['version']}, this moeoff reads {VERSION}: run moeoff calibrate again")
+            if header["source"] != source_sample(model_index):
+                raise ModelError(
+                    f"{path}: was made of another model ({header['model']}), not of {model_index.files[0]}: run moeoff calibrate, or move the profile away"
+                )
+            info = dict(header["info"])
+            arrays = read_npz(
+                path,
+                available() // 2 if room is None else room,
+                lambda key: "/" in key and (only is None or key.split("/", 1)[0] in only),
+            )
         except OSError as error:
             raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
-        except (ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        except (ArchiveError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ModelError(f"{path}: the profile is damaged ({error}): delete it, or run moeoff calibrate again") from None
-        return cls(path, arrays, header["info"])
+        return cls(path, arrays, info)
 
     @classmethod
     def write(
@@ -136,7 +152,7 @@ class Profile:
         old = cls.read(path, model_index) if os.path.exists(path) else cls(path, {}, {})
         arrays = {key: array for key, array in old._arrays.items() if key.split("/", 1)[0] not in sections}
         arrays |= {f"{section}/{name}": np.asarray(array) for section, named in sections.items() for name, array in named.items()}
-        if any(array.dtype.hasobject for array in arrays.values()):
+        if any(array.dtype.kind not in "biufU" for array in arrays.values()):
             raise TypeError("a profile holds numbers only")
         info = old.info | (info or {})
         header = {"version": VERSION, "source": source_sample(model_index), "model": os.path.basename(model_index.files[0]), "info": info}

@@ -10,9 +10,12 @@ from dataclasses import dataclass, field
 from typing import NoReturn
 
 from ..errors import ModelError, OptionError
+from ..files import read_file
 from ..gguf.model_index import TensorSpan, parse_tensor_name
 from ..gguf.quantize import fits, row_bytes, type_from_name, type_name
 from .file import AUTO, BITS, ORIGINAL
+
+_LONGEST_PLAN = 16 << 20  # bytes of JSON
 
 __all__ = ["Tier", "lower_type", "nearest", "read_plan"]
 
@@ -121,8 +124,7 @@ def read_plan(path: str | os.PathLike[str], experts: dict[str, TensorSpan]) -> T
             fail(f"{where}: {error}")
 
     try:
-        with open(path, encoding="utf-8") as file:
-            data = json.load(file)
+        data = json.loads(read_file(path, _LONGEST_PLAN))
     except OSError as error:
         fail(f"cannot be read: {error.strerror}")
     except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from ..cpu import n_cores
 from ..errors import ModelError
+from ..files import open_file
 from ..gguf.model_index import ModelIndex
 from .file import Sidecar, hash_range, slice_name
 
@@ -76,7 +77,8 @@ def _damaged(
     fds: list[int] = []
     try:
         for path in paths:
-            fds.append(os.open(path, os.O_RDONLY | os.O_CLOEXEC))
+            with open_file(path) as opened:
+                fds.append(os.dup(opened.fileno()))
         total, done, bad = sum(nbytes for _, _, nbytes, _ in ranges.values()), 0, []
         with ThreadPoolExecutor(threads) as pool:
             try:

@@ -27,9 +27,9 @@ FLOORS = [
     {"gguf"},
     {"native", "threads", "devices"},
     {"_abi"},
-    {"binding", "memory", "console"},
+    {"binding", "console", "npz"},
     {"gate_event", "files"},
-    {"cpu"},
+    {"cpu", "memory"},
     {"errors", "chat_sandbox"},
 ]
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
