@@ -14,9 +14,9 @@ import click
 
 from ..console import note, progress_bar
 from ..errors import OptionError
-from ..files import atomic_file, demo_model
+from ..files import atomic_file, demo_model, require_new
 from ..options import TABLE, Option, parse_switch
-from .options import MODEL, command, help_of, own, takes
+from .options import MODEL, command, files_beside, given_files, help_of, own, takes
 
 if TYPE_CHECKING:
     from ..bench.job import BenchTest, Job
@@ -137,6 +137,7 @@ def bench(
     """
     from ..bench.rows import format_named
 
+    require_new(plot, [*(path for one in model or (None,) for path in files_beside(one)), options["text"], *given_files(options)], "--plot")
     tests = _tests(n_prompt or [512], n_gen or [128], pg, n_depth or [0])
     varied = {name for name in _COLUMNS if options[name]}
     grids = _grids(model or (demo_model(),), tests, **options)
@@ -213,6 +214,7 @@ def report(output: str, model: str | None, text: str | None, n_prompt: int, n_de
     """Run a model and write a page about it: where memory and time went, by layer and by token, and what more memory would give."""
     from ..report import write_report
 
+    require_new(output, [*files_beside(model), text, *given_files(options)], "--output")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise OptionError(f"{output}: there is no such folder to write a page into")
     with progress_bar("tokens") as progress:

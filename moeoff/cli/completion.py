@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 from ..binding import quiet_log
 from ..engine.stats import Stats
 from ..errors import ContextError, MoeoffError, OptionError
-from ..memory import format_size, rss
+from ..memory import format_size
 from ..options import Sampling
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ class Completion:
         n_ctx: tokens that the context holds.
         stats: of this answer alone; its prompt_tokens are those that had to be computed.
         seconds: from the question to the end.
-        rss_bytes: resident memory at the end.
         discarded_tokens: that context shifts have forgotten.
     """
 
@@ -53,7 +52,6 @@ class Completion:
     n_ctx: int
     stats: Stats
     seconds: float
-    rss_bytes: int
     discarded_tokens: int = 0
 
     @property
@@ -71,7 +69,7 @@ class Completion:
         return {"model": stats["model"], "text": self.text, "finish_reason": self.finish_reason, "usage": usage, "stats": stats}
 
     def summary(self) -> str:
-        """One line for people."""
+        """One line for people. Its memory is the most that the process has taken since it began."""
         s = self.stats
         return (
             f"prompt {s.prompt_tokens} tokens{f' (+{self.reused_tokens} reused)' if self.reused_tokens else ''}, {s.prompt_tps:.1f} tok/s | "
@@ -79,7 +77,7 @@ class Completion:
             f"{s.hit_summary}, {s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1):.2f} MB/token read"
             f"{'' if s.direct_io else ' (through the page cache)'}, stalled {min(s.stall_seconds / max(self.seconds, 1e-9), 1):.0%} | "
             f"{f'{s.precision_summary} | ' if s.precision_summary else ''}"
-            f"memory {format_size(self.rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
+            f"memory {format_size(s.peak_rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
         )
 
 
@@ -166,7 +164,6 @@ class Completer:
             n_ctx=n_ctx,
             stats=stats,
             seconds=ended - started,
-            rss_bytes=rss(),
             discarded_tokens=llm.n_discarded,
         )
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from typing import Any
+
 import click
 from click.shell_completion import get_completion_class
 
 from .. import __version__
+from ..errors import WriteError
 from .bench import bench, report
 from .calibrate import calibrate, eval_
 from .convert import convert, merge, verify
 from .doctor import doctor
 from .inspect import inspect
-from .options import CONTEXT
+from .options import CONTEXT, open_standard_streams, written_whole
 from .run import run, serve
 from .simulate import simulate
 
@@ -19,7 +23,20 @@ SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_MOEOFF_COMPLETE"  # click's own name for it: with it set, the program answers what could come next
 
 
-@click.group(context_settings=CONTEXT)
+class Program(click.Group):
+    """The command as the shell starts it."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        open_standard_streams()
+        try:
+            with written_whole():
+                return super().main(*args, **kwargs)
+        except WriteError as error:  # of what click prints by itself, as --help
+            print(f"Error: {error}", file=sys.stderr)
+            sys.exit(1)
+
+
+@click.group(cls=Program, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="moeoff")
 def main() -> None:
     """Mixture-of-Experts models (GGUF) in less memory than they need."""

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import functools
+import io
 import os
 import re
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from ..errors import MoeoffError
+from ..errors import MoeoffError, WriteError, one_line
+from ..files import demo_model
 from ..options import TABLE, Option
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
@@ -114,10 +118,8 @@ def errors_as_sentences(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def wrapped(*args: Any, debug: bool = False, **kwargs: Any) -> None:
         try:
-            function(*args, **kwargs)
-        except BrokenPipeError:  # the reader of our output has gone; Python must not try once more at exit
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            sys.exit(0)
+            with written_whole():
+                function(*args, **kwargs)
         except (MoeoffError, OSError, MemoryError) as error:
             if debug:
                 raise
@@ -130,10 +132,81 @@ def errors_as_sentences(function: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
+class _Output(io.FileIO):
+    """Standard output, which says of itself that it cannot be written."""
+
+    def write(self, data: Any) -> int:
+        try:
+            if (n := super().write(data)) is not None:
+                return n
+            why = os.strerror(errno.EAGAIN)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            why = error.strerror or str(error)
+        _forget_output()
+        raise WriteError(f"standard output cannot be written: {why}")
+
+
+@contextlib.contextmanager
+def written_whole() -> Iterator[None]:
+    """What is printed inside is written when the block ends. Where the reader of our output has gone, the program ends well."""
+    try:
+        yield
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_output()
+        sys.exit(0)
+
+
+def _forget_output() -> None:
+    """Python must not try once more at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def open_standard_streams() -> None:
+    """Opens those that the caller has closed: files that are opened later would get their numbers, and be written to as such. What is printed to a
+    standard output that is not there, or full, fails with a sentence."""
+    for fd, flags in ((0, os.O_RDONLY), (1, os.O_RDONLY), (2, os.O_WRONLY)):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, flags)  # the lowest number that is free
+            os.set_inheritable(fd, True)
+            for name in ("stdin", "stdout", "stderr")[fd : fd + 1]:
+                setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", errors="replace"))
+                setattr(sys, f"__{name}__", getattr(sys, name))
+    if sys.stdout is sys.__stdout__ and sys.stdout is not None:
+        out = sys.stdout
+        raw = _Output(1, "w", closefd=False)
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, out.errors, line_buffering=out.line_buffering)
+
+
+def files_beside(model: str | None) -> list[str]:
+    """A model's files: its parts, and what is found beside it by name."""
+    from ..gguf.model_index import SplitName
+    from ..sidecar.file import sidecar_path
+    from ..sidecar.profile import profile_path
+
+    path = model or demo_model()
+    split = SplitName.parse(path)
+    return [*(split.parts if split else [path]), sidecar_path(path), profile_path(path)]
+
+
+def given_files(options: Mapping[str, Any], *without: str) -> list[str]:
+    """Files that options of the table name."""
+    return [
+        os.fspath(value)
+        for name, value in options.items()
+        if name not in without and name in TABLE and TABLE[name].is_file and isinstance(value, (str, os.PathLike))
+    ]
+
+
 def sentence(error: BaseException) -> str:
     """One line for people, with the flags of the running command."""
     if not isinstance(error, MoeoffError):
-        return str(error) or type(error).__name__
+        return one_line(str(error)) or type(error).__name__
     message = re.sub(r"`(\w+)`", lambda match: _flag(match[1]), error.message)
     ways_out = [_with_value(name, value) for name, value in error.hint.items() if _param(name) or not click.get_current_context(silent=True)]
     return message + (": give " + ", or ".join(ways_out) if ways_out else "")

@@ -13,10 +13,10 @@ import click
 
 from ..console import note
 from ..errors import OptionError
-from ..files import atomic_file, demo_model
+from ..files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..memory import DEFAULT_SHARE, format_size
 from ..options import Sampling, table_of
-from .options import MODEL, command, own, takes
+from .options import MODEL, command, files_beside, given_files, own, takes
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -55,6 +55,10 @@ def run(
 
         parse(hf_repo)
     prompt = _prompt(prompt, file)
+    outputs = {"--stats-json": stats_json, "--prompt-cache": prompt_cache, "--trace": options.get("trace")}
+    for flag, path in outputs.items():
+        others = [other for name, other in outputs.items() if name != flag]
+        require_new(path, [*files_beside(model), file, *given_files(options, "trace"), *others], flag)
     chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
     if prompt is None and not chat:
         if model or hf_repo:
@@ -98,16 +102,17 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
         raise OptionError("give -p or -f, not both")
     try:
         if file is not None:
-            with open(file, encoding="utf-8") as text:
-                prompt = text.read().removesuffix("\n")
+            prompt = read_text(file, newlines=True).removesuffix("\n")
         if sys.stdin is not None and not _is_terminal(sys.stdin):
-            source, piped = "standard input", sys.stdin.read().removesuffix("\n")
+            piped = sys.stdin.read(TEXT + 1).removesuffix("\n")
+            if len(piped) > TEXT:
+                raise OptionError(f"standard input: cannot be read: it is longer, expected at most {format_size(TEXT)}")
             if piped:
                 prompt = piped if prompt is None else f"{prompt}\n\n{piped}"
     except OSError as error:
-        raise OptionError(f"{file}: cannot be read: {error.strerror}") from None
+        raise OptionError(f"standard input: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise OptionError(f"{file or source}: is not UTF-8 text") from None
+        raise OptionError("standard input: is not UTF-8 text") from None
     if prompt is not None and not prompt.strip():
         raise OptionError("the prompt is empty: there is nothing to answer")
     return prompt

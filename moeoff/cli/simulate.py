@@ -9,6 +9,7 @@ import click
 
 from ..console import progress_bar
 from ..errors import OptionError
+from ..files import require_new
 from ..memory import format_size, parse_size
 from .options import command, takes
 
@@ -48,6 +49,8 @@ def simulate(
     from ..simulate.comparison import compare, gap_recovered, recorded_reads
     from ..trace import Trace
 
+    require_new(plot, [*traces, scores], "--plot")
+    require_new(scores, traces, "--scores")
     trace = Trace.join([Trace.read(path) for path in traces])
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
     if scores:

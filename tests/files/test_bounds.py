@@ -1,0 +1,493 @@
+"""Files that claim more than they have, or are no files: whatever reads them says so in one sentence, before it has taken the memory or waited."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import random
+import socket
+import stat
+import struct
+import subprocess
+import sys
+import zipfile
+
+import click.testing
+import numpy as np
+import pytest
+
+import moeoff
+from helpers.files import DEMO, SMALL_TRACE
+from helpers.models import with_template
+from moeoff.calibrate.perplexity import read_windows
+from moeoff.cli.main import main
+from moeoff.engine.prompt import PromptCache, Template
+from moeoff.errors import ModelError, MoeoffError, OptionError
+from moeoff.files import open_file, read_file, read_text, require_new
+from moeoff.gguf.file import FileState, ModelFile
+from moeoff.gguf.imatrix import Imatrix
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.gguf.writer import ModelWriter
+from moeoff.memory import available, parse_size, peak_rss, rss
+from moeoff.npz import ArchiveError, WrongArrays, read_npz, require_arrays
+from moeoff.sidecar.convert import convert
+from moeoff.sidecar.file import Sidecar
+from moeoff.sidecar.profile import Profile
+from moeoff.trace import Trace
+
+LIMITED = """
+import resource, sys
+resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]) << 20, int(sys.argv[1]) << 20))
+"""
+
+
+def with_values(out, **values) -> str:
+    """The demo model with other metadata."""
+    with ModelFile(DEMO) as model, ModelWriter(out, model.metadata | values, list(model.tensors.values())) as writer:
+        for name in model.tensors:
+            writer.write(model.data(name))
+    return str(out)
+
+
+@pytest.fixture(params=["pipe", "socket", "device", "folder"])
+def no_file(request, tmp_path):
+    """Path of something that is no file, and the words for it."""
+    path = str(tmp_path / request.param)
+    if request.param == "pipe":
+        os.mkfifo(path)
+    elif request.param == "folder":
+        os.mkdir(path)
+    elif request.param == "device":
+        path = "/dev/zero"
+        if not stat.S_ISCHR(os.stat(path).st_mode):
+            pytest.skip("this machine has no /dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path)
+            yield path, "a socket, expected a file"
+            return
+    yield path, {"pipe": "a pipe, expected a file", "device": "a device, expected a file", "folder": "Is a directory"}[request.param]
+
+
+# --- what is read at all ---
+
+
+def test_what_is_no_file_is_not_waited_for(no_file, tmp_path, demo):
+    path, words = no_file
+    index = ModelIndex.read(demo)
+    readers = [ModelIndex.read, Sidecar, Imatrix.read, Trace.read, read_text, lambda p: Profile.read(p, index), lambda p: moeoff.Llama(demo, profile=p),
+               lambda p: moeoff.Llama(demo, experts=p), lambda p: moeoff.Llama(p), lambda p: moeoff.Llama(demo, strategy="score", replay=p)]  # fmt: skip
+    for read in readers:
+        with pytest.raises(MoeoffError, match=words):
+            read(path)
+    for read in (open_file, lambda p: read_file(p, 100), lambda p: read_npz(p, 100)):
+        with pytest.raises(OSError, match=words):
+            read(path)
+
+
+def test_a_text_may_come_from_a_pipe_that_is_open(tmp_path):
+    read, write = os.pipe()
+    os.write(write, b"one\r\ntwo")
+    os.close(write)
+    try:
+        assert read_text(f"/dev/fd/{read}", newlines=True) == "one\ntwo"
+    finally:
+        os.close(read)
+    text = tmp_path / "text"
+    text.write_bytes(b"x" * 100)
+    assert read_text(text, 100) == "x" * 100
+    with pytest.raises(OptionError, match=r"text: cannot be read: it has 0.00 MiB, expected at most"):
+        read_text(text, 99)
+    read, write = os.pipe()
+    os.write(write, b"x" * 101)
+    with pytest.raises(OptionError, match="it is longer, expected at most"):
+        read_text(f"/dev/fd/{read}", 100)
+    for fd in (read, write):
+        os.close(fd)
+
+
+# --- archives ---
+
+
+def member(array: np.ndarray, header: bytes | None = None) -> bytes:
+    out = io.BytesIO()
+    np.save(out, array)
+    data = out.getvalue()
+    if header is None:
+        return data
+    return data[:8] + struct.pack("<H", len(header)) + header + data[10 + struct.unpack_from("<H", data, 8)[0] :]
+
+
+def archive(path, **members: bytes) -> str:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in members.items():
+            file.writestr(f"{name}.npy", data)
+    return str(path)
+
+
+def test_archives(tmp_path):
+    path = tmp_path / "a.npz"
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.asfortranarray(np.arange(6).reshape(2, 3)), "c": np.array(True), "d": np.array(["x", "yz"]),
+              "e": np.empty((0, 3))}  # fmt: skip
+    np.savez_compressed(path, **arrays)
+    found = read_npz(path, 10_000)
+    assert all(np.array_equal(found[name], array) and found[name].dtype == array.dtype for name, array in arrays.items())
+    assert list(read_npz(path, 10_000, lambda name: name == "b")) == ["b"]
+    with pytest.raises(ArchiveError, match="it unpacks to .*, and there is room for"):
+        read_npz(path, 100)
+
+
+def huge() -> bytes:
+    return member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (134217728,), }\n")
+
+
+@pytest.mark.parametrize("data, words", [
+    (member(np.array([None])), "expected numbers"),
+    (member(np.zeros(2, ">f4")), "expected numbers"),
+    (member(np.zeros(2, "c16")), "expected numbers"),
+    (member(np.zeros(2, [("a", "f4")])), "expected numbers"),
+    (huge(), "has 8 bytes, expected 1073741824"),
+    (member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (-1,), }\n"), "has 8 bytes"),
+    (member(np.zeros(1), b"(" * 9000), "does not say what it holds"),
+    (member(np.zeros(4))[:-8], "has 24 bytes, expected 32"),
+    (b"no array", "magic"),
+    (b"", "magic|EOF|expected"),
+], ids=range(10))  # fmt: skip
+def test_members_that_are_no_arrays(tmp_path, data, words):
+    with pytest.raises(ArchiveError, match=words):
+        read_npz(archive(tmp_path / "a.npz", a=data), 1 << 40)
+
+
+def test_archives_are_not_unpacked_beyond_their_room(tmp_path):
+    """A gigabyte of zeros is a megabyte in an archive: nothing of it is unpacked where there is less room, whatever its table says."""
+    path = tmp_path / "a.npz"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file, file.open("a.npy", "w", force_zip64=True) as out:
+        out.write(member(np.zeros(1), b"{'descr': '<f8', 'fortran_order': False, 'shape': (134217728,), }\n")[:-8])
+        for _ in range(256):
+            out.write(bytes(4 << 20))
+    code = LIMITED + "from moeoff.npz import read_npz, ArchiveError\ntry: read_npz(sys.argv[2], 100 << 20)\nexcept ArchiveError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code, "600", str(path)], capture_output=True, text=True)
+    assert "it unpacks to 1.00 GiB, and there is room for 100 MiB" in done.stdout, done.stderr
+    raw = bytearray(path.read_bytes())
+    at = raw.rindex(b"PK\5\6")
+    raw[at + 12 : at + 16] = struct.pack("<I", 1 << 30)  # the length of the table of contents
+    path.write_bytes(raw)
+    with pytest.raises(ArchiveError):
+        read_npz(path, 100)
+
+
+def test_what_arrays_should_be():
+    good = {"a": np.zeros((2, 3), np.float32), "b": np.zeros(3, np.uint8)}
+    layout = {"a": ("f", (2, "n")), "b": ("i", ("n",), 0, 5)}
+    require_arrays(good, layout)
+    for wrong, words in (
+        ({"a": None}, "'a' is missing"),
+        ({"a": np.zeros((2, 3), int)}, "'a' holds int64, expected floating point numbers"),
+        ({"a": np.zeros((3, 3))}, r"'a' has the shape \(3, 3\), expected \(2, n\)"),
+        ({"b": np.zeros(4, int)}, r"'b' has the shape \(4,\), expected \(3\)"),
+        ({"a": np.full((2, 3), np.nan)}, "numbers from nan"),
+        ({"a": np.full((2, 3), np.inf)}, "numbers from inf"),
+        ({"b": np.full(3, 6)}, "numbers from 6 to 6, expected 0 to 5"),
+    ):
+        with pytest.raises(WrongArrays, match=words):
+            require_arrays({name: array for name, array in (good | wrong).items() if array is not None}, layout)
+
+
+# --- profiles whose arrays are wrong ---
+
+
+def damages(array: np.ndarray) -> list[np.ndarray | None]:
+    """Other arrays in the place of one, None for none."""
+    out: list[np.ndarray | None] = [None, np.array(7.0), array[..., None], array.astype(bool) if array.dtype.kind != "b" else array.astype(float),
+                                    np.array(["x"]), array[:0] if array.ndim else np.zeros(0)]  # fmt: skip
+    if array.dtype.kind == "f":
+        out += [np.full_like(array, np.nan), np.full_like(array, -np.inf)]
+    elif array.dtype.kind in "iu":
+        out += [np.full_like(array, np.iinfo(array.dtype).max), np.zeros_like(array, np.int64) - 1]
+    return out
+
+
+def test_profiles_with_wrong_arrays(calibrated, tmp_path):
+    """Every array of every section, replaced: the model opens as if it were right, or a sentence names the section. Nothing else."""
+    model, done, _ = calibrated
+    index = ModelIndex.read(model)
+    whole = Profile.read(done.path, index)
+    uses = {"gate": "fate", "popularity": "edgemoe", "hobbit": "hobbit", "score": "score", "path": "edgemoe", "first": "edgemoe", "learned": "promoe"}
+    assert set(uses) <= set(whole.sections)
+    tried = refused = 0
+    rng = random.Random(0)
+    for section, strategy in uses.items():
+        arrays = whole.section(section)
+        cases = [(name, wrong) for name, array in arrays.items() for wrong in damages(array)]
+        for name, wrong in rng.sample(cases, min(5, len(cases))):
+            path = tmp_path / "p.npz"
+            path.unlink(missing_ok=True)
+            changed = {key: array for key, array in (arrays | {name: wrong}).items() if array is not None}
+            Profile.write(path, index, {s: changed if s == section else whole.section(s) for s in whole.sections})
+            tried += 1
+            try:
+                with moeoff.Llama(model, n_ctx=64, strategy=strategy, profile=str(path), expert_memory="4M") as llm:
+                    llm.create_completion("Once", max_tokens=2)
+            except ModelError as error:
+                assert str(path) in str(error) and "run moeoff calibrate again" in str(error)
+                refused += 1
+    assert tried > 20 and refused > 0.4 * tried
+
+
+@pytest.mark.parametrize("name, wrong", [("t1", np.zeros(2)), ("tier", np.zeros(1)), ("loss", np.array([np.nan])), ("ctx", np.zeros(2, int)), ("kl", None)])
+def test_contracts_with_wrong_arrays(demo, tmp_path, name, wrong):
+    from moeoff.budget.loss_contract import Candidate, LossContract
+
+    candidate = Candidate("original", 0.5, 0.9, 0.0, True, 0.001, 0.002, 0.001, 0.8, 0.0, 0.1, resident=0.5)
+    good = LossContract(0, 1, 8, 100, 64, (candidate,)).to_section()
+    assert LossContract.from_section(good).candidates == (candidate,)
+    index, path = ModelIndex.read(demo), tmp_path / "p.npz"
+    Profile.write(path, index, {"precision": {key: array for key, array in (good | {name: wrong}).items() if array is not None}})
+    with pytest.raises(OptionError, match="what was measured is damaged"):
+        moeoff.Llama(demo, profile=str(path), max_loss="1%")
+
+
+def test_a_profile_that_leaves_no_room_is_refused(demo, tmp_path):
+    index, path = ModelIndex.read(demo), tmp_path / "p.npz"
+    Profile.write(path, index, {"popularity": {"counts": np.zeros((1 << 27,), np.int8)}})
+    with pytest.raises(ModelError, match=r"it unpacks to 128 MiB, and there is room for"):
+        moeoff.Llama(demo, profile=str(path), strategy="edgemoe", memory="200M")
+
+
+def test_pairs_of_experts_are_checked():
+    from moeoff.policies.edgemoe import PairCounts
+
+    start = np.array([[0, 1, 1, 1, 9]], np.uint32)
+    pairs = {"pair_seen": np.zeros((1, 2, 2), int), "pair_start": start, "pair_base": np.zeros(1, int), "pair_expert": np.zeros(1, np.uint8),
+             "pair_count": np.ones(1, np.uint16)}  # fmt: skip
+    with pytest.raises(WrongArrays, match="points behind the end"):
+        PairCounts(pairs, 1, 2)
+    start[0, 4] = 1
+    PairCounts(pairs, 1, 2)
+
+
+# --- headers ---
+
+
+def test_headers_that_are_too_long(tmp_path):
+    with pytest.raises(ModelError, match="header is damaged: it is longer than 64 MiB"):
+        ModelIndex.read(with_values(tmp_path / "a.gguf", **{"general.description": "x" * (65 << 20)}))
+    raw = DEMO.read_bytes()
+    path = tmp_path / "b.gguf"
+    path.write_bytes(raw[:8] + struct.pack("<q", 1 << 40) + raw[16:])
+    with pytest.raises(ModelError, match="1099511627776 tensors, expected at most 65536"):
+        ModelIndex.read(path)
+
+
+def test_long_values_are_not_kept(tmp_path):
+    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (20 << 20), "general.tags": ["abc"] * 400_000, "general.last": 7})
+    with ModelFile(path) as whole, ModelFile(path, longest=1000) as short, ModelFile(DEMO) as demo:
+        assert whole.tensors == short.tensors == demo.tensors and short.n_strings == whole.n_strings == demo.n_strings + 400_000
+        assert short.metadata == {key: raw for key, raw in whole.metadata.items() if len(raw) <= 1000}
+        assert short.value("general.last") == 7 and short.data("output_norm.weight").tobytes() == demo.data("output_norm.weight").tobytes()
+        assert len(whole.metadata["general.description"]) == (20 << 20) + 12
+
+
+def test_a_header_that_leaves_no_room_is_refused(tmp_path):
+    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    with pytest.raises(moeoff.BudgetError, match="what its header says takes about 2.. MiB to read, and there is room for"):
+        moeoff.Llama(path, memory="200M")
+
+
+def test_what_a_model_was_trained_for_takes_no_memory(tmp_path):
+    """llama_cpp makes room for so many tokens, each time that it reads a text: 4 GiB here."""
+    path = with_values(tmp_path / "a.gguf", **{"qwen2moe.context_length": 1 << 30})
+    code = """
+import sys, moeoff
+from moeoff.memory import peak_rss
+with moeoff.Llama(sys.argv[1], memory="300M", n_ctx=256) as llm, moeoff.Llama(sys.argv[2], memory="600M", n_ctx=256) as other:
+    for text in (b"", b"Once upon a time", "\\u00e4\\u4e2d".encode() * 500):
+        assert llm.tokenize(text) == other.tokenize(text)
+        assert other.tokenize(text) == other.tokenizer_.tokenize(text, True, False)
+    print(llm.create_completion("Once", max_tokens=4)["choices"][0]["text"] == other.create_completion("Once", max_tokens=4)["choices"][0]["text"])
+print(peak_rss() >> 20)
+"""
+    done = subprocess.run([sys.executable, "-c", code, path, str(DEMO)], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    same, peak = done.stdout.split()
+    assert same == "True" and int(peak) < 300
+
+
+# --- contexts ---
+
+
+@pytest.mark.parametrize("n_ctx", [8, 31, 200, 255, 256, 300])
+def test_a_context_of_any_length_can_be_filled(demo, n_ctx):
+    """llama.cpp rounds up to 256; llama_cpp's list of tokens has to follow."""
+    with moeoff.Llama(demo, n_ctx=n_ctx, expert_memory="4M") as llm:
+        full = -(-n_ctx // 256) * 256
+        assert llm.n_ctx() == full == len(llm.input_ids)
+        tokens = [1 + i % 4000 for i in range(full - 2)]
+        assert llm.create_completion(tokens, max_tokens=9, temperature=0)["usage"]["completion_tokens"] == 2
+        with pytest.raises(ValueError, match=f"context window of {full}"):
+            llm.create_completion([*tokens, 5, 5], max_tokens=1)
+
+
+def test_logits_of_all_tokens_of_a_rounded_context(demo):
+    with moeoff.Llama(demo, n_ctx=200, expert_memory="4M", logits_all=True) as llm:
+        llm.eval([1 + i for i in range(250)])
+        assert llm.scores.shape[0] == 256 and np.isfinite(llm.scores[:250]).all()
+
+
+def test_a_shift_in_a_rounded_context(demo):
+    with moeoff.Llama(demo, n_ctx=200, expert_memory="4M", context_shift=True) as llm:
+        assert llm.create_completion([1] * 250, max_tokens=20, temperature=0, logit_bias={0: -100, 2: -100})["usage"]["completion_tokens"] == 20
+
+
+# --- prompt caches ---
+
+
+def test_a_damaged_prompt_cache_is_never_given_to_llama_cpp(demo, tmp_path, monkeypatch):
+    path = tmp_path / "cache"
+    rng = random.Random(1)
+    with moeoff.Llama(demo, n_ctx=256, expert_memory="4M") as llm:
+        llm.eval(list(range(1, 40)))
+        PromptCache(path).save(llm)
+        good = path.read_bytes()
+        llm.clear_context()
+        assert PromptCache(path).load(llm) == 39 and llm.input_ids[:39].tolist() == list(range(1, 40))
+        monkeypatch.setattr(llm, "load_context", None)
+        places = [0, 4, 8, 11, *(rng.randrange(len(good)) for _ in range(60)), *range(12 + 4 * 43, 12 + 4 * 43 + 24)]
+        for at in places:
+            path.write_bytes(good[:at] + bytes([good[at] ^ (1 << rng.randrange(8))]) + good[at + 1 :])
+            with pytest.raises(ModelError, match="not a prompt cache of this model and context: it is damaged"):
+                PromptCache(path).load(llm)
+        for n in (0, 3, 12, 100, len(good) - 1):
+            path.write_bytes(good[:n])
+            with pytest.raises(ModelError, match="it is damaged"):
+                PromptCache(path).load(llm)
+
+
+# --- traces, texts ---
+
+
+def test_damaged_traces(tmp_path):
+    head = {"name": "x", "n_used": 1, "tensors": [{"gate": 0, "layer": 0, "matrix": 0, "n_experts": 1 << 40, "nbytes": 1}]}
+    for header, length in ((json.dumps(head), None), ("{}", None), ("{}", 1 << 31), (json.dumps(head | {"tensors": []}), None)):
+        path = tmp_path / "a.trace"
+        path.write_bytes(b"MOEOFFTR" + struct.pack("<II", 6, length or len(header)) + header.encode())
+        with pytest.raises(OptionError, match="header is damaged"):
+            Trace.read(path)
+
+
+def test_a_trace_larger_than_memory_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("moeoff.trace.available", lambda: 10_000)
+    with pytest.raises(OptionError, match=r"of trace need about .*, 0.01 MiB are free"):
+        Trace.read(SMALL_TRACE)
+
+
+def test_texts_that_are_too_long(tmp_path, monkeypatch):
+    text = tmp_path / "text"
+    with open(text, "wb") as file:
+        file.truncate(17 << 20)
+
+    class Reads:
+        def adds_bos(self) -> bool:
+            return False
+
+        def token_bos(self) -> int:
+            return 0
+
+    with pytest.raises(OptionError, match="it has 17 MiB, expected at most 16 MiB"):
+        read_windows(Reads(), [text], 64)
+
+
+# --- what would be overwritten ---
+
+
+def test_an_output_is_no_input(tmp_path):
+    model, link, hard, other = (tmp_path / name for name in ("model", "link", "hard", "other"))
+    model.write_bytes(b"x")
+    link.symlink_to(model)
+    hard.hardlink_to(model)
+    for name in (model, link, hard, tmp_path / "." / "model"):
+        with pytest.raises(OptionError, match=r"--out .* would replace .*model, which is in use: give another name"):
+            require_new(name, [None, model], "--out")
+    with pytest.raises(OptionError, match="would replace"):
+        require_new(other, [tmp_path / "x" / ".." / "other"], "--out")  # neither is there yet
+    os.mkfifo(pipe := tmp_path / "pipe")  # nothing is lost in it, nor in /dev/null
+    for name in (other, None, pipe):
+        require_new(name, [model, None, pipe], "--out")
+
+
+@pytest.mark.parametrize("args", [["run", "-p", "x", "-n", "1", "--stats-json"], ["report", "-p", "1", "-n", "8", "-o"], ["run", "-p", "x", "--trace"],
+                                  ["run", "-p", "x", "--prompt-cache"], ["calibrate", "-o"], ["convert", "--force", "-o"]],
+                         ids=lambda args: f"{args[0]} {args[-1]}")  # fmt: skip
+def test_no_command_replaces_the_model(demo, tmp_path, args):
+    runner, alias = click.testing.CliRunner(), tmp_path / "alias"
+    alias.symlink_to(demo)
+    before = FileState.read(demo)
+    done = runner.invoke(main, [*args, str(alias), *([demo] if args[0] in ("calibrate", "convert") else ["-m", demo])], prog_name="moeoff")
+    assert done.exit_code == 1 and "would replace" in done.stderr and len(done.stderr.splitlines()) == 1, done.output
+    assert FileState.read(demo) == before and alias.is_symlink()
+
+
+def test_a_sidecar_replaces_nothing_but_files(demo, tmp_path):
+    """A device would be gone for the whole machine."""
+    os.mkfifo(path := tmp_path / "pipe")
+    with pytest.raises(OptionError, match="is no file, which a sidecar has to be"):
+        convert(demo, output=path, tiers="original", force=True)
+    assert stat.S_ISFIFO(path.stat().st_mode) and list(tmp_path.iterdir()) == [path]
+
+
+# --- what is said ---
+
+
+def test_messages_are_one_printable_line_of_bounded_length(demo, tmp_path):
+    error = OptionError("a\nError: forged\x1b[2J\u2028b\udcff" + "x" * 10_000_000 + "the end")
+    assert str(error).isprintable() and len(str(error)) < 2100 and str(error).startswith("a Error: forged\\x1b[2J") and str(error).endswith("the end")
+    path = with_template(demo, tmp_path / "t.gguf", "{{ raise_exception('no\nError: forged\n' + 'x' * 100000) }}")
+    with moeoff.Llama(path, n_ctx=64, expert_memory="1M") as llm, pytest.raises(ModelError) as refused:
+        Template(llm).tokens([{"role": "user", "content": "x"}])
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 2100 and "no Error: forged" in str(refused.value)
+
+
+@pytest.mark.parametrize("options", [{"memory": float("nan")}, {"memory": float("inf")}, {"memory": 1.5}, {"memory": True}, {"memory": "9" * 400 + "T"}, {"memory": 1 << 70},
+                                     {"expert_memory": float("nan")}, {"n_ubatch": 1 << 31}, {"n_batch": 1 << 31}, {"n_ctx": float("inf")}, {"n_ctx": float("nan")},
+                                     {"n_threads": float("inf")}, {"t1": 10**400}, {"n_ctx": [1]}], ids=str)  # fmt: skip
+def test_values_that_make_no_sense(demo, options):
+    with pytest.raises(OptionError) as refused:
+        moeoff.Llama(demo, **options)
+    assert str(refused.value).isprintable() and len(str(refused.value)) < 2100
+
+
+def test_sizes_may_be_numbers():
+    assert parse_size(6e9) == parse_size(6_000_000_000) == parse_size(np.int64(6_000_000_000)) == parse_size("6GB")
+
+
+def test_a_system_that_does_not_show_its_processes(monkeypatch):
+    """As a container without /proc."""
+    whole = open
+
+    def hidden(path, *args, **kwargs):
+        if str(path).startswith("/proc"):
+            raise FileNotFoundError(2, "No such file or directory", path)
+        return whole(path, *args, **kwargs)
+
+    monkeypatch.setattr("builtins.open", hidden)
+    for ask in (rss, available):
+        with pytest.raises(OptionError, match="this system does not say how much memory .*is /proc mounted"):
+            ask()
+    assert peak_rss() > 0
+
+
+@pytest.mark.parametrize("how, words", [(">&-", "Bad file descriptor"), (">/dev/full", "No space left on device")])
+def test_standard_output_that_cannot_be_written(how, words):
+    """One sentence, also for what click prints by itself."""
+    if "/dev" in how and not stat.S_ISCHR(os.stat("/dev/full").st_mode):
+        pytest.skip("this machine has no /dev/full")
+    for command in ("--help", f"inspect --probe off {DEMO}"):
+        done = subprocess.run(["sh", "-c", f"exec {sys.executable} -m moeoff.cli {command} {how}"], capture_output=True, text=True)
+        assert (done.returncode, done.stderr) == (1, f"Error: standard output cannot be written: {words}\n")
+
+
+def test_files_do_not_take_the_numbers_of_closed_streams(tmp_path):
+    code = "from moeoff.cli.options import open_standard_streams as o; o(); import os; f = open(os.devnull); print(f.fileno(), file=open('{}', 'w'))"
+    done = subprocess.run(["sh", "-c", f'exec {sys.executable} -c "{code.format(tmp_path / "n")}" <&- >&- 2>&-'])
+    assert done.returncode == 0 and int((tmp_path / "n").read_text()) > 2
