@@ -220,7 +220,7 @@ def test_profiles_with_wrong_arrays(calibrated, tmp_path):
     for section, strategy in uses.items():
         arrays = whole.section(section)
         cases = [(name, wrong) for name, array in arrays.items() for wrong in damages(array)]
-        for name, wrong in rng.sample(cases, min(5, len(cases))):
+        for name, wrong in rng.sample(cases, min(3, len(cases))):
             path = tmp_path / "p.npz"
             path.unlink(missing_ok=True)
             changed = {key: array for key, array in (arrays | {name: wrong}).items() if array is not None}
@@ -232,7 +232,7 @@ def test_profiles_with_wrong_arrays(calibrated, tmp_path):
             except ModelError as error:
                 assert str(path) in str(error) and "run moeoff calibrate again" in str(error)
                 refused += 1
-    assert tried > 20 and refused > 0.4 * tried
+    assert tried > 15 and refused > 0.4 * tried
 
 
 @pytest.mark.parametrize("name, wrong", [("t1", np.zeros(2)), ("tier", np.zeros(1)), ("loss", np.array([np.nan])), ("ctx", np.zeros(2, int)), ("kl", None)])
