@@ -110,6 +110,7 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True,
     """
     model_index = ModelIndex.read(model)
     model_index.require_experts()
+    model_index.require_text()
     kinds = slice_kinds(model_index)
     plan = dry_load(model_index, usual_ctx(model_index, ctx_size), keywords)
     per_token, disk = token_bytes(model_index), None

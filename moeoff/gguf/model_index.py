@@ -19,8 +19,10 @@ import numpy as np
 from ..errors import ModelError
 from ..files import open_file
 from .file import FileState, ModelFile, read_range, unpack
+from .vocabulary import vocabulary_fault
 
 _T = TypeVar("_T", str, int)
+_DIFFUSION = ("llada-moe", "rnd1")  # those with routed experts
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
 _COPIES, _STRING = 4, 150  # of a value, and bytes for each string, as measured (3.4 of a text, 2.2 of numbers)
 _LONGEST_VALUE = 1 << 16  # bytes of metadata that are kept: what is longer is not about the architecture
@@ -131,6 +133,7 @@ class ModelIndex:
         hparams: the architecture's numbers and flags by their keys without its name, as "attention.head_count".
         states: of each file when it was read.
         header_memory: bytes that llama.cpp takes for the headers while it loads, at most: each value several times, and the words of a vocabulary in tables.
+        vocabulary_fault: what llama.cpp would end the process over while it reads a text; empty: nothing.
     """
 
     files: tuple[str, ...]
@@ -144,6 +147,7 @@ class ModelIndex:
     hparams: dict[str, object] = field(repr=False)
     states: tuple[FileState, ...] = field(repr=False)
     header_memory: int = field(default=0, repr=False)
+    vocabulary_fault: str = field(default="", repr=False)
 
     @property
     def dense_bytes(self) -> int:
@@ -199,6 +203,7 @@ class ModelIndex:
             hparams=first.hparams,
             states=tuple(part.state for part in parts),
             header_memory=sum(part.header_memory for part in parts),
+            vocabulary_fault=first.vocabulary_fault,
         )
 
     @property
@@ -226,6 +231,13 @@ class ModelIndex:
         if not self.experts:
             raise ModelError(f"{self.files[0]}: a {self.architecture or 'dense'} model without routed experts: nothing to offload, run it with llama.cpp")
 
+    def require_text(self) -> None:
+        """Raises `ModelError` for a model that does not write a text token by token."""
+        if self.architecture in _DIFFUSION:
+            raise ModelError(
+                f"{self.files[0]}: a diffusion model ({self.architecture}), which draws all tokens of an answer at once, in many steps: moeoff writes token by token"
+            )
+
     def check_unchanged(self) -> None:
         """Raises `ModelError` if a file was written to since it was read.
 
@@ -247,6 +259,7 @@ class _Part:
     spans: list[TensorSpan]
     state: FileState
     header_memory: int
+    vocabulary_fault: str
 
 
 def count(hparams: Mapping[str, object], key: str) -> int:
@@ -291,9 +304,8 @@ def _read_file(path: str, index: int) -> _Part:
             n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
             spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)))
         architecture = _value(file, "general.architecture", "")
-        return _Part(
-            architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state, _COPIES * file.data_start + _STRING * file.n_strings
-        )
+        memory = _COPIES * file.data_start + _STRING * file.n_strings
+        return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state, memory, vocabulary_fault(file.metadata))
 
 
 class ModelBytes:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -96,8 +98,14 @@ def write_expert_adapter(model: str, path: Path, rank: int = 4, scale: float = 0
 
 def with_template(model: str, path: Path, template: str) -> str:
     """A copy of the model at the path."""
+    return with_metadata(model, path, {"tokenizer.chat_template": template})
+
+
+def with_metadata(model: str, path: Path, changed: Mapping[str, Any]) -> str:
+    """A copy of the model at the path, in which these keys say something else, or, with None, are not there."""
     with ModelFile(model) as source:
-        with ModelWriter(path, source.metadata | {"tokenizer.chat_template": template}, list(source.tensors.values())) as writer:
+        metadata = {key: value for key, value in (source.metadata | changed).items() if value is not None}
+        with ModelWriter(path, metadata, list(source.tensors.values())) as writer:
             for name in source.tensors:
                 writer.write(source.data(name))
     return str(path)
