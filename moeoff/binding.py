@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import inspect
 import logging
 import os
@@ -14,8 +15,9 @@ import re
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jinja2
 import numpy as np
@@ -23,6 +25,7 @@ import numpy as np
 from . import cpu
 from .chat_sandbox import ChatSandbox
 from .errors import MoeoffError, OptionError, one_line
+from .turns import Turns, computes_here
 
 # OpenMP's barriers spin for milliseconds by default. On a busy machine, and the I/O threads make it one, every barrier then
 # waits until the scheduler has given a lost core back: 3.5 tok/s instead of 10.4 with two busy processes on 2 cores, no
@@ -31,13 +34,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 cpu.load()
 
 import llama_cpp
-from llama_cpp import _logger, llama_chat_format
+from llama_cpp import _internals, _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
-from llama_cpp.llama_tokenizer import LlamaTokenizer
 
-__all__ = ["PatchedLlama", "StockLlama", "api", "assertions_raise", "c_function", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
+__all__ = ["LoadError", "PatchedLlama", "StockLlama", "api", "assertions_raise", "c_function", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
 
 llama_chat_format.ImmutableSandboxedEnvironment = ChatSandbox  # type: ignore[attr-defined]  # templates are the model file's: they may not hang either
+
+T = TypeVar("T")
 
 lib: ctypes.CDLL = api._lib  # llama_cpp's own handle: a second load could bring a second ggml into the process
 
@@ -140,6 +144,146 @@ def c_function(name: str, result: Any, *arguments: Any) -> Any:
     return function
 
 
+# --- llama_cpp's own objects, made safe ---
+
+
+class _Handle:
+    """An attribute with a pointer into llama.cpp: whoever asks for it after the model is closed, or in a fork, gets an exception and no pointer."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, _type: type | None = None) -> Any:
+        if owner is None:
+            return self
+        owner.turns.require_open()
+        return owner.__dict__[self._name]
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        owner.__dict__[self._name] = value
+
+
+class _Model(_internals.LlamaModel):
+    """llama_cpp's, also in the hands of the tokenizers that it has given out. What would end the process raises `MoeoffError` instead."""
+
+    turns: Turns
+    model, vocab = _Handle(), _Handle()
+
+    def _check(self, tokens: Sequence[int] = ()) -> None:
+        """llama.cpp throws through C over a vocabulary or a token that there is not."""
+        n = api.llama_vocab_n_tokens(self.vocab)
+        if api.llama_vocab_type(self.vocab) == api.LLAMA_VOCAB_TYPE_NONE:
+            raise MoeoffError("the model has no vocabulary: it reads and writes the numbers of tokens, and no text")
+        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < n:
+            raise OptionError(f"a token that there is not, out of 0 to {n - 1}: {next(token for token in tokens if not 0 <= token < n)}")
+
+    def tokenize(self, text: bytes, add_bos: bool, special: bool) -> list[int]:
+        """Tokens of a text. llama_cpp's own makes room for as many as the model was trained for first: 4 bytes times what a file says."""
+
+        def read() -> list[int]:
+            self._check()
+            n = len(text) + 2  # a token is a byte at least; one may begin the text, and one end it
+            for _ in range(2):
+                tokens = (ctypes.c_int32 * n)()
+                n = api.llama_tokenize(self.vocab, text, len(text), tokens, n, add_bos, special)
+                if n >= 0:
+                    found = tokens[:n]
+                    if found and min(found) < 0:
+                        raise MoeoffError("the model's vocabulary has no token for a part of the text, and none for what it does not know")
+                    return found
+                n = -n
+            raise MoeoffError(f"llama.cpp cannot read a text of {len(text)} bytes")
+
+        return self.turns.read(read)
+
+    def close(self) -> None:
+        if self.turns.here:
+            super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+
+
+class _Context(_internals.LlamaContext):
+    turns: Turns
+    ctx, memory = _Handle(), _Handle()
+    around: Callable[[Callable[[], None], Any], None] | None = None
+
+    def decode(self, batch: Any) -> None:
+        computes_here()
+        if self.around is None:
+            super().decode(batch)
+        else:
+            self.around(functools.partial(super().decode, batch), batch.batch)
+
+    def close(self) -> None:
+        if self.turns.here:
+            super().close()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+
+    def kv_cache_seq_rm(self, *args: Any, **kwargs: Any) -> bool:
+        if self.memory is None:
+            raise MoeoffError("the model keeps no memory of a text, as diffusion models do not: it cannot go on with one")
+        return super().kv_cache_seq_rm(*args, **kwargs)
+
+
+def _reads(kind: type, name: str, check: Callable[..., None] | None = None) -> Any:
+    """A method that may be called while another thread computes, and not while one closes the model.
+
+    Args:
+        check: of its arguments.
+    """
+    method = getattr(kind, name)
+
+    @functools.wraps(method)
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        def read() -> Any:
+            if check is not None:
+                check(self, *args, **kwargs)
+            return method(self, *args, **kwargs)
+
+        return self.turns.read(read)
+
+    return call
+
+
+def _one_token(model: Any, token: int, *_args: Any, **_kwargs: Any) -> None:
+    model._check((token,))
+
+
+def _all_tokens(model: Any, tokens: Sequence[int], *_args: Any, **_kwargs: Any) -> None:
+    model._check(tokens)
+
+
+_CHECKS: dict[str, Callable[..., None]] = {
+    "detokenize": _all_tokens,
+    **dict.fromkeys(("token_to_piece", "token_get_text", "token_get_score", "token_get_attr"), _one_token),
+}
+for _name, _method in vars(_internals.LlamaModel).items():
+    if inspect.isfunction(_method) and not _name.startswith("_") and _name not in vars(_Model):
+        setattr(_Model, _name, _reads(_internals.LlamaModel, _name, _CHECKS.get(_name)))
+for _name in ("n_ctx", "pooling_type"):
+    setattr(_Context, _name, _reads(_internals.LlamaContext, _name))
+
+
+class _Sampler(_internals.LlamaSampler):
+    """llama_cpp's, but its logits processors are called from here and not from inside llama.cpp, which would swallow what they raise."""
+
+    processors: Sequence[Callable[[Any, Any], Any]] = ()
+    llama: weakref.ref[PatchedLlama]
+
+    def sample(self, ctx: Any, idx: int = -1) -> int:
+        llama = self.llama()
+        if not self.processors or llama is None:
+            return super().sample(ctx, idx)
+        logits = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),))
+        scores = logits.copy()
+        for processor in self.processors:
+            scores[:] = processor(llama._input_ids, scores)
+        with llama.changed_logits(logits, scores):
+            return super().sample(ctx, idx)
+
+
+class LoadError(ValueError):
+    """llama.cpp cannot load a model."""
+
+
 class _AnyLlama(llama_cpp.Llama):
     """llama_cpp.Llama with a say in how the model is loaded: `_change_model_params`, which a subclass has."""
 
@@ -161,8 +305,26 @@ class _AnyLlama(llama_cpp.Llama):
         return self._model.add_bos_token()
 
 
+_NOTHING, _TAIL, _ALL = 0, 1, 2  # of the context may not be what it says: what is behind its tokens, or anything
+
+
+def _as_a_whole(method: Any) -> Any:
+    """A method of which no part is of use: interrupted, it leaves an empty context behind."""
+
+    @functools.wraps(method)
+    def call(self: PatchedLlama, *args: Any, **kwargs: Any) -> Any:
+        before, self._doubt = self._doubt, _ALL
+        result = method(self, *args, **kwargs)
+        self._doubt = before
+        return result
+
+    return call
+
+
 class PatchedLlama(_AnyLlama):
     """llama_cpp.Llama with what it lacks: a say in how the model is loaded, a wrapper around every decode, and batches of one's own.
+
+    What a batch that was interrupted has left in the context is never continued from: `settled` forgets it before the next call that computes.
 
     A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
     """
@@ -176,10 +338,38 @@ class PatchedLlama(_AnyLlama):
     _n_sequences = 1  # that the context holds side by side
     _latest_sampler: Any = None
     _keeps_sampler = False
+    _doubt = _NOTHING
+    _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
+
+    @property
+    def turns(self) -> Turns:
+        if self._turns is None:
+            self._turns = Turns()
+        return self._turns
+
+    # llama_cpp.Llama.__init__ assigns them once: the place to make them safe
+    @property
+    def _model(self) -> Any:
+        return self.__dict__["_model"]
+
+    @_model.setter
+    def _model(self, model: Any) -> None:
+        model.turns, model.__class__ = self.turns, _Model
+        self.__dict__["_model"] = model
+
+    @property
+    def _ctx(self) -> Any:
+        return self.__dict__["_ctx"]
+
+    @_ctx.setter
+    def _ctx(self, ctx: Any) -> None:
+        ctx.turns, ctx.__class__ = self.turns, _Context
+        self.__dict__["_ctx"] = ctx
 
     def load(self, model_path: str, **options: Any) -> None:
-        """llama_cpp.Llama's constructor. Raises ValueError for every load that failed, with llama.cpp's reason."""
-        self._progress_callback = _progress_callback(self._progress)
+        """llama_cpp.Llama's constructor. Raises LoadError with llama.cpp's reason, or what `_progress` raised."""
+        progress = _Progress(self._progress)
+        self._progress_callback = progress.callback
         wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
         self._n_outputs_max = self._n_sequences if self._one_output and not wants_all else 0
         with _collected_errors() as errors:
@@ -187,9 +377,13 @@ class PatchedLlama(_AnyLlama):
                 with assertions_raise():
                     super().__init__(model_path, **options)
             except jinja2.TemplateError as error:  # llama_cpp reads the chat template here
-                raise ValueError(f"its chat template cannot be read: {error}") from error
+                raise LoadError(f"its chat template cannot be read: {error}") from error
             except ValueError as error:
-                raise ValueError(_reason(errors) or str(error)) from error
+                if progress.error is not None:
+                    raise progress.error from None
+                raise LoadError(_reason(errors) or str(error)) from error
+        if progress.error is not None:
+            raise progress.error
         sys.stderr.writelines(f"{one_line(text.rstrip())}\n" for text in errors if text.strip())  # they did not matter
         if (n_ctx := self.n_ctx()) > len(self.input_ids):  # llama.cpp rounds a context up, and llama_cpp's lists stay as long as was asked for
             self.input_ids = np.zeros(n_ctx, np.intc)
@@ -230,15 +424,20 @@ class PatchedLlama(_AnyLlama):
         return handle
 
     def wrap_decode(self, wrapper: Callable[[Callable[[], None], Any], None]) -> None:
-        """From now on every decode is `wrapper(decode, llama_batch)`, which calls decode() once; it raises RuntimeError if llama.cpp fails."""
-        ctx = self._ctx
-        decode = type(ctx).decode
+        """From now on every decode is `wrapper(decode, llama_batch)`, which calls decode() once; it raises RuntimeError if llama.cpp fails.
 
-        def checked(batch: Any) -> None:
-            self._check_outputs(batch.batch)
-            wrapper(lambda: decode(ctx, batch), batch.batch)
+        Args:
+            wrapper: a method of this object.
+        """
+        weak, around = weakref.ref(self), weakref.WeakMethod(wrapper)  # an object that refers to itself would outlive its last user
 
-        ctx.decode = checked  # type: ignore[method-assign]  # of this one object
+        def checked(decode: Callable[[], None], batch: Any) -> None:
+            llm, wrap = weak(), around()
+            if llm is not None and wrap is not None:
+                llm._check_outputs(batch)
+                wrap(decode, batch)
+
+        self._ctx.around = checked
 
     def _check_outputs(self, batch: Any) -> None:
         """Raises OptionError for a batch over which llama.cpp would end the process."""
@@ -257,37 +456,101 @@ class PatchedLlama(_AnyLlama):
         rows = self.n_batch + self.scores.shape[0] if self._logits_all else self._n_sequences
         return 4 * self._n_vocab * rows
 
-    def tokenize(self, text: bytes, add_bos: bool = True, special: bool = False) -> list[int]:
-        """Tokens of a text. llama_cpp's own makes room for as many as the model was trained for first: 4 bytes times what a file says."""
-        if type(self.tokenizer_) is not LlamaTokenizer:  # the caller's
-            found: list[int] = super().tokenize(text, add_bos, special)
-            return found
-        n = len(text) + 2  # a token is a byte at least; one may begin the text, and one end it
-        for _ in range(2):
-            tokens = (ctypes.c_int32 * n)()
-            n = api.llama_tokenize(self._model.vocab, text, len(text), tokens, n, add_bos, special)
-            if n >= 0:
-                return tokens[:n]
-            n = -n
-        raise MoeoffError(f"llama.cpp cannot read a text of {len(text)} bytes")
-
     # llama_cpp makes a sampler for each answer and leaves the one before to the garbage collector, which does not see that a
     # vocabulary of 150,000 makes it 1.8 MB large and comes by after dozens of answers
-    def _init_sampler(self, *args: Any, **options: Any) -> Any:
+    def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
         if self._keeps_sampler:
             return self._latest_sampler
         if self._latest_sampler is not None:
             self._latest_sampler.close()
-        self._latest_sampler = super()._init_sampler(*args, **options)
-        return self._latest_sampler
+        self._latest_sampler = sampler = super()._init_sampler(*args, **options)
+        sampler.processors, sampler.llama, sampler.__class__ = logits_processor or (), weakref.ref(self), _Sampler
+        return sampler
+
+    def sample(self, *args: Any, **options: Any) -> int:
+        """As llama_cpp's.
+
+        Raises:
+            MoeoffError: no token was computed since the context was filled or changed in another way: there is nothing to draw from.
+        """
+        if self._requires_eval:
+            raise MoeoffError("there are no logits to draw a token from: compute one with eval() first")
+        if self._sampler is not None and self._sampler.sampler is not None:
+            token: int = super().sample(*args, **options)
+            return token
+        latest, self._latest_sampler, self._sampler = self._latest_sampler, None, None
+        try:
+            token = super().sample(*args, **options)
+            return token
+        finally:  # one that was made for this token alone goes with it
+            if self._latest_sampler is not None:
+                self._latest_sampler.close()
+            self._latest_sampler, self._sampler = latest, None
+
+    @contextlib.contextmanager
+    def changed_logits(self, logits: np.ndarray, scores: np.ndarray) -> Iterator[None]:
+        """While open, llama.cpp's logits are these scores."""
+        kept, before, self._doubt = logits.copy(), self._doubt, max(self._doubt, _TAIL)
+        logits[:] = scores
+        try:
+            yield
+        finally:
+            logits[:] = kept
+        self._doubt = before
+
+    # --- interrupts ---
+
+    def changing(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls a function that computes or changes the context. If it does not come to its end, `settle` has something to do."""
+        self._doubt = max(self._doubt, _TAIL)
+        try:
+            result = function(*args, **kwargs)
+        except StopIteration:  # the end of an answer
+            self._doubt = _NOTHING
+            raise
+        self._doubt = _NOTHING
+        return result
+
+    def settle(self) -> bool:
+        """Forgets what was not computed to its end, and all if the model's memory cannot forget a part. True if there was something to look at.
+
+        Whatever was interrupted, `input_ids[:n_tokens]` are tokens that had been computed; the context may hold fewer of them, or more.
+        """
+        if not self._doubt:
+            return False
+        self._requires_eval, self._keeps_sampler, self._sampler = True, False, None
+        if self._doubt == _ALL or not self._forget_tail():
+            self.clear_context()
+        self._doubt = _NOTHING
+        return True
+
+    def _forget_tail(self) -> bool:
+        """False: the context cannot go back to its latest whole token."""
+        if self._is_recurrent or self._is_hybrid:  # a state has moved on, or is half computed
+            return False
+        memory = api.llama_get_memory(self._ctx.ctx)
+        self.n_tokens = n = min(self.n_tokens, api.llama_memory_seq_pos_max(memory, 0) + 1)
+        return n > 0 and api.llama_memory_seq_pos_min(memory, 0) == 0 and bool(api.llama_memory_seq_rm(memory, 0, n, -1))
+
+    def close(self) -> None:
+        """Frees the model."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().close)
+            if self._latest_sampler is not None:
+                self._latest_sampler.close()
 
     # --- batches of one's own, besides `generate` ---
 
+    embed = _as_a_whole(_AnyLlama.embed)
+    load_state = _as_a_whole(_AnyLlama.load_state)
+
+    @_as_a_whole
     def clear_context(self) -> None:
         """Empties the KV cache: the next batch begins a text."""
         self.reset()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
-        self._ctx.kv_cache_clear()  # type: ignore[no-untyped-call]  # likewise
+        self._ctx.kv_cache_clear()
 
+    @_as_a_whole
     def decode_batch(self, tokens: Sequence[int], n_past: int, first_output: int = 0) -> None:
         """Computes tokens at positions n_past, n_past + 1, ...; at most `n_batch` of them.
 
@@ -306,9 +569,10 @@ class PatchedLlama(_AnyLlama):
 
     def batch_logits(self, n: int) -> np.ndarray:
         """[n, n_vocab] float32 of the last batch's n outputs: a view that the next batch overwrites."""
-        logits = self._ctx.get_logits()  # type: ignore[no-untyped-call]  # not annotated in llama_cpp
+        logits = self._ctx.get_logits()
         return np.ctypeslib.as_array(logits, (n, self.n_vocab()))
 
+    @_as_a_whole
     def decode_sequences(self, tokens: Sequence[int], positions: Sequence[int], sequences: Sequence[int], outputs: Sequence[bool]) -> None:
         """Computes tokens of several sequences at once, at most `n_batch` of them; those whose outputs are wanted give logits.
 
@@ -323,6 +587,7 @@ class PatchedLlama(_AnyLlama):
             raw.seq_id[i][0] = sequence
         self._ctx.decode(self._batch)
 
+    @_as_a_whole
     def forget_sequence(self, sequence: int) -> None:
         """Drops it from the context; another one may take its number."""
         api.llama_memory_seq_rm(api.llama_get_memory(self._ctx.ctx), sequence, -1, -1)
@@ -337,6 +602,7 @@ class PatchedLlama(_AnyLlama):
             return False  # it would say that it can, because positions mean nothing to it; but it cannot forget
         return bool(api.llama_memory_can_shift(api.llama_get_memory(self._ctx.ctx)))
 
+    @_as_a_whole
     def shift_context(self, n_keep: int, n_discard: int) -> bool:
         """Forgets n_discard tokens behind the first n_keep. False: the context cannot, and nothing has changed."""
         memory, n, end = api.llama_get_memory(self._ctx.ctx), self.n_tokens, n_keep + n_discard
@@ -371,6 +637,7 @@ class PatchedLlama(_AnyLlama):
             done = api.llama_state_save_file(self._ctx.ctx, os.fsencode(path), tokens.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), len(tokens))
         return "" if done else _reason(errors) or "llama.cpp gives no reason"
 
+    @_as_a_whole
     def load_context(self, path: str, n_behind: int = 0) -> str:
         """Reads what `save_context` wrote, with so many numbers behind the tokens. Returns what went wrong, and the context is empty then, or nothing."""
         tokens = np.zeros(self.n_ctx() + n_behind, np.int32)
@@ -392,7 +659,7 @@ class PatchedLlama(_AnyLlama):
 
     def is_end_token(self, token: int) -> bool:
         """The token ends an answer; models have several."""
-        return bool(api.llama_vocab_is_eog(self._model.vocab, token))
+        return bool(self.turns.read(lambda: api.llama_vocab_is_eog(self._model.vocab, token)))
 
     def token_text(self, token: int) -> str:
         """A token as its vocabulary writes it; empty for -1, no token."""
@@ -425,15 +692,22 @@ class StockLlama(_AnyLlama):
         params.use_extra_bufts = self._extra
 
 
-def _progress_callback(progress: Callable[[float], None] | None) -> Any:
-    """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; false would end the load."""
+class _Progress:
+    """`bool (*llama_progress_callback)(float progress, void * user_data)` around a Python function; what it raises ends the load.
 
-    if progress is None:
-        return api.llama_progress_callback()
+    Attributes:
+        error: what it has raised.
+    """
 
-    def report(fraction: float, _user: Any) -> bool:
-        with contextlib.suppress(Exception):  # must not cross the C frame below, and a progress bar is not worth a model
-            progress(fraction)
-        return True
+    def __init__(self, progress: Callable[[float], None] | None):
+        self.error: BaseException | None = None
 
-    return api.llama_progress_callback(report)
+        def report(fraction: float, _user: Any) -> bool:
+            try:
+                if progress is not None:
+                    progress(fraction)
+            except BaseException as error:  # must not cross the C frame below
+                self.error = error
+            return self.error is None
+
+        self.callback = api.llama_progress_callback(report)

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import struct
+import threading
 from collections.abc import Iterable, Mapping
 from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_uint32, c_void_p
 
@@ -144,10 +145,13 @@ class CoreBinding:
         self._pools: list[int] = []
         self._has_bound = False  # OpenMP keeps its threads, and they keep their masks
         self._attached = self._claimed = False
+        self._thread = 0  # that computes
 
     def __enter__(self) -> None:
         if self._off:
             return
+        self._leave()  # a batch that was interrupted just when it ended
+        self._thread = threading.get_native_id()
         now = (os.sched_getaffinity(0), _n_threads(self._ctx), _n_threads_batch(self._ctx))
         if now != self._made_for:
             self._make(*now)
@@ -156,20 +160,23 @@ class CoreBinding:
             return
         self._claimed = bool(self._runs) and self._claims.claim(self._runs)
         self._has_bound |= self._claimed
-        _attach(self._ctx, *(self._bound if self._claimed else self._free))
         self._attached = True
+        _attach(self._ctx, *(self._bound if self._claimed else self._free))
 
     def __exit__(self, *_exc: object) -> None:
-        if not self._attached:
-            return
-        self._attached = False
-        _detach(self._ctx)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Each step may be the last one before an interrupt: the next call goes on there."""
+        if self._attached:
+            _detach(self._ctx)
+            self._attached = False
         if self._claimed:
-            self._claimed = False
-            with contextlib.suppress(OSError):  # the cores that it had are no longer this process's: the kernel has given it others
-                if os.sched_getaffinity(0) == self._callers:  # else it was moved from outside meanwhile, and stays there
-                    os.sched_setaffinity(0, self._before)
+            with contextlib.suppress(OSError):  # the cores that it had are no longer this process's, or the thread has ended
+                if os.sched_getaffinity(self._thread) == self._callers:  # else it was moved from outside meanwhile, and stays there
+                    os.sched_setaffinity(self._thread, self._before)
             self._claims.release()
+            self._claimed = False
 
     def _make(self, cores: set[int], *n_threads: int) -> None:
         """The pools for these cores and these numbers of threads, of decode and of batches; none if there is nothing to bind."""

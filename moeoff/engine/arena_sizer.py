@@ -124,14 +124,15 @@ class ArenaSizer:
         lent = self._lender.lent if self._lender is not None else 0
         return self._pools.split(min(max(self.plan.arena + lent - self._grown, self.plan.arena_floor), self.plan.arena_full))
 
-    def _resize(self) -> None:
+    def resize(self) -> None:
+        """To what the arenas should have."""
         self._buffer.set_arena_bytes(*self.arenas)
 
     def _divide(self, budget: int, process: int = 0, kept: int = 0) -> None:
         """Divides a budget where the process takes so many bytes more."""
         self.plan = replace(self.plan, process=self.plan.process + process, kept=self.plan.kept + kept).within(budget)
         self._grown = 0
-        self._resize()
+        self.resize()
 
     def make_room(self, nbytes: int) -> None:
         """Before anything is computed: the process has allocated so many bytes since the plan was made.
@@ -165,12 +166,12 @@ class ArenaSizer:
         """Before a batch is computed: what it will touch and experts have been lent is taken back."""
         if self._lender is not None and self._lender.widen(n_tokens):
             self._grown = max(self._grown, 0)
-            self._resize()
+            self.resize()
 
     def after(self) -> None:
         """After it: what such batches leave untouched is lent, and the budget looked at."""
         if self._lender is not None and self.plan.arena < self.plan.arena_full and self._lender.narrow():
-            self._resize()
+            self.resize()
         self.fit_budget()
 
     def fit_budget(self) -> None:
@@ -185,4 +186,4 @@ class ArenaSizer:
             moves = free > _WORTH and stats.arena_bytes < self.plan.arena_full
         if moves:
             self._grown -= free
-            self._resize()
+            self.resize()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict, replace
@@ -38,6 +39,7 @@ from ..options import Config
 from ..policies import get_predictor
 from ..sidecar.profile import Profile
 from ..threads import set_priority
+from ..turns import require_computable
 from .arena_sizer import ArenaSizer, Lender
 from .batch import BatchRows, Span, UbatchOrder
 from .comparison import WITHOUT, DeviceJudge
@@ -53,31 +55,30 @@ from .warm_start import fill, recall, remember
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
 
 
+class _Mark:
+    """Something in progress. It goes with the frame that holds it, however that ends."""
+
+
 class Cancellation:
-    """Ends what one buffer's model computes, from another thread: a request lasts until everything in progress has ended."""
+    """Ends what one buffer's model computes, from another thread or a signal handler: a request lasts until everything in progress has ended."""
 
     def __init__(self, buffer: ExpertBuffer):
         self._buffer = buffer
-        self._lock = threading.Lock()
-        self._n_open = 0  # generators and decodes in progress
+        self._lock = threading.RLock()
+        self._open: weakref.WeakSet[_Mark] = weakref.WeakSet()
         self.requested = False
 
     def request(self) -> None:
         """Ends what is in progress within a layer; if nothing is, does nothing."""
         with self._lock:
-            if self._n_open:
+            if self._open:
                 self.requested = True
                 self._buffer.set_cancelled(True)
 
-    def withdraw(self) -> None:
-        """Withdraws a request that had no effect: its answer was abandoned before the next decode."""
-        with self._lock:
-            self._withdraw()
-
     def _withdraw(self) -> None:
         if self.requested:
-            self.requested = False
             self._buffer.set_cancelled(False)
+            self.requested = False
 
     @contextlib.contextmanager
     def in_progress(self) -> Iterator[None]:
@@ -86,16 +87,19 @@ class Cancellation:
         Raises:
             Cancelled: it has been already.
         """
+        mark = _Mark()
         with self._lock:
-            self._n_open += 1
+            if not self._open:  # a request that came too late for what it was to end
+                self._withdraw()
+            self._open.add(mark)
         try:
             if self.requested:
                 raise Cancelled("the answer was cancelled")
             yield
         finally:
             with self._lock:
-                self._n_open -= 1
-                if self._n_open == 0:
+                self._open.discard(mark)
+                if not self._open:
                     self._withdraw()
 
 
@@ -132,6 +136,7 @@ class Engine:
 
     @growing()
     def __init__(self, config: Config, model_index: ModelIndex | None = None, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0, nextn: bool = False):
+        require_computable()
         self._n_sequences, self._kept, self._loaded, self._nextn = n_sequences, kept, loaded, nextn
         set_priority(config.priority)
         model_index = model_index or ModelIndex.read(config.model_path)
@@ -365,6 +370,13 @@ class Engine:
         if not decodes:
             self._prompt_meter.end(n_tokens, seconds)
         self.sizer.after()
+
+    def settle(self) -> None:
+        """After a batch that was interrupted, wherever that was, and before the next: nothing of it is left."""
+        self.buffer.forget_error()
+        self.sizer.resize()
+        if self.quality.simulates:
+            self.quality.use(self.quality.precision)
 
     # --- watching, moving, closing ---
 

@@ -23,6 +23,7 @@ from ..gguf.file import FileState
 from ..gguf.model_index import EMBEDDING_PATTERN, EXPERT_PATTERN, ModelIndex, TensorSpan
 from ..memory import slot_bytes
 from ..sidecar.file import ExpertSource
+from ..turns import require_process
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
@@ -98,7 +99,8 @@ class ExpertBuffer:
             raise OptionError(native.last_error().decode())
         self._pid = os.getpid()
         self._finalizer = weakref.finalize(self, native.expert_buffer_free, self._handle)  # in a forked process it does nothing
-        self._closing = threading.Lock()
+        self._closing = threading.RLock()  # a signal handler may cancel what its own thread computes
+        self._closed = False
         self._callback = native.GateCallback()  # kept for as long as native may call it
         self._exception: BaseException | None = None
         self.tensors: list[native.TensorInfo] = []
@@ -114,29 +116,28 @@ class ExpertBuffer:
         Raises:
             MoeoffError: it is closed, or this is a fork of the process that opened it, which has neither its threads nor its memory.
         """
-        if not self._finalizer.alive:
-            raise MoeoffError("the expert buffer is closed")
-        if self._pid != os.getpid():
-            raise MoeoffError(
-                f"the model was opened in another process ({self._pid}), of which this one is a copy without its threads and memory: "
-                "open it in this one, or let multiprocessing start its processes with `spawn`"
-            )
+        require_process(self._pid)
+        if self._closed:
+            raise MoeoffError("the model is closed")
         return self._handle
 
     @property
     def running(self) -> bool:
         """Started and not closed, in this process."""
-        return self._started and self._finalizer.alive and self._pid == os.getpid()
+        return self._started and not self._closed and self._pid == os.getpid()
 
     def close(self) -> None:
         """Stops the I/O threads and the driver; what still decodes fails. The model must not be used afterwards."""
-        with self._closing:
-            self._finalizer()
+        if self._pid != os.getpid():
+            return
+        with self._closing:  # and not while the driver ends, whose callback may ask for statistics
+            self._closed = True
+        self._finalizer()
 
     def set_cancelled(self, cancelled: bool) -> None:
         """Ends what is being computed, and what comes, until it is taken back. From any thread, also while another one closes the buffer."""
         with self._closing:
-            if self._finalizer.alive:
+            if not self._closed:
                 native.set_cancelled(self.handle, cancelled)
 
     # --- set-up ---
@@ -462,6 +463,11 @@ class ExpertBuffer:
             raise error
         if failed:
             raise ReadError(message.value.decode("utf-8", "replace"))
+
+    def forget_error(self) -> None:
+        """Forgets a failed read that nobody was told of: it would end the next graph."""
+        message = ctypes.create_string_buffer(1)
+        native.take_error(self.handle, message, len(message))
 
     # --- watching ---
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import os
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from .. import native
-from ..binding import PatchedLlama, api, set_log
+from ..binding import LoadError, PatchedLlama, api, set_log
 from ..budget.dry_load import memory_sizes, usual_ctx
 from ..chat_sandbox import growing
 from ..console import loading_bar
@@ -22,12 +23,14 @@ from ..gguf.model_index import ModelIndex
 from ..memory import parse_size
 from ..options import Config
 from ..threads import CoreBinding
+from ..turns import Stream
 from .batch import batch_sequences, batch_spans, is_decode
 from .engine import Engine
 from .stats import Stats
 
 _ROOM = 4  # tokens that are never kept, so that each shift makes some room
 
+T = TypeVar("T")
 Generate = Callable[..., Generator[int, Sequence[int] | None, None]]
 
 
@@ -45,22 +48,22 @@ class ContextShift:
         OptionError: the model's memory cannot forget a part of a text and move the rest.
     """
 
-    def __init__(self, llm: PatchedLlama, n_keep: int = 0):
+    def __init__(self, llm: Llama, n_keep: int = 0):
         if not llm.can_shift:
             raise OptionError(
                 "context_shift: this model's memory cannot forget a part of a text and move the rest, as recurrent layers, sliding windows "
                 "with a cache of their own and positions in several dimensions cannot"
             )
-        self._llm, self._n_keep = llm, n_keep
+        self._n_keep = n_keep
         self.n_discarded = 0
 
-    def generate(self, generate: Generate, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
+    def generate(self, llm: Llama, generate: Generate, tokens: Sequence[int], *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """`generate` without an end of its own.
 
         Raises:
             ValueError: the prompt alone fills the context.
         """
-        llm, n_ctx = self._llm, self._llm.n_ctx()
+        n_ctx = llm.n_ctx()
         if len(tokens) >= n_ctx:
             raise ValueError(f"Requested tokens ({len(tokens)}) exceed context window of {n_ctx}")  # llama_cpp's words, which its server looks for
         n_keep = len(tokens) if self._n_keep < 0 else self._n_keep + llm.adds_bos()
@@ -77,7 +80,7 @@ class ContextShift:
                 else:
                     return
                 answer.close()
-                self._shift(n_keep)
+                self._shift(llm, n_keep)
                 with llm.same_sampler():
                     answer = generate([*llm.input_ids[: llm.n_tokens].tolist(), token], *args, **kwargs)
                     first = next(answer, None)  # takes its sampler
@@ -88,16 +91,35 @@ class ContextShift:
         finally:
             answer.close()
 
-    def _shift(self, n_keep: int) -> None:
-        llm = self._llm
+    def _shift(self, llm: Llama, n_keep: int) -> None:
         n = (llm.n_tokens - n_keep) // 2
         if not llm.shift_context(n_keep, n):
             raise MoeoffError("the context is full, and the model's memory cannot forget a part of it")
         self.n_discarded += n
 
 
+def _in_turn(name: str, *, changes: bool = True) -> Any:
+    """A method of llama_cpp's or of `PatchedLlama`, called when no other thread computes with the model.
+
+    Args:
+        changes: the context, so that it does not come between two tokens of an answer.
+    """
+    method = getattr(PatchedLlama, name)
+
+    @functools.wraps(method)
+    def call(self: Llama, *args: Any, **kwargs: Any) -> Any:
+        return self._turn(functools.partial(method, self, *args, **kwargs), changes=changes)
+
+    return call
+
+
 class Llama(PatchedLlama):
     """A Mixture-of-Experts model that needs less memory than its file.
+
+    Several threads may use one object: they take turns, answer by answer. A stream has its turn from its first token until it is read to its end,
+    closed or dropped, and other threads wait for that; a thread that asks for something else before has given its stream up, which then raises
+    `MoeoffError`. An exception, Ctrl-C among them, ends an answer and leaves nothing of it to the next one. `close()` ends what runs; after it, and in a
+    fork of the process, every call raises `MoeoffError`.
 
     Args:
         model_path: of the GGUF and `options`, or instead of both a `Config`, or an `Engine` that has loaded nothing yet.
@@ -117,6 +139,7 @@ class Llama(PatchedLlama):
     _core_binding: CoreBinding | None = None
     _context_shift: ContextShift | None = None
     _decodes: bool | None = None  # what batches are, if a caller says so
+    _raised: BaseException | None = None  # by a callback
 
     @growing()
     def __init__(
@@ -137,7 +160,7 @@ class Llama(PatchedLlama):
             with engine.loading() as self._overrides:
                 try:
                     self.load(engine.config.model_path, **engine.keywords)
-                except ValueError as error:
+                except LoadError as error:
                     raise ModelError(f"{engine.config.model_path}: llama.cpp cannot load it: {error} (`verbose` says more)") from error
                 except (TypeError, OverflowError, ctypes.ArgumentError) as error:
                     raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
@@ -163,6 +186,69 @@ class Llama(PatchedLlama):
         if self._engine is None:
             raise MoeoffError("the model is closed")
         return self._engine
+
+    # --- turns ---
+
+    def _turn(self, function: Callable[..., T], *args: Any, stream: Stream | None = None, changes: bool = True) -> T:
+        """Calls a function in this thread's turn; see `Turns.take`."""
+        if self.turns.inside:
+            return function(*args)
+        result: T = self.turns.take(self._begun, changes, function, *args, stream=stream, changes=changes)
+        return result
+
+    def _begun(self, changes: bool, function: Callable[..., T], *args: Any) -> T:
+        """What a turn that was interrupted has left is put in order, then comes the next one."""
+        engine, self._raised = self.engine, None
+        with engine.cancellation.in_progress():
+            if self._doubt:
+                engine.settle()
+                self.settle()
+            result = self.changing(function, *args) if changes else function(*args)
+        if self._raised is not None:
+            raise self._raised
+        return result
+
+    def _stream(self, answer: Generator[T, Any, None]) -> Generator[T, Any, None]:
+        """The answer, each step of it in a turn; no other thread has one before it ends."""
+        stream, sent = Stream(), None
+        try:
+            while True:
+                try:
+                    item = self._turn(answer.send, sent, stream=stream)
+                except StopIteration:
+                    return
+                sent = yield item
+        finally:
+            stream.ended.set()
+            answer.close()
+
+    eval = _in_turn("eval")
+    reset = _in_turn("reset")
+    embed = _in_turn("embed")
+    save_state = _in_turn("save_state", changes=False)
+    load_state = _in_turn("load_state")
+    clear_context = _in_turn("clear_context")
+    decode_batch = _in_turn("decode_batch")
+    batch_logits = _in_turn("batch_logits", changes=False)
+    decode_sequences = _in_turn("decode_sequences")
+    forget_sequence = _in_turn("forget_sequence")
+    shift_context = _in_turn("shift_context")
+    save_context = _in_turn("save_context", changes=False)
+    load_context = _in_turn("load_context")
+
+    def sample(self, *args: Any, **options: Any) -> int:
+        """As llama_cpp's, but not with the settings of the answer before."""
+        return super().sample(*args, **options) if self.turns.inside else self._turn(functools.partial(self._sample, *args, **options), changes=False)
+
+    def _sample(self, *args: Any, **options: Any) -> int:
+        kept, self._sampler = self._sampler, None
+        try:
+            return super().sample(*args, **options)
+        finally:
+            self._sampler = kept  # of an answer that may be read on
+
+    def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stream(super()._create_completion(*args, **kwargs))  # type: ignore[arg-type]  # a generator
 
     # --- computing ---
 
@@ -204,22 +290,32 @@ class Llama(PatchedLlama):
 
     def cancel(self) -> None:
         """Ends what is being computed, from any thread: it raises `Cancelled` there, within a layer. Else does nothing."""
+        self.turns.give_up(Cancelled("the answer was cancelled"))
         self.engine.cancellation.request()
 
     def generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         """As llama_cpp's, with a context shift if that was asked for; `on_stats` is told when it ends."""
-        engine = self.engine
+        return self._stream(self._generate(*args, **kwargs))
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Generator[int, Sequence[int] | None, None]:
         before = self.stats()
         answer = super().generate
-        if engine.quality.simulates:
+        if self.engine.quality.simulates:
             self._forget_what_was_not_followed(args[0] if args else kwargs["tokens"])
-        engine.cancellation.withdraw()
-        with engine.cancellation.in_progress():
-            try:
-                yield from self._context_shift.generate(answer, *args, **kwargs) if self._context_shift else answer(*args, **kwargs)
-            finally:
-                if self._on_stats:
-                    self._on_stats(self.stats().since(before))
+        try:
+            yield from self._context_shift.generate(self, answer, *args, **kwargs) if self._context_shift else answer(*args, **kwargs)
+        finally:
+            if self._on_stats and self.turns.here and not self.turns.closed:
+                self._tell(self._on_stats, self.stats().since(before))
+
+    def _tell(self, on_stats: Callable[[Stats], None], stats: Stats) -> None:
+        """What it raises would end nowhere where llama_cpp drops the generator of tokens: the turn raises it."""
+        try:
+            on_stats(stats)
+        except BaseException as error:
+            if not self.turns.inside:
+                raise
+            self._raised = error
 
     def _forget_what_was_not_followed(self, tokens: Sequence[int]) -> None:
         """The text must not depend on what was asked before: unless a prompt goes on behind all of it, it is computed from its start."""
@@ -245,20 +341,20 @@ class Llama(PatchedLlama):
             OptionError: not a size, or the model has no experts on devices.
         """
         if vram is not None:
-            self.engine.set_vram(vram)
+            self._turn(self.engine.set_vram, vram, changes=False)
         if memory is not None:
-            self.engine.set_memory(parse_size(memory))
+            self._turn(self.engine.set_memory, parse_size(memory), changes=False)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""
-        self.engine.set_gate_callback(callback)
+        self._turn(self.engine.set_gate_callback, callback, changes=False)
 
     def stats(self) -> Stats:
         """Statistics since the model was opened, or since `reset_stats()`."""
-        return self.engine.stats()
+        return self.turns.read(self.engine.stats)
 
     def reset_stats(self) -> None:
-        self.engine.reset_stats()
+        self.turns.read(self.engine.reset_stats)
 
     # --- closing ---
 
@@ -269,7 +365,18 @@ class Llama(PatchedLlama):
         self.close()
 
     def close(self) -> None:
-        """Closes trace and driver, remembers what is resident for a warm start, and frees the model. May be called twice."""
+        """Closes trace and driver, remembers what is resident for a warm start, and frees the model. May be called twice.
+
+        What another thread computes ends first, with an exception there. From inside a call, as in a callback, the model is freed when that returns.
+        """
+        if self._turns is not None:
+            self._turns.close(self._end_what_runs, self._free)
+
+    def _end_what_runs(self) -> None:
+        if self._engine is not None:
+            self._engine.cancellation.request()
+
+    def _free(self) -> None:
         with contextlib.ExitStack() as stack:  # each of them whatever becomes of the ones before it, the last first
             if self._engine is not None:
                 stack.callback(self._engine.close)
@@ -295,6 +402,7 @@ def open_model(kind: type[L], model: str, *, n_ctx: str | int | None = None, **o
         MoeoffError: the model, the budget or an option is no good.
     """
     model_index = ModelIndex.read(model)
+    model_index.require_text()
     engine = Engine(Config.make(model, n_ctx=usual_ctx(model_index) if n_ctx is None else n_ctx, **options), model_index)
     with loading_bar(os.path.basename(model), model_index.dense_bytes) as progress:
         return kind(engine, progress=progress)

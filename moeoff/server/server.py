@@ -28,6 +28,7 @@ from ..gguf.model_index import EMBEDDING, ModelIndex
 from ..memory import format_size, parse_size, rss, share_malloc_arenas, trim
 from ..options import Config, ServerOptions
 from ..threads import CoreBinding
+from ..turns import computes_here
 from .arguments import arguments, check_passed_on
 from .extra_models import DraftJudge, ExtraModels
 from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
@@ -78,6 +79,7 @@ class Server:
     def _open(self, config: Config) -> Engine:
         options = self._options
         model_index = ModelIndex.read(config.model_path)
+        model_index.require_text()
         check_templates(config.model_path)
         n_ctx = usual_ctx(model_index, config.n_ctx) * (options.parallel if config.n_ctx is None else 1)
         config = replace(config, n_ctx=n_ctx, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
@@ -248,6 +250,7 @@ class Server:
 
     def _before(self, tokens: Any, positions: Any, slots: Any, is_prompt: Any, n: int) -> None:
         try:
+            computes_here()
             slots, is_prompt = slots[:n], is_prompt[:n]
             spans = spans_of(slots, positions[:n], is_prompt)
             self._decodes = is_decode(spans)

@@ -28,7 +28,7 @@ FLOORS = [
     {"native", "threads", "devices"},
     {"_abi"},
     {"binding", "console", "npz"},
-    {"gate_event", "files"},
+    {"gate_event", "files", "turns"},
     {"cpu", "memory"},
     {"errors", "chat_sandbox"},
 ]
