@@ -5,6 +5,7 @@
 #include "moeoff-arena.h"
 #include "moeoff-files.h"
 
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <random>
@@ -188,6 +189,58 @@ TEST(a_slot_can_be_written_to_from_its_first_use_on) {
     REQUIRE(mapping_of(a.data(cls, 8), false) == "---p");
 }
 
+static uint64_t resident_bytes(const uint8_t * begin, uint64_t bytes) {
+    std::vector<unsigned char> pages(bytes / page_size);
+    REQUIRE(mincore((void *) begin, bytes, pages.data()) == 0);
+    return page_size * (uint64_t) std::count_if(pages.begin(), pages.end(), [](unsigned char page) { return (page & 1) != 0; });
+}
+
+// slots of 100 pages, which lie across the borders of huge pages
+TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {
+    arena a;
+    const int      cls = a.add_class(99 * page_size, 1000);
+    const uint64_t slot_bytes = 100 * page_size, limit = 64 * arena::huge_page;
+    REQUIRE(a.reserve(limit));
+    uint64_t n = 0;
+    for (; a.take(cls) >= 0; n++) {
+        memset(a.data(cls, (int32_t) n), 1, page_size); // as much as the first bytes of a read do
+        REQUIRE(a.committed_bytes() == n * slot_bytes + slot_bytes + a.ahead_bytes() && a.committed_bytes() <= limit);
+        REQUIRE(a.ahead_bytes() < arena::huge_page && resident_bytes(a.data(cls, 0), 1000 * slot_bytes) <= a.committed_bytes());
+        if (n == 0) {
+            REQUIRE((uintptr_t) a.data(cls, 0) % arena::huge_page == 0 && a.committed_bytes() == arena::huge_page);
+            REQUIRE(mapping_of(a.data(cls, 0), true).find(" hg ") != std::string::npos);
+        }
+    }
+    REQUIRE(n == limit / slot_bytes && a.ahead_bytes() == limit % slot_bytes); // not a slot less than with ordinary pages
+}
+
+TEST(what_a_large_arena_gives_back_does_not_come_again_with_a_huge_page) {
+    arena a;
+    const int      cls = a.add_class(99 * page_size, 1000);
+    const uint64_t slot_bytes = 100 * page_size;
+    REQUIRE(a.reserve(64 * arena::huge_page));
+    for (int32_t slot = 0; slot < 11; slot++) {
+        REQUIRE(a.take(cls) == slot);
+        memset(a.data(cls, slot), 1, slot_bytes);
+    }
+    REQUIRE(a.committed_bytes() == 3 * arena::huge_page && a.ahead_bytes() == 3 * arena::huge_page - 11 * slot_bytes);
+    a.give(cls, 5);
+    a.set_limit(10 * slot_bytes);
+    REQUIRE(a.trim() && a.committed_bytes() == 10 * slot_bytes && a.ahead_bytes() == 0);
+    REQUIRE(resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 10 * slot_bytes);
+    memset(a.data(cls, 4), 2, slot_bytes);
+    for (const int32_t slot : { 4, 5, 6, 10 }) {
+        REQUIRE(mapping_of(a.data(cls, slot), true).find(" nh ") != std::string::npos);
+    }
+    REQUIRE(resident_bytes(a.data(cls, 0), 3 * arena::huge_page) == 10 * slot_bytes);
+    a.set_limit(64 * arena::huge_page);
+    REQUIRE(a.take(cls) == 5 && a.committed_bytes() == 11 * slot_bytes);
+    for (int32_t slot = 11; slot <= 16; slot++) {
+        REQUIRE(a.take(cls) == slot);
+    }
+    REQUIRE(a.committed_bytes() == 17 * slot_bytes + a.ahead_bytes() && mapping_of(a.data(cls, 16), true).find(" hg ") != std::string::npos);
+}
+
 // RLIMIT_DATA counts what may be written, as vm.overcommit_memory=2 does for the whole system
 TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
     arena a;
@@ -202,7 +255,7 @@ TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
     for (int32_t slot; (slot = a.take(cls)) >= 0; taken.push_back(slot)) {
         memset(a.data(cls, slot), 1, a.slot_bytes_of(cls));
     }
-    REQUIRE(taken.size() > 8 && taken.size() <= 32 && a.committed_bytes() == taken.size() * a.slot_bytes_of(cls));
+    REQUIRE(taken.size() > 8 && taken.size() <= 32 && a.committed_bytes() == taken.size() * a.slot_bytes_of(cls) + a.ahead_bytes());
     a.give(cls, taken.back());
     REQUIRE(a.take(cls) == taken.back() && a.take(cls) == -1);
 }

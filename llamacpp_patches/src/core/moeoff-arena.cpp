@@ -26,15 +26,28 @@ static uintptr_t system_page() {
 static uintptr_t system_page_floor(const uint8_t * p) { return (uintptr_t) p / system_page() * system_page(); }
 static uintptr_t system_page_ceil (const uint8_t * p) { return system_page_floor(p + system_page() - 1); }
 
+static uint64_t next_huge_page(uint64_t n) { return (n + arena::huge_page - 1) / arena::huge_page * arena::huge_page; }
+
+#ifdef __linux__
+static void advise(uint8_t * base, uint64_t begin, uint64_t end, int advice) {
+    if (begin < end) {
+        madvise(base + begin, end - begin, advice);
+    }
+}
+#endif
+
 // Gives the memory of a range back at once. The system's pages that reach beyond the range stay.
-static void give_back(uint8_t * base, uint64_t bytes) {
-    const uintptr_t begin = system_page_ceil(base), end = system_page_floor(base + bytes);
+void arena::give_back(size_class & c, uint64_t from, uint64_t to) const {
+    const uintptr_t begin = system_page_ceil(c.base + from), end = system_page_floor(c.base + to);
     if (begin >= end) {
         return;
     }
 #ifdef __APPLE__ // MADV_DONTNEED keeps what is in them there; new pages in their place do not
     mmap((void *) begin, end - begin, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
 #else
+    if (is_huge) { // the system would make what is left of a huge page whole again
+        advise(c.base, from / huge_page * huge_page, std::min(next_huge_page(to), c.open), MADV_NOHUGEPAGE);
+    }
     if (madvise((void *) begin, end - begin, MADV_DONTNEED) != 0) { // of a process that has locked all of its memory, these pages too
         munlock((void *) begin, end - begin);
         madvise((void *) begin, end - begin, MADV_DONTNEED);
@@ -42,10 +55,16 @@ static void give_back(uint8_t * base, uint64_t bytes) {
 #endif
 }
 
-// From here on the range may be read and written: the system promises memory for it, or does not.
-static bool open_range(uint8_t * base, uint64_t bytes) {
-    const uintptr_t begin = system_page_floor(base), end = system_page_ceil(base + bytes);
-    return mprotect((void *) begin, end - begin, PROT_READ | PROT_WRITE) == 0;
+// From here on the class may be read and written up to there: the system promises memory for it, or does not.
+bool arena::open_until(size_class & c, uint64_t to) {
+    if (to > c.open) {
+        const uintptr_t begin = system_page_floor(c.base + c.open), end = system_page_ceil(c.base + to);
+        if (mprotect((void *) begin, end - begin, PROT_READ | PROT_WRITE) != 0) {
+            return false;
+        }
+        c.open = to;
+    }
+    return true;
 }
 
 arena::~arena() {
@@ -76,7 +95,7 @@ int arena::add_class(uint64_t slice_bytes, uint32_t n) {
 uint64_t arena::full_bytes() const {
     uint64_t sum = 0;
     for (const auto & c : classes) {
-        sum += c.stride * c.n;
+        sum += c.bytes();
     }
     return sum;
 }
@@ -89,12 +108,24 @@ uint64_t arena::free_bytes() const {
     return sum;
 }
 
+uint64_t arena::ahead_bytes() const {
+    uint64_t sum = 0;
+    for (const auto & c : classes) {
+        sum += c.ahead();
+    }
+    return sum;
+}
+
 bool arena::reserve(uint64_t limit_bytes) {
-    limit        = limit_bytes;
-    region_bytes = full_bytes();
-    if (region_bytes == 0) {
+    limit = limit_bytes;
+    if (full_bytes() == 0) {
         return true;
     }
+#ifdef __linux__
+    is_huge = limit >= 64 * huge_page * classes.size(); // the last one of each class may stay half empty
+#endif
+    const uint64_t alignment = is_huge ? huge_page : 1;
+    region_bytes = full_bytes() + classes.size() * alignment;
     void * p = mmap(nullptr, region_bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) {
         region_bytes = 0;
@@ -102,36 +133,52 @@ bool arena::reserve(uint64_t limit_bytes) {
     }
     region = (uint8_t *) p;
 #ifdef __linux__
-    // A huge page would bring back memory that was just given up beside a slot, and break the bound. A forked process cannot use the
-    // slots, and would double what is written to from then on; a core file would be as large as the model.
+    // Where it is not asked for, a huge page would bring back memory that was just given up beside a slot, and break the bound. A forked
+    // process cannot use the slots, and would double what is written to from then on; a core file would be as large as the model.
     for (const int advice : { MADV_NOHUGEPAGE, MADV_DONTFORK, MADV_DONTDUMP }) {
-        madvise(region, region_bytes, advice);
+        advise(region, 0, region_bytes, advice);
     }
 #endif
     uint8_t * base = region;
     for (auto & c : classes) {
-        c.base = base;
-        base  += c.stride * c.n;
+        c.base = (uint8_t *) (((uintptr_t) base + alignment - 1) / alignment * alignment);
+        base   = c.base + c.bytes();
         c.committed_free.reserve(c.n);
         c.uncommitted.reserve(c.n);
         for (int32_t i = (int32_t) c.n - 1; i >= 0; i--) {
             c.uncommitted.push_back(i); // lowest address is taken first
         }
         // with two of them any slice can be read in the end, whatever the system promises later
-        while (c.n_open < std::min(c.n, 2u)) {
-            if (!open_next(c)) {
-                return false;
-            }
+        if (!open_until(c, c.stride * std::min(c.n, 2u))) {
+            return false;
         }
     }
     return true;
 }
 
-bool arena::open_next(size_class & c) {
-    if (!open_range(c.base + (uint64_t) c.n_open * c.stride, c.stride)) {
+uint64_t arena::needs(const size_class & c, int32_t slot) const {
+    if (slot < (int32_t) c.n_used) {
+        return c.stride;
+    }
+    const uint64_t end = c.stride * ((uint64_t) slot + 1);
+    return end > c.grown ? end - c.grown : 0;
+}
+
+bool arena::grow(size_class & c, int32_t slot) {
+    uint64_t to = c.grown + needs(c, slot);
+    if (!open_until(c, to)) {
         return false;
     }
-    c.n_open++;
+#ifdef __linux__
+    const uint64_t end = next_huge_page(to);
+    if (is_huge && to > c.grown && end <= c.bytes() && committed + (end - c.grown) <= limit && open_until(c, end)) {
+        advise(c.base, next_huge_page(c.grown), end, MADV_HUGEPAGE);
+        to = end;
+    }
+#endif
+    committed += to - c.grown;
+    c.grown    = to;
+    c.n_used++;
     return true;
 }
 
@@ -145,15 +192,16 @@ int32_t arena::take(int cls, bool borrows) {
     if (c.uncommitted.empty()) {
         return -1;
     }
-    if (committed + c.stride > limit && ((!borrows && free_bytes() <= spare_bytes()) || !trim(c.stride))) {
+    if (committed + needs(c, c.uncommitted.back()) > limit && ((!borrows && free_bytes() <= spare_bytes()) || !trim(c.stride))) {
         return -1;
     }
     const int32_t slot = c.uncommitted.back();
-    if (slot >= (int32_t) c.n_open && !open_next(c)) {
+    if (slot < (int32_t) c.n_used) {
+        committed += c.stride;
+    } else if (!grow(c, slot)) {
         return -1;
     }
     c.uncommitted.pop_back();
-    committed += c.stride;
     peak = std::max(peak, committed);
     return slot;
 }
@@ -167,9 +215,16 @@ bool arena::trim(uint64_t extra) {
         while (committed + extra > limit && !c.committed_free.empty()) {
             const int32_t slot = c.committed_free.back();
             c.committed_free.pop_back();
-            give_back(c.base + (uint64_t) slot * c.stride, c.stride);
+            give_back(c, c.stride * (uint64_t) slot, c.stride * ((uint64_t) slot + 1));
             c.uncommitted.push_back(slot);
             committed -= c.stride;
+        }
+    }
+    for (auto & c : classes) {
+        if (committed + extra > limit && c.ahead() > 0) {
+            committed -= c.ahead();
+            give_back(c, c.grown - c.ahead(), c.grown);
+            c.grown -= c.ahead();
         }
     }
     return committed + extra <= limit;

@@ -5,6 +5,10 @@
 // bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each page that comes
 // back: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
 //
+// A large arena asks for huge pages, into which a direct read costs half the processor time: each time that its slots reach into another
+// 2 MiB, all of them count as committed. Where the limit leaves no room for them, and where a slot was given back, pages are ordinary:
+// nothing that is not counted ever has memory.
+//
 // A slot can be written to from its first use on. A system that promises no more memory than it has (vm.overcommit_memory=2) therefore
 // counts the slots that were in use, not the address space. A forked process has none of it.
 
@@ -18,6 +22,7 @@ class arena {
   public:
     ~arena();
 
+    static constexpr uint64_t huge_page = 2 << 20; // of x86-64, and of ARM with ordinary pages of 4 KiB
     static uint64_t slot_bytes(uint64_t slice_bytes); // a slice may begin anywhere inside its first page
 
     // slots of this size, room for n of them; returns the class. Before reserve()
@@ -31,6 +36,7 @@ class arena {
     uint64_t peak_bytes()      const { return peak; }
     uint64_t full_bytes()      const; // all slots of all classes
     uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken
+    uint64_t ahead_bytes()     const; // of committed_bytes, in huge pages behind slots that have never been in use
     uint64_t spare_bytes()     const { return limit / 128; }
     uint64_t slot_bytes_of(int cls) const { return classes[cls].stride; }
 
@@ -46,16 +52,25 @@ class arena {
 
   private:
     struct size_class {
+        uint64_t bytes() const { return stride * n; }
+        uint64_t ahead() const { return grown - stride * n_used; }
+
         uint64_t             stride = 0;
         uint32_t             n      = 0;
-        uint32_t             n_open = 0; // of the lowest addresses, that have been in use or can be: free slots above are never taken before them
+        uint32_t             n_used = 0; // of the lowest addresses, that have been in use: free slots above are never taken before them
+        uint64_t             open   = 0; // bytes from base on that may be written to
+        uint64_t             grown  = 0; // of them, behind slots that have been in use, and in the huge pages that these reach into
         uint8_t *            base   = nullptr;
         std::vector<int32_t> committed_free; // memory behind it, holds nothing
         std::vector<int32_t> uncommitted;    // address space only
     };
-    static bool open_next(size_class & c);
+    uint64_t    needs(const size_class & c, int32_t slot) const; // bytes to be committed for it
+    bool        grow(size_class & c, int32_t slot);              // so that the slot can be used for the first time
+    void        give_back(size_class & c, uint64_t begin, uint64_t end) const;
+    static bool open_until(size_class & c, uint64_t end);
 
     std::vector<size_class> classes;
+    bool      is_huge      = false;
     uint8_t * region       = nullptr;
     uint64_t  region_bytes = 0;
     uint64_t  limit        = 0;

@@ -577,7 +577,7 @@ void slice_table::check_invariants() const {
     for (const version v : { HIGH, LOW }) {
         pools[v].check_invariants();
         assert(pools[v].residents().size() == n_resident[v]);
-        assert(pools[v].slots.committed_bytes() == taken[v] + pools[v].slots.free_bytes());
+        assert(pools[v].slots.committed_bytes() == taken[v] + pools[v].slots.free_bytes() + pools[v].slots.ahead_bytes());
     }
     assert(!stopped || queue.empty());
     for (const auto & f : failures) {
