@@ -15,12 +15,6 @@ static constexpr int      n_expert  = 6;
 static constexpr int      n_threads = 3;
 static constexpr uint64_t nbytes    = 5000;
 
-static void wait_until(const std::function<bool()> & holds) {
-    while (!holds()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-}
-
 // One matrix of one layer; a read waits until its expert is released
 struct one_matrix {
     slice_file file { 1 << 16 };

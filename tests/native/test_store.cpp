@@ -14,12 +14,6 @@ using namespace moeoff;
 static constexpr int      n_expert = 4;
 static constexpr uint64_t nbytes   = 5000;
 
-static void wait_until(const std::function<bool()> & holds) {
-    while (!holds()) {
-        std::this_thread::sleep_for(std::chrono::milliseconds(1));
-    }
-}
-
 // what the reads of one expert do; the test opens each step
 struct scripted_read {
     std::atomic<bool> started {false};
