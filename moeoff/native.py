@@ -76,6 +76,8 @@ context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_ui
 # int moeoff_batch_memory(struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
 # -- of moeoff-llama.h
 _batch_memory = function("moeoff_batch_memory", c_int, c_void_p, c_uint32, c_bool, POINTER(c_uint64))
+# uint64_t moeoff_unused_state(const struct llama_context * ctx, uint32_t n_tokens, bool gives_back);
+unused_state = function("moeoff_unused_state", c_uint64, c_void_p, c_uint32, c_bool)
 # void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);  -- a ggml_backend_dev_t, or None: the CPU
 layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
 # int moeoff_replan(struct llama_context * ctx);

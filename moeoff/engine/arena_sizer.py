@@ -1,7 +1,7 @@
 """Keeping the process under its budget: sizes the arenas of a loaded model, and moves them while it runs.
 
-Buffers are planned for the largest batch, and a chat of short prompts touches a few MB of them: what the batches of now leave untouched is lent
-to the experts, until a larger one comes.
+Buffers are planned for the largest batch, and the KV cache for the longest conversation; a chat of short prompts touches a few MB of them. What the
+batches of now leave untouched is lent to the experts, until a larger one comes, or the conversation gets there.
 """
 
 from __future__ import annotations
@@ -15,24 +15,31 @@ from ..memory import MIB, format_size, rss
 from .expert_buffer import ExpertBuffer
 
 LEAST = 8  # tokens: the smallest batches that are told apart
+CELLS = 64  # tokens: so much of the KV cache is taken back at a time
 _PATIENCE = 4  # batches in a row that must be small: a prompt of several pieces ends with a short one
 _WORTH = 4 * MIB  # less is not worth new plans and evictions
 
 
 class Lender:
-    """Bytes of the buffers that a model's batches of now leave untouched.
+    """Bytes of the buffers that a model's batches of now leave untouched, and of its KV cache.
 
     Args:
         sizes: bytes of compute buffer and work area for batches of at most n tokens, and if asked, the compute buffer's other bytes given
             back to the system; None: that cannot be said, or done.
         largest: tokens that are computed at once.
+        unused_state: bytes of the KV cache that stay untouched if the next batch has n tokens, and if asked, given back to the system.
 
     Attributes:
+        largest: as given.
         bound: tokens of the batches that may come without a call of `widen`.
+        state: bytes of the KV cache that are lent.
     """
 
-    def __init__(self, sizes: Callable[[int, bool], tuple[int, int] | None], largest: int):
-        self._sizes, self._largest = sizes, largest
+    def __init__(self, sizes: Callable[[int, bool], tuple[int, int] | None], largest: int, unused_state: Callable[[int, bool], int] = lambda _n, _back: 0):
+        self._sizes, self.largest, self._unused_state = sizes, largest, unused_state
+        self.state = unused_state(0, True)
+        self._left = self._ahead = 0  # tokens that may come, and bytes that these touch, before the cache is looked at again
+        self._moving = False  # the next batch may touch all of it
         self._known = {largest: sizes(largest, False)}
         self.bound = self._touched = largest
         self._worked = 0  # the largest bound of a batch that was computed: a work area is kept as large as it was
@@ -40,26 +47,26 @@ class Lender:
 
     def _bound_for(self, n_tokens: int) -> int:
         """The next power of two: the sizes of a few are asked for."""
-        return min(max(LEAST, 1 << (n_tokens - 1).bit_length()), self._largest)
+        return min(max(LEAST, 1 << (n_tokens - 1).bit_length()), self.largest)
 
     def _needs(self, bound: int) -> tuple[int, int]:
         if bound not in self._known:
             self._known[bound] = self._sizes(bound, False)
-        return self._known[bound] or self._known[self._largest] or (0, 0)
+        return self._known[bound] or self._known[self.largest] or (0, 0)
 
     @property
     def lent(self) -> int:
-        """Bytes that no batch within the bound touches."""
-        return self._lent_at(self.bound)
+        """Bytes that no batch within the bound touches, nor the next tokens of the conversation."""
+        return self._lent_at(self.bound) + self.state
 
     def _lent_at(self, bound: int) -> int:
-        (compute, work), (all_compute, all_work) = self._needs(bound), self._needs(self._largest)
+        (compute, work), (all_compute, all_work) = self._needs(bound), self._needs(self.largest)
         return max(all_compute - compute, 0) + max(all_work - max(work, self._needs(self._worked or bound)[1]), 0)
 
     @property
     def needed(self) -> int:
-        """Bytes that batches within the bound may touch."""
-        return sum(self._needs(self.bound))
+        """Bytes that are not lent and may still be untouched."""
+        return sum(self._needs(self.bound)) + self._ahead
 
     def widen(self, n_tokens: int) -> bool:
         """Before a batch: raises the bound, if this one is larger; whether it did."""
@@ -71,13 +78,31 @@ class Lender:
         self.bound = bound
         return True
 
+    def advance(self, n_tokens: int) -> bool:
+        """Before a batch: takes back what it will touch of the KV cache, and lends what a conversation that has become shorter has left; whether
+        either was so."""
+        self._left -= n_tokens
+        if self._moving or self._left >= 0:
+            self._moving = False
+            return False
+        reach, before = n_tokens + CELLS, self.state
+        unused = self._unused_state(reach, False)
+        self.state = self._unused_state(reach, True) if unused >= before + _WORTH else min(unused, before)
+        self._left, self._ahead = CELLS, self._unused_state(0, False) - unused
+        return self.state != before
+
+    def touch_state(self) -> bool:
+        """Before something that may write to all of the KV cache, at once or with the next batch; whether any of it was lent."""
+        before, self.state, self._left, self._ahead, self._moving = self.state, 0, 0, 0, True
+        return before > 0
+
     def narrow(self) -> bool:
         """After a batch: lowers the bound to what the last ones needed, if that is worth it; whether it did."""
         bound = max(self._recent)
-        if len(self._recent) < _PATIENCE or bound >= self.bound or self._lent_at(bound) - self.lent < _WORTH:
+        if len(self._recent) < _PATIENCE or bound >= self.bound or self._lent_at(bound) - self._lent_at(self.bound) < _WORTH:
             return False
         if self._sizes(bound, True) is None:  # what was touched stays
-            self._known[bound] = self._known[self._largest]
+            self._known[bound] = self._known[self.largest]
             return False
         self.bound = bound
         return True
@@ -162,10 +187,18 @@ class ArenaSizer:
             self._divide(self.plan.budget, kept=nbytes)
             self.fit_budget()
 
-    def before(self, n_tokens: int) -> None:
-        """Before a batch is computed: what it will touch and experts have been lent is taken back."""
-        if self._lender is not None and self._lender.widen(n_tokens):
-            self._grown = max(self._grown, 0)
+    def before(self, n_tokens: int, moves_state: bool = False) -> None:
+        """Before a batch is computed: what it will touch and experts have been lent is taken back.
+
+        Args:
+            moves_state: llama.cpp moves what is in the KV cache, or reads it from elsewhere, as a batch of its own and in any cell.
+        """
+        if (lender := self._lender) is None:
+            return
+        changes = lender.touch_state() if moves_state else lender.advance(n_tokens)
+        if lender.widen(lender.largest if moves_state else n_tokens) or moves_state:
+            self._grown, changes = max(self._grown, 0), True
+        if changes:
             self.resize()
 
     def after(self) -> None:

@@ -113,6 +113,7 @@ class Engine:
         kept: bytes of prompts outside the context, and of samplers.
         loaded: bytes of other files that will be loaded with the model.
         nextn: drafts are made with the model's next-token layers.
+        lends_state: nothing but what is decoded fills the KV cache, or `sizer.before` is told.
 
     Attributes:
         planned: memory as llama.cpp plans it before the model is loaded.
@@ -135,9 +136,19 @@ class Engine:
     _ran = False  # arenas have their sizes: it may compute
 
     @growing()
-    def __init__(self, config: Config, model_index: ModelIndex | None = None, *, n_sequences: int = 1, kept: int = 0, loaded: int = 0, nextn: bool = False):
+    def __init__(
+        self,
+        config: Config,
+        model_index: ModelIndex | None = None,
+        *,
+        n_sequences: int = 1,
+        kept: int = 0,
+        loaded: int = 0,
+        nextn: bool = False,
+        lends_state: bool = True,
+    ):
         require_computable()
-        self._n_sequences, self._kept, self._loaded, self._nextn = n_sequences, kept, loaded, nextn
+        self._n_sequences, self._kept, self._loaded, self._nextn, self._lends_state = n_sequences, kept, loaded, nextn, lends_state
         set_priority(config.priority)
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index = config, model_index
@@ -279,15 +290,16 @@ class Engine:
         """
         config, precision = self.config, self.quality.precision
         self.ubatch_order = UbatchOrder.of(ctx)
+        lender = self._lender(ctx)
         plan = replace(
             self.planned,
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.embedding_bytes,
-            process=max(rss() - allocated.weights - allocated.state, 0),  # both are resident: the weights have been read, the state cleared
+            process=max(rss() - allocated.weights - (allocated.state - lender.state if lender else allocated.state), 0),  # the rest of both is resident
             kept=self._kept,
         )
-        self.sizer = ArenaSizer(self.buffer, plan, self.budget, config.expert_memory, precision.low_share, self._lender(ctx))
+        self.sizer = ArenaSizer(self.buffer, plan, self.budget, config.expert_memory, precision.low_share, lender)
         if self.buffer.running:  # in the smallest arena
             self.buffer.set_arena_bytes(*self.sizer.arenas)
         else:
@@ -303,7 +315,8 @@ class Engine:
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
         if self.config.repeatable or self.device_tier is not None or native.batch_memory(ctx, largest, False) is None:
             return None
-        return Lender(lambda n, gives_back: native.batch_memory(ctx, n, gives_back), largest)
+        state = (lambda n, gives_back: native.unused_state(ctx, n, gives_back)) if self._lends_state else (lambda _n, _gives_back: 0)
+        return Lender(lambda n, gives_back: native.batch_memory(ctx, n, gives_back), largest, state)
 
     def attach_driver(self) -> None:
         """The strategy's policy and predictor; what their tables take, the experts lose."""
@@ -345,7 +358,7 @@ class Engine:
             rows: which is of which sequence, where it holds several (`ubatch_order`).
         """
         self.model_index.check_unchanged()
-        self.sizer.before(self._touches(tokens, spans))
+        self.sizer.before(len(tokens), self._moves_state(spans))
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
         self.buffer.set_batch_kind(decodes)
@@ -355,11 +368,11 @@ class Engine:
         if not decodes:
             self._prompt_meter.begin()
 
-    def _touches(self, tokens: np.ndarray, spans: Mapping[int, Span]) -> int:
-        """Tokens of a batch that needs as much memory as this one: of the largest, if llama.cpp first moves what is cached behind a gap in a sequence."""
+    def _moves_state(self, spans: Mapping[int, Span]) -> bool:
+        """Whether llama.cpp first moves what is cached behind a gap in a sequence."""
         moved = self._moves and any(span.first != self._ends.get(sequence, 0) for sequence, span in spans.items())
         self._ends |= {sequence: span.end for sequence, span in spans.items()}
-        return self.ubatch_order.n_ubatch if moved else len(tokens)
+        return moved
 
     def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
         """After it. Raises what went wrong in a callback or an I/O thread."""

@@ -98,17 +98,19 @@ class ContextShift:
         self.n_discarded += n
 
 
-def _in_turn(name: str, *, changes: bool = True) -> Any:
+def _in_turn(name: str, *, changes: bool = True, fills: bool = False) -> Any:
     """A method of llama_cpp's or of `PatchedLlama`, called when no other thread computes with the model.
 
     Args:
         changes: the context, so that it does not come between two tokens of an answer.
+        fills: the KV cache in other ways than by decoding: experts give back first what they have of it.
     """
     method = getattr(PatchedLlama, name)
 
     @functools.wraps(method)
     def call(self: Llama, *args: Any, **kwargs: Any) -> Any:
-        return self._turn(functools.partial(method, self, *args, **kwargs), changes=changes)
+        function = functools.partial(method, self, *args, **kwargs)
+        return self._turn(self._fill, function) if fills else self._turn(function, changes=changes)
 
     return call
 
@@ -222,19 +224,23 @@ class Llama(PatchedLlama):
             stream.ended.set()
             answer.close()
 
+    def _fill(self, function: Callable[[], T]) -> T:
+        self.engine.sizer.before(1, moves_state=True)
+        return function()
+
     eval = _in_turn("eval")
     reset = _in_turn("reset")
     embed = _in_turn("embed")
     save_state = _in_turn("save_state", changes=False)
-    load_state = _in_turn("load_state")
+    load_state = _in_turn("load_state", fills=True)
     clear_context = _in_turn("clear_context")
     decode_batch = _in_turn("decode_batch")
     batch_logits = _in_turn("batch_logits", changes=False)
     decode_sequences = _in_turn("decode_sequences")
     forget_sequence = _in_turn("forget_sequence")
-    shift_context = _in_turn("shift_context")
+    shift_context = _in_turn("shift_context", fills=True)
     save_context = _in_turn("save_context", changes=False)
-    load_context = _in_turn("load_context")
+    load_context = _in_turn("load_context", fills=True)
 
     def sample(self, *args: Any, **options: Any) -> int:
         """As llama_cpp's, but not with the settings of the answer before."""

@@ -88,7 +88,7 @@ class Server:
         extras = ExtraModels.of(model_index, n_ctx, config.keywords, options)
         self._options = replace(options, spec_type=extras.spec_type)
         kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + extras.computing
-        engine = Engine(config, model_index, n_sequences=options.parallel, kept=kept, loaded=extras.resident, nextn=extras.nextn)
+        engine = Engine(config, model_index, n_sequences=options.parallel, kept=kept, loaded=extras.resident, nextn=extras.nextn, lends_state=False)
         if engine.quality.simulates:
             raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return engine

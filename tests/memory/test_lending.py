@@ -11,8 +11,8 @@ import pytest
 import cgroup
 import moeoff
 from moeoff.binding import api
-from moeoff.engine.arena_sizer import LEAST, Lender
-from moeoff.memory import MIB
+from moeoff.engine.arena_sizer import CELLS, LEAST, Lender
+from moeoff.memory import MIB, rss
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
@@ -74,6 +74,46 @@ def test_what_the_system_does_not_take_back_is_not_lent():
     assert lender.lent == 0
 
 
+class Cache:
+    """A KV cache of 1,000 cells of 64 KiB, of which so many are used."""
+
+    used, cells, cell = 0, 1000, MIB // 16
+
+    def __init__(self):
+        self.given_back = 0
+
+    def __call__(self, n_tokens, gives_back):
+        self.given_back += gives_back
+        return max(self.cells - self.used - n_tokens, 0) * self.cell
+
+
+def test_lender_of_a_kv_cache():
+    cache = Cache()
+    lender = Lender(Sizes(), 512, cache)
+    assert lender.lent == lender.state == cache.cells * cache.cell and cache.given_back == 1
+    untouched = cache.cells
+    for n in (300, *[1] * 200, 40, 64, 1, 65, 100):
+        changed, before = lender.advance(n), lender.state
+        cache.used += n
+        untouched = min(untouched, cache.cells - cache.used)
+        assert lender.state <= untouched * cache.cell, "before it is touched"
+        assert lender.state >= (untouched - 2 * CELLS) * cache.cell
+        assert changed or lender.state == before
+    assert cache.given_back == 1
+    kept = lender.state
+    cache.used -= 300  # another answer to the same question
+    for _ in range(2 * CELLS):
+        lender.advance(1)
+        cache.used += 1
+    assert lender.state > kept and cache.given_back == 2
+    assert lender.touch_state() and lender.state == 0 and not lender.touch_state()
+    assert not lender.advance(500) and lender.state == 0  # llama.cpp moves what is cached when the next batch comes
+    lender.advance(1)
+    assert lender.state == cache(1 + CELLS, False) and cache.given_back == 3
+    lender.advance(2000)
+    assert lender.state == 0
+
+
 def tokens(n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(10, 4000, n).tolist()
 
@@ -124,11 +164,55 @@ def test_experts_have_what_short_prompts_leave(grown):
     assert len(lent.arenas) == len(batches)
     for n, arena in zip(batches, lent.arenas, strict=True):
         if n > 256:
-            assert arena <= plan.arena, "what a large batch touches had been taken back before it was computed"
+            assert arena <= plan.arena + plan.state // 2, "what a large batch touches had been taken back before it was computed"
     assert all(lent.arenas[end] > plan.arena + 0.8 * plan.compute for end in ends)
     assert lent.arenas[ends[1] + 1] > plan.arena + 0.5 * plan.compute, "of a short prompt hardly anything is taken back"
     assert all(more > 1.2 * fewer for more, fewer in zip(lent.residents, without.residents, strict=True))
     assert all(np.array_equal(a, b) for a, b in zip(lent.outputs, without.outputs, strict=True))
+
+
+def resident(llm: moeoff.Llama) -> int:
+    """Bytes of the process that are not the experts'."""
+    return rss() - llm.engine.buffer.stats().arena_committed
+
+
+@pytest.mark.parametrize("flash_attn", [True, False])
+def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
+    """Of a long context's KV cache, until it gets there; without flash attention of its keys alone."""
+    options = {"n_ctx": 4096, "n_ubatch": 128, "n_batch": 128, "flash_attn": flash_attn}
+    with moeoff.Llama(grown, memory="4G", **options) as llm:
+        fixed = llm.engine.plan.fixed
+    text = tokens(900)
+
+    def logits(llm: moeoff.Llama) -> np.ndarray:
+        found = []
+        for turn in (text[:20], text, text[:30]):
+            llm.reset()
+            for begin in range(0, len(turn), 128):
+                llm.eval(turn[begin : begin + 128])
+                found.append(np.ctypeslib.as_array(api.llama_get_logits_ith(llm.context_handle, -1), (llm.n_vocab(),)).copy())
+        return np.array(found)
+
+    with moeoff.Llama(grown, expert_memory=ROOM, **options) as llm:
+        expected = logits(llm)
+    with moeoff.Llama(grown, memory=fixed + ROOM, **options) as llm:
+        plan, arena = llm.engine.plan, lambda: llm.engine.buffer.stats().arena_bytes
+        lendable = plan.state if flash_attn else plan.state // 2
+        assert plan.state > 8 * MIB and min(0.9 * lendable, plan.arena_full - plan.arena) <= arena() - plan.arena, "nothing of it is resident yet"
+        llm.eval(text[:20])
+        beginning, before = arena(), resident(llm)
+        for first in range(20, 3000, 128):
+            llm.eval([text[i % 900] for i in range(first, first + 128)])
+        assert arena() < beginning
+        state = llm.save_state()
+        end = resident(llm)
+        assert end > before + 0.5 * lendable, "it was not resident, and is"
+        llm.clear_context()
+        assert resident(llm) < end - 0.5 * lendable, "emptied, it is the system's"
+        llm.load_state(state)
+        assert llm.n_tokens == 20 + 128 * 24 and arena() <= plan.arena, "its place had been taken back"
+        llm.clear_context()
+        assert np.array_equal(logits(llm), expected)
 
 
 def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):

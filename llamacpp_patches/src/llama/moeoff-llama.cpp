@@ -2,6 +2,10 @@
 
 #include "llama-context.h"
 #include "llama-ext.h"
+#include "llama-kv-cache-iswa.h"
+#include "llama-kv-cache.h"
+#include "llama-memory-hybrid-iswa.h"
+#include "llama-memory-hybrid.h"
 #include "llama-memory.h"
 #include "llama-model.h"
 
@@ -308,19 +312,64 @@ static ggml_backend_buffer_t compute_buffer(ggml_backend_sched_t sched) {
     return buffer;
 }
 
-// gives the system back what lies behind the first n_used bytes; false: it stays
-static bool give_back(ggml_backend_buffer_t buffer, uint64_t n_used) {
+// of a range
+struct whole_pages {
+    whole_pages(void * data, uint64_t bytes) : first((uint8_t *) data), last(first + bytes) {
 #ifdef __linux__
-    const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
-    const uintptr_t base  = (uintptr_t) ggml_backend_buffer_get_base(buffer);
-    const uintptr_t begin = (base + n_used + page - 1) / page * page;
-    const uintptr_t end   = (base + ggml_backend_buffer_get_size(buffer)) / page * page;
-    return begin >= end || madvise((void *) begin, end - begin, MADV_DONTNEED) == 0;
-#else
-    (void) buffer;
-    (void) n_used;
-    return false;
+        const uintptr_t page = (uintptr_t) sysconf(_SC_PAGESIZE);
+        begin = (uint8_t *) (((uintptr_t) first + page - 1) / page * page);
+        end   = std::max(begin, (uint8_t *) ((uintptr_t) last / page * page));
 #endif
+    }
+
+    uint64_t bytes() const { return end - begin; }
+
+    bool are_resident() const {
+#ifdef __linux__
+        const size_t               page = (size_t) sysconf(_SC_PAGESIZE);
+        std::vector<unsigned char> is_in(bytes() / page);
+        return mincore(begin, bytes(), is_in.data()) != 0 || std::all_of(is_in.begin(), is_in.end(), [](unsigned char c) { return (c & 1) != 0; });
+#else
+        return true;
+#endif
+    }
+
+    // each page comes back by itself, not with the rest of a huge one
+    void come_singly() const {
+#ifdef __linux__
+        madvise(begin, bytes(), MADV_NOHUGEPAGE);
+#endif
+    }
+
+    // zeroes the range, its whole pages by giving them back to the system; false: neither
+    bool give_back() const {
+#ifdef __linux__
+        if (begin < end && madvise(begin, bytes(), MADV_DONTNEED) == 0) {
+            std::fill(first, begin, 0);
+            std::fill(end, last, 0);
+            return true;
+        }
+#endif
+        return false;
+    }
+
+    uint8_t * first;
+    uint8_t * last;
+    uint8_t * begin = nullptr;
+    uint8_t * end   = nullptr;
+};
+
+static whole_pages pages_of(ggml_backend_buffer_t buffer, uint64_t n_used) {
+    const uint64_t size = ggml_backend_buffer_get_size(buffer);
+    n_used = std::min(n_used, size);
+    return { (uint8_t *) ggml_backend_buffer_get_base(buffer) + n_used, size - n_used };
+}
+
+void moeoff_empty(ggml_backend_buffer_t buffer) {
+    const bool is_memory = ggml_backend_buffer_get_type(buffer) == ggml_backend_cpu_buffer_type();
+    if (!is_memory || pages_of(buffer, 0).are_resident() || !pages_of(buffer, 0).give_back()) {
+        ggml_backend_buffer_clear(buffer, 0);
+    }
 }
 
 static int batch_memory(llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes) {
@@ -341,7 +390,57 @@ static int batch_memory(llama_context * ctx, uint32_t n_tokens, bool gives_back,
     // The plans have made ctx forget its last graph. One that needs more than the compute buffer has also freed it, and the scheduler would compute
     // a graph like the planned one without any: it has to plan that anew.
     ggml_backend_buffer_t buffer = compute_buffer(ctx->get_sched());
-    return !gives_back || (buffer && give_back(buffer, bytes[0])) ? 0 : -1;
+    if (!gives_back) {
+        return 0;
+    }
+    return buffer && (bytes[0] == all || pages_of(buffer, bytes[0]).give_back()) ? 0 : -1;
+}
+
+static uint64_t unused_in(const llama_kv_cache & cache, bool has_values, uint32_t n_tokens, bool gives_back) {
+    if (cache.get_n_stream() != 1) { // a batch is divided among them
+        return 0;
+    }
+    const ggml_context_ptr ctx(ggml_init({ ggml_tensor_overhead(), nullptr, true }));
+    const uint64_t used = (uint64_t) cache.get_cells(0).used_max_p1() + n_tokens; // free cells below are filled first
+    uint64_t sum = 0;
+    const auto add = [&](const ggml_tensor * rows) { // [n_embd, n_cells]
+        if (!rows->data || ggml_backend_buffer_get_type(rows->buffer) != ggml_backend_cpu_buffer_type() || used >= (uint64_t) rows->ne[1]) {
+            return;
+        }
+        const whole_pages unused((uint8_t *) rows->data + used * rows->nb[1], ggml_nbytes(rows) - used * rows->nb[1]);
+        if (gives_back) {
+            unused.come_singly();
+        }
+        sum += !gives_back || unused.give_back() ? unused.bytes() : 0;
+    };
+    for (const uint32_t il : cache.get_layer_ids()) {
+        add(cache.get_k_storage(il));
+        if (has_values) {
+            llama_kv_cache::slot_info first_stream;
+            first_stream.s0 = first_stream.s1 = 0;
+            ggml_reset(ctx.get());
+            const ggml_tensor * values = cache.get_v(ctx.get(), il, 1, first_stream); // no interface tells the tensor itself
+            if (values->nb[1] <= values->nb[2]) { // else each cell has something in every row
+                add(values->view_src);
+            }
+        }
+    }
+    return sum;
+}
+
+uint64_t moeoff_unused_state(const llama_context * ctx, uint32_t n_tokens, bool gives_back) {
+    const bool             has_values = !ctx->get_model().hparams.is_mla();
+    const llama_memory_i * memory     = ctx->get_memory();
+    if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid *>(memory)) {
+        memory = hybrid->get_mem_attn();
+    } else if (const auto * hybrid = dynamic_cast<const llama_memory_hybrid_iswa *>(memory)) {
+        memory = hybrid->get_mem_attn();
+    }
+    if (const auto * windows = dynamic_cast<const llama_kv_cache_iswa *>(memory)) {
+        return unused_in(*windows->get_base(), has_values, n_tokens, gives_back) + unused_in(*windows->get_swa(), has_values, n_tokens, gives_back);
+    }
+    const auto * cache = dynamic_cast<const llama_kv_cache *>(memory);
+    return cache ? unused_in(*cache, has_values, n_tokens, gives_back) : 0;
 }
 
 void * moeoff_layer_device(const llama_context * ctx, int32_t layer) {

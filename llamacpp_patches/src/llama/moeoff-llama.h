@@ -2,6 +2,7 @@
 
 // The places where libllama meets the expert buffer. With ordinary tensors they do nothing.
 
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama.h"
 
@@ -41,6 +42,14 @@ extern "C" LLAMA_API int moeoff_context_memory(struct llama_context * ctx, uint6
 // then lie in the first [0] bytes of the buffer, and the memory of the rest is the system's until a larger one comes: between graphs it holds nothing.
 // Not while ctx decodes. -1: a device computes, too, or the system took nothing back.
 extern "C" LLAMA_API int moeoff_batch_memory(struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
+
+// Bytes of ctx's KV cache that hold nothing, and that the next batch does not touch if it has at most n_tokens, all new: behind the last cell
+// that is used. gives_back: their memory is the system's until then. 0 of caches that are laid out otherwise, and of states that are no KV cache.
+// Not while ctx decodes.
+extern "C" LLAMA_API uint64_t moeoff_unused_state(const struct llama_context * ctx, uint32_t n_tokens, bool gives_back);
+
+// Zeroes a KV cache's buffer. One of which moeoff_unused_state() has given something back is given back as a whole: what is lent stays lent.
+void moeoff_empty(ggml_backend_buffer_t buffer);
 
 // The device (ggml_backend_dev_t) that computes a layer, or NULL: the CPU does.
 extern "C" LLAMA_API void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);
