@@ -41,7 +41,7 @@ class Lender:
         self._left = self._ahead = 0  # tokens that may come, and bytes that these touch, before the cache is looked at again
         self._moving = False  # the next batch may touch all of it
         self._known = {largest: sizes(largest, False)}
-        self.bound = self._touched = largest
+        self.bound = largest
         self._worked = 0  # the largest bound of a batch that was computed: a work area is kept as large as it was
         self._recent: list[int] = []
 
