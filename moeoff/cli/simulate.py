@@ -44,19 +44,22 @@ def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
     reroute: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
-    """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
+    """Replay traces of `run --trace`, or route traces of other programs (.csv, .csv.gz), through strategies: what each would have had in memory, and read."""
     from ..policies.hobbit import MissCost
-    from ..simulate.comparison import compare, gap_recovered, recorded_reads
+    from ..simulate.comparison import compare, gap_recovered, left_out, recorded_reads
+    from ..simulate.route_trace import read_trace
     from ..trace import Trace
 
     require_new(plot, [*traces, scores], "--plot")
     require_new(scores, traces, "--scores")
-    trace = Trace.join([Trace.read(path) for path in traces])
+    trace = Trace.join([read_trace(path) for path in traces])
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
     if scores:
         _draw_scores(trace, scores, as_json)
         return
     arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
+    without = left_out(trace, names)
+    names = [name for name in names if name not in without]
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:
         results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), cost=cost, progress=progress)
@@ -67,10 +70,12 @@ def simulate(
     rows = [r.to_dict() | {"gap_recovered": gap_recovered(r, results)} for r in results]
     reads = recorded_reads(trace)
     if as_json:
-        head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "recorded_reads": reads}
+        head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "recorded_reads": reads, "left_out": without}
         click.echo(json.dumps(head | {"results": rows}, indent=2))
         return
     click.echo(_table(rows, trace.model.full_bytes))
+    for name, why in without.items():
+        click.echo(f"\n{name}: not replayed, {why}")
     if reads:
         low = f" ({reads['low']:,} of low versions)" if reads["low"] else ""
         click.echo(

@@ -17,7 +17,19 @@ from ..trace import DEMAND_LEVEL, Trace
 from .rerouting import Rerouting
 from .simulator import Result, simulate
 
-__all__ = ["compare", "gap_recovered", "recorded_reads"]
+__all__ = ["compare", "gap_recovered", "left_out", "recorded_reads"]
+
+
+def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
+    """Those of the policies that cannot be replayed as they would run live, by name, and why.
+
+    Raises:
+        OptionError: there is no such policy.
+    """
+    if any(event.probs is not None for event in trace.events):
+        return {}
+    why = "it reads the routers' probabilities of all experts, and the trace has none"
+    return {name: why for name in policies if get_policy(name).wants_probs}
 
 
 def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, rerouting: Rerouting | None = None,
