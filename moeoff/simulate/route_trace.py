@@ -119,12 +119,14 @@ def _header(name: str, facts: list[dict[str, str]]) -> TraceHeader:
     return TraceHeader(re.split(r"[/\\]", model.get("model", ""))[-1] or "unknown", n_used, tensors)
 
 
-def _events(name: str, lines: Iterator[bytes], n_line: int, model: TraceHeader) -> Iterator[GateEvent]:
+def _events(name: str, lines: Iterator[bytes], n_heading: int, model: TraceHeader) -> Iterator[GateEvent]:
     """In order; a last one without all of its rows is left out."""
     gate_of = {tensor.layer: tensor.gate for tensor in model.tensors}
     rows: list[_Row] = []
     gate = -1  # of the last event
-    for n_line, line in enumerate(lines, n_line + 1):
+    n_line = n_heading
+    for line in lines:
+        n_line += 1
         row = _row(name, n_line, line, gate_of, model)
         if rows and _event_of(row) != _event_of(rows[0]):
             yield _event(name, n_line, rows, gate_of, model)
@@ -175,6 +177,12 @@ def _row(name: str, n_line: int, line: bytes, gate_of: Mapping[int, int], model:
         row = _Row(turn, phase, step, layer, slot, expert, float(cells[6]), int(cells[7]))
     except ValueError:
         raise OptionError(f"{name}: line {n_line}: expected nine numbers, found {','.join(cells)[:60]!r}") from None
-    if min(row[:6]) < 0 or layer not in gate_of or expert >= model.n_experts or phase not in (_PROMPT, _ANSWER) or not (np.isfinite(row.weight) and row.residency in (0, 1)):
+    if (
+        min(row[:6]) < 0
+        or layer not in gate_of
+        or expert >= model.n_experts
+        or phase not in (_PROMPT, _ANSWER)
+        or not (np.isfinite(row.weight) and row.residency in (0, 1))
+    ):
         raise OptionError(f"{name}: line {n_line}: there is no such layer, expert or phase, or its numbers are none: {','.join(cells)[:60]!r}")
     return row

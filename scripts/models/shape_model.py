@@ -7,7 +7,7 @@ the shape's vocabulary.
 Types are those that llama.cpp's quantizer gives: "Q4_K_M" and "Q4_0" with its exceptions, "MXFP4" with Q8_0 for everything that is no expert. A row that
 is no multiple of 256 gets the quantizer's fallback (Q5_0 for Q4_K, and so on).
 
-How the routing comes about, and which number in `Scales` turns which screw:
+How the routing comes about, and which number in `Scales` turns which screw. Of both routings, `--routing answer` and `prose`:
 
 - The residual stream begins as the token's embedding, drawn at random. So a token's experts depend on the token.
 - The first n_embd / 32 channels hold a constant, as "massive activations" do in trained models. Queries and keys are one fixed
@@ -19,6 +19,15 @@ How the routing comes about, and which number in `Scales` turns which screw:
   comes before the second gate adds `first` times, since the first layers of trained models are hard to predict.
 - A router's rows are random directions, other ones in every layer: logits of deviation `logits`. Of their variance `skew` ** 2
   is a constant of each expert (read from the constant channels, or the router's bias where the architecture has one): popularity.
+
+Of `answer` alone, since a model that answers keeps to half of its experts, whatever it says:
+
+- A token has a stress, in a channel of its own. The second layer with experts attends to the tokens of the largest stress (`keenness`: its logit for a
+  stress of 1) and writes what they say into the topic's channels, which nothing else changes. Answers are made of tokens without
+  stress: so a text's topic is its prompt's, and a question with a larger stress changes it. Of a router's variance `topic` ** 2 is the topic's.
+- The layer after it adds `context` times the stream's size from the tokens just before: tokens that follow each other share experts.
+- What a token can be followed by is written in its code, in channels that only the output reads: an answer goes through the vocabulary,
+  and context decides between two ways. So greedy answers do not repeat a few tokens. Where the output is the embedding (`tied`), attention moves the code.
 """
 
 from __future__ import annotations
@@ -42,7 +51,24 @@ from moeoff.gguf.model_index import parse_block_name
 from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize, quantize_chunks, row_bytes, type_from_name, type_name
 from moeoff.gguf.writer import ModelWriter
 
-__all__ = ["Mla", "Pools", "SHAPES", "Scales", "Shape", "Weights", "Yarn", "metadata", "shape_model", "tensors", "tokenizer"]
+__all__ = [
+    "ANSWER",
+    "Mla",
+    "NEAREST",
+    "PROSE",
+    "Pools",
+    "SHAPES",
+    "Scales",
+    "Shape",
+    "Weights",
+    "Wide",
+    "Yarn",
+    "metadata",
+    "scales_of",
+    "shape_model",
+    "tensors",
+    "tokenizer",
+]
 
 # --- shapes ---
 
@@ -69,12 +95,23 @@ class Yarn:
     log_mul: float = 0.0
 
 
+@dataclass(frozen=True)
+class Wide:
+    """Every how many layers attention sees the whole context, with other heads; its values are its keys. n_rot: of a head, in pairs half a head apart."""
+
+    every: int
+    n_head_kv: int
+    head: int
+    n_rot: int
+    rope_base: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """One model's shape. Lengths in values; n_rot 0: the whole head is rotated.
 
     ff is one expert's hidden size, ff_dense that of a layer without experts, of which there are n_dense at the start.
-    qk_norm is "head" (a norm for each head), "row" (one for all heads) or "".
+    qk_norm is "head" (a norm for each head), "row" (one for all heads) or "". tied: the output matrix is the embedding.
     """
 
     name: str
@@ -107,7 +144,18 @@ class Shape:
     mla: Mla | None = None
     yarn: Yarn | None = None
     sliding_window: int = 0
+    tied: bool = False
+    wide: Wide | None = None
     expert_type: str | None = None
+
+    def is_wide(self, layer: int) -> bool:
+        return self.wide is not None and layer % self.wide.every == self.wide.every - 1
+
+    def heads(self, layer: int) -> tuple[int, int, int]:
+        """Heads of keys, values of a head, and how many of these turn."""
+        if self.wide is not None and self.is_wide(layer):
+            return self.wide.n_head_kv, self.wide.head, self.wide.n_rot
+        return self.n_head_kv, self.head, self.rot
 
     @property
     def rot(self) -> int:
@@ -122,13 +170,13 @@ class Shape:
     def v_head(self) -> int:
         return self.mla.value if self.mla else self.head
 
-    def cut(self, *, layers: int | None = None, shrink: int = 1, expert_type: str | None = None) -> Shape:
-        """The shape with fewer layers, with all widths divided, with experts of another type.
+    def cut(self, *, layers: int | None = None, shrink: int = 1, hidden: int | None = None, expert_type: str | None = None) -> Shape:
+        """The shape with fewer layers, with all widths divided, with as many hidden values in each expert, with experts of another type.
 
         Number and choice of experts stay; the vocabulary of a shape that is shrunk is the tokenizer's (n_vocab 0).
 
         Raises:
-            OptionError: fewer layers than it takes to have one with experts, or a shrink below 1.
+            OptionError: fewer layers than it takes to have one with experts, a shrink below 1, or hidden values that are no multiple of 32.
         """
         shape = replace(self, expert_type=expert_type and expert_type.upper())
         if shrink < 1:
@@ -137,7 +185,12 @@ class Shape:
             mla = self.mla and replace(self.mla, q_rank=_narrow(self.mla.q_rank, shrink), kv_rank=_narrow(self.mla.kv_rank, shrink))
             kv = max(1, self.n_head_kv // shrink)
             widths = {key: _narrow(getattr(self, key), shrink) for key in ("n_embd", "ff", "ff_dense")}
-            shape = replace(shape, n_vocab=0, n_head_kv=kv, n_head=kv * (self.n_head // self.n_head_kv), mla=mla, **widths)
+            wide = self.wide and replace(self.wide, n_head_kv=max(1, self.wide.n_head_kv // shrink))
+            shape = replace(shape, n_vocab=0, n_head_kv=kv, n_head=kv * (self.n_head // self.n_head_kv), mla=mla, wide=wide, **widths)
+        if hidden is not None:
+            if hidden < 1 or hidden % 32:
+                raise OptionError(f"hidden: expected a multiple of 32, found {hidden}")
+            shape = replace(shape, ff=hidden)
         if layers is not None:
             if not self.n_dense < layers <= self.n_layer:
                 raise OptionError(f"{self.name} can have {self.n_dense + 1} to {self.n_layer} layers, found {layers}")
@@ -158,7 +211,7 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
         name = shape.expert_type
     elif shape.recipe == "MXFP4":
         name = "MXFP4" if part.endswith("_exps") else "Q8_0"
-    elif part == "output":
+    elif part == "output" or (part == "token_embd" and shape.tied):
         name = "Q6_K"
     elif part == "attn_k_b":
         name = "Q8_0"
@@ -166,11 +219,25 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
         name = "Q4_K"
         if shape.n_expert == 8 and part in ("attn_k", "attn_v", "attn_output"):
             name = "Q5_K" if part == "attn_output" else "Q8_0"
+        elif shape.arch == "gemma4":
+            name = _gemma_type(shape, part, layer, more)
         elif more and (part == "attn_v" or part.startswith("ffn_down")):
             name = "Q6_K"
     if not fits(type_from_name(name), row):
         name = _FALLBACK.get(name, name)
     return type_from_name(name)
+
+
+def _gemma_type(shape: Shape, part: str, layer: int, more: bool) -> str:
+    """As the published file's sizes have it, layer by layer: its experts count twice as many layers, since each has another ffn_down beside them."""
+    if part == "ffn_down_exps":
+        n = 2 * shape.n_layer
+        more = layer < n // 8 or layer >= 7 * n // 8 or (layer - n // 8) % 3 == 2
+    if part in ("attn_k", "attn_v"):
+        return "Q8_0"
+    if part == "attn_output":
+        return "Q5_K"
+    return "Q6_K" if more and (part == "attn_q" or part.startswith("ffn_down")) else "Q4_K"
 
 
 def tensors(shape: Shape) -> list[Tensor]:
@@ -179,18 +246,25 @@ def tensors(shape: Shape) -> list[Tensor]:
     out = [
         Tensor("token_embd.weight", (shape.n_vocab, n_embd), _type(shape, "token_embd", -1, n_embd)),
         Tensor("output_norm.weight", (n_embd,), 0),
-        Tensor("output.weight", (shape.n_vocab, n_embd), _type(shape, "output", -1, n_embd)),
     ]
+    if not shape.tied:
+        out.append(Tensor("output.weight", (shape.n_vocab, n_embd), _type(shape, "output", -1, n_embd)))
+    if shape.wide is not None:
+        out.append(Tensor("rope_freqs.weight", (shape.wide.head // 2,), 0))
     for layer in range(shape.n_layer):
-        for name, dims in [*_attention(shape), *_feed_forward(shape, layer)]:
+        for name, dims in [*_attention(shape, layer), *_feed_forward(shape, layer)]:
             part, dot, kind = name.partition(".")
             matrix = len(dims) > 1 and dot and kind == "weight" and part != "ffn_gate_inp"
             out.append(Tensor(f"blk.{layer}.{name}", dims, _type(shape, part, layer, dims[-1]) if matrix else 0))
     return out
 
 
-def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
-    n_embd, rows_q, rows_kv = shape.n_embd, shape.n_head * shape.qk_head, shape.n_head_kv * shape.head
+def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    n_embd, rows_q = shape.n_embd, shape.n_head * shape.qk_head
+    n_head_kv, head, _ = shape.heads(layer)
+    rows_kv = n_head_kv * head
+    if shape.wide is not None:
+        rows_q = shape.n_head * head
     yield "attn_norm.weight", (n_embd,)
     if shape.mla:
         mla = shape.mla
@@ -206,13 +280,15 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
         yield "attn_v_b.weight", (shape.n_head, mla.value, mla.kv_rank)
     else:
         for part, rows in (("q", rows_q), ("k", rows_kv), ("v", rows_kv)):
+            if part == "v" and shape.is_wide(layer):
+                continue
             yield f"attn_{part}.weight", (rows, n_embd)
             if shape.qkv_bias:
                 yield f"attn_{part}.bias", (rows,)
         if shape.qk_norm:
             for part, rows in (("q", rows_q), ("k", rows_kv)):
-                yield f"attn_{part}_norm.weight", (rows if shape.qk_norm == "row" else shape.head,)
-    yield "attn_output.weight", (n_embd, shape.n_head * shape.v_head)
+                yield f"attn_{part}_norm.weight", (rows if shape.qk_norm == "row" else head,)
+    yield "attn_output.weight", (n_embd, rows_q if shape.wide is not None else shape.n_head * shape.v_head)
     if shape.arch == "gpt-oss":
         yield "attn_output.bias", (n_embd,)
         yield "attn_sinks.weight", (shape.n_head,)
@@ -220,6 +296,9 @@ def _attention(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
     n_embd, ff, n_expert = shape.n_embd, shape.ff, shape.n_expert
+    if shape.arch == "gemma4":
+        yield from _gemma_feed_forward(shape)
+        return
     yield ("post_attention_norm.weight" if shape.arch in ("gpt-oss", "glm4moe") else "ffn_norm.weight"), (n_embd,)
     if layer < shape.n_dense:
         yield "ffn_gate.weight", (shape.ff_dense, n_embd)
@@ -243,9 +322,23 @@ def _feed_forward(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ..
         yield "ffn_down_shexp.weight", (n_embd, rows)
 
 
-def metadata(shape: Shape) -> dict[str, int | float | bool | str]:
+def _gemma_feed_forward(shape: Shape) -> Iterator[tuple[str, tuple[int, ...]]]:
+    n_embd, ff, n_expert = shape.n_embd, shape.ff, shape.n_expert
+    for name in ("post_attention_norm", "ffn_norm", "post_ffw_norm", "pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"):
+        yield f"{name}.weight", (n_embd,)
+    yield "layer_output_scale.weight", (1,)
+    for part, dims in (("gate", (shape.ff_dense, n_embd)), ("up", (shape.ff_dense, n_embd)), ("down", (n_embd, shape.ff_dense))):
+        yield f"ffn_{part}.weight", dims
+    yield "ffn_gate_inp.weight", (n_expert, n_embd)
+    yield "ffn_gate_inp.scale", (n_embd,)
+    yield "ffn_gate_up_exps.weight", (n_expert, 2 * ff, n_embd)
+    yield "ffn_down_exps.weight", (n_expert, n_embd, ff)
+    yield "ffn_down_exps.scale", (n_expert,)
+
+
+def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
     """The file's keys but for the tokenizer's."""
-    values: dict[str, int | float | bool | str] = {
+    values: dict[str, int | float | bool | str | np.ndarray] = {
         "block_count": shape.n_layer,
         "context_length": shape.n_ctx,
         "embedding_length": shape.n_embd,
@@ -276,6 +369,23 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str]:
         values |= {"attention.key_length_mla": shape.qk_head, "attention.value_length_mla": shape.mla.value}
     if shape.sliding_window:
         values["attention.sliding_window"] = shape.sliding_window
+    if shape.wide is not None:
+        layers = range(shape.n_layer)
+        values |= {
+            "attention.head_count_kv": np.array([shape.heads(layer)[0] for layer in layers], np.int32),
+            "attention.sliding_window_pattern": np.array([not shape.is_wide(layer) for layer in layers]),
+            "attention.key_length": shape.wide.head,
+            "attention.value_length": shape.wide.head,
+            "attention.key_length_swa": shape.head,
+            "attention.value_length_swa": shape.head,
+            "attention.shared_kv_layers": 0,
+            "embedding_length_per_layer_input": 0,
+            "rope.freq_base": shape.wide.rope_base,
+            "rope.freq_base_swa": shape.rope_base,
+            "rope.dimension_count": shape.wide.head,
+            "rope.dimension_count_swa": shape.rot,
+            "final_logit_softcapping": 30.0,
+        }
     if shape.yarn:
         values |= {"rope.scaling.type": "yarn", "rope.scaling.factor": shape.yarn.factor}
         values["rope.scaling.original_context_length"] = shape.yarn.n_ctx_orig
@@ -297,6 +407,11 @@ _ALL = (
     ),
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-120b", n_layer=36, n_expert=128),
+    Shape(
+        name="gemma-4-26b-a4b", arch="gemma4", recipe="Q4_K_M", n_layer=30, n_ctx=262144, n_embd=2816, n_vocab=262144, n_head=16, n_head_kv=8, head=256,
+        n_expert=128, n_used=8, ff=704, ff_dense=2112, rope_base=10000.0, eps=1e-6, qk_norm="head", tied=True, sliding_window=1024,
+        wide=Wide(6, 2, 512, 128, 1e6),
+    ),
     Shape(
         name="mixtral-8x7b", arch="llama", recipe="Q4_K_M", n_layer=32, n_ctx=32768, n_embd=4096, n_vocab=32000, n_head=32, n_head_kv=8, head=128,
         n_expert=8, n_used=2, ff=14336, rope_base=1e6, eps=1e-5,
@@ -330,6 +445,12 @@ _UNUSED = 5  # LLAMA_TOKEN_TYPE_UNUSED
 _CONSTANT = 4.0  # of the constant channels, in units of the embedding's deviation
 _SEEN = 0.25  # the constant, as the router and the experts see it
 _CONTENT = 0.3  # of queries and keys, against the fixed vector
+_VOCABULARY = 2048  # of answers
+_WAYS = 2  # tokens that an answer may go on with, after each
+_SURE = 30.0  # their logits
+_DOUBT = 1.0  # deviation of the model's output beside them
+_MOVED = 2.0  # of the code that attention moves, in units of the embedding's deviation
+_STEADY = 3.0  # of what does not compare in topic keys, against a token of stress 1
 _LOGITS = 4.0  # deviation of the model's output
 _HEADSTART = 16.0  # logit of the tokenizer's tokens against unused ones
 _N_CONTROL = 3  # of the demo model's tokens, the first
@@ -353,7 +474,8 @@ def shape_model(
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write a model of this shape to `out`; the same seed gives the same file. progress(done, total) is called with bytes written.
+    """Write a model of this shape to `out`; the same seed gives the same file. scales: by default the shape's for answers. progress(done, total) is called
+    with bytes written.
 
     Raises OptionError for a type of experts of which no random blocks are made, ModelError for one that does not fit the rows,
     WriteError if `out` exists (unless overwrite).
@@ -363,7 +485,7 @@ def shape_model(
     plan = tensors(shape)
     with ModelFile(demo_model()) as demo:
         n_tokens = len(unpack(demo.metadata["tokenizer.ggml.tokens"]))
-    weights = Weights(shape, scales or Scales(), seed, n_tokens)
+    weights = Weights(shape, scales or scales_of(shape), seed, n_tokens)
     done, total = 0, sum(tensor.n_bytes for tensor in plan)
     with ModelWriter(out, metadata(shape) | vocabulary, plan, overwrite=overwrite) as writer:
         for tensor in plan:
@@ -392,7 +514,8 @@ def tokenizer(n_vocab: int) -> tuple[list[str], dict[str, bytes]]:
 
 @dataclass(frozen=True)
 class Scales:
-    """What routing depends on; the text above says how. mean_size: of attention's mean against a single value, an estimate."""
+    """What routing depends on; the text above says how. mean_size: of attention's mean against a single value, an estimate; topic_size likewise, of the
+    attention that makes the topic. topic 0: there is none, and nothing of what is made for it."""
 
     attention: float = 0.28
     feed_forward: float = 0.18
@@ -401,6 +524,27 @@ class Scales:
     logits: float = 1.5
     skew: float = 0.3
     mean_size: float = 0.5
+    topic: float = 0.0
+    context: float = 1.0
+    keenness: float = 10.0
+    topic_size: float = 0.85
+
+
+PROSE = Scales()
+_ANSWER = Scales(attention=0.12, feed_forward=0.07, first=1.0, recency=1.5)
+ANSWER = {
+    "qwen3-30b-a3b": replace(_ANSWER, logits=0.95, topic=0.675, context=1.1),
+    "gemma-4-26b-a4b": replace(_ANSWER, logits=0.95, topic=0.65, context=1.0),
+    "gpt-oss-120b": replace(_ANSWER, logits=0.9, topic=0.65, context=0.5),
+}
+# of shapes without a published trace, the one whose scales they have
+NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3", "glm-4.5-air", "olmoe-1b-7b"), "qwen3-30b-a3b")
+ROUTINGS = ("answer", "prose")
+
+
+def scales_of(shape: Shape, routing: str = "answer") -> Scales:
+    """Those for "answer", statistics of published models that answer, or for "prose", harder ones that are no model's."""
+    return PROSE if routing == "prose" else ANSWER[NEAREST.get(shape.name, shape.name)]
 
 
 class Weights:
@@ -409,11 +553,19 @@ class Weights:
     def __init__(self, shape: Shape, scales: Scales, seed: int, n_tokens: int):
         self._shape, self._scales, self._seed, self._n_tokens = shape, scales, seed, n_tokens
         self._n_constant = max(round(shape.n_embd / 1024), 1) * 32
-        self._n_content = shape.n_embd - self._n_constant
+        self._n_topic = self._n_constant if scales.topic else 0
+        self._topic = slice(self._n_constant, self._n_constant + self._n_topic)  # channels
+        self._stress = self._topic.stop if scales.topic else None  # the channel
+        self._topic_layer = shape.n_dense + 1 if scales.topic else None
+        self._context_layer = shape.n_dense + 2 if scales.topic else None
+        self._code = slice(self._topic.stop + 1, self._topic.stop + 1 + min(shape.n_embd // 4, 256))  # channels
+        self._next = slice(self._code.stop, 2 * self._code.stop - self._code.start if shape.tied else self._code.stop)  # channels
+        self._next_layer = self._context_layer if shape.tied else None
+        self._n_special = self._next.stop if scales.topic else self._n_constant
+        self._n_content = shape.n_embd - self._n_special
         # a block for every slice to begin at, and as much of a slice without repetition as is quick to make
         n_values = max(256 * 3 * shape.n_layer * shape.n_expert, min(shape.ff * shape.n_embd, 1 << 24), 1 << 20)
         self._pools = Pools(seed, 1 << (n_values - 1).bit_length())
-        self._nearness = scales.recency * math.log(shape.rope_base)  # logit of a token for itself
         self._sizes = self._stream_sizes()
         self._hidden, self._weight_norm = self._expert_sizes()
 
@@ -422,19 +574,29 @@ class Weights:
         layer, name = parse_block_name(tensor.name) or (-1, tensor.name)
         part, _, kind = name.partition(".")
         rng = self._rng(name, layer)
-        if len(tensor.shape) == 1 or kind == "bias":
+        if len(tensor.shape) == 1 or kind in ("bias", "scale"):
             values = self._vector(part, kind, layer, tensor.shape, rng)
             yield values.astype(np.float32).reshape(-1).view(np.uint8)
         elif part in ("token_embd", "output"):
             rows = self._embedding(rng) if part == "token_embd" else self._output(rng)
+            if self._shape.tied:
+                rows *= np.float32(self._shape.n_embd**-0.5)  # llama.cpp takes it as many times
             yield quantize(rows, tensor.type).reshape(-1)
             yield np.zeros(tensor.n_bytes // tensor.shape[0] * (tensor.shape[0] - len(rows)), np.uint8)
         elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "attn_q_a", "attn_q_b", "ffn_gate_inp"):
             for rows, times in self._matrix(part, layer, rng):
                 yield np.tile(quantize(rows, tensor.type).reshape(-1), times)
+        elif part == "attn_output" and layer >= 0 and layer in (self._topic_layer, self._next_layer):
+            for rows in self._special_output(layer, tensor.shape[1], rng):
+                yield quantize(rows, tensor.type).reshape(-1)
         else:
             n_slices = tensor.shape[0] if len(tensor.shape) == 3 else 1
-            yield from self._pools.slices(tensor.type, tensor.n_bytes // n_slices, n_slices, self._deviation(part, layer))
+            n_bytes = tensor.n_bytes // n_slices
+            pieces = self._pools.slices(tensor.type, n_bytes, n_slices, self._deviation(part, layer))
+            if self._n_topic and part in ("attn_output", "ffn_down", "ffn_down_shexp", "ffn_down_exps"):
+                row = n_bytes // self._shape.n_embd
+                pieces = _without(pieces, n_bytes, self._n_constant * row, self._n_special * row)
+            yield from pieces
 
     def _rng(self, name: str, layer: int) -> np.random.Generator:
         return np.random.Generator(np.random.SFC64([self._seed, zlib.crc32(name.encode()), layer + 1]))
@@ -445,10 +607,18 @@ class Weights:
         """Of each layer, the residual stream's deviation before attention and before feed-forward; and once more at the end."""
         sizes, size = [], 1.0
         for layer in range(self._shape.n_layer + 1):
-            middle = size * math.hypot(1, self._scales.attention)
+            middle = size * math.hypot(1, self._attention(layer))
             sizes.append((size, middle))
             size = middle * math.hypot(1, self._update(layer))
         return sizes
+
+    def _attention(self, layer: int) -> float:
+        """What attention adds, against the stream."""
+        return self._scales.context if layer == self._context_layer else self._scales.attention
+
+    def _content(self, layer: int) -> float:
+        """Of queries and keys, against the fixed vector. It makes a token attend to itself, and less to those before it."""
+        return 0.0 if layer in (self._topic_layer, self._context_layer) else _CONTENT
 
     def _update(self, layer: int) -> float:
         """What a feed-forward network adds, against the stream."""
@@ -473,7 +643,7 @@ class Weights:
         if part in ("attn_k_b", "attn_v_b"):
             return shape.mla.kv_rank**-0.5
         if part == "attn_output":
-            return self._scales.attention * size / (self._scales.mean_size * math.sqrt(shape.n_head * shape.v_head))
+            return self._attention(layer) * size / (self._scales.mean_size * math.sqrt(shape.n_head * shape.v_head))
         if not part.startswith("ffn_down"):
             return self._n_content**-0.5
         out = self._update(layer) * middle / self._hidden
@@ -483,28 +653,46 @@ class Weights:
             return out * math.sqrt(_SHARED / (shape.n_shared * shape.ff))
         return out * math.sqrt((1 - _SHARED if shape.n_shared else 1) / shape.ff) / self._weight_norm
 
-    def _key_size(self) -> float:
+    def _nearness(self, layer: int) -> float:
+        """A token's logit for itself."""
+        return self._scales.recency * math.log(self._shape.rope_base)
+
+    def _key_size(self, layer: int) -> float:
         """Of each value of the fixed vector, so that a token's logit for itself is what `recency` asks for."""
         shape = self._shape
+        turns = shape.rot
         gain = 1.0
+        if shape.wide:  # where llama.cpp does not divide by the root of a head's length
+            turns = shape.heads(layer)[2]
+            gain = math.sqrt(shape.qk_head)
         if shape.yarn:  # llama.cpp makes attention sharper for stretched contexts
             gain = (1 + (shape.yarn.log_mul if shape.mla else 0.1) * math.log(shape.yarn.factor)) ** 2
-        return math.sqrt(self._nearness * math.sqrt(shape.qk_head) / (shape.rot * gain))
+        if layer == self._topic_layer:  # half of the values compare
+            norm = math.hypot(1, _STEADY) if shape.qk_norm else 2
+            return math.sqrt(self._scales.keenness * norm * math.sqrt(shape.qk_head) / (turns * gain))
+        return math.sqrt(self._nearness(layer) * math.sqrt(shape.qk_head) / (turns * gain))
 
     # --- vectors ---
 
     def _vector(self, part: str, kind: str, layer: int, dims: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
         noise = rng.standard_normal(dims)
         size, middle = self._sizes[layer]
+        if self._shape.wide is not None and (values := self._wide_vector(part, kind, layer, dims, noise)) is not None:
+            return values
         if kind == "bias":
             if part == "ffn_gate_inp":
                 return self._scales.skew * self._scales.logits * noise
             factors = {"exp_probs_b": 0.02, "attn_output": 0.02 * size, "ffn_down_exps": 0.1 * self._update(layer) * middle}
-            return factors.get(part, 0.05) * noise
+            values = factors.get(part, 0.05) * noise
+            if part in ("attn_output", "ffn_down_exps"):
+                values[..., self._n_constant : self._n_special] = 0
+            return values
         if part == "attn_sinks":
-            return self._nearness - 1 + 0.5 * noise
+            if layer == self._topic_layer:
+                return np.full(dims, -2 * self._scales.keenness)
+            return self._nearness(layer) - 1 + 0.5 * noise
         if part in ("attn_q_norm", "attn_k_norm"):
-            return np.full(dims, self._key_size() * math.hypot(1, _CONTENT))
+            return np.full(dims, self._key_size(layer) * math.hypot(1, self._content(layer)))
         if part == "output_norm":
             return self._norm(self._sizes[-1][0], 1.0, noise)
         if part == "attn_norm":
@@ -513,11 +701,41 @@ class Weights:
             return self._norm(middle, _SEEN, noise)
         return np.ones(dims)
 
+    def _wide_vector(self, part: str, kind: str, layer: int, dims: tuple[int, ...], noise: np.ndarray) -> np.ndarray | None:
+        """Vectors of gemma4, where norms follow attention and feed-forward networks, too."""
+        size, middle = self._sizes[layer]
+        if part == "rope_freqs":  # what does not turn has a frequency of about 0
+            return np.where(np.arange(dims[0]) < self._shape.wide.n_rot // 2, 1.0, 1e30)
+        if kind == "scale" and part == "ffn_gate_inp":
+            return self._norm(middle, _SEEN, noise) * math.sqrt(self._shape.n_embd)
+        if part == "pre_ffw_norm_2":
+            return self._norm(middle, _SEEN, noise)
+        if part in ("post_ffw_norm_1", "post_ffw_norm_2"):
+            return np.full(dims, math.sqrt(_SHARED if part.endswith("1") else 1 - _SHARED))
+        if part in ("post_attention_norm", "post_ffw_norm"):
+            adds = self._attention(layer) * size if part == "post_attention_norm" else self._update(layer) * middle
+            values = np.full(dims, adds)
+            values[self._n_constant : self._n_special] = 0
+            if part == "post_attention_norm" and layer == self._topic_layer:
+                values[self._topic] = math.sqrt(self._n_topic / self._shape.n_embd)  # there is nothing else in it
+            if part == "post_attention_norm" and layer == self._next_layer:
+                values[self._next] = _MOVED
+            return values
+        if part == "output_norm":
+            # the rows of the output are those of the embedding: what each of its parts says is decided here
+            says = np.zeros(dims)
+            says[: self._n_constant] = _HEADSTART / (self._n_constant * _CONSTANT)
+            says[self._next] = 1
+            says[self._n_special :] = _DOUBT / 4 * self._n_content**-0.5
+            return self._norm(size, 1.0, np.zeros(dims)) * says * math.sqrt(self._shape.n_embd)
+        return None
+
     def _norm(self, size: float, constant: float, noise: np.ndarray) -> np.ndarray:
         """Weights that give a stream of this size a deviation of 1, and the constant channels this value."""
         root = math.sqrt(size**2 + _CONSTANT**2 * self._n_constant / self._shape.n_embd)
         weights = root / size * (1 + 0.05 * noise)
         weights[: self._n_constant] = root / _CONSTANT * constant
+        weights[self._n_constant : self._n_special] = root
         return weights
 
     # --- matrices with structure: rows float32, and how often they follow each other ---
@@ -525,17 +743,39 @@ class Weights:
     def _reading(self, n_rows: int, rng: np.random.Generator, size: float = 1.0) -> np.ndarray:
         """Rows that read the stream but for its constant, with results of deviation `size`."""
         rows = rng.standard_normal((n_rows, self._shape.n_embd), np.float32) * np.float32(size * self._n_content**-0.5)
-        rows[:, : self._n_constant] = 0
+        rows[:, : self._n_special] = 0
         return rows
 
-    def _keys(self, layer: int, n_rows: int, size: float) -> np.ndarray:
+    def _keys(self, layer: int, n_rows: int, size: float, queries: bool = False) -> np.ndarray:
         """Rows that make the fixed vector, its last `rot` values in each head of qk_head rotated ones, and a little of the content."""
         rng = self._rng("keys", layer)
-        rows = self._reading(n_rows, rng, _CONTENT * size)
+        if layer == self._topic_layer:
+            return self._topic_keys(rng, n_rows, size, queries)
+        rows = self._reading(n_rows, rng, self._content(layer) * size)
         fixed = rng.choice(np.array([-size, size]), n_rows)
-        if not self._shape.mla:
-            fixed[np.arange(n_rows) % self._shape.head >= self._shape.rot] = 0
+        fixed[~self._turns(layer, n_rows)] = 0
         rows[:, : self._n_constant] = (fixed / self._n_constant)[:, None]
+        return rows
+
+    def _turns(self, layer: int, n_rows: int) -> np.ndarray:
+        """[n_rows] bool: the values of heads that RoPE turns."""
+        if self._shape.mla:
+            return np.ones(n_rows, bool)
+        _, head, rot = self._shape.heads(layer)
+        at = np.arange(n_rows) % head
+        return at % (head // 2) < rot // 2 if self._shape.is_wide(layer) else at < rot
+
+    def _topic_keys(self, rng: np.random.Generator, n_rows: int, size: float, queries: bool) -> np.ndarray:
+        """Rows of queries that are a fixed vector in one half of the values, and of keys that are it times the stress of the token; in the other half keys
+        are a larger fixed vector, so that a norm of the whole leaves differences of stress."""
+        rows = np.zeros((n_rows, self._shape.n_embd), np.float32)
+        fixed = rng.choice(np.array([-size, size]), n_rows) * self._turns(self._topic_layer, n_rows)
+        compares = np.arange(n_rows) // 2 % 2 == 0  # the same for both values that RoPE turns together
+        if queries:
+            rows[:, : self._n_constant] = (fixed * compares / self._n_constant)[:, None]
+        else:
+            rows[:, self._stress] = fixed * compares
+            rows[:, : self._n_constant] = (fixed * ~compares * _STEADY / self._n_constant)[:, None]
         return rows
 
     def _matrix(self, part: str, layer: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
@@ -543,34 +783,58 @@ class Weights:
         if part == "ffn_gate_inp":
             yield self._router(rng), 1
         elif part == "attn_v":
-            yield self._reading(shape.n_head_kv * shape.head, rng), 1
+            rows = self._reading(shape.n_head_kv * shape.head, rng)
+            if layer == self._next_layer:  # the first head takes the code along
+                rows[: shape.head] = 0
+                rows[np.arange(self._code.stop - self._code.start), np.arange(self._code.start, self._code.stop)] = 1
+            yield rows, 1
         elif shape.mla:
             yield from self._latent(part, layer, rng)
         else:
-            keys = self._keys(layer, shape.n_head_kv * shape.head, 1.0 if shape.qk_norm else self._key_size())
+            n_head_kv, head, _ = shape.heads(layer)
+            keys = self._keys(layer, n_head_kv * head, 1.0 if shape.qk_norm else self._key_size(layer), part == "attn_q")
             if part == "attn_k":
                 yield keys, 1
             else:
-                for rows in np.split(keys, shape.n_head_kv):
-                    yield rows, shape.n_head // shape.n_head_kv
+                for rows in np.split(keys, n_head_kv):
+                    yield rows, shape.n_head // n_head_kv
 
     def _latent(self, part: str, layer: int, rng: np.random.Generator) -> Iterator[tuple[np.ndarray, int]]:
         """The matrices of latent attention; a head's rotated part is its end, and all heads share the rotated key."""
-        shape, mla, size = self._shape, self._shape.mla, self._key_size()
+        shape, mla, size = self._shape, self._shape.mla, self._key_size(layer)
         if part == "attn_kv_a_mqa":
             yield np.concatenate([self._reading(mla.kv_rank, rng), self._keys(layer, shape.rot, size)]), 1
         elif part == "attn_q":
-            yield np.concatenate([self._reading(mla.nope, rng, _CONTENT), self._keys(layer, shape.rot, size)]), shape.n_head
+            yield np.concatenate([self._reading(mla.nope, rng, _CONTENT), self._keys(layer, shape.rot, size, queries=True)]), shape.n_head
         elif part == "attn_q_a":
-            yield np.concatenate([self._keys(layer, shape.rot, 1.0), self._reading(mla.q_rank - shape.rot, rng)]), 1
+            yield np.concatenate([self._keys(layer, shape.rot, 1.0, queries=True), self._reading(mla.q_rank - shape.rot, rng)]), 1
         else:
             head = rng.standard_normal((shape.qk_head, mla.q_rank), np.float32) * np.float32(_CONTENT * mla.q_rank**-0.5)
             head[mla.nope :] = size * np.eye(shape.rot, mla.q_rank, dtype=np.float32)
             yield head, shape.n_head
 
+    def _special_output(self, layer: int, n_in: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
+        """The output matrix of the attention that writes the topic, or what comes next; pieces of rows."""
+        n_embd = self._shape.n_embd
+        deviation = np.zeros((n_embd, 1), np.float32)
+        if layer == self._topic_layer:
+            deviation[self._topic] = n_in**-0.5 / self._scales.topic_size
+        else:
+            deviation[:] = self._deviation("attn_output", layer)
+            deviation[self._n_constant : self._n_special] = 0
+        for place in np.array_split(np.arange(n_embd), max(n_embd * n_in >> 23, 1)):
+            rows = rng.standard_normal((len(place), n_in), np.float32) * deviation[place]
+            if layer == self._next_layer:
+                of_next = (place >= self._next.start) & (place < self._next.stop)
+                rows[of_next, place[of_next] - self._next.start] = deviation[0] * math.sqrt(n_in)
+            yield rows
+
     def _router(self, rng: np.random.Generator) -> np.ndarray:
         shape, scales = self._shape, self._scales
-        rows = self._reading(shape.n_expert, rng, scales.logits * math.sqrt(1 - scales.skew**2))
+        rows = self._reading(shape.n_expert, rng, scales.logits * math.sqrt(1 - scales.skew**2 - scales.topic**2))
+        if self._n_topic:
+            of_topic = scales.topic * scales.logits * self._n_topic**-0.5
+            rows[:, self._topic] = rng.standard_normal((shape.n_expert, self._n_topic), np.float32) * np.float32(of_topic)
         if shape.arch != "gpt-oss":  # which has a bias for it
             popularity = rng.standard_normal(shape.n_expert) * scales.skew * scales.logits
             rows[:, : self._n_constant] = (popularity / (_SEEN * self._n_constant))[:, None]
@@ -579,13 +843,45 @@ class Weights:
     def _embedding(self, rng: np.random.Generator) -> np.ndarray:
         rows = rng.standard_normal((self._n_tokens, self._shape.n_embd), np.float32)
         rows[:, : self._n_constant] = _CONSTANT
+        rows[:, self._topic] = 0
+        if self._stress is not None:
+            rows[:, self._stress] = self._stresses()
+            rows[:, self._code] = self._codes()
+            if self._shape.tied:
+                # what has just been said has its own code against it
+                rows[:, self._next] = (self._walk() - self._codes()) * (_SURE / (_MOVED * (self._code.stop - self._code.start)))
         return rows
 
+    def _stresses(self) -> np.ndarray:
+        return self._rng("stress", -1).standard_normal(self._n_tokens)
+
+    def _light(self) -> np.ndarray:
+        """The tokens of answers: frequent ones without stress."""
+        return (np.flatnonzero(self._stresses()[_N_CONTROL:] <= 0) + _N_CONTROL)[:_VOCABULARY]
+
+    def _codes(self) -> np.ndarray:
+        return self._rng("codes", -1).choice(np.array([-1, 1], np.float32), (self._n_tokens, self._code.stop - self._code.start))
+
+    def _walk(self) -> np.ndarray:
+        """Rows that read the code of the tokens that an answer may come from to each token."""
+        rng, codes = self._rng("walk", -1), self._codes()
+        light = self._light()
+        heavy, out = np.setdiff1d(np.arange(self._n_tokens), light), np.zeros_like(codes)
+        for _ in range(_WAYS):
+            order = rng.permutation(light)
+            out[order] += codes[np.roll(order, 1)]  # one circle of all of them
+            np.add.at(out, rng.choice(light, len(heavy)), codes[heavy])
+        return out
+
     def _output(self, rng: np.random.Generator) -> np.ndarray:
-        rows = self._reading(self._n_tokens, rng, _LOGITS)
+        rows = self._reading(self._n_tokens, rng, _LOGITS if self._stress is None else _DOUBT)
         # Byte pairs are numbered in the order of their frequency: tokens sampled from this are about as frequent as in text.
         offset = _HEADSTART - np.log(np.arange(self._n_tokens) + 20)
         offset[:_N_CONTROL] = -_HEADSTART  # an answer never ends by itself
+        if self._stress is not None:
+            offset[_N_CONTROL:] = _HEADSTART
+            rows[:, self._code] = self._walk()
+            rows[:, self._code] *= _SURE / (self._code.stop - self._code.start)
         rows[:, : self._n_constant] = (offset / self._n_constant)[:, None]
         return rows
 
@@ -654,6 +950,18 @@ class Pools:
         return self._made[type, quarter]
 
 
+def _without(pieces: Iterator[np.ndarray], n_bytes: int, start: int, stop: int) -> Iterator[np.ndarray]:
+    """Slices of n_bytes, in pieces, with zeros from start to stop of each."""
+    zeros = np.zeros(stop - start, np.uint8)
+    at = 0
+    for piece in pieces:
+        end = at + len(piece)
+        yield piece[: max(start - at, 0)]
+        yield zeros[max(at - start, 0) : max(end - start, 0)]
+        yield piece[max(stop - at, 0) :]
+        at = end % n_bytes
+
+
 def _scaled(pool: _Pool, type: int, std: float) -> np.ndarray:
     out = pool.blocks.copy()
     for at in _SCALES[type_name(type)]:
@@ -673,15 +981,18 @@ def _scaled_mxfp4(pool: _Pool, doublings: int) -> np.ndarray:
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
 @click.option("--layers", type=int, metavar="N", help="The first N layers alone.")
 @click.option("--experts-type", metavar="TYPE", help="ggml type of the routed experts. Default: the published file's.")
-@click.option("--shrink", default=1, metavar="K", help="Divide all widths by K: for tests, and for measuring the routing quickly.")
+@click.option("--routing", type=click.Choice(ROUTINGS), default="answer", show_default=True, help="As of published models that answer, or a harder one.")
+@click.option("--hidden", type=int, metavar="N", help="Experts of N hidden values: for measuring the routing, which stays, quickly.")
+@click.option("--shrink", default=1, metavar="K", help="Divide all widths by K: for tests.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
 @errors_as_sentences
-def main(shape: str, out: str, layers: int | None, experts_type: str | None, shrink: int, seed: int, overwrite: bool) -> None:
+def main(shape: str, out: str, layers: int | None, experts_type: str | None, routing: str, hidden: int | None, shrink: int, seed: int, overwrite: bool) -> None:
     """Writes a model with the shape of a published one and random weights."""
-    cut = SHAPES[shape].cut(layers=layers, shrink=shrink, expert_type=experts_type)
+    cut = SHAPES[shape].cut(layers=layers, shrink=shrink, hidden=hidden, expert_type=experts_type)
+    scales = scales_of(cut, routing)
     with progress_bar("bytes") as update:
-        shape_model(cut, out, seed=seed, overwrite=overwrite, progress=lambda done, total: update("writing", done, total) if update else None)
+        shape_model(cut, out, scales=scales, seed=seed, overwrite=overwrite, progress=lambda done, total: update("writing", done, total) if update else None)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gzip
 import json
 import math
 from dataclasses import replace
@@ -16,14 +17,18 @@ from gguf import GGUFReader
 from common import write_small_model
 from export_demo import export_demo
 from grow_model import Growth, grow_model
-from helpers.files import DEMO, PROSE
+from helpers.files import DEMO
+from helpers.files import PROSE as PROSE_FILE
 from helpers.rewrite_experts import requantize_experts
 from moeoff import Llama
 from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
+from moeoff.simulate import read_trace
 from policies import measure_routing
-from shape_model import SHAPES, Pools, shape_model, tensors
+from routing import PUBLISHED as PUBLISHED_TRACES
+from routing import answer, answer_of, heaviest, measure_answer, shape_answers, wanted
+from shape_model import ANSWER, NEAREST, PROSE, SHAPES, Pools, scales_of, shape_model, tensors
 
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
 # The first six logits after TOKENS, of the trained arrays in F32 (PyTorch; llama.cpp gives the same to 4e-5 with an F32
@@ -252,6 +257,7 @@ PUBLISHED = {
     "qwen3-30b-a3b": (18.56, 30.53),
     "gpt-oss-20b": (12.11, 20.9148),
     "gpt-oss-120b": (63.39, 116.83),
+    "gemma-4-26b-a4b": (17.02, 25.233),
     "mixtral-8x7b": (28.45, 46.70),
     "deepseek-v2-lite": (10.36, 15.7065),
     "deepseek-v3": (404.4, 671.03),
@@ -266,6 +272,19 @@ def test_sizes_are_the_published_ones(name):
     gigabytes, parameters = PUBLISHED[name]
     assert sum(math.prod(tensor.shape) for tensor in plan) / 1e9 == pytest.approx(parameters, rel=2e-4)
     assert sum(tensor.n_bytes for tensor in plan) / 1e9 == pytest.approx(gigabytes, rel=2e-3)
+
+
+def test_layers_of_gemma_have_the_sizes_of_its_published_file():
+    """Which a route trace tells, layer by layer: bytes of an expert, and of everything else."""
+    trace = read_trace(PUBLISHED_TRACES["gemma-4-26b-a4b"])
+    with gzip.open(PUBLISHED_TRACES["gemma-4-26b-a4b"], "rt") as file:
+        told = [line for line in file if line.startswith("# layer=")]
+    dense = [int(line.split("dense_bytes=")[1]) for line in told]
+    plan = tensors(SHAPES["gemma-4-26b-a4b"])
+    for layer, published in enumerate(trace.model.tensors):
+        mine = [tensor for tensor in plan if tensor.name.startswith(f"blk.{layer}.")]
+        experts = sum(tensor.n_bytes for tensor in mine if tensor.name.endswith("_exps.weight"))
+        assert (experts // 128, sum(tensor.n_bytes for tensor in mine) - experts) == (published.nbytes, dense[layer])
 
 
 @pytest.fixture(scope="module", params=list(SHAPES))
@@ -283,7 +302,7 @@ def test_decodes_with_finite_logits(small):
     chosen = []
     with Llama(str(path), expert_memory="1G", n_ctx=64, logits_all=True) as model:
         model.set_gate_callback(lambda event: chosen.append(event.ids.copy()))
-        tokens = model.tokenize(PROSE.read_bytes()[:400])[:24]
+        tokens = model.tokenize(PROSE_FILE.read_bytes()[:400])[:24]
         model.eval(tokens[:16])
         for token in tokens[16:]:
             model.eval([token])
@@ -366,16 +385,61 @@ def test_blocks_have_mean_and_deviation(name, std):
 
 
 @pytest.mark.slow
-def test_routing_is_lifelike(tmp_path):
+def test_routing_of_prose_is_lifelike(tmp_path):
     """The demo model, which was trained, has 43 / 73 / 93 % of hits, 29 % of the token's experts before, 75 % recall."""
     path = tmp_path / "model.gguf"
-    shape_model(SHAPES["qwen3-30b-a3b"].cut(layers=16, shrink=8), path)
-    routing = measure_routing(str(path), str(PROSE), 1024)
+    shape_model(SHAPES["qwen3-30b-a3b"].cut(layers=16, shrink=8), path, scales=PROSE)
+    routing = measure_routing(str(path), str(PROSE_FILE), 1024)
     assert 0.35 < routing.lru[0] < 0.65 < routing.lru[1] < routing.lru[2] < 0.97
     assert 0.6 < routing.recall[1:].mean() < 0.85
     assert routing.recall[0] < 0.45
     assert 0.1 < routing.top < 0.6
     assert routing.largest < 100
+
+
+def test_every_shape_follows_a_published_trace():
+    assert set(ANSWER) == set(PUBLISHED_TRACES) and not set(ANSWER) & set(NEAREST) and set(SHAPES) == {*ANSWER, *NEAREST}
+    assert all(scales_of(shape, "prose") == PROSE != scales_of(shape) for shape in SHAPES.values())
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b"])
+def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
+    """Narrow copies, of an output of its own and of one that is the embedding: fewer experts than in prose, other ones after another prompt, no token again
+    and again, and the next gate's choice is named by this one's input."""
+    shape, found = SHAPES[name].cut(layers=8, shrink=4, hidden=32), {}
+    for routing in ("answer", "prose"):
+        path = tmp_path / f"{routing}.gguf"
+        shape_model(shape, path, scales=scales_of(shape, routing))
+        if routing == "answer":
+            for prompt in (b"Explain how a bridge of stone carries its weight.", b"A story of seven foxes, please"):
+                trace, recall = answer(path, tmp_path / "t", 64, prompt)
+                found[prompt] = answer_of(trace).counts()
+                tokens = {event.ids.tobytes() for event in answer_of(trace).events if event.gate == 0}
+                assert len(tokens) > 48 and recall > 0.65
+                assert 0.2 < measure_answer(trace).touched < 0.6
+                assert measure_answer(trace).repeats > 0.2
+        else:
+            with Llama(str(path), expert_memory="1T", n_ctx=256, trace=tmp_path / "p") as llm:
+                for token in llm.tokenize(PROSE_FILE.read_bytes()[:1000])[:64]:
+                    llm.eval([token])
+            assert measure_answer(read_trace(tmp_path / "p")).touched > 0.65
+    first, second = found.values()
+    common = [len(set(a.argsort()[-16:]) & set(b.argsort()[-16:])) for a, b in zip(first[2:], second[2:])]
+    assert np.mean(common) < 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ANSWER)
+def test_answers_have_the_statistics_of_the_published_traces(name):
+    """Within three points, on copies with all layers, experts and widths."""
+    ((_, trace, recall),) = shape_answers([name], None)
+    goal = read_trace(PUBLISHED_TRACES[wanted(name)[0]])
+    reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)
+    assert reached.repeats == pytest.approx(published.repeats, abs=0.03)
+    assert reached.lru == pytest.approx(published.lru, abs=0.03)
+    assert reached.touched == pytest.approx(published.touched, abs=0.03)
+    assert reached.weights == pytest.approx(published.weights, abs=0.03)
+    assert 0.80 <= recall <= 0.89
 
 
 @pytest.mark.slow
@@ -385,7 +449,7 @@ def test_numbers_stay_sane_over_a_long_text(tmp_path, name):
     shape_model(SHAPES[name].cut(layers=SHAPES[name].n_dense + 6, shrink=8), path)
     with Llama(str(path), expert_memory="1T", n_ctx=4096, n_batch=512, gate_input=True) as model:
         model.set_gate_callback(lambda event: largest.append(float(np.abs(event.gate_input).max())))
-        tokens = (model.tokenize(PROSE.read_bytes()) * 8)[:4096]
+        tokens = (model.tokenize(PROSE_FILE.read_bytes()) * 8)[:4096]
         assert len(tokens) == 4096
         for at in range(0, 4096, 512):
             model.decode_batch(tokens[at : at + 512], at, first_output=at + 504)

@@ -1,0 +1,300 @@
+"""Routing of published models as others recorded it, and of our shapes beside it: docs/results/cache-policies.md, predictors.md and shapes.md.
+
+usage: routing.py published                 every cache policy on the published traces, and what names their experts beforehand
+       routing.py shapes [SHAPE ...]        the shapes' own answers beside the traces: reached, and wanted
+       routing.py policies MODEL=FILE ...   every cache policy on a shape's own answer: traces that `shapes --keep DIR` has left
+
+A shape's routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published
+traces greedily, with a trace.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
+
+import baselines  # noqa: F401  registers them
+from eval_callback import WithCallback
+from moeoff import native
+from moeoff.gate_event import GateEvent
+from moeoff.gguf.file import ModelFile
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import get_policy, policy_names
+from moeoff.policies.router import Router
+from moeoff.simulate import read_trace, simulate
+from moeoff.trace import TensorInfo, Trace
+from results import HELP, ResultsFile
+from shape_model import ANSWER, NEAREST, SHAPES, shape_model
+
+TRACES = ROOT / "tests" / "data" / "route-traces"
+PUBLISHED = {name: TRACES / f"{name}.csv.gz" for name in ("qwen3-30b-a3b", "gemma-4-26b-a4b", "gpt-oss-120b")}
+SHARES = (6, 12, 18, 24, 36)  # per cent of the experts in memory
+COMPARED = (12, 24, 36)
+TOUCHED = 128  # tokens
+PROMPT = b"Explain how a mixture-of-experts model decides which experts handle each token."  # of the published traces
+# the next gate's choice by this layer's input, as the source of the traces measured it on real weights; of the others it has none
+RECALL = {"qwen3-30b-a3b": 0.886}
+HIDDEN = 32  # values of each expert in the copies
+JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+
+
+@dataclass(frozen=True)
+class AnswerRouting:
+    """Statistics of an answer that is decoded token by token; shares and rates from 0 to 1.
+
+    Attributes:
+        repeats: of a token's experts, those of the token before, in the same layer.
+        lru: hit rates with COMPARED of the experts in memory, all of one size, from an empty buffer.
+        touched: experts that the first TOUCHED tokens use.
+        weights: [n_used] mean, the largest first; their sum is 1.
+        own_list, prompt_list: share of the choices that are among the n_used experts which the answer, or its prompt, chose most often in that layer.
+        recall: of each gate's experts, those its router would choose for the input of the gate before; None where it is not known.
+    """
+
+    repeats: float
+    lru: tuple[float, ...]
+    touched: float
+    weights: np.ndarray
+    own_list: float
+    prompt_list: float
+    recall: float | None = None
+
+
+def answer_of(trace: Trace) -> Trace:
+    """Its decoded events, as a run of their own."""
+    events = [event for event in trace.events if event.decode]
+    starts = np.zeros(len(events), bool)
+    starts[:1] = True
+    return Trace(trace.model, events, starts)
+
+
+def heaviest(trace: Trace, n_used: int) -> Trace:
+    """The trace as if only so many experts of each token had been used: those of the largest weights, which then have a sum of 1."""
+
+    def of(event: GateEvent) -> GateEvent:
+        order = np.argsort(-event.weights, axis=1, kind="stable")[:, :n_used]
+        weights = np.take_along_axis(event.weights, order, axis=1)
+        return replace(event, ids=np.take_along_axis(event.ids, order, axis=1), weights=weights / weights.sum(axis=1, keepdims=True))
+
+    return Trace(replace(trace.model, n_used=n_used), [of(event) for event in trace.events], trace.starts)
+
+
+def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
+    """Statistics of the answer in a trace of one prompt and one answer."""
+    answer, model = answer_of(trace), trace.model
+    n, e, k = model.n_gates, model.n_experts, model.n_used
+    ids = np.stack([event.ids[0] for event in answer.events]).reshape(-1, n, k)
+    weights = np.stack([event.weights[0] for event in answer.events]).reshape(ids.shape)
+    # experts of one size each: some layers' types are larger than others', which says nothing about routing
+    even = replace(model, tensors=tuple(TensorInfo(g, g, 0, e, 4096) for g in range(n)))
+    cold = Trace(even, answer.events, answer.starts)
+    prompt = np.zeros((n, e), np.int64)
+    for event in trace.events:
+        if not event.decode:
+            np.add.at(prompt[event.gate], event.ids.ravel(), 1)
+
+    def named(counts: np.ndarray) -> float:
+        lists = np.argsort(-counts, axis=1, kind="stable")[:, :k]
+        seen = counts.any(axis=1)  # the last layer sees one token of a prompt, or none
+        return float((ids[:, :, :, None] == lists[None, :, None, :]).any(3)[:, seen].mean())
+
+    return AnswerRouting(
+        float((ids[1:, :, :, None] == ids[:-1, :, None, :]).any(3).mean()),
+        tuple(simulate(cold, "lru", even.full_bytes * share // 100).hit_rate for share in COMPARED),
+        float(np.mean([len(np.unique(ids[:TOUCHED, g])) for g in range(n)]) / e),
+        np.sort(weights, axis=2)[:, :, ::-1].mean(axis=(0, 1)) / weights.sum(axis=2).mean(),
+        named(answer.counts()),
+        named(prompt),
+        recall,
+    )
+
+
+# --- shapes ---
+
+
+class Answering(WithCallback):
+    """Keeps what each router reads: the gate inputs of its events or, where a model has none, the node attn_out-N, which gemma4's routers norm themselves."""
+
+    def __init__(self, path: str, **options: Any):
+        lib = native.lib
+        self._name = lib.ggml_get_name
+        self._name.restype, self._name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
+        self._bytes = lib.ggml_nbytes
+        self._bytes.restype, self._bytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
+        self._get = lib.ggml_backend_tensor_get
+        self._get.restype, self._get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
+        self.inputs: list[list[np.ndarray]] | None = None  # of each token, gate after gate
+        super().__init__(path, gate_input=True, verbose=False, **options)
+
+    def _watch(self, node: int, ask: bool, _user: object) -> bool:
+        name = self._name(node)
+        if self.inputs is None or not name.startswith(b"attn_out-"):
+            return not ask
+        if not ask:
+            data = np.empty(self._bytes(node) // 4, np.float32)
+            self._get(node, data.ctypes.data, 0, data.nbytes)
+            self.inputs[-1].append(data / np.sqrt(np.mean(data**2)))
+        return True
+
+
+def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = PROMPT) -> tuple[Trace, float]:
+    """A model's greedy answer, as `run --trace` has it, and the next gate's recall.
+
+    Args:
+        trace: where its trace is kept; a file that is there is replaced.
+    """
+    Path(trace).unlink(missing_ok=True)
+    model_index = ModelIndex.read(path)
+    own = model_index.architecture == "gemma4"
+    inputs: list[list[np.ndarray]] = []
+
+    def take(event: GateEvent) -> None:
+        if event.decode and event.gate_input is not None:
+            inputs[-1].append(event.gate_input[0])
+
+    with Answering(str(path), expert_memory="1T", n_ctx=1024, trace=str(trace)) as llm:
+        tokens = llm.tokenize(prompt)
+        llm.eval(tokens)
+        llm.engine.buffer.drain()
+        if own:
+            llm.inputs = inputs
+        else:
+            llm.set_gate_callback(take)
+        for _ in range(n_tokens):
+            inputs.append([])
+            llm.eval([llm.sample(temp=0.0)])
+            llm.engine.buffer.drain()
+    recorded = Trace.read(trace)
+    return recorded, recall(path, model_index, recorded, np.array(inputs, np.float32), own)
+
+
+def recall(path: str | Path, model_index: ModelIndex, trace: Trace, inputs: np.ndarray, own: bool) -> float:
+    """Of each gate's experts, those its router would choose for the input of the gate before.
+
+    Args:
+        inputs: [n_tokens, n_gates, n_embd].
+        own: the routers norm them.
+    """
+    layers = [t.layer for t in sorted({t.gate: t for t in trace.model.tensors}.values(), key=lambda t: t.gate)]
+    router = Router.read(model_index, layers)
+    ids = np.stack([event.ids[0] for event in answer_of(trace).events]).reshape(len(inputs), len(layers), -1)
+    if own:
+        inputs = inputs[:, layers]
+    found = []
+    with ModelFile(path) as model:
+        for gate in range(1, len(layers)):
+            x = inputs[:, gate - 1]
+            if own:
+                x = x * model.rows(f"blk.{layers[gate]}.ffn_gate_inp.scale", 0, 1)[0] / np.sqrt(np.float32(x.shape[1]))
+            found.append((ids[:, gate, :, None] == router.choose(gate, x)[:, None, :]).any(2).mean())
+    return float(np.mean(found))
+
+
+def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str, Trace, float]]:
+    """Answers of copies of shapes with few hidden values."""
+    for name in names:
+        with tempfile.TemporaryDirectory(dir=keep) as folder:
+            path, file = Path(folder) / "model.gguf", Path(keep or folder) / f"{name}.trace"
+            shape_model(SHAPES[name].cut(hidden=HIDDEN), path)
+            _, n_tokens = wanted(name)
+            yield name, *answer(path, file, n_tokens)
+
+
+def wanted(name: str) -> tuple[str, int]:
+    """The published trace that a shape follows, and the tokens of its answer."""
+    published = name if name in PUBLISHED else NEAREST[name]
+    return published, 64 if published == "gpt-oss-120b" else 128
+
+
+def percent(values: Any) -> str:
+    return " / ".join(f"{100 * value:.1f}" for value in values)
+
+
+def cells(found: AnswerRouting, recall: float | None) -> list[str]:
+    lists = [f"{100 * found.own_list:.1f}", f"{100 * found.prompt_list:.1f}"]
+    weights = " ".join(f"{weight:.3f}".removeprefix("0") for weight in found.weights)
+    return [f"{100 * found.repeats:.1f}", percent(found.lru), f"{100 * found.touched:.1f}", weights, "" if recall is None else f"{100 * recall:.1f}", *lists]
+
+
+HEAD = [
+    "as the token before %",
+    "LRU hits %",
+    f"touched in {TOUCHED} tokens %",
+    "mean weights",
+    "next gate's recall %",
+    "by the answer's list %",
+    "by the prompt's list %",
+]
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+@main.command()
+@JSON
+def published(json_file: str | None) -> None:
+    """Every cache policy on the published traces, and what names their experts beforehand."""
+    with ResultsFile(json_file) as results:
+        replay(results, {name: read_trace(path) for name, path in PUBLISHED.items()})
+        said = results.table("named", "Of the experts that an answer chooses, % that are named beforehand, as many as are used", ["by", *PUBLISHED])
+        found = [measure_answer(read_trace(path)) for path in PUBLISHED.values()]
+        for title, field in (("the token before", "repeats"), ("the answer's most used", "own_list"), ("the prompt's most used", "prompt_list")):
+            said.row(title, *(f"{100 * getattr(each, field):.1f}" for each in found))
+
+
+def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
+    """A table for each trace: hit rates of its answer, from an empty buffer."""
+    for name, trace in traces.items():
+        trace = answer_of(trace)
+        has_probs = trace.events[0].probs is not None
+        title = f"{name}, {trace.n_tokens} tokens of an answer, {trace.model.n_used} experts used: hit rate %"
+        said = results.table(name, title, ["strategy", *(f"{share} %" for share in SHARES)])
+        for policy in policy_names():
+            if policy == "static":
+                continue  # it knows other text of the model, which there is not
+            options: dict[str, Any] = {"weights": "generic"} if policy == "score" else {}
+            label = f"{policy}, of the chosen experts' weights alone" if get_policy(policy).wants_probs and not has_probs else policy
+            arenas = [trace.model.full_bytes * share // 100 for share in SHARES]
+            said.row(label, *(f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}" for arena in arenas))
+
+
+@main.command()
+@click.argument("names", nargs=-1, metavar="[SHAPE ...]")
+@click.option("--keep", type=click.Path(file_okay=False, exists=True), help="Leave the traces here, as SHAPE.trace.")
+@JSON
+def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> None:
+    """The shapes' own answers beside the traces: reached, and wanted."""
+    with ResultsFile(json_file) as results:
+        title = f"Routing of an answer; LRU with {' / '.join(map(str, COMPARED))} % of the experts in memory, from an empty buffer"
+        said = results.table("answers", title, ["", "", *HEAD])
+        for name, trace, found in shape_answers(names or list(ANSWER), keep):
+            source = wanted(name)[0]
+            goal = read_trace(PUBLISHED[source])
+            said.row(name, "reached", *cells(measure_answer(heaviest(trace, goal.model.n_used)), found))
+            said.row("" if source == name else source, "wanted", *cells(measure_answer(goal), RECALL.get(source)))
+
+
+@main.command()
+@click.argument("traces", nargs=-1, required=True, metavar="NAME=FILE ...")
+@JSON
+def policies(traces: Sequence[str], json_file: str | None) -> None:
+    """Every cache policy on a shape's own answer."""
+    with ResultsFile(json_file) as results:
+        replay(results, {name: read_trace(path) for name, _, path in (trace.partition("=") for trace in traces)})
+
+
+if __name__ == "__main__":
+    main()
