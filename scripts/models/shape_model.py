@@ -249,7 +249,7 @@ def tensors(shape: Shape) -> list[Tensor]:
     ]
     if not shape.tied:
         out.append(Tensor("output.weight", (shape.n_vocab, n_embd), _type(shape, "output", -1, n_embd)))
-    if shape.wide is not None:
+    if any(map(shape.is_wide, range(shape.n_layer))):
         out.append(Tensor("rope_freqs.weight", (shape.wide.head // 2,), 0))
     for layer in range(shape.n_layer):
         for name, dims in [*_attention(shape, layer), *_feed_forward(shape, layer)]:
@@ -533,7 +533,7 @@ class Scales:
 PROSE = Scales()
 _ANSWER = Scales(attention=0.12, feed_forward=0.07, first=1.0, recency=1.5)
 ANSWER = {
-    "qwen3-30b-a3b": replace(_ANSWER, logits=0.95, topic=0.675, context=1.1),
+    "qwen3-30b-a3b": replace(_ANSWER, recency=1.2, logits=0.97, topic=0.74, context=1.2),
     "gemma-4-26b-a4b": replace(_ANSWER, logits=0.95, topic=0.65, context=1.0),
     "gpt-oss-120b": replace(_ANSWER, logits=0.9, topic=0.65, context=0.5),
 }

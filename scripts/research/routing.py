@@ -26,7 +26,7 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
 
 import baselines  # noqa: F401  registers them
 from eval_callback import WithCallback
-from moeoff import native
+from moeoff import Llama, native
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
@@ -123,8 +123,8 @@ def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
 # --- shapes ---
 
 
-class Answering(WithCallback):
-    """Keeps what each router reads: the gate inputs of its events or, where a model has none, the node attn_out-N, which gemma4's routers norm themselves."""
+class Watched(WithCallback):
+    """Keeps the node attn_out-N, which gemma4's routers norm themselves: its events have no gate inputs."""
 
     def __init__(self, path: str, **options: Any):
         lib = native.lib
@@ -135,7 +135,7 @@ class Answering(WithCallback):
         self._get = lib.ggml_backend_tensor_get
         self._get.restype, self._get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         self.inputs: list[list[np.ndarray]] | None = None  # of each token, gate after gate
-        super().__init__(path, gate_input=True, verbose=False, **options)
+        super().__init__(path, **options)
 
     def _watch(self, node: int, ask: bool, _user: object) -> bool:
         name = self._name(node)
@@ -163,11 +163,12 @@ def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = P
         if event.decode and event.gate_input is not None:
             inputs[-1].append(event.gate_input[0])
 
-    with Answering(str(path), expert_memory="1T", n_ctx=1024, trace=str(trace)) as llm:
+    options = {"expert_memory": "1T", "n_ctx": 1024, "trace": str(trace), "verbose": False}
+    with Watched(str(path), **options) if own else Llama(str(path), gate_input=True, **options) as llm:
         tokens = llm.tokenize(prompt)
         llm.eval(tokens)
         llm.engine.buffer.drain()
-        if own:
+        if isinstance(llm, Watched):
             llm.inputs = inputs
         else:
             llm.set_gate_callback(take)
