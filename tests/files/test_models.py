@@ -289,9 +289,9 @@ def test_layers_of_gemma_have_the_sizes_of_its_published_file():
 
 @pytest.fixture(scope="module", params=list(SHAPES))
 def small(request, tmp_path_factory):
-    """(shape, path) of every shape, eight times as narrow, with two layers of experts."""
+    """(shape, path) of every shape, eight times as narrow, with three layers of experts."""
     path = tmp_path_factory.mktemp("shapes") / "model.gguf"
-    shape = SHAPES[request.param].cut(layers=SHAPES[request.param].n_dense + 2, shrink=8)
+    shape = SHAPES[request.param].cut(layers=SHAPES[request.param].n_dense + 3, shrink=8)
     shape_model(shape, path)
     yield shape, path
     path.unlink()
@@ -404,28 +404,17 @@ def test_every_shape_follows_a_published_trace():
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b"])
 def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
-    """Narrow copies, of an output of its own and of one that is the embedding: fewer experts than in prose, other ones after another prompt, no token again
-    and again, and the next gate's choice is named by this one's input."""
-    shape, found = SHAPES[name].cut(layers=8, shrink=4, hidden=32), {}
-    for routing in ("answer", "prose"):
-        path = tmp_path / f"{routing}.gguf"
-        shape_model(shape, path, scales=scales_of(shape, routing))
-        if routing == "answer":
-            for prompt in (b"Explain how a bridge of stone carries its weight.", b"A story of seven foxes, please"):
-                trace, recall = answer(path, tmp_path / "t", 64, prompt)
-                found[prompt] = answer_of(trace).counts()
-                tokens = {event.ids.tobytes() for event in answer_of(trace).events if event.gate == 0}
-                assert len(tokens) > 48 and recall > 0.65
-                assert 0.2 < measure_answer(trace).touched < 0.6
-                assert measure_answer(trace).repeats > 0.2
-        else:
-            with Llama(str(path), expert_memory="1T", n_ctx=256, trace=tmp_path / "p") as llm:
-                for token in llm.tokenize(PROSE_FILE.read_bytes()[:1000])[:64]:
-                    llm.eval([token])
-            assert measure_answer(read_trace(tmp_path / "p")).touched > 0.65
-    first, second = found.values()
-    common = [len(set(a.argsort()[-16:]) & set(b.argsort()[-16:])) for a, b in zip(first[2:], second[2:])]
-    assert np.mean(common) < 12
+    """Narrow copies, one with an output of its own and one whose output is the embedding: other experts after another prompt, and no few tokens again and again."""
+    path, counts = tmp_path / "model.gguf", []
+    shape_model(SHAPES[name].cut(layers=8, shrink=4, hidden=32), path)
+    for prompt in (b"A story of seven foxes, please.", b"def main(argv):"):
+        trace, recall = answer(path, tmp_path / "t", 64, prompt)
+        counts.append(answer_of(trace).counts())
+        first = {event.ids.tobytes() for event in answer_of(trace).events if event.gate == 0}  # which depends on the token, mostly
+        assert len(first) > 40
+        assert measure_answer(trace).repeats > 0.2 and 0.65 < recall < 0.95
+    common = [len(set(a.argsort()[-16:]) & set(b.argsort()[-16:])) for a, b in zip(*counts)]
+    assert np.mean(common[2:]) < 12
 
 
 @pytest.mark.slow
