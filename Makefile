@@ -66,9 +66,15 @@ nightly: env patches-check lint ## every test, llama-server's too, every fault, 
 	$(MAKE) faults
 	$(MAKE) native-stress-tsan native-stress-asan
 
-faults: env ## the n-th fault, damaged files, kills, disk trouble, hostile clients, advisories: the figures of docs/results/reliability.md
+faults: env ## the n-th fault, damaged files, interrupts, kills, disk trouble, hostile clients, advisories: the figures of docs/results/reliability.md
 	$(PY) scripts/faults/nth_fault.py --json docs/results/data/nth-fault.json
-	$(PY) scripts/faults/damaged.py --json docs/results/data/damaged.json
+	$(PY) scripts/faults/damaged.py --headers 30000 --runs 500 --json docs/results/data/damaged.json
+	$(PY) scripts/faults/damaged.py --headers 30000 --runs 500 --no-named --no-values --seed 2
+	$(PY) scripts/faults/beside.py --json docs/results/data/beside.json
+	$(PY) scripts/faults/beside.py --seed 2
+	$(PY) scripts/faults/objects.py --json docs/results/data/objects.json
+	$(PY) scripts/faults/objects.py --seed 2
+	$(PY) scripts/faults/places.py --json docs/results/data/places.json
 	$(PY) scripts/faults/kill.py --json docs/results/data/kill.json
 	$(PY) scripts/faults/disk.py --json docs/results/data/disk.json
 	$(PY) scripts/faults/hostile_http.py --rounds 5 --json docs/results/data/hostile-http.json

@@ -17,6 +17,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, TypeVar
 
 import jinja2
@@ -262,26 +263,75 @@ for _name in ("n_ctx", "pooling_type"):
     setattr(_Context, _name, _reads(_internals.LlamaContext, _name))
 
 
+# --- grammars: llama_cpp puts a null pointer among its samplers for one that cannot be read ---
+
+_NO_RULES = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')  # texts, sets of characters, comments
+_REPEATS = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
+_DEEPEST, _MOST_RULES = 10_000, 20_000  # llama.cpp reads brackets within brackets, and rules within rules, each on a frame of its stack
+_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
+
+
+def _check_grammar(vocab: Any, grammar: Any) -> None:
+    """Raises OptionError for a grammar over which llama.cpp would end the process, or go on for ever."""
+    rules = _NO_RULES.sub("", grammar._grammar)
+    depth = accumulate(1 if bracket == "(" else -1 for bracket in rules if bracket in "()")
+    if max(depth, default=0) > _DEEPEST or rules.count("::=") > _MOST_RULES:
+        raise OptionError(f"the grammar has more than {_MOST_RULES} rules, or brackets more than {_DEEPEST} deep")
+    for least, most in _REPEATS.findall(rules):
+        if int(least) > int(most):
+            raise OptionError(f"the grammar repeats something {{{least},{most}}}: at least more often than at most")
+    with _collected_errors() as errors, assertions_raise():
+        sampler = api.llama_sampler_init_grammar(vocab, grammar._grammar.encode(), grammar._root.encode())
+    if not sampler:
+        raise OptionError(f"the grammar cannot be read: {_reason(errors) or 'llama.cpp has said above where'}")
+    api.llama_sampler_free(sampler)
+
+
+def _sample_by_grammar(sampler: Any, ctx: Any, idx: int) -> int:
+    """llama_sampler_sample, which takes a token that the grammar forbids where it forbids all, and then ends the process."""
+    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(api.llama_get_model(ctx.ctx)))
+    candidates = np.zeros(n_vocab, _CANDIDATE)
+    candidates["id"] = np.arange(n_vocab)
+    candidates["logit"] = np.ctypeslib.as_array(api.llama_get_logits_ith(ctx.ctx, idx), (n_vocab,))
+    pointer = candidates.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
+    all_of_them = api.llama_token_data_array(data=pointer, size=n_vocab, selected=-1, sorted=False)
+    api.llama_sampler_apply(sampler, ctypes.byref(all_of_them))
+    found = candidates[all_of_them.selected]
+    if not np.isfinite(found["logit"]):
+        raise MoeoffError("the grammar leaves no token of this model's vocabulary to go on with")
+    token = int(found["id"])
+    api.llama_sampler_accept(sampler, token)
+    return token
+
+
 class _Sampler(_internals.LlamaSampler):
     """llama_cpp's, but its logits processors are called from here and not from inside llama.cpp, which would swallow what they raise."""
 
     processors: Sequence[Callable[[Any, Any], Any]] = ()
+    by_grammar = False
     llama: weakref.ref[PatchedLlama]
+
+    def _sample(self, ctx: Any, idx: int) -> int:
+        return _sample_by_grammar(self.sampler, ctx, idx) if self.by_grammar else super().sample(ctx, idx)
 
     def sample(self, ctx: Any, idx: int = -1) -> int:
         llama = self.llama()
         if not self.processors or llama is None:
-            return super().sample(ctx, idx)
+            return self._sample(ctx, idx)
         logits = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),))
         scores = logits.copy()
         for processor in self.processors:
             scores[:] = processor(llama._input_ids, scores)
         with llama.changed_logits(logits, scores):
-            return super().sample(ctx, idx)
+            return self._sample(ctx, idx)
 
 
 class LoadError(ValueError):
     """llama.cpp cannot load a model."""
+
+
+class _AdapterError(LoadError):
+    """llama.cpp cannot read an adapter."""
 
 
 class _AnyLlama(llama_cpp.Llama):
@@ -337,6 +387,7 @@ class PatchedLlama(_AnyLlama):
     _one_output = False
     _n_sequences = 1  # that the context holds side by side
     _latest_sampler: Any = None
+    _adapter: Any = None
     _keeps_sampler = False
     _doubt = _NOTHING
     _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
@@ -378,6 +429,8 @@ class PatchedLlama(_AnyLlama):
                     super().__init__(model_path, **options)
             except jinja2.TemplateError as error:  # llama_cpp reads the chat template here
                 raise LoadError(f"its chat template cannot be read: {error}") from error
+            except _AdapterError as error:
+                raise LoadError(f"its adapter {options['lora_path']}: {_reason(errors) or error}") from error
             except ValueError as error:
                 if progress.error is not None:
                     raise progress.error from None
@@ -406,6 +459,17 @@ class PatchedLlama(_AnyLlama):
     def context_params(self, params: Any) -> None:
         params.n_outputs_max, params.n_seq_max = self._n_outputs_max, self._n_sequences
         self._context_params = params
+
+    # llama_cpp looks for None where llama.cpp answers with a null pointer, and would have the context use that
+    @property
+    def _lora_adapter(self) -> Any:
+        return self._adapter
+
+    @_lora_adapter.setter
+    def _lora_adapter(self, adapter: Any) -> None:
+        self._adapter = adapter or None
+        if adapter is not None and not adapter:
+            raise _AdapterError("not an adapter of this model")
 
     @property
     def loaded(self) -> bool:
@@ -461,10 +525,14 @@ class PatchedLlama(_AnyLlama):
     def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
         if self._keeps_sampler:
             return self._latest_sampler
+        grammar = options.get("grammar")
+        if grammar is not None:
+            _check_grammar(self._model.vocab, grammar)
         if self._latest_sampler is not None:
             self._latest_sampler.close()
         self._latest_sampler = sampler = super()._init_sampler(*args, **options)
         sampler.processors, sampler.llama, sampler.__class__ = logits_processor or (), weakref.ref(self), _Sampler
+        sampler.by_grammar = grammar is not None
         return sampler
 
     def sample(self, *args: Any, **options: Any) -> int:

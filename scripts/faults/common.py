@@ -5,9 +5,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import faulthandler
+import functools
+import gc
+import json
 import os
+import random
 import re
 import resource
+import select
 import signal
 import subprocess
 import sys
@@ -15,10 +21,10 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import click
 
@@ -28,8 +34,9 @@ sys.path.insert(0, str(ROOT / "scripts"))
 from results import HELP, ResultsFile, Table
 
 __all__ = [
-    "DEMO", "FILE_FAULTS", "NATIVE", "NATIVE_FAULTS", "PROMPT", "READS", "ROOT", "Call", "Child", "Fault", "Kind", "answer", "findings", "import_all",
-    "is_sentence", "json_option", "open_model", "preload", "status_bytes", "write_small_model",
+    "DEMO", "FILE_FAULTS", "NATIVE", "NATIVE_FAULTS", "PROMPT", "READS", "ROOT", "Call", "Case", "Child", "Fault", "Kind", "answer", "case_rng", "findings",
+    "import_all", "in_workers", "is_sentence", "json_option", "judged", "open_model", "preload", "reset_peak", "status_bytes", "tell_all", "verdict",
+    "write_small_model",
 ]  # fmt: skip
 
 DEMO = str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")
@@ -37,9 +44,37 @@ PROMPT = "Tom has 3 apples and buys 4 more. How many apples has Tom?"
 json_option = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 
 
+LONGEST = 2000  # characters of a sentence: what a file holds is not told whole
+
+
 def is_sentence(text: str) -> bool:
-    """One line, no traceback."""
-    return bool(text.strip()) and "\n" not in text.strip() and not re.search(r"Traceback|0x[0-9a-f]{8}", text)
+    """One line that can be read, no traceback."""
+    return 0 < len(text.strip()) <= LONGEST and "\n" not in text.strip() and not re.search(r"Traceback|0x[0-9a-f]{8}", text)
+
+
+def verdict(code: int | None, text: str, *, peak: int = 0, memory: int = 0, quiet: bool = True, usage: bool = False) -> str:
+    """What is wrong with how a command ended; empty: nothing.
+
+    Args:
+        code: as `Child` has it.
+        text: what it wrote to standard error.
+        memory: that it had to keep to; 0: it had no bound.
+        quiet: of an error one sentence stands there, at the end.
+        usage: click may have refused how it was called, with exit code 2.
+    """
+    lines = [line for line in text.splitlines() if line.strip()]
+    if code is None:
+        return f"hangs: {text[-600:]}"
+    if code not in ((0, 1, 2) if usage else (0, 1)):
+        return f"exit code {code}: {text[-600:]}"
+    if memory and peak > memory:
+        return f"{peak >> 20} MiB of {memory >> 20}"
+    if "Traceback" in text:
+        return f"traceback: {text[-600:]}"
+    errors = [line for line in lines if line.startswith("Error: ")]
+    if code and quiet and not (len(errors) == 1 and lines[-1] == errors[0] and is_sentence(errors[0])):
+        return f"no sentence: {text[:300]!r} ... {text[-300:]!r}"
+    return ""
 
 
 def status_bytes(name: str = "VmRSS", pid: int | str = "self") -> int:
@@ -65,6 +100,7 @@ def findings(json_file: str | None, name: str, title: str, columns: Sequence[str
 
 def import_all() -> None:
     """What takes time is imported once, before the children."""
+    os.environ["GGML_NO_BACKTRACE"] = "1"  # else a failed assertion starts a debugger, which takes seconds
     import moeoff.cli.main
 
     moeoff.Llama  # noqa: B018
@@ -134,6 +170,141 @@ class Child:
     @property
     def errors(self) -> str:
         return os.pread(self._files[1].fileno(), 1 << 26, 0).decode(errors="replace")
+
+
+# --- cases ---
+
+DEADLINE = 300  # seconds of a case, on a machine that is busy
+CPU_DEADLINE = 20  # seconds of computing, which a busy machine does not lengthen
+ADDRESS_SPACE = 8 << 30
+
+
+class Case(NamedTuple):
+    """What became of a case: its number, a word for how it ended, and what is wrong; empty: nothing."""
+
+    n: int
+    outcome: str
+    problem: str
+
+
+def case_rng(seed: int, n: int, *kind: str) -> random.Random:
+    """Chance of its own for each case: any of them can be had again without those before it."""
+    return random.Random(":".join((str(seed), str(n), *kind)))
+
+
+def reset_peak() -> None:
+    """From now on VmHWM is the peak since now."""
+    with open("/proc/self/clear_refs", "w") as file:
+        file.write("5")
+
+
+def judged(action: Callable[[], object], *paths: str, allowed: tuple[type[Exception], ...] = ()) -> tuple[str, str]:
+    """How it ended, "accepted" or "refused", and what is wrong.
+
+    Args:
+        paths: that the sentence may name, however long they are.
+        allowed: other errors than the library's own with which it may end.
+    """
+    from moeoff.errors import MoeoffError
+
+    try:
+        action()
+    except (MoeoffError, *allowed) as error:
+        text = str(error)
+        for path in paths:
+            text = text.replace(path, "file")
+        return "refused", "" if is_sentence(text) else f"no sentence: {text[:300]!r} ... ({len(text)} characters)"
+    except Exception as error:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        return "raised", f"{type(error).__name__} in {Path(where.filename).name}:{where.lineno}: {str(error)[:300]}"
+    return "accepted", ""
+
+
+def in_workers(
+    make: Callable[[], Callable[[int], tuple[str, str]]], cases: Iterable[int], *, memory: int = 0, life: int = 2000, deadline: float = DEADLINE
+) -> Iterator[Case]:
+    """Checks cases in a child that goes on as long as it can: where one ends it or hangs, that is what became of the case, and another goes on behind it.
+
+    Args:
+        make: called at the beginning of each child; gives what checks a case.
+        memory: bytes that no case may go beyond.
+        life: cases of one child.
+    """
+    left = list(cases)
+    while left:
+        reader, writer = os.pipe()
+        child = Child(functools.partial(_work, make, left[:life], writer, memory, deadline))
+        os.close(writer)
+        begun = done = 0
+        for line in _lines(reader, child):
+            n, *found = json.loads(line)
+            begun += not found
+            if found:
+                done += 1
+                yield Case(n, *found)
+        if child.wait(deadline) == 0:
+            left = left[done:]
+            continue
+        how = "hangs" if child.code in (None, -signal.SIGPROF) or "Timeout (" in child.errors else f"the process ended with {child.code}"
+        if not begun:
+            raise click.ClickException(f"{how} before the first case: {child.errors[-2000:]}")
+        yield Case(left[begun - 1], "ended", f"{how}: {child.errors[:600]} ... {child.errors[-900:]}")
+        left = left[begun:]
+
+
+def _work(make: Callable[[], Callable[[int], tuple[str, str]]], cases: Sequence[int], writer: int, memory: int, deadline: float) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_SPACE, ADDRESS_SPACE))
+    faulthandler.enable()
+    faulthandler.register(signal.SIGPROF, chain=True)  # which ends the process
+    faulthandler.dump_traceback_later(deadline, exit=True)
+    check = make()
+    for n in cases:
+        os.write(writer, f"[{n}]\n".encode())
+        faulthandler.dump_traceback_later(deadline, exit=True)
+        signal.setitimer(signal.ITIMER_PROF, CPU_DEADLINE)
+        gc.collect()  # what a case leaves is not the next one's
+        if memory:
+            reset_peak()
+        outcome, problem = check(n)
+        if memory and not problem and (peak := status_bytes("VmHWM")) > memory:
+            problem = f"{peak >> 20} MiB of {memory >> 20}"
+        os.write(writer, json.dumps([n, outcome, problem]).encode() + b"\n")
+        sys.stderr.flush()
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    faulthandler.cancel_dump_traceback_later()
+
+
+def _lines(fd: int, child: Child) -> Iterator[bytes]:
+    """Whole lines until the child has ended, whoever else may hold the pipe open."""
+    rest = b""
+    with open(fd, "rb", buffering=0) as pipe:
+        while True:
+            over = child.ended()
+            if select.select([pipe], [], [], 0 if over else 0.05)[0] and (data := pipe.read(1 << 16)):
+                *whole, rest = (rest + data).split(b"\n")
+                yield from whole
+            elif over:
+                return
+
+
+def tell_all(table: Table, what: str, cases: Iterable[tuple[str, Case]], again: str) -> list[str]:
+    """A row for each kind of case: how many there were, and how they ended. Returned is what is wrong, which is told at once, too.
+
+    Args:
+        again: options with which `--first` does a case again; empty: it has no number.
+    """
+    counted: dict[str, Counter[str]] = {}
+    wrong = []
+    for kind, case in cases:
+        counts = counted.setdefault(kind, Counter())
+        counts[case.outcome] += 1
+        if case.problem:
+            counts["problems"] += 1
+            wrong.append(f"{what}{kind}: {case.problem}" + (f" ({again} --first {case.n})" if again else ""))
+            print(wrong[-1][:1500], file=sys.stderr, flush=True)
+    for kind, counts in counted.items():
+        table.row(f"{what}{kind}", str(counts.total() - counts["problems"]), str(counts["refused"]), str(counts["accepted"]), str(counts["problems"]))
+    return wrong
 
 
 # --- faults ---

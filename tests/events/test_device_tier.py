@@ -9,10 +9,10 @@ import sys
 import numpy as np
 import pytest
 
+from companions import write_expert_adapter
 from helpers.arch_models import ARCHITECTURES, WITHOUT_BLOCK, WITHOUT_MEMORY, write_model
 from helpers.device_runs import ENVIRONMENT, device_runs, why_no_device
 from helpers.logits import assert_bit_equal
-from helpers.models import write_expert_adapter
 
 pytestmark = pytest.mark.skipif(bool(why_no_device()), reason=why_no_device())
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from damaged import fields, mutate_header
 from helpers.files import DEMO, ROOT
 from moeoff.gguf.file import ModelFile
+from mutants import RECIPES, Header, fields
 
 FOLDER = ROOT / "scripts" / "faults"
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no cc on this machine")
@@ -65,15 +65,24 @@ def test_kills(kills):
 
 
 def test_damage(tmp_path: Path):
-    run("damaged", "--no-named", "--headers", "200", "--runs", "9", "--beside", "30", "--seed", "2", "--json", str(tmp_path / "damaged.json"))
+    run("damaged", "--no-named", "--headers", "0", "--seed", "2", "--json", str(tmp_path / "damaged.json"))
     (table,) = json.loads((tmp_path / "damaged.json").read_text())["tables"]
     n_files, n_refused, n_accepted, _ = next(map(int, row[1:]) for row in table["rows"] if row[0] == "numbers, run")
     assert n_files > 80 and n_refused > 20 and n_accepted > 20
 
 
-@pytest.mark.slow
-def test_more_damage():
-    run("damaged", "--headers", "5000", "--runs", "300", "--beside", "500", "--seed", "3")
+def test_files_beside_a_model():
+    kinds = ("adapter", "grammar", "JSON schema", "importance matrix", "plan", "prompt cache", "sidecar", "text", "warm state")
+    run("beside", "--count", "10", "--seed", "2", *(word for kind in kinds for word in ("--only", kind)))
+
+
+def test_a_model_object():
+    """Abandoned and forked."""
+    run("objects", "--count", "12", "--seed", "2", "--only", "abandon", "--only", "fork")
+
+
+def test_no_ordinary_files():
+    run("places", "--only", "run", "--only", "inspect", "--only", "convert", "--every", "20")
 
 
 def test_known_advisories():
@@ -92,7 +101,39 @@ def test_fields_are_where_they_say():
 
 def test_a_seed_makes_the_same_mutants():
     with ModelFile(DEMO) as model:
-        header = model.header()
-    places = fields(header)
-    first, second = ([mutate_header(header, places, rng) for _ in range(200)] for rng in (random.Random(5), random.Random(5)))
-    assert first == second and len({m.what for m in first}) > 50
+        header = Header(model.header())
+    for _, recipe in RECIPES.values():
+        first, second = ([recipe(header, random.Random(f"5:{n}")) for n in range(60)] for _ in range(2))
+        assert first == second and len({m.what for m in first}) > 10
+
+
+def test_a_header_in_parts_is_the_header():
+    with ModelFile(DEMO) as model:
+        whole, keys = model.header(), list(model.metadata)
+    header = Header(whole)
+    assert list(header.pairs) == keys and header.mutant("", {}).apply(whole) == whole
+
+
+def test_what_ends_a_worker_is_a_finding(tmp_path: Path):
+    """A signal, a hang and memory beyond the bound; the cases behind it go on."""
+    code = """
+import os, common
+common.CPU_DEADLINE = 1
+def check(n):
+    if n == 1:
+        os.kill(os.getpid(), 11)
+    while n == 3:
+        pass
+    held = bytearray(400 << 20) if n == 5 else None
+    return "accepted", ""
+for case in common.in_workers(lambda: check, range(7), memory=300 << 20):
+    print(case.n, case.outcome, case.problem[:12])
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=FOLDER, capture_output=True, text=True, timeout=300)
+    found = {}
+    for line in done.stdout.splitlines():
+        n, outcome, *problem = line.split()
+        found[n] = outcome, problem
+    assert list(found) == [*"0123456"], done.stdout + done.stderr
+    assert {n for n, (_, problem) in found.items() if problem} == {"1", "3", "5"}
+    assert found["1"][0] == found["3"][0] == "ended" and found["3"][1][0] == "hangs:" and found["5"][1][1:] == ["MiB", "of", "3"]

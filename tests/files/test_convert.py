@@ -19,7 +19,6 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from damaged import mutate
 from helpers.waiting import wait_until
 from moeoff import ModelError, OptionError
 from moeoff.errors import WriteError
@@ -33,6 +32,7 @@ from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import ALIGNMENT, Sidecar, hash64
 from moeoff.sidecar.tiers import lower_type, nearest
 from moeoff.sidecar.verify import verify
+from mutants import mutate
 
 SOURCES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "MXFP4", "Q4_K", "Q6_K")
 TARGETS = ("original", "auto", "Q2_K", "Q3_K", "Q4_0", "Q8_0", "F16", "MXFP4", "IQ4_XS", "Q2_0", "NVFP4")

@@ -23,7 +23,6 @@ from gguf import GGUFReader
 from llama_cpp import _logger, llama_cpp
 
 import moeoff
-from damaged import mutate
 from helpers.arch_models import write_model
 from helpers.files import DEMO
 from helpers.ggml_api import F32, Context
@@ -40,6 +39,7 @@ from moeoff.gguf.model_index import EMBEDDING, MATRICES, OUTPUT, ModelIndex, Spl
 from moeoff.gguf.quantize import is_computed, row_bytes, type_from_name, type_name
 from moeoff.gguf.writer import ModelWriter
 from moeoff.sidecar.file import parse_slice_name, sidecar_path, slice_name
+from mutants import mutate
 
 # --- llama.cpp's own parser, through its C interface ---
 

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 
 import moeoff
-from damaged import mutate
 from eval_callback import WithCallback
 from helpers import ggml_api
 from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
@@ -28,6 +27,7 @@ from moeoff.gguf.quantize import quantize, type_name
 from moeoff.gguf.writer import ModelWriter
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import FORMAT_VERSION, Sidecar, parse_slice_name, sidecar_path
+from mutants import mutate
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True, "expert_memory": 1 << 30}

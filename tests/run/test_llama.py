@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import moeoff
+from companions import write_expert_adapter
 from helpers.budgets import needed
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
-from helpers.models import write_expert_adapter
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError, native
 from moeoff.binding import api

@@ -16,8 +16,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from companions import N_PATCHES, write_projector
 from helpers.files import PROSE, flip_bit
-from helpers.models import N_PATCHES, write_projector
 from helpers.servers import Served, needed, refused, stock_server
 from moeoff.budget.dry_load import dry_load
 from moeoff.engine.batch import Span

@@ -1,0 +1,501 @@
+"""A model object in the hands of a program: whatever is done with it, and wherever that is interrupted, the next answer is the one of a fresh process.
+
+usage: objects.py [--count N] [--first N] [--seed N] [--only KIND ...] [--json FILE]
+
+interrupt: KeyboardInterrupt at any function call or return of Python's, or by a signal at any time, while a model answers, is opened, moves its budget, ...
+callback: a function of the caller's raises. abandon: an answer is left in its middle, or cancelled from another thread.
+threads: several work with one object, and one of them may close it. fork: a child of fork uses the object, or opens one of its own.
+closed: everything is called after close(). forgotten: an object goes out of use without close().
+
+Each case is chance of its own, made of the seed and its number: `--first N --count 1` does it again. Cases follow each other in one process, on one model
+object, as long as neither ends. A signal, a hang, another exception than the one that was thrown or the library's own, a wrong next answer, descriptors or
+threads that stay are findings; exit code 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from common import DEADLINE, PROMPT, Child, case_rng, findings, import_all, in_workers, is_sentence, json_option, open_model, tell_all, write_small_model
+
+N_TOKENS = 8
+STAYS = 400  # cases with one variant before the next
+VARIANTS: list[dict[str, Any]] = [
+    {"strategy": "lru", "n_threads": 1},
+    {"strategy": "auto", "n_threads": 2, "n_batch": 16, "n_ubatch": 8},
+    {"strategy": "lru", "n_threads": 1, "context_shift": True, "flash_attn": True},
+    {"strategy": "hobbit", "n_threads": 1, "logits_all": True},
+]
+PROMPTS = [PROMPT, PROMPT + " Ann has none, and Bob has two more than Tom.", "Tom", "Once upon a time there was a house on a hill. " * 2]
+
+
+class Subject:
+    """A model that is open, and what it must answer."""
+
+    def __init__(self, model: str, seed: int, expected: list[list[list[int]]]):
+        self.model, self.seed, self.expected = model, seed, expected
+        self.variant = -1
+        self.latest = 0  # prompt
+        self.llm: Any = None
+
+    def open(self, variant: int) -> None:
+        if self.llm is None or variant != self.variant:
+            if self.llm is not None:
+                self.llm.close()
+            self.llm, self.variant = open_model(self.model, **VARIANTS[variant]), variant
+            self.prompts = [self.llm.tokenize(text.encode()) for text in PROMPTS]
+
+    def drop(self) -> None:
+        """The next case opens a new one."""
+        llm, self.llm = self.llm, None
+        if llm is not None:
+            llm.close()
+
+    def begin(self, rng: random.Random) -> None:
+        """What was asked before, whatever the cases before this one were: nothing, or a prompt."""
+        self.llm.clear_context()
+        if rng.random() < 0.5:
+            self.answer(rng.randrange(len(PROMPTS)))
+
+    def answer(self, which: int) -> list[int]:
+        return taken(self.llm.generate(self.prompts[which], top_k=1, temp=0.0))
+
+    def check(self, which: int, way: int) -> str:
+        """What is wrong with the next answer."""
+        wanted = self.expected[self.variant][which]
+        try:
+            if way:
+                found = self.llm.create_completion(PROMPTS[which], max_tokens=N_TOKENS, temperature=0.0)["choices"][0]["text"]
+                wanted = self.llm.detokenize(wanted).decode(errors="ignore")
+                if found.strip() and wanted.startswith(found.rstrip("\ufffd")):  # an end token is in the one, and not in the other
+                    found = wanted
+            else:
+                found = self.answer(which)
+        except BaseException as error:
+            return f"the next answer: {type(error).__name__}: {error}"
+        return "" if found == wanted else f"the next answer is {found}, expected {wanted}"
+
+
+def taken(tokens: Iterator[int]) -> list[int]:
+    found = []
+    with contextlib.closing(tokens):
+        for token in tokens:
+            found.append(token)
+            if len(found) == N_TOKENS:
+                break
+    return found
+
+
+# --- what is done ---
+
+
+def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], object]]:
+    """Anything that a program may do with a model."""
+    llm, which = subject.llm, rng.randrange(len(PROMPTS))
+    subject.latest = which
+    text, tokens = PROMPTS[which], subject.prompts[which]
+
+    def states() -> None:
+        state = llm.save_state()
+        subject.answer(which)
+        llm.load_state(state)
+
+    return {
+        "generate": lambda: subject.answer(which),
+        "complete": lambda: llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.0),
+        "stream": lambda: list(llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.8, stream=True)),
+        "chat": lambda: llm.create_chat_completion([{"role": "user", "content": text}], max_tokens=N_TOKENS),
+        "eval": lambda: (llm.reset(), llm.eval(tokens), llm.sample(temp=0.0)),
+        "batch": lambda: (llm.clear_context(), llm.decode_batch(tokens[:4], 0, len(tokens[:4]) - 1), llm.clear_context()),
+        "states": states,
+        "tokens": lambda: llm.detokenize(llm.tokenize(text.encode())),
+        "memory": lambda: llm.engine.buffer.set_arena_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full))),
+        "statistics": lambda: (llm.stats(), llm.reset_stats()),
+        "open": lambda: open_and_close(subject.model, rng),
+    }
+
+
+WEIGHTS = {"generate": 8, "complete": 6, "stream": 4, "chat": 3, "open": 2}
+
+
+def chosen(subject: Subject, rng: random.Random, *without: str) -> tuple[str, Callable[[], object]]:
+    found = {name: action for name, action in actions(subject, rng).items() if name not in without}
+    name = rng.choices(list(found), [WEIGHTS.get(name, 1) for name in found])[0]
+    return name, found[name]
+
+
+def open_and_close(model: str, rng: random.Random) -> None:
+    with open_model(model, strategy=rng.choice(("lru", "auto")), warm=rng.random() < 0.5) as llm:
+        taken(llm.generate([1, 2, 3], top_k=1, temp=0.0))
+
+
+# --- interrupts ---
+
+
+class Steps:
+    """While open, counts the calls of functions and the returns of builtin ones, where Python looks for signals, and raises at one of them."""
+
+    def __init__(self, at: int = -1):
+        self.at, self.n = at, 0
+
+    def _step(self, _frame: object, event: str, _arg: object) -> None:
+        if event in ("call", "c_return"):
+            self.n += 1
+            if self.n == self.at:
+                sys.setprofile(None)
+                raise KeyboardInterrupt
+
+    def __enter__(self) -> Steps:
+        sys.setprofile(self._step)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+
+@contextlib.contextmanager
+def timer(seconds: float) -> Iterator[None]:
+    """A signal after so long, which raises KeyboardInterrupt as that of Ctrl-C."""
+    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def ended_with(action: Callable[[], object], *thrown: type[BaseException]) -> tuple[str, str]:
+    """How an action ended that something was thrown into."""
+    from moeoff.errors import MoeoffError
+
+    try:
+        action()
+        return "accepted", ""  # it had ended before, or nobody was told
+    except thrown:
+        return "refused", ""
+    except MoeoffError as error:
+        return "refused", "" if is_sentence(str(error)) else f"no sentence: {error!r}"
+    except BaseException as error:
+        return "raised", f"{type(error).__name__}: {error}"
+
+
+class Measured:
+    """How many steps and seconds each action takes, as far as it is known."""
+
+    def __init__(self) -> None:
+        self.steps: dict[str, int] = {}
+        self.seconds: dict[str, float] = {}
+
+    def measure(self, name: str, action: Callable[[], object], begin: Callable[[], None]) -> None:
+        if name not in self.steps:
+            begin()
+            started = time.perf_counter()
+            action()
+            self.seconds[name] = time.perf_counter() - started
+            begin()
+            with Steps() as steps:
+                action()
+            self.steps[name] = steps.n
+
+
+def interrupted(subject: Subject, rng: random.Random, measured: Measured) -> tuple[str, str]:
+    name, action = chosen(subject, rng)
+    measured.measure(f"{subject.variant}{name}", action, subject.llm.clear_context)
+    subject.begin(rng)
+    if rng.random() < 0.6:
+        with_interrupt: Any = Steps(rng.randrange(1, int(1.05 * measured.steps[f"{subject.variant}{name}"]) + 2))
+    else:
+        with_interrupt = timer(rng.uniform(0, 1.05 * measured.seconds[f"{subject.variant}{name}"]))
+
+    def body() -> None:
+        with with_interrupt:
+            action()
+
+    outcome, problem = ended_with(body, KeyboardInterrupt)
+    return outcome, problem and f"{name}: {problem}"
+
+
+class Thrown(Exception):
+    """What a function of the caller's raises."""
+
+
+def callback(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+    from llama_cpp import LogitsProcessorList, StoppingCriteriaList
+
+    llm, at, n = subject.llm, rng.randrange(1, N_TOKENS), 0
+    text = rng.choice(PROMPTS)
+
+    def throw(*_: object) -> Any:
+        nonlocal n
+        n += 1
+        if n == at:
+            raise Thrown
+        return _[-1]
+
+    kind = rng.choice(("logits processor", "stopping criteria", "gates"))
+    options: dict[str, Any] = {"max_tokens": N_TOKENS + 4, "temperature": 0.0}
+    if kind == "gates":
+        llm.set_gate_callback(throw)
+    elif kind == "logits processor":
+        options["logits_processor"] = LogitsProcessorList([throw])
+    else:
+        options["stopping_criteria"] = StoppingCriteriaList([lambda *given: bool(throw(*given) is None)])
+    try:
+        outcome, problem = ended_with(lambda: llm.create_completion(text, **options), Thrown)
+    finally:
+        llm.set_gate_callback(None)
+    if outcome == "accepted" and n >= at:
+        problem = "the exception did not reach the caller"
+    return outcome, problem and f"{kind}: {problem}"
+
+
+def abandoned(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+    """Left in its middle, and closed, kept or forgotten; or cancelled."""
+    llm, n = subject.llm, rng.randrange(N_TOKENS)
+    if rng.random() < 0.5:
+        tokens = rng.choice(subject.prompts)
+        answer: Any = llm.generate(tokens, top_k=1, temp=0.0)
+    else:
+        answer = llm.create_completion(rng.choice(PROMPTS), max_tokens=N_TOKENS, stream=True)
+    cancels = threading.Timer(rng.uniform(0, 0.03), llm.cancel) if rng.random() < 0.4 else None
+
+    def body() -> None:
+        if cancels:
+            cancels.start()
+        for _, _token in zip(range(n + 20 * bool(cancels)), answer):
+            pass
+        if rng.random() < 0.5:
+            answer.close()
+
+    outcome, problem = ended_with(body)
+    if cancels:
+        cancels.join()
+    return outcome, problem
+
+
+# --- threads, forks, close ---
+
+
+def threaded(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+    from moeoff.errors import MoeoffError
+
+    closes = rng.random() < 0.4
+    problems: list[str] = []
+
+    def work(rng: random.Random, closer: bool) -> None:
+        try:
+            for _ in range(3):
+                if closer:
+                    time.sleep(rng.uniform(0, 0.05))
+                    subject.llm.close()
+                elif rng.random() < 0.15:
+                    subject.llm.cancel()
+                elif rng.random() < 0.5:
+                    which = rng.randrange(len(PROMPTS))
+                    if (found := subject.answer(which)) != subject.expected[subject.variant][which]:
+                        problems.append(f"an answer among threads is {found}")
+                else:
+                    chosen(subject, rng, "memory")[1]()
+        except MoeoffError as error:
+            if not is_sentence(str(error)):
+                problems.append(f"no sentence: {error!r}")
+        except BaseException as error:
+            problems.append(f"{type(error).__name__}: {error}")
+
+    threads = [threading.Thread(target=work, args=(random.Random(rng.random()), closes and i == 0)) for i in range(rng.randrange(2, 4))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if closes:
+        subject.drop()
+    return "refused" if closes else "accepted", problems[0] if problems else ""
+
+
+def forked(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+    kind = rng.choice(("use", "open", "close", "forget", "nothing"))
+    name, action = chosen(subject, rng, "open")
+
+    def body() -> None:
+        llm = subject.llm
+        doing: Callable[[], object] = action
+        if kind == "open":
+            doing = partial(open_and_close, subject.model, rng)
+        elif kind == "close":
+            doing = llm.close
+        elif kind != "use":
+            doing = lambda: None  # noqa: E731
+        outcome, problem = ended_with(doing)
+        if kind == "forget":
+            subject.llm = llm = None
+            gc.collect()
+        atexit._run_exitfuncs()
+        print(json.dumps([outcome, problem]))
+
+    threads = threading.Thread(target=subject.answer, args=(0,)) if rng.random() < 0.2 else None
+    if threads:
+        threads.start()
+    child = Child(body)
+    code = child.wait(60)
+    if threads:
+        threads.join()
+    what = f"a fork that does {name if kind == 'use' else kind}"
+    if code != 0:
+        return "ended", f"{what}: {'hangs' if code is None else f'ends with {code}'}: {child.errors[-600:]}"
+    outcome, problem = json.loads(child.output.strip().splitlines()[-1])
+    return outcome, problem and f"{what}: {problem}"
+
+
+ARGUMENTS: dict[str, tuple[Any, ...]] = {
+    "abort": (), "cancel": (), "clear_context": (), "create_chat_completion": ([{"role": "user", "content": "Hi"}],), "create_completion": ("Hi",),
+    "create_embedding": ("Hi",), "decode_batch": ([1, 2], 0), "decode_sequences": ([1], [0], [0], [True]), "detokenize": ([1, 2],), "embed": ("Hi",),
+    "eval": ([1, 2],), "forget_sequence": (0,), "is_end_token": (1,), "load_context": ("/nowhere",), "load_state": (None,), "longest_token_prefix": ([1], [2]),
+    "batch_logits": (1,), "n_ctx": (), "n_embd": (), "n_vocab": (), "pooling_type": (), "reset": (), "reset_stats": (), "sample": (), "save_context": ("/dev/null",),
+    "save_state": (), "set_cache": (None,), "set_gate_callback": (None,), "set_memory": ("300M",), "set_seed": (1,), "shift_context": (0, 1), "stats": (),
+    "token_bos": (), "token_eos": (), "token_nl": (), "token_text": (1,), "tokenize": (b"Hi",), "tokenizer": (), "adds_bos": (), "unbounded_context": (),
+    "__call__": ("Hi",),
+}  # fmt: skip
+PROPERTIES = ("engine", "can_shift", "context_handle", "model_handle", "output_bytes", "eval_tokens", "eval_logits", "_input_ids", "_scores", "ctx", "model",
+              "n_discarded", "loaded")  # fmt: skip
+
+
+def closed(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+    """One call after close(), or two."""
+    llm, way = subject.llm, rng.random()
+    subject.drop()
+    if way < 0.1:
+        llm.close()
+    name = rng.choice([*(name for name in ARGUMENTS if hasattr(type(llm), name)), *PROPERTIES, "generate"])
+
+    def body() -> None:
+        if name in PROPERTIES:
+            getattr(llm, name)
+        elif name == "generate":
+            next(llm.generate([1, 2, 3]))
+        else:
+            getattr(llm, name)(*ARGUMENTS[name])
+
+    outcome, problem = ended_with(body, *([AttributeError] if name in PROPERTIES else []))
+    return outcome, problem and f"{name} after close(): {problem}"
+
+
+def forgotten(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
+    """Without close() and without the garbage collector: its threads, descriptors and memory go with the last reference."""
+    subject.drop()
+    gc.collect()
+    before = held()
+    gc.disable()
+    try:
+        for _ in range(2):
+            llm = open_model(subject.model, **VARIANTS[subject.variant])
+            if rng.random() < 0.7:
+                taken(llm.generate([1, 2, 3], top_k=1, temp=0.0))
+            del llm
+        after = settled(before)
+    finally:
+        gc.enable()
+    return "accepted", f"without close(), descriptors and threads were {before}, are {after}" if after[0] > before[0] or after[1] > before[1] + 1 else ""
+
+
+def held() -> tuple[int, int]:
+    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
+
+
+def settled(before: tuple[int, int]) -> tuple[int, int]:
+    """What is held once nothing changes any more: threads take a moment to end. One more may be OpenMP's."""
+    end = time.monotonic() + 5
+    while (now := held()) != before and (now[0] > before[0] or now[1] > before[1] + 1) and time.monotonic() < end:
+        time.sleep(0.01)
+    return now
+
+
+# each with its share of the cases
+KINDS: dict[str, tuple[int, Callable[[Subject, random.Random, Measured], tuple[str, str]]]] = {
+    "interrupt": (60, interrupted),
+    "callback": (8, callback),
+    "abandon": (10, abandoned),
+    "threads": (8, threaded),
+    "fork": (5, forked),
+    "closed": (6, closed),
+    "forgotten": (3, forgotten),
+}
+
+
+def reference(model: str, variant: int, which: int) -> list[int]:
+    """An answer of a fresh process."""
+
+    def body() -> None:
+        with open_model(model, **VARIANTS[variant]) as llm:
+            print(json.dumps(taken(llm.generate(llm.tokenize(PROMPTS[which].encode()), top_k=1, temp=0.0))))
+
+    child = Child(body)
+    if child.wait(DEADLINE) != 0:
+        raise click.ClickException(f"no answer to compare with: {child.errors[-1000:]}")
+    return json.loads(child.output.strip().splitlines()[-1])
+
+
+def kind_of(n: int, seed: int, only: tuple[str, ...]) -> str:
+    names = [name for name in KINDS if name in (only or KINDS)]
+    return case_rng(seed, n, "kind").choices(names, [KINDS[name][0] for name in names])[0]
+
+
+def worker(model: str, seed: int, only: tuple[str, ...], expected: list[list[list[int]]]) -> Callable[[int], tuple[str, str]]:
+    subject, measured = Subject(model, seed, expected), Measured()
+
+    def check(n: int) -> tuple[str, str]:
+        rng, kind = case_rng(seed, n), kind_of(n, seed, only)
+        subject.open(n // STAYS % len(VARIANTS))
+        outcome, problem = KINDS[kind][1](subject, rng, measured)
+        if subject.llm is None:
+            subject.open(subject.variant)
+        wrong = subject.check(subject.latest if rng.random() < 0.6 else rng.randrange(len(PROMPTS)), rng.randrange(2))
+        if wrong:
+            with contextlib.suppress(BaseException):
+                subject.drop()
+            subject.llm = None
+        return outcome, ": ".join(filter(None, (problem, wrong)))
+
+    return check
+
+
+@click.command()
+@click.option("--count", default=10_000, show_default=True, help="Cases.")
+@click.option("--first", default=0, show_default=True, help="Number of the first.")
+@click.option("--seed", default=1, show_default=True)
+@click.option("--only", multiple=True, type=click.Choice(list(KINDS)))
+@json_option
+def main(count: int, first: int, seed: int, only: tuple[str, ...], json_file: str | None) -> None:
+    import_all()
+    columns = ["what", "cases", "ended by what was thrown, or in one sentence", "went through", "problems"]
+    with (
+        findings(json_file, "objects", f"a model object, seed {seed}", columns) as (table, problems),
+        tempfile.TemporaryDirectory(prefix="moeoff-objects-") as made,
+    ):
+        os.environ["XDG_CACHE_HOME"] = made
+        model = str(Path(made) / "model.gguf")
+        write_small_model(model)
+        expected = [[reference(model, variant, which) for which in range(len(PROMPTS))] for variant in range(len(VARIANTS))]
+        again = f"--seed {seed}" + "".join(f" --only {name}" for name in only)
+        cases = in_workers(partial(worker, model, seed, only, expected), range(first, first + count), deadline=DEADLINE)
+        problems += tell_all(table, "", ((kind_of(case.n, seed, only), case) for case in cases), again)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,228 @@
+"""Whatever stands where a command expects a file: FIFOs, devices, folders, links that lead nowhere, the model itself; and descriptors that are closed.
+
+usage: places.py [--only COMMAND ...] [--every N] [--json FILE]
+
+Each option of each command that names a file is given each of these, in a child with a deadline and a bound of memory: there is an answer or one sentence,
+and the model is what it was. Then each command is started anew with standard input, output and error closed, full or left by their reader. Options are
+found in the commands themselves: a new one is tried without a word here. Exit code 1 if something is not so.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import itertools
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from common import PROMPT, Case, Child, findings, import_all, json_option, open_model, tell_all, verdict, write_small_model
+from damaged import OUTCOMES, command, confined
+
+DEADLINE = 120
+MEMORY = 300 << 20  # of commands that have a budget
+UNBOUNDED = 700 << 20  # of the others: they read small files
+_RUNS = ["-t", "1", "--memory", str(MEMORY)]
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a command is called, and the options of it that name a file."""
+
+    args: list[str]
+    options: dict[str, int]  # name of the option, and where its value stands in `args`; -1: nowhere
+
+    def given(self, option: str, value: str) -> list[str]:
+        at = self.options[option]
+        return [*self.args[:at], value, *self.args[at + 1 :]] if at >= 0 else [*self.args, option, value]
+
+
+def prepare(folder: Path) -> None:
+    """A model, a sidecar, a trace and a text."""
+    from moeoff.sidecar.convert import convert
+
+    write_small_model(folder / "m.gguf")
+    convert(folder / "m.gguf", tiers="original", output=folder / "m.experts.gguf")
+    (folder / "text.txt").write_text((PROMPT + "\n") * 60)
+    (folder / "prompt.txt").write_text("Hi")
+    with open_model(str(folder / "m.gguf"), trace=str(folder / "run.trace")) as llm:
+        for _, _token in zip(range(4), llm.generate([1, 2, 3], temp=0.0)):
+            pass
+
+
+def commands(folder: Path) -> dict[str, Command]:
+    from moeoff.cli.main import main
+
+    model, text, prompt, out = (str(folder / name) for name in ("m.gguf", "text.txt", "prompt.txt", "out"))
+    lines = {
+        "run": ["-m", model, "-f", prompt, "-n", "2", "-c", "64", *_RUNS],
+        "inspect": [model, "--probe", "off"],
+        "convert": [model, "--tiers", "original,Q4_0", "-o", out, "--force"],
+        "verify": [str(folder / "m.experts.gguf"), "-m", model],
+        "merge": [model, "-o", out],
+        "eval": ["-m", model, "--text", text, "--ctx", "32", "--chunks", "1", *_RUNS],
+        "calibrate": [model, "--text", text, "--tokens", "512", "-o", out, *_RUNS],
+        "simulate": [str(folder / "run.trace"), "--strategy", "lru"],
+        "report": ["-m", model, "-o", out, "-p", "8", "-n", "8", *_RUNS],
+        "doctor": ["-m", model],
+    }
+    found = {}
+    for name, args in lines.items():
+        options = {}
+        for param in main.commands[name].params:
+            is_file = isinstance(param.type, click.Path) or getattr(getattr(param.type, "_line", None), "is_file", False)
+            if not is_file:
+                continue
+            flags = [flag for flag in param.opts if flag in args]
+            if isinstance(param, click.Argument):
+                if param.nargs == -1 or args[0] != "-m":
+                    options[param.name] = 0
+            else:
+                options[max(param.opts, key=len)] = args.index(flags[0]) + 1 if flags else -1
+        found[name] = Command([name, *args], {option: at + 1 if at >= 0 else -1 for option, at in options.items()})
+    return found
+
+
+# --- what stands there ---
+
+
+def places(folder: Path) -> dict[str, str]:
+    """Names of things that are no ordinary files; made anew where a command may have removed or changed them."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    os.mkfifo(folder / "fifo")  # whose writer does not come; a reader is there
+    (folder / "folder").mkdir()
+    (folder / "nowhere").symlink_to(folder / "missing" / "file")
+    (folder / "loop").symlink_to(folder / "loop")
+    (folder / "empty").touch()
+    (folder / "two\nlines\x1b[31m").write_bytes(b"GGUF")
+    (folder / "null").symlink_to("/dev/null")
+    with socket.socket(socket.AF_UNIX) as server:
+        here = os.getcwd()
+        os.chdir(folder)  # the name of a socket may be 108 bytes long
+        server.bind("socket")
+        os.chdir(here)
+    made = {name: str(folder / name) for name in ("fifo", "folder", "nowhere", "loop", "empty", "two\nlines\x1b[31m", "null", "socket")}
+    return made | {
+        "/dev/null": "/dev/null",
+        "/dev/zero": "/dev/zero",
+        "/dev/full": "/dev/full",
+        "own memory": "/proc/self/mem",
+        "of /proc": "/proc/self/status",
+        "in a file": str(folder / "empty" / "below"),
+        "in no folder": str(folder / "missing" / "file"),
+        "nothing": "",
+        "a long name": str(folder / ("x" * 300)),
+        "the model": str(folder.parent / "m.gguf"),
+        "the text": str(folder.parent / "text.txt"),
+    }
+
+
+INPUTS = ("m.gguf", "text.txt", "prompt.txt", "run.trace", "m.experts.gguf")
+
+
+def written(folder: Path, whole: dict[str, bytes], name: str, value: str, args: list[str]) -> str:
+    """The first of the files that a command was to read alone and has written to; they are whole again. convert --force may write the sidecar anew."""
+    found = ""
+    for path, data in whole.items():
+        if not (folder / path).is_file() or (folder / path).read_bytes() != data:
+            (folder / path).unlink(missing_ok=True)
+            (folder / path).write_bytes(data)
+            given_to_write = str(folder / path) == value and args.count(value) == 1
+            found = found or ("" if given_to_write or (name == "convert" and path == "m.experts.gguf") else path)
+    return found
+
+
+def check_places(folder: Path, only: tuple[str, ...], every: int) -> Iterator[tuple[str, Case]]:
+    whole, n = {name: (folder / name).read_bytes() for name in INPUTS}, 0
+    for name, line in commands(folder).items():
+        if only and name not in only:
+            continue
+        for option in line.options:
+            for place in places(folder / "places"):
+                n += 1
+                if n % every:
+                    continue
+                value = places(folder / "places")[place]
+                args = line.given(option, value)
+                reader = os.open(folder / "places" / "fifo", os.O_RDONLY | os.O_NONBLOCK)
+                fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
+                child = Child(functools.partial(confined, functools.partial(command, args), folder))
+                code = child.wait(DEADLINE)
+                os.close(reader)
+                wrong = verdict(code, child.errors, peak=child.peak, memory=MEMORY if "--memory" in line.args else UNBOUNDED, usage=True)
+                if path := written(folder, whole, name, value, args):
+                    wrong = wrong or f"it wrote over {path}"
+                yield name, Case(n, OUTCOMES.get(code, "refused" if code == 2 else "ended"), wrong and f"{option} {place!r}: {wrong}")
+
+
+# --- descriptors ---
+
+DESCRIPTORS = {
+    "no standard input": "<&-",
+    "no standard output": ">&-",
+    "no standard error": "2>&-",
+    "none of the three": "<&- >&- 2>&-",
+    "standard output is full": ">/dev/full",
+    "standard error is full": "2>/dev/full",
+    "both are full": ">/dev/full 2>/dev/full",
+    "standard input is a folder": "</",
+    "nobody reads": "| true",
+}
+
+
+def check_descriptors(folder: Path, only: tuple[str, ...], every: int) -> Iterator[tuple[str, Case]]:
+    n = 0
+    for name, line in commands(folder).items():
+        if only and name not in only:
+            continue
+        for what, redirected in DESCRIPTORS.items():
+            n += 1
+            if n % every:
+                continue
+            script = f'"$@" {redirected}' if redirected.startswith("|") else f'exec "$@" {redirected}'
+            process = subprocess.Popen(
+                ["sh", "-c", script, "sh", sys.executable, "-m", "moeoff.cli", *line.args], cwd=folder, text=True, errors="replace",
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True,
+            )  # fmt: skip
+            try:
+                _, errors = process.communicate(timeout=2 * DEADLINE)
+                wrong = verdict(process.returncode, errors, quiet=False, usage=True)
+                if not wrong and "Exception ignored" in errors:
+                    wrong = f"Python's own words: {errors[-300:]}"
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()
+                wrong = "hangs"
+            outcome = OUTCOMES.get(process.returncode, "ended")
+            yield "descriptors", Case(n, outcome, wrong and f"{name}, {what}: {wrong}")
+
+
+@click.command()
+@click.option("--only", multiple=True, help="Commands.")
+@click.option("--every", default=1, show_default=True, help="Only each so manyth case.")
+@json_option
+def main(only: tuple[str, ...], every: int, json_file: str | None) -> None:
+    import_all()
+    columns = ["command", "cases", "refused in one sentence", "went through", "problems"]
+    with findings(json_file, "places", "no ordinary files", columns) as (table, problems), tempfile.TemporaryDirectory(prefix="moeoff-places-") as made:
+        os.environ["XDG_CACHE_HOME"] = f"{made}/cache"
+        folder = Path(made)
+        child = Child(functools.partial(prepare, folder))
+        if child.wait(10 * DEADLINE) != 0:
+            raise click.ClickException(f"the files cannot be made: {child.errors[-2000:]}")
+        cases = itertools.chain(check_places(folder, only, every), check_descriptors(folder, only, every))
+        problems += tell_all(table, "", cases, "")
+
+
+if __name__ == "__main__":
+    main()
