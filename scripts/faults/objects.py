@@ -367,7 +367,7 @@ ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "abort": (), "cancel": (), "clear_context": (), "create_chat_completion": ([{"role": "user", "content": "Hi"}],), "create_completion": ("Hi",),
     "create_embedding": ("Hi",), "decode_batch": ([1, 2], 0), "decode_sequences": ([1], [0], [0], [True]), "detokenize": ([1, 2],), "embed": ("Hi",),
     "eval": ([1, 2],), "forget_sequence": (0,), "is_end_token": (1,), "load_context": ("/nowhere",), "load_state": (None,), "longest_token_prefix": ([1], [2]),
-    "batch_logits": (1,), "n_ctx": (), "n_embd": (), "n_vocab": (), "pooling_type": (), "reset": (), "reset_stats": (), "sample": (), "save_context": ("/dev/null",),
+    "batch_logits": (1,), "n_ctx": (), "n_embd": (), "n_vocab": (), "pooling_type": (), "reset": (), "reset_stats": (), "sample": (), "save_context": ("/nowhere/at/all",),
     "save_state": (), "set_cache": (None,), "set_gate_callback": (None,), "set_memory": ("300M",), "set_seed": (1,), "shift_context": (0, 1), "stats": (),
     "token_bos": (), "token_eos": (), "token_nl": (), "token_text": (1,), "tokenize": (b"Hi",), "tokenizer": (), "adds_bos": (), "unbounded_context": (),
     "__call__": ("Hi",),

@@ -16,6 +16,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,7 @@ from damaged import OUTCOMES, command, confined
 
 DEADLINE = 120
 MEMORY = 300 << 20  # of commands that have a budget
+DEVICES = {"null": 3, "zero": 5, "full": 7}  # minor numbers, on Linux
 UNBOUNDED = 700 << 20  # of the others: they read small files
 _RUNS = ["-t", "1", "--memory", str(MEMORY)]
 
@@ -95,6 +97,15 @@ def commands(folder: Path) -> dict[str, Command]:
 # --- what stands there ---
 
 
+def devices(folder: Path) -> dict[str, str]:
+    """Who may replace the system's own devices by files gets others."""
+    if os.geteuid() != 0:
+        return {name: f"/dev/{name}" for name in DEVICES}
+    for name, minor in DEVICES.items():
+        os.mknod(folder / name, 0o666 | stat.S_IFCHR, os.makedev(1, minor))
+    return {name: str(folder / name) for name in DEVICES}
+
+
 def places(folder: Path) -> dict[str, str]:
     """Names of things that are no ordinary files; made anew where a command may have removed or changed them."""
     shutil.rmtree(folder, ignore_errors=True)
@@ -105,26 +116,28 @@ def places(folder: Path) -> dict[str, str]:
     (folder / "loop").symlink_to(folder / "loop")
     (folder / "empty").touch()
     (folder / "two\nlines\x1b[31m").write_bytes(b"GGUF")
-    (folder / "null").symlink_to("/dev/null")
+    found = devices(folder)
+    (folder / "link to null").symlink_to(found["null"])
     with socket.socket(socket.AF_UNIX) as server:
         here = os.getcwd()
         os.chdir(folder)  # the name of a socket may be 108 bytes long
         server.bind("socket")
         os.chdir(here)
-    made = {name: str(folder / name) for name in ("fifo", "folder", "nowhere", "loop", "empty", "two\nlines\x1b[31m", "null", "socket")}
-    return made | {
-        "/dev/null": "/dev/null",
-        "/dev/zero": "/dev/zero",
-        "/dev/full": "/dev/full",
-        "own memory": "/proc/self/mem",
-        "of /proc": "/proc/self/status",
-        "in a file": str(folder / "empty" / "below"),
-        "in no folder": str(folder / "missing" / "file"),
-        "nothing": "",
-        "a long name": str(folder / ("x" * 300)),
-        "the model": str(folder.parent / "m.gguf"),
-        "the text": str(folder.parent / "text.txt"),
-    }
+    made = {name: str(folder / name) for name in ("fifo", "folder", "nowhere", "loop", "empty", "two\nlines\x1b[31m", "link to null", "socket")}
+    return (
+        made
+        | found
+        | {
+            "own memory": "/proc/self/mem",
+            "of /proc": "/proc/self/status",
+            "in a file": str(folder / "empty" / "below"),
+            "in no folder": str(folder / "missing" / "file"),
+            "nothing": "",
+            "a long name": str(folder / ("x" * 300)),
+            "the model": str(folder.parent / "m.gguf"),
+            "the text": str(folder.parent / "text.txt"),
+        }
+    )
 
 
 INPUTS = ("m.gguf", "text.txt", "prompt.txt", "run.trace", "m.experts.gguf")
