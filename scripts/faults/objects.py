@@ -20,6 +20,7 @@ import gc
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -451,6 +452,16 @@ def reference(model: str, variant: int, which: int) -> list[int]:
     return json.loads(child.output.strip().splitlines()[-1])
 
 
+@contextlib.contextmanager
+def folder_of_parent() -> Iterator[str]:
+    """A folder that forks of this process, which run what is registered for their end, do not remove as a TemporaryDirectory's would."""
+    made = tempfile.mkdtemp(prefix="moeoff-objects-")
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made)
+
+
 def kind_of(n: int, seed: int, only: tuple[str, ...]) -> str:
     names = [name for name in KINDS if name in (only or KINDS)]
     return case_rng(seed, n, "kind").choices(names, [KINDS[name][0] for name in names])[0]
@@ -486,7 +497,7 @@ def main(count: int, first: int, seed: int, only: tuple[str, ...], json_file: st
     columns = ["what", "cases", "ended by what was thrown, or in one sentence", "went through", "problems"]
     with (
         findings(json_file, "objects", f"a model object, seed {seed}", columns) as (table, problems),
-        tempfile.TemporaryDirectory(prefix="moeoff-objects-") as made,
+        folder_of_parent() as made,
     ):
         os.environ["XDG_CACHE_HOME"] = made
         model = str(Path(made) / "model.gguf")
