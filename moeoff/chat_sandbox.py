@@ -15,8 +15,8 @@ import resource
 import sys
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -29,68 +29,107 @@ __all__ = ["ChatSandbox", "TemplateBoundError", "growing"]
 SECONDS = 10.0  # of this thread's processor time; templates of today take milliseconds
 BYTES = 256 << 20  # more than the process has when the template begins
 _BITS = 4096  # of a number
+_LOOK = 0.001  # seconds between two looks of who waits: templates take milliseconds
 
 
 class TemplateBoundError(jinja2.TemplateRuntimeError):
     """A template takes too long, or too much memory."""
 
 
+class _Stay:
+    """A thread's, inside `growing` or `bounded`. It ends with the frame that holds it, if an exception has come where nothing could say so."""
+
+    __slots__ = ("__weakref__", "bounded", "ended", "thread")
+
+    def __init__(self, *, bounded: bool) -> None:
+        self.thread, self.bounded, self.ended = threading.get_ident(), bounded, False
+
+
+_Stays = list["weakref.ref[_Stay]"]
+
+
+def _lasting(stays: _Stays) -> _Stays:
+    return [stay for stay in stays if (found := stay()) is not None and not found.ended]
+
+
+def _threads(stays: _Stays) -> set[int]:
+    return {found.thread for stay in stays if (found := stay()) is not None and not found.ended}
+
+
 class _ProcessMemory:
-    """Either one thread runs a template within a bound of memory, or any number of others may take more of it. First come, first served."""
+    """Either one thread runs a template within a bound of memory, or any number of others may take more of it. First come, first served.
+
+    An interrupt may come between any two instructions. So nothing here has to be counted down or given back: who comes next finds what has ended, and
+    the lock is a plain one, whose `with` no interrupt divides.
+    """
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._queue: deque[object] = deque()
-        self._growing: Counter[int] = Counter()  # how many times a thread is inside `growing`
-        self._bounded = False
+        self._lock = threading.Lock()
+        self._queue: _Stays = []
+        self._growing: _Stays = []
+        self._bounded: _Stays = []
+        self._limits: tuple[int, int] | None = None  # the process's own, while they are lower
 
-    def _wait(self, free: Callable[[], bool]) -> None:
-        turn = object()
-        self._queue.append(turn)
-        try:
-            self._changed.wait_for(lambda: self._queue[0] is turn and free())
-        finally:  # interrupted, too
-            self._queue.remove(turn)
-            self._changed.notify_all()
+    def _enter(self, stay: _Stay) -> None:
+        turn, me = weakref.ref(stay), {stay.thread}
+        with self._lock:
+            self._queue = [*_lasting(self._queue), turn]
+        while True:
+            with self._lock:
+                queue = self._queue = _lasting(self._queue)
+                growing, bounded = _threads(self._growing), _threads(self._bounded) - me
+                if stay.bounded:
+                    waiting = _threads([other for other in queue if (found := other()) is not None and found.bounded])
+                    may = queue[0] is turn and not bounded and growing <= waiting  # which includes this one
+                else:
+                    may = not bounded and (queue[0] is turn or stay.thread in growing)
+                if may:
+                    self._queue = [other for other in queue if other is not turn]
+                    if stay.bounded:
+                        self._bounded = [turn]
+                    else:
+                        self._growing = [*_lasting(self._growing), turn]
+                    self.unbind()  # whoever was interrupted could not
+                    return
+            time.sleep(_LOOK)
 
     @contextlib.contextmanager
     def growing(self) -> Iterator[None]:
         """While open, this thread may start threads and reserve memory: no other thread runs a template."""
-        me = threading.get_ident()
-        with self._changed:
-            if me not in self._growing:
-                self._wait(lambda: not self._bounded)
-            self._growing[me] += 1
+        stay = _Stay(bounded=False)
         try:
+            self._enter(stay)
             yield
         finally:
-            with self._changed:
-                self._growing[me] -= 1
-                if not self._growing[me]:
-                    del self._growing[me]
-                self._changed.notify_all()
+            stay.ended = True
 
     @contextlib.contextmanager
-    def bounded(self) -> Iterator[None]:
+    def bounded(self) -> Iterator[_Stay]:
         """While open, no other thread is inside `growing`. One that is inside itself, as where a model is opened, is not for that time."""
-        me = threading.get_ident()
-        with self._changed:
-            held = self._growing.pop(me, 0)
-            self._changed.notify_all()
-            try:
-                self._wait(lambda: not self._bounded and not self._growing)
-                self._bounded = True
-            except BaseException:
-                self._growing.update({me: held} if held else {})
-                raise
+        stay = _Stay(bounded=True)
         try:
-            with _bounded_memory():
-                yield
+            self._enter(stay)
+            self._bind()
+            yield stay
         finally:
-            with self._changed:
-                self._bounded = False
-                self._growing.update({me: held} if held else {})
-                self._changed.notify_all()
+            self.unbind()
+            stay.ended = True
+
+    def _bind(self) -> None:
+        try:
+            with open("/proc/self/statm", "rb") as file:
+                now = int(file.read().split()[5]) * resource.getpagesize()  # private and writable, and the stack
+        except OSError:  # not Linux
+            return
+        self._limits = soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+        bound = now + BYTES
+        resource.setrlimit(resource.RLIMIT_DATA, (bound if soft == resource.RLIM_INFINITY else min(soft, bound), hard))
+
+    def unbind(self) -> None:
+        """The process has its own limits again."""
+        if (limits := self._limits) is not None:
+            resource.setrlimit(resource.RLIMIT_DATA, limits)
+            self._limits = None
 
 
 _process_memory = _ProcessMemory()
@@ -130,14 +169,19 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
 def _bounded() -> Iterator[None]:
     end, before = time.thread_time() + SECONDS, sys.gettrace()
 
-    def check_time(frame: FrameType, event: str, argument: object) -> Any:
-        if time.thread_time() > end:
-            raise TemplateBoundError(f"it takes longer than {SECONDS:g} s")
-        return check_time
+    with _process_memory.bounded() as stay:
+        this = weakref.ref(stay)
 
-    with _process_memory.bounded():
-        sys.settrace(check_time)
+        def check_time(frame: FrameType, event: str, argument: object) -> Any:
+            if (still := this()) is None or still.ended:  # an interrupt came before the end below
+                sys.settrace(before)
+                return None
+            if time.thread_time() > end:
+                raise TemplateBoundError(f"it takes longer than {SECONDS:g} s")
+            return check_time
+
         try:
+            sys.settrace(check_time)
             yield
         except jinja2.TemplateError:
             raise
@@ -149,20 +193,3 @@ def _bounded() -> Iterator[None]:
             raise jinja2.TemplateRuntimeError(f"{type(error).__name__}: {str(error)[:200]}") from None
         finally:
             sys.settrace(before)
-
-
-@contextlib.contextmanager
-def _bounded_memory() -> Iterator[None]:
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            now = int(file.read().split()[5]) * resource.getpagesize()  # private and writable, and the stack
-    except OSError:  # not Linux
-        yield
-        return
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    bound = now + BYTES
-    resource.setrlimit(resource.RLIMIT_DATA, (bound if soft == resource.RLIM_INFINITY else min(soft, bound), hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))

@@ -118,6 +118,39 @@ def test_models_that_are_opened_at_once_do_not_wait_for_each_others_templates(de
             llm.close()
 
 
+def test_an_interrupt_leaves_nothing_behind():
+    """Wherever it comes: another thread can run a template and take memory afterwards, and the process has its own limits."""
+    before, reached = resource.getrlimit(resource.RLIMIT_DATA), True
+
+    def answer() -> str:
+        with chat_sandbox.growing():
+            return ChatSandbox().from_string("{{ 6 * 7 }}").render()
+
+    def interrupt(_frame: object, event: str, _argument: object) -> None:
+        nonlocal left
+        left -= event in ("call", "c_return")  # where Python looks for signals; it also does where a loop begins again
+        if left == 0:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    answer()  # what is made once has been made
+    n = 0
+    with ThreadPoolExecutor(1) as other:
+        while reached:
+            n = left = n + 1
+            sys.setprofile(interrupt)
+            try:
+                answer()
+            except KeyboardInterrupt:
+                pass
+            finally:
+                sys.setprofile(None)
+            reached = left <= 0
+            assert other.submit(answer).result(300) == answer() == "42"
+            assert resource.getrlimit(resource.RLIMIT_DATA) == before
+    assert n > 100
+
+
 @pytest.mark.parametrize("template, words", [(next(iter(HERE)), "it takes longer than"), ("{{ 'x'.center(10 ** 10) }}", "too much memory")])
 def test_a_model_does_not_hang_over_it(demo, tmp_path, monkeypatch, template, words):
     monkeypatch.setattr(chat_sandbox, "SECONDS", 0.5)
