@@ -36,6 +36,8 @@ __all__ = [
     "layer_device",
     "lib",
     "replan",
+    "row_kernel",
+    "row_kernel_agrees",
     "row_products",
     "tensor_overrides",
 ]
@@ -85,8 +87,12 @@ replan = function("moeoff_replan", c_int, c_void_p)
 # void moeoff_device_memory(const struct llama_context * ctx, void * device, uint64_t * bytes);
 _device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POINTER(c_uint64))
 # int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
-# -- of moeoff-row-products.h
+# -- of moeoff-row-kernels.h
 row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
+# int moeoff_row_kernel(int32_t type);  -- 1: four rows at a time, 0: one, -1: one, since our kernel did not give vec_dot's bits
+row_kernel = function("moeoff_row_kernel", c_int, c_int32)
+# bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel);
+row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
 cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
 

@@ -28,6 +28,7 @@ BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its sli
 SLOW_DISK = 300e6  # bytes per second: below, a cache has to be nearly complete to be of use
 FEW_FILES = 256
 REMOTE = ("nfs", "nfs4", "cifs", "smb3", "9p", "virtiofs", "fuse.sshfs", "fuse.gcsfuse", "ceph", "lustre")
+TYPE_NUMBERS = 64  # more than ggml has types
 # what makes kernels fast on x86, by the names of /proc/cpuinfo and of llama.cpp
 SIMD = {"avx2": "AVX2", "fma": "FMA", "f16c": "F16C", "avx512f": "AVX512"}
 
@@ -74,6 +75,7 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
     else:
         yield Finding("cpu features", OK, found if cpu.LEVEL is None else f"{found}: level {cpu.LEVEL} of the wheel")
+    yield from _row_kernels()
     quota = _cpu_quota()
     if quota is not None and quota < n_cores():
         yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
@@ -90,6 +92,19 @@ def check_cpu() -> Iterator[Finding]:
     for device in gpus:
         free, total = device.memory
         yield Finding("gpu", OK, f"{device.name}, {device.description}: {format_size(free)} free of {format_size(total)} (-ngl, --vram)")
+
+
+def _row_kernels() -> Iterator[Finding]:
+    from ..gguf.quantize import type_name
+    from ..native import row_kernel
+
+    state = {number: row_kernel(number) for number in range(TYPE_NUMBERS)}
+    used, refused = ([type_name(number) for number, found in state.items() if found == wanted] for wanted in (1, -1))
+    if refused:
+        text = f"{', '.join(refused)}: ours do not give the bits of llama.cpp's, which are used instead: slower, the text is the same"
+        yield Finding("row kernels", WARNING, text, "rebuild the fork with another compiler: CC=... CXX=... make env")
+    else:
+        yield Finding("row kernels", OK, f"{', '.join(used)}: four rows at a time" if used else "llama.cpp's own: this build has none of ours")
 
 
 def _cpu_quota() -> float | None:

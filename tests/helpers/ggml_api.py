@@ -11,7 +11,7 @@ from ctypes import POINTER, Structure, c_bool, c_char, c_char_p, c_int, c_int32,
 import numpy as np
 
 from moeoff.errors import ModelError
-from moeoff.gguf.quantize import needs_imatrix, quantize, type_name
+from moeoff.gguf.quantize import needs_imatrix, quantize, row_bytes, type_name
 from moeoff.native import lib
 
 F32, F16, I32 = 0, 1, 26  # enum ggml_type
@@ -81,6 +81,8 @@ _view_2d = _function("ggml_view_2d", c_void_p, c_void_p, c_void_p, c_int64, c_in
 _view_3d = _function("ggml_view_3d", c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_size_t, c_size_t, c_size_t)
 # struct ggml_tensor * ggml_mul_mat_id(ctx, struct ggml_tensor * as, struct ggml_tensor * b, struct ggml_tensor * ids);
 _mul_mat_id = _function("ggml_mul_mat_id", c_void_p, c_void_p, c_void_p, c_void_p, c_void_p)
+# struct ggml_tensor * ggml_mul_mat(ctx, struct ggml_tensor * a, struct ggml_tensor * b);
+_mul_mat = _function("ggml_mul_mat", c_void_p, c_void_p, c_void_p, c_void_p)
 # struct ggml_tensor * ggml_get_rows(ctx, struct ggml_tensor * a, struct ggml_tensor * b);
 _get_rows = _function("ggml_get_rows", c_void_p, c_void_p, c_void_p, c_void_p)
 # struct ggml_tensor * ggml_custom_4d(ctx, enum ggml_type type, int64_t ne0, int64_t ne1, int64_t ne2, int64_t ne3,
@@ -94,6 +96,8 @@ _new_graph = _function("ggml_new_graph", c_void_p, c_void_p)
 _build_forward_expand = _function("ggml_build_forward_expand", None, c_void_p, c_void_p)
 # ggml_backend_buffer_t ggml_backend_alloc_ctx_tensors_from_buft(ctx, ggml_backend_buffer_type_t buft);
 _alloc_ctx_tensors = _function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)
+# void moeoff_adopt_dense(ggml_backend_buffer_t buffer);
+_adopt_dense = _function("moeoff_adopt_dense", None, c_void_p)
 # void ggml_backend_buffer_free(ggml_backend_buffer_t buffer);
 _buffer_free = _function("ggml_backend_buffer_free", None, c_void_p)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);
@@ -114,6 +118,12 @@ _set_abort_callback = _function("ggml_backend_cpu_set_abort_callback", None, c_v
 _graph_compute = _function("ggml_backend_graph_compute", c_int, c_void_p, c_void_p)
 # const struct ggml_type_traits_cpu * ggml_get_type_traits_cpu(enum ggml_type type);
 _cpu_traits = _function("ggml_get_type_traits_cpu", POINTER(_CpuTraits), c_int)
+
+# void (*ggml_from_float_t)(const float * x, void * y, int64_t k);
+_FromFloat = ctypes.CFUNCTYPE(None, c_void_p, c_void_p, c_int64)
+# void (*ggml_vec_dot_t)(int n, float * s, size_t bs, const void * x, size_t bx, const void * y, size_t by, int nrc);
+_VecDot = ctypes.CFUNCTYPE(None, c_int, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_size_t, c_int)
+_RESET = 10  # of the functions that struct ggml_backend_buffer begins with
 
 _OBJECT_SIZE = 32  # struct ggml_object, which ggml counts with each tensor
 assert ctypes.sizeof(Tensor) + _OBJECT_SIZE == _tensor_overhead(), "struct ggml_tensor has changed: see ggml.h"
@@ -140,6 +150,24 @@ def has_cpu_kernel(type: int) -> bool:
 def activation_type(type: int) -> int:
     """The type that ggml-cpu converts the other operand's rows to."""
     return _cpu_traits(type).contents.vec_dot_type
+
+
+def from_float(type: int, column: np.ndarray) -> np.ndarray:
+    """float32 [n] -> the column as ggml-cpu converts it for its products."""
+    out = np.zeros(row_bytes(type, len(column)), np.uint8)
+    _FromFloat(_cpu_traits(type).contents.from_float)(column.ctypes.data, out.ctypes.data, len(column))
+    return out
+
+
+def vec_dot(type: int, n: int, out: int, row: int, column: int) -> None:
+    """ggml-cpu's own product of a row of n weights with a converted column, written to out; all three are addresses."""
+    _VecDot(_cpu_traits(type).contents.vec_dot)(n, out, 0, row, 0, column, 0, 1)
+
+
+def is_dense(tensor: int) -> bool:
+    """Whether it lies in a buffer of a model that has an expert buffer."""
+    buffer = ctypes.cast(tensor, POINTER(Tensor)).contents.buffer
+    return ctypes.cast(buffer, POINTER(c_void_p))[_RESET] is not None
 
 
 def random_experts(type: int, shape: tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
@@ -189,6 +217,9 @@ class Context:
     def mul_mat_id(self, experts: int, rows: int, ids: int) -> int:
         return _mul_mat_id(self._handle, experts, rows, ids)
 
+    def mul_mat(self, weights: int, columns: int) -> int:
+        return _mul_mat(self._handle, weights, columns)
+
     def get_rows(self, rows: int, ids: int) -> int:
         return _get_rows(self._handle, rows, ids)
 
@@ -207,6 +238,10 @@ class Context:
     def allocate(self, buffer_type: int) -> None:
         self._buffer = _alloc_ctx_tensors(self._handle, buffer_type)
         assert self._buffer, "the buffer type gave no buffer"
+
+    def adopt(self) -> None:
+        """Marks what is allocated as dense weights of the model that is being loaded."""
+        _adopt_dense(self._buffer)
 
 
 def write(tensor: int, values: np.ndarray) -> None:

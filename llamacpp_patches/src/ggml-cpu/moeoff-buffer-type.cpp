@@ -1,4 +1,5 @@
 #include "moeoff-buffer-type.h"
+#include "moeoff-row-kernels.h"
 
 #include "ggml-backend-impl.h"
 #include "ggml-cpu.h"
@@ -47,20 +48,35 @@ embedding * reserved_embedding(const ggml_tensor * t) {
 
 // Dense weights are read whole for every token, and are many times what a TLB of small pages reaches. All of a buffer is advised before
 // its first tensor is read, as huge pages are only made where nothing lies yet; advice given again is free.
-void advise_huge_pages(ggml_backend_buffer_t buffer) {
+static void advise_huge_pages(ggml_backend_buffer_t buffer) {
 #ifdef MADV_HUGEPAGE
-    if (loading && buffer) {
-        const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
-        const uintptr_t base  = (uintptr_t) ggml_backend_buffer_get_base(buffer);
-        const uintptr_t begin = (base + page - 1) / page * page;
-        const uintptr_t end   = (base + ggml_backend_buffer_get_size(buffer)) / page * page;
-        if (begin < end) {
-            madvise((void *) begin, end - begin, MADV_HUGEPAGE); // a kernel without them refuses, and nothing is lost
-        }
+    const uintptr_t page  = (uintptr_t) sysconf(_SC_PAGESIZE);
+    const uintptr_t base  = (uintptr_t) ggml_backend_buffer_get_base(buffer);
+    const uintptr_t begin = (base + page - 1) / page * page;
+    const uintptr_t end   = (base + ggml_backend_buffer_get_size(buffer)) / page * page;
+    if (begin < end) {
+        madvise((void *) begin, end - begin, MADV_HUGEPAGE); // a kernel without them refuses, and nothing is lost
     }
 #else
     (void) buffer;
 #endif
+}
+
+// The mark of an adopted buffer: ggml calls it, where there is one, for buffers of activations only. It goes with the buffer, and a model that
+// was loaded without an expert buffer has none, so that it is computed as the release does.
+static void dense_reset(ggml_backend_buffer_t) {}
+
+void adopt_dense(ggml_backend_buffer_t buffer) {
+    if (loading && buffer) {
+        advise_huge_pages(buffer);
+        if (!buffer->iface.reset) {
+            buffer->iface.reset = dense_reset;
+        }
+    }
+}
+
+bool is_dense(const ggml_tensor * t) {
+    return t->buffer && t->buffer->iface.reset == dense_reset;
 }
 
 // --- buffer ---
@@ -200,14 +216,26 @@ class traits : public ggml::cpu::tensor_traits {
     }
 };
 
+class dense_traits : public ggml::cpu::tensor_traits {
+    bool work_size(int, const ggml_tensor *, size_t &) override { return false; } // as ggml-cpu plans it
+    bool compute_forward(ggml_compute_params * params, ggml_tensor * op) override {
+        dense_product(params, op);
+        return true;
+    }
+};
+
 class extra_buffer_type : public ggml::cpu::extra_buffer_type {
     bool supports_op(ggml_backend_dev_t, const ggml_tensor * op) override {
         return ((is_product(op) && op->src[1]->type == GGML_TYPE_F32) || (is_lookup(op) && op->src[1]->type == GGML_TYPE_I32)) &&
                (!op->src[1]->buffer || ggml_backend_buft_is_host(op->src[1]->buffer->buft));
     }
     ggml::cpu::tensor_traits * get_tensor_traits(const ggml_tensor * op) override {
-        static traits instance;
-        return is_product(op) || is_lookup(op) ? &instance : nullptr;
+        static traits       reserved;
+        static dense_traits dense;
+        if (op->op == GGML_OP_MUL_MAT) {
+            return is_dense_product(op) ? &dense : nullptr;
+        }
+        return is_product(op) || is_lookup(op) ? &reserved : nullptr;
     }
 };
 

@@ -22,8 +22,10 @@ const tensor * reserved_tensor(const ggml_tensor * t);
 // the token embedding behind t, or nullptr
 embedding * reserved_embedding(const ggml_tensor * t);
 
-// for a buffer of the model that this thread loads; nothing while none is loaded
-void advise_huge_pages(ggml_backend_buffer_t buffer);
+// a buffer with dense weights of the model that this thread loads; nothing while none is loaded
+void adopt_dense(ggml_backend_buffer_t buffer);
+// whether t lies in such a buffer
+bool is_dense(const ggml_tensor * t);
 
 // MUL_MAT_ID on a reserved tensor
 size_t mul_mat_id_work_size(int n_threads, const ggml_tensor * op);

@@ -9,7 +9,7 @@
 
 bool moeoff_on_disk(const ggml_tensor * tensor) { return moeoff::is_reserved(tensor); }
 
-void moeoff_advise_huge_pages(ggml_backend_buffer_t buffer) { moeoff::advise_huge_pages(buffer); }
+void moeoff_adopt_dense(ggml_backend_buffer_t buffer) { moeoff::adopt_dense(buffer); }
 
 void * moeoff_gate_of(const ggml_tensor * tensor) {
     const moeoff::tensor * t = moeoff::reserved_tensor(tensor);

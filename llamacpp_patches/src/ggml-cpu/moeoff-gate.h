@@ -14,8 +14,8 @@ extern "C" {
 
 // whether nothing lies at the tensor's address: it is read from the file when it is used
 MOEOFF_API bool   moeoff_on_disk(const struct ggml_tensor * tensor);
-// for a buffer of the model that this thread loads beside an expert buffer; no other is touched
-MOEOFF_API void   moeoff_advise_huge_pages(ggml_backend_buffer_t buffer);
+// a buffer with dense weights of the model that this thread loads beside an expert buffer; no other is touched
+MOEOFF_API void   moeoff_adopt_dense(ggml_backend_buffer_t buffer);
 // the gate that a tensor of reserved experts belongs to (stable while the model lives), or NULL for any other tensor
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
 MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);

@@ -4,6 +4,7 @@
 
 #include "moeoff-buffer-type.h"
 #include "moeoff-op-run.h"
+#include "moeoff-row-kernels.h"
 
 #include "ggml-cpu-impl.h"
 #include "ggml-cpu.h"
@@ -245,26 +246,22 @@ static void zero_rows(const op_args & a, const op_item & item, int32_t part) {
     }
 }
 
-// rows [r0, r1) of the weights times columns [c0, c1) of the expert's group, in blocks of 16 as ggml-cpu does
+// rows [r0, r1) of the weights times columns [c0, c1) of the expert's group; of several columns 16 at a time, as ggml-cpu does it
 static void dot_chunk(const op_args & a, const op_item & item, const typed_op & top, const char * weights,
                       const char * src1_rows, size_t src1_stride1, size_t src1_stride2, int64_t r0, int64_t r1, int64_t c0, int64_t c1) {
-    const ggml_vec_dot_t vec_dot = ggml_get_type_traits_cpu(top.src0.type)->vec_dot;
-    const ggml_tensor *  op      = a.op;
-    const int64_t        ne00    = top.src0.ne[0];
-    const int64_t        ne11    = op->src[1]->ne[1];
-    constexpr int64_t    block   = 16;
-    float tmp[block];
+    const row_products  products(top.src0.type);
+    const ggml_tensor * op    = a.op;
+    const size_t        nb01  = top.src0.nb[1];
+    const int64_t       ne11  = op->src[1]->ne[1];
+    const int64_t       block = c1 - c0 > 1 ? 16 : r1 - r0; // of rows
 
-    for (int64_t cb = c0; cb < c1; cb += block) {
+    for (int64_t cb = c0; cb < c1; cb += 16) {
         for (int64_t rb = r0; rb < r1; rb += block) {
-            const int64_t r_end = std::min(rb + block, r1);
-            for (int64_t c = cb; c < std::min(cb + block, c1); c++) {
+            for (int64_t c = cb; c < std::min(cb + 16, c1); c++) {
                 const row_mapping m   = a.rows[item.first_row + c];
                 const char *      col = src1_rows + (m.i1 % ne11) * src1_stride1 + m.i2 * src1_stride2;
-                for (int64_t r = rb; r < r_end; r++) {
-                    vec_dot((int) ne00, &tmp[r - rb], 0, weights + r * top.src0.nb[1], 0, col, 0, 1);
-                }
-                memcpy((char *) op->data + m.i1 * op->nb[1] + m.i2 * op->nb[2] + rb * sizeof(float), tmp, (r_end - rb) * sizeof(float));
+                float *           out = (float *) ((char *) op->data + m.i1 * op->nb[1] + m.i2 * op->nb[2]) + rb;
+                products(top.src0.ne[0], out, weights + rb * nb01, nb01, col, std::min(block, r1 - rb));
             }
         }
     }
@@ -314,7 +311,7 @@ static void compute_part(const op_args & a, const op_item & item, int32_t type, 
     const division d   = division_of(a.op, type, item.n_rows, a.params->nth);
     const int64_t  nr0 = top.src0.ne[1];
     const int64_t  nr1 = item.n_rows;
-    const int64_t  dr0 = (nr0 + d.n0 - 1) / d.n0;
+    const int64_t  dr0 = GGML_PAD((nr0 + d.n0 - 1) / d.n0, 4); // rows are multiplied four at a time; the last parts may have none
     const int64_t  dr1 = (nr1 + d.n1 - 1) / d.n1;
     const int64_t  i0  = part % d.n0;
     const int64_t  i1  = part / d.n0;

@@ -42,7 +42,7 @@ bool moeoff_stays_on_disk(const ggml_tensor * tensor) {
         return true;
     }
     if (tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) { // without data it is mapped
-        moeoff_advise_huge_pages(tensor->buffer);
+        moeoff_adopt_dense(tensor->buffer);
     }
     return false;
 }

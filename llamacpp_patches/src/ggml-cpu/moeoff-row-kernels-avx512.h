@@ -1,0 +1,371 @@
+#pragma once
+
+// Row kernels for AVX-512 with VNNI; only moeoff-row-kernels.cpp includes this.
+//
+// vec_dot has eight lanes of floats for a row. Of each block it sums integers in eight lanes, exactly, so that their order does not matter;
+// then lane k is converted, multiplied by the block's scale and added to lane k of the floats, with one rounding. At last it adds the eight
+// lanes as a tree. The kernels do these very steps for each row, with the same integers in the same lanes: two rows fill a register, and four
+// are under way together, so that the column is read and the scales are unpacked once for all of them.
+
+#include <cstring>
+#include <immintrin.h>
+#include <type_traits>
+
+namespace moeoff {
+namespace {
+
+inline __m128i load16(const void * p) { return _mm_loadu_si128((const __m128i *) p); }
+inline __m256i load32(const void * p) { return _mm256_loadu_si256((const __m256i *) p); }
+
+// 32 bytes of a row and of the next one
+inline __m512i two(const void * a, const void * b) { return _mm512_inserti64x4(_mm512_castsi256_si512(load32(a)), load32(b), 1); }
+// 32 bytes of the column, for both
+inline __m512i twice(const void * p) { return _mm512_broadcast_i64x4(load32(p)); }
+
+inline __m512i four(__m128i a, __m128i b, __m128i c, __m128i d) {
+    return _mm512_inserti64x4(_mm512_castsi256_si512(_mm256_set_m128i(b, a)), _mm256_set_m128i(d, c), 1);
+}
+
+inline __m128 four_halves(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    return _mm_cvtph_ps(_mm_cvtsi64_si128((long long) (a | b << 16 | c << 32 | d << 48)));
+}
+
+// element I in the lanes of the first row, element J in those of the second
+template <int I, int J> inline __m512 spread(__m512 v) {
+    return _mm512_permutexvar_ps(_mm512_setr_epi32(I, I, I, I, I, I, I, I, J, J, J, J, J, J, J, J), v);
+}
+
+// as vec_dot's
+inline float sum_of_8(__m256 v) {
+    __m128 r = _mm_add_ps(_mm256_extractf128_ps(v, 1), _mm256_castps256_ps128(v));
+    r = _mm_add_ps(r, _mm_movehl_ps(r, r));
+    return _mm_cvtss_f32(_mm_add_ss(r, _mm_movehdup_ps(r)));
+}
+inline float sum_of_4(__m128 v) {
+    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
+    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+}
+
+// the floats of four rows
+struct sums_of_4 {
+    __m512 ab = _mm512_setzero_ps();
+    __m512 cd = _mm512_setzero_ps();
+
+    // integers of a block, times the scales of the rows, which are the first four elements of d
+    void add(__m128 d, __m512i ab_i, __m512i cd_i) {
+        const __m512 wide = _mm512_castps128_ps512(d);
+        ab = _mm512_fmadd_ps(spread<0, 1>(wide), _mm512_cvtepi32_ps(ab_i), ab);
+        cd = _mm512_fmadd_ps(spread<2, 3>(wide), _mm512_cvtepi32_ps(cd_i), cd);
+    }
+    void store(float * s) const {
+        s[0] = sum_of_8(_mm512_castps512_ps256(ab));
+        s[1] = sum_of_8(_mm512_extractf32x8_ps(ab, 1));
+        s[2] = sum_of_8(_mm512_castps512_ps256(cd));
+        s[3] = sum_of_8(_mm512_extractf32x8_ps(cd, 1));
+    }
+};
+
+// --- q4_K, q5_K: d, dmin, eight scales and eight mins of 6 bits, each for 32 weights ---
+
+struct k_scales {
+    __m512i scales_mins; // of each row 8 scales, then 8 mins, bytes
+    __m512  d;           // d and -dmin of the four rows in turn, times the column's
+
+    template <class B> k_scales(const B & a, const B & b, const B & c, const B & d, float column_d) {
+        const __m128i ha = load16(&a), hb = load16(&b), hc = load16(&c), hd = load16(&d); // the halves, then the 12 bytes
+        const __m128i halves = _mm_unpacklo_epi64(_mm_unpacklo_epi32(ha, hb), _mm_unpacklo_epi32(hc, hd));
+        const __m256  sign   = _mm256_setr_ps(0.f, -0.f, 0.f, -0.f, 0.f, -0.f, 0.f, -0.f);
+        this->d = _mm512_castps256_ps512(_mm256_mul_ps(_mm256_xor_ps(_mm256_set1_ps(column_d), sign), _mm256_cvtph_ps(halves)));
+
+        // Of the words w1 w2 w3: w1 and w3 give the scales, w2 and w3 >> 4 the mins. The first half of each has 6 bits in w1 (w2), the
+        // second has 4 in w3 and the 2 highest of w1 (w2).
+        const __m512i h    = four(ha, hb, hc, hd);
+        const __m512i low  = _mm512_srlv_epi32(_mm512_shuffle_epi32(h, (_MM_PERM_ENUM) _MM_SHUFFLE(3, 2, 3, 1)), _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 0, 4)));
+        const __m512i high = _mm512_srli_epi32(_mm512_shuffle_epi32(h, (_MM_PERM_ENUM) _MM_SHUFFLE(2, 0, 1, 0)), 2);
+        scales_mins = _mm512_or_si512(_mm512_and_si512(low, _mm512_broadcast_i32x4(_mm_setr_epi32(0x3f3f3f3f, 0x0f0f0f0f, 0x3f3f3f3f, 0x0f0f0f0f))),
+                                      _mm512_and_si512(high, _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0x30303030, 0, 0x30303030))));
+    }
+
+    // the mins times the column's sums: of each row four integers
+    __m512i of_mins(const block_q8_K & y) const {
+        const __m512i mins  = _mm512_shuffle_epi8(scales_mins, _mm512_broadcast_i32x4(_mm_setr_epi8(8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15, -1)));
+        const __m128i sums  = _mm_hadd_epi16(load16(y.bsums), load16(y.bsums + 8));
+        return _mm512_madd_epi16(mins, _mm512_broadcast_i32x4(sums));
+    }
+    __m512 minus_dmin() const { return _mm512_permutexvar_ps(_mm512_setr_epi32(1, 1, 1, 1, 3, 3, 3, 3, 5, 5, 5, 5, 7, 7, 7, 7), d); }
+
+    __m512i ab() const { return _mm512_shuffle_i32x4(scales_mins, scales_mins, 0x50); }
+    __m512i cd() const { return _mm512_shuffle_i32x4(scales_mins, scales_mins, 0xFA); }
+    // scale i of each row, as words
+    static __m512i scale(__m512i of, int i) { return _mm512_shuffle_epi8(of, _mm512_set1_epi16((short) (0x8000 | i))); }
+};
+
+// 64 weights of two rows, those that are in low halves of bytes and those in high ones, times the column
+inline __m512i add_64(__m512i sum, __m512i scales, int j, __m512i low, __m512i high, const block_q8_K & y) {
+    sum = _mm512_dpwssd_epi32(sum, k_scales::scale(scales, 2 * j), _mm512_maddubs_epi16(low, twice(y.qs + 64 * j)));
+    return _mm512_dpwssd_epi32(sum, k_scales::scale(scales, 2 * j + 1), _mm512_maddubs_epi16(high, twice(y.qs + 64 * j + 32)));
+}
+
+inline __m512i times(const block_q4_K & a, const block_q4_K & b, __m512i scales, const block_q8_K & y) {
+    const __m512i low_bits = _mm512_set1_epi8(0xF);
+    __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int j = 0; j < QK_K / 64; j++) {
+        const __m512i q = two(a.qs + 32 * j, b.qs + 32 * j);
+        sum = add_64(sum, scales, j, _mm512_and_si512(q, low_bits), _mm512_and_si512(_mm512_srli_epi16(q, 4), low_bits), y);
+    }
+    return sum;
+}
+
+// bit i of qh is the fifth of weight 32 i + k
+inline __m512i times(const block_q5_K & a, const block_q5_K & b, __m512i scales, const block_q8_K & y) {
+    const __m512i low_bits = _mm512_set1_epi8(0xF), fifth_bit = _mm512_set1_epi8(0x10);
+    const __m512i qh = two(a.qh, b.qh);
+    __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 4
+    for (int j = 0; j < QK_K / 64; j++) {
+        const __m512i q     = two(a.qs + 32 * j, b.qs + 32 * j);
+        const __m512i qh_l  = j < 2 ? _mm512_slli_epi16(qh, 4 - 2 * j) : _mm512_srli_epi16(qh, 2 * j - 4);
+        const __m512i qh_h  = j < 2 ? _mm512_slli_epi16(qh, 3 - 2 * j) : _mm512_srli_epi16(qh, 2 * j - 3);
+        const __m512i low   = _mm512_or_si512(_mm512_and_si512(q, low_bits), _mm512_and_si512(qh_l, fifth_bit));
+        const __m512i high  = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(q, 4), low_bits), _mm512_and_si512(qh_h, fifth_bit));
+        sum = add_64(sum, scales, j, low, high, y);
+    }
+    return sum;
+}
+
+template <class B> struct k4_rows {
+    using unit   = B;
+    using column = block_q8_K;
+
+    static constexpr int n_unit = QK_K;
+
+    sums_of_4 sums;
+    __m512    mins = _mm512_setzero_ps();
+
+    void add(const B & a, const B & b, const B & c, const B & d, const block_q8_K & y) {
+        const k_scales s(a, b, c, d, y.d);
+        add_mins(s.minus_dmin(), s.of_mins(y));
+        sums.ab = _mm512_fmadd_ps(spread<0, 2>(s.d), _mm512_cvtepi32_ps(times(a, b, s.ab(), y)), sums.ab);
+        sums.cd = _mm512_fmadd_ps(spread<4, 6>(s.d), _mm512_cvtepi32_ps(times(c, d, s.cd(), y)), sums.cd);
+    }
+    // q4_K's vec_dot has four lanes of floats for them, q5_K's adds the four integers first
+    void add_mins(__m512 minus_dmin, __m512i products) {
+        if (std::is_same<B, block_q5_K>::value) {
+            products = _mm512_add_epi32(products, _mm512_shuffle_epi32(products, (_MM_PERM_ENUM) _MM_SHUFFLE(1, 0, 3, 2)));
+            products = _mm512_add_epi32(products, _mm512_shuffle_epi32(products, (_MM_PERM_ENUM) _MM_SHUFFLE(2, 3, 0, 1)));
+        }
+        mins = _mm512_fmadd_ps(minus_dmin, _mm512_cvtepi32_ps(products), mins);
+    }
+    static float min_of(__m128 v) { return std::is_same<B, block_q5_K>::value ? _mm_cvtss_f32(v) : sum_of_4(v); }
+    void store(float * s) const {
+        sums.store(s);
+        s[0] += min_of(_mm512_castps512_ps128(mins));
+        s[1] += min_of(_mm512_extractf32x4_ps(mins, 1));
+        s[2] += min_of(_mm512_extractf32x4_ps(mins, 2));
+        s[3] += min_of(_mm512_extractf32x4_ps(mins, 3));
+    }
+};
+
+// --- q2_K, q3_K, q6_K: sixteen scales, each for 16 weights ---
+
+// of two rows, 16 words each: scale E in the first half of the first row's lanes, E + 1 in the second; likewise for the second row
+inline __m512i scale_pair(__m512i scales, int e) {
+    const __m256i a = _mm256_inserti128_si256(_mm256_set1_epi16((short) e), _mm_set1_epi16((short) (e + 1)), 1);
+    const __m256i b = _mm256_inserti128_si256(_mm256_set1_epi16((short) (e + 16)), _mm_set1_epi16((short) (e + 17)), 1);
+    return _mm512_permutexvar_epi16(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1), scales);
+}
+
+struct q6_K_rows {
+    using unit   = block_q6_K;
+    using column = block_q8_K;
+
+    static constexpr int n_unit = QK_K;
+
+    sums_of_4 sums;
+
+    static __m512i times(const block_q6_K & a, const block_q6_K & b, const block_q8_K & y) {
+        const __m512i low_bits = _mm512_set1_epi8(15), high_bits = _mm512_set1_epi8(0x30);
+        const __m512i scales = _mm512_cvtepi8_epi16(_mm256_set_m128i(load16(b.scales), load16(a.scales)));
+        // weights are 0 to 63 here, and 32 too large
+        __m512i sum = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_slli_epi32(_mm512_madd_epi16(twice(y.bsums), scales), 5));
+#pragma GCC unroll 2
+        for (int j = 0; j < QK_K / 128; j++) {
+            const __m512i l0 = two(a.ql + 64 * j, b.ql + 64 * j), l1 = two(a.ql + 64 * j + 32, b.ql + 64 * j + 32);
+            const __m512i h  = two(a.qh + 32 * j, b.qh + 32 * j);
+            const __m512i q[4] = {
+                _mm512_or_si512(_mm512_and_si512(l0, low_bits), _mm512_and_si512(_mm512_slli_epi16(h, 4), high_bits)),
+                _mm512_or_si512(_mm512_and_si512(l1, low_bits), _mm512_and_si512(_mm512_slli_epi16(h, 2), high_bits)),
+                _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(l0, 4), low_bits), _mm512_and_si512(h, high_bits)),
+                _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(l1, 4), low_bits), _mm512_and_si512(_mm512_srli_epi16(h, 2), high_bits)),
+            };
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                const __m512i products = _mm512_maddubs_epi16(q[k], twice(y.qs + 128 * j + 32 * k));
+                sum = _mm512_dpwssd_epi32(sum, scale_pair(scales, 8 * j + 2 * k), products);
+            }
+        }
+        return sum;
+    }
+    void add(const block_q6_K & a, const block_q6_K & b, const block_q6_K & c, const block_q6_K & d, const block_q8_K & y) {
+        sums.add(_mm_mul_ps(_mm_set1_ps(y.d), four_halves(a.d, b.d, c.d, d.d)), times(a, b, y), times(c, d, y));
+    }
+    void store(float * s) const { sums.store(s); }
+};
+
+struct q3_K_rows {
+    using unit   = block_q3_K;
+    using column = block_q8_K;
+
+    static constexpr int n_unit = QK_K;
+
+    sums_of_4 sums;
+
+    // 6 bits each, 32 too large: the low 4 in the first 8 bytes, the high 2 in the other 4
+    static __m512i scales_of(const block_q3_K & a, const block_q3_K & b, const block_q3_K & c, const block_q3_K & d) {
+        const auto words = [](const block_q3_K & x) { return load16((const char *) x.scales - 4); }; // 16 bytes from there would leave the block
+        const __m512i w    = four(words(a), words(b), words(c), words(d));
+        const __m512i low  = _mm512_srlv_epi32(_mm512_shuffle_epi32(w, (_MM_PERM_ENUM) _MM_SHUFFLE(2, 1, 2, 1)), _mm512_broadcast_i32x4(_mm_setr_epi32(0, 0, 4, 4)));
+        const __m512i high = _mm512_srlv_epi32(_mm512_shuffle_epi32(w, (_MM_PERM_ENUM) _MM_SHUFFLE(3, 3, 3, 3)), _mm512_broadcast_i32x4(_mm_setr_epi32(0, 2, 4, 6)));
+        const __m512i bits = _mm512_or_si512(_mm512_and_si512(low, _mm512_set1_epi8(0xF)), _mm512_slli_epi16(_mm512_and_si512(high, _mm512_set1_epi8(3)), 4));
+        return _mm512_sub_epi8(bits, _mm512_set1_epi8(32));
+    }
+    static __m512i times(const block_q3_K & a, const block_q3_K & b, __m256i scale_bytes, const block_q8_K & y) {
+        const __m512i low_bits = _mm512_set1_epi8(3), third_bit = _mm512_set1_epi8(4);
+        const __m512i scales = _mm512_cvtepi8_epi16(scale_bytes);
+        const __m512i hmask  = two(a.hmask, b.hmask);
+        __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 2
+        for (int j = 0; j < QK_K / 128; j++) {
+            const __m512i low = two(a.qs + 32 * j, b.qs + 32 * j);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                const int     bit  = 4 * j + k;
+                const __m512i high = bit < 2 ? _mm512_slli_epi16(hmask, 2 - bit) : _mm512_srli_epi16(hmask, bit - 2);
+                const __m512i q    = _mm512_or_si512(_mm512_and_si512(_mm512_srli_epi16(low, 2 * k), low_bits), _mm512_and_si512(high, third_bit));
+                const __m512i col  = twice(y.qs + 128 * j + 32 * k);
+                // weights are 0 to 7 here, and 4 too large
+                const __m512i products = _mm512_sub_epi16(_mm512_maddubs_epi16(q, col), _mm512_maddubs_epi16(third_bit, col));
+                sum = _mm512_dpwssd_epi32(sum, scale_pair(scales, 8 * j + 2 * k), products);
+            }
+        }
+        return sum;
+    }
+    void add(const block_q3_K & a, const block_q3_K & b, const block_q3_K & c, const block_q3_K & d, const block_q8_K & y) {
+        const __m512i scales = scales_of(a, b, c, d);
+        sums.add(_mm_mul_ps(_mm_set1_ps(y.d), four_halves(a.d, b.d, c.d, d.d)), times(a, b, _mm512_castsi512_si256(scales), y),
+                 times(c, d, _mm512_extracti64x4_epi64(scales, 1), y));
+    }
+    void store(float * s) const { sums.store(s); }
+};
+
+struct q2_K_rows {
+    using unit   = block_q2_K;
+    using column = block_q8_K;
+
+    static constexpr int n_unit = QK_K;
+
+    sums_of_4 sums;
+
+    static __m512i times(const block_q2_K & a, const block_q2_K & b, __m512i scales, const block_q8_K & y) {
+        const __m512i low_bits = _mm512_set1_epi8(3);
+        __m512i sum = _mm512_setzero_si512();
+#pragma GCC unroll 2
+        for (int j = 0; j < QK_K / 128; j++) {
+            const __m512i bits = two(a.qs + 32 * j, b.qs + 32 * j);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                const __m512i q = _mm512_and_si512(_mm512_srli_epi16(bits, 2 * k), low_bits);
+                sum = _mm512_dpwssd_epi32(sum, scale_pair(scales, 8 * j + 2 * k), _mm512_maddubs_epi16(q, twice(y.qs + 128 * j + 32 * k)));
+            }
+        }
+        return sum;
+    }
+    void add(const block_q2_K & a, const block_q2_K & b, const block_q2_K & c, const block_q2_K & d, const block_q8_K & y) {
+        const __m256i low = _mm256_set1_epi8(0xF);
+        const __m256i ab  = _mm256_set_m128i(load16(b.scales), load16(a.scales)), cd = _mm256_set_m128i(load16(d.scales), load16(c.scales));
+        const auto    mins = [&](__m256i v) { // a scale's high bits; first, as vec_dot adds them to the same lanes
+            return _mm512_madd_epi16(_mm512_cvtepi8_epi16(_mm256_and_si256(_mm256_srli_epi16(v, 4), low)), twice(y.bsums));
+        };
+        const auto scales = [&](__m256i v) { return _mm512_cvtepi8_epi16(_mm256_and_si256(v, low)); };
+        sums.add(_mm_mul_ps(_mm_set1_ps(-y.d), four_halves(a.data.dm >> 16, b.data.dm >> 16, c.data.dm >> 16, d.data.dm >> 16)), mins(ab), mins(cd));
+        sums.add(_mm_mul_ps(_mm_set1_ps(y.d), four_halves(a.data.dm & 0xffff, b.data.dm & 0xffff, c.data.dm & 0xffff, d.data.dm & 0xffff)), times(a, b, scales(ab), y), times(c, d, scales(cd), y));
+    }
+    void store(float * s) const { sums.store(s); }
+};
+
+// --- q4_0, iq4_nl, mxfp4: blocks of 32 halves of bytes, which stand for numbers ---
+
+// Some vec_dots have two accumulators, for even and odd blocks, and add the last block of an odd number in a way of its own: a unit is two blocks.
+template <class B> struct pair_of {
+    B block[2];
+};
+
+// what a half byte stands for is a byte's number less the bias
+struct q4_0_values {
+    static constexpr int  bias     = 8;
+    static constexpr bool two_sums = false;
+    static __m512i of(__m512i q) { return q; }
+    static __m128 scales(const block_q4_0 & a, const block_q4_0 & b, const block_q4_0 & c, const block_q4_0 & d) { return four_halves(a.d, b.d, c.d, d.d); }
+};
+
+struct iq4_nl_values {
+    static constexpr int  bias     = 128;
+    static constexpr bool two_sums = true;
+    static __m512i of(__m512i q) {
+        const __m128i table = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char) 129, (char) 141, (char) 153, (char) 166, (char) 181, (char) 197, (char) 217, (char) 241);
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), q);
+    }
+    static __m128 scales(const block_iq4_nl & a, const block_iq4_nl & b, const block_iq4_nl & c, const block_iq4_nl & d) { return four_halves(a.d, b.d, c.d, d.d); }
+};
+
+struct mxfp4_values {
+    static constexpr int  bias     = 12;
+    static constexpr bool two_sums = true;
+    static __m512i of(__m512i q) {
+        const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
+        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), q);
+    }
+    // 2^(e - 128); the two lowest are denormal
+    static __m128 scales(const block_mxfp4 & a, const block_mxfp4 & b, const block_mxfp4 & c, const block_mxfp4 & d) {
+        const __m128i e = _mm_setr_epi32(a.e, b.e, c.e, d.e);
+        const __m128i normal = _mm_slli_epi32(_mm_sub_epi32(e, _mm_set1_epi32(1)), 23), denormal = _mm_sllv_epi32(_mm_set1_epi32(0x00200000), e);
+        return _mm_castsi128_ps(_mm_blendv_epi8(normal, denormal, _mm_cmplt_epi32(e, _mm_set1_epi32(2))));
+    }
+};
+
+template <class B, class V> struct nibble_rows {
+    using unit   = pair_of<B>;
+    using column = pair_of<block_q8_0>;
+
+    static constexpr int n_unit = 2 * QK8_0;
+
+    sums_of_4 even, odd;
+
+    // dpbusd multiplies unsigned bytes with signed ones: the bias times the column's sum is taken off before
+    static __m512i times(const B & a, const B & b, __m512i col, __m512i minus_bias) {
+        const __m512i bits = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load16(a.qs)), 0xFF00, load16(b.qs));
+        const __m512i high = _mm512_set_epi64(0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0);
+        return _mm512_dpbusd_epi32(minus_bias, V::of(_mm512_and_si512(_mm512_srlv_epi16(bits, high), _mm512_set1_epi8(0xF))), col);
+    }
+    static void add_block(sums_of_4 & sums, const B & a, const B & b, const B & c, const B & d, const block_q8_0 & y) {
+        const __m512i col        = twice(y.qs);
+        const __m512i minus_bias = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8((char) V::bias), col));
+        sums.add(_mm_mul_ps(V::scales(a, b, c, d), _mm_set1_ps(_cvtsh_ss(y.d))), times(a, b, col, minus_bias), times(c, d, col, minus_bias));
+    }
+    void add(const unit & a, const unit & b, const unit & c, const unit & d, const column & y) {
+        add_block(even, a.block[0], b.block[0], c.block[0], d.block[0], y.block[0]);
+        add_block(V::two_sums ? odd : even, a.block[1], b.block[1], c.block[1], d.block[1], y.block[1]);
+    }
+    void store(float * s) const {
+        sums_of_4 both = even;
+        if (V::two_sums) {
+            both.ab = _mm512_add_ps(even.ab, odd.ab);
+            both.cd = _mm512_add_ps(even.cd, odd.cd);
+        }
+        both.store(s);
+    }
+};
+
+} // namespace
+} // namespace moeoff

@@ -1,0 +1,246 @@
+#include "moeoff-row-kernels.h"
+
+#define GGML_COMMON_DECL_CPP
+#include "ggml-common.h"
+#include "ggml-impl.h"
+
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <new>
+#include <type_traits>
+#include <vector>
+
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__) && defined(__F16C__)
+#include "moeoff-row-kernels-avx512.h"
+#define MOEOFF_AVX512
+#endif
+
+namespace moeoff {
+
+// --- the kernels of this build ---
+
+struct kernel_of_type {
+    ggml_type        type;
+    int              n_unit; // weights of a row that are multiplied together
+    moeoff_four_rows kernel;
+};
+
+#ifdef MOEOFF_AVX512
+// Four streams at once are more than a processor looks ahead for: weights that lie in memory would be multiplied at less than half of vec_dot's
+// speed. So those of the rows to come are asked for. Rows follow each other, hence these are one stretch, of which each unit's share is as
+// large as the unit's; past the last row lies what is needed next, or nothing that a prefetch would stumble over.
+template <_mm_hint To> static inline void fetch_ahead(uintptr_t at, size_t bytes) {
+    for (size_t i = 0; i < bytes; i += 64) {
+        _mm_prefetch((const char *) (at + i), To);
+    }
+}
+
+template <class K, int RowsAhead, _mm_hint To> static void four_rows(int n, float s[4], const void * rows, size_t stride, const void * column) {
+    using unit = typename K::unit;
+    const auto   row   = [&](int i) { return (const unit *) ((const char *) rows + i * stride); };
+    const unit * a     = row(0);
+    const unit * b     = row(1);
+    const unit * c     = row(2);
+    const unit * d     = row(3);
+    const auto * y     = (const typename K::column *) column;
+    const auto   ahead = (uintptr_t) rows + RowsAhead * stride;
+    K sums;
+    for (int i = 0; i < n / K::n_unit; i++) {
+        fetch_ahead<To>(ahead + i * 4 * sizeof(unit), 4 * sizeof(unit));
+        sums.add(a[i], b[i], c[i], d[i], y[i]);
+    }
+    sums.store(s);
+}
+
+template <class K, int RowsAhead = 8, _mm_hint To = _MM_HINT_T0> static constexpr kernel_of_type entry(ggml_type type) {
+    return { type, K::n_unit, four_rows<K, RowsAhead, To> };
+}
+#endif
+
+// Not q8_0: vec_dot is as fast as memory. q6_K nearly is: asking for so many bytes into the nearest cache takes twice as long.
+static const std::initializer_list<kernel_of_type> built = {
+#ifdef MOEOFF_AVX512
+    entry<k4_rows<block_q4_K>>(GGML_TYPE_Q4_K),
+    entry<k4_rows<block_q5_K>>(GGML_TYPE_Q5_K),
+    entry<q6_K_rows, 16, _MM_HINT_T1>(GGML_TYPE_Q6_K),
+    entry<q3_K_rows>(GGML_TYPE_Q3_K),
+    entry<q2_K_rows>(GGML_TYPE_Q2_K),
+    entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
+    entry<nibble_rows<block_iq4_nl, iq4_nl_values>>(GGML_TYPE_IQ4_NL),
+    entry<nibble_rows<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
+#endif
+};
+
+// --- do they give vec_dot's bits? ---
+
+// The compiler decides how it rounds where vec_dot does not say, and another release of llama.cpp may add in another order.
+class comparison {
+  public:
+    comparison(ggml_type type, int n_unit, moeoff_four_rows kernel)
+        : type(type), traits(*ggml_get_type_traits_cpu(type)), from_float(ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float), n_unit(n_unit), kernel(kernel) {}
+
+    bool passes() {
+        if (!traits.vec_dot || !traits.from_float || !from_float) {
+            return false;
+        }
+        for (const int n_units : { 1, 2, max_weights / n_unit }) {
+            for (int round = 0; round < 8; round++) {
+                if (!is_equal(n_units * n_unit, round % 2 != 0, round < 4 ? 1.f : round < 6 ? 1e-30f : 1e30f)) {
+                    return false;
+                }
+            }
+        }
+        return true;
+    }
+
+  private:
+    static constexpr int max_weights = 1280;
+
+    ggml_type                    type;
+    const ggml_type_traits_cpu & traits;
+    ggml_from_float_t            from_float; // of columns
+    int                          n_unit;
+    moeoff_four_rows             kernel;
+    uint32_t                     state = 1;
+
+    uint32_t random() {
+        state = state * 1664525 + 1013904223;
+        return state >> 8;
+    }
+    void make_numbers(float * out, int n, float size) {
+        for (int i = 0; i < n; i++) {
+            out[i] = size * ((float) (random() % 2001) - 1000.f) * (random() % 32 == 0 ? 1e-2f : 1e-3f);
+        }
+    }
+
+    // any_bits: of the rows, scales that are no numbers among them; else rows of numbers
+    bool is_equal(int n, bool any_bits, float size) {
+        alignas(64) float   numbers[max_weights];
+        alignas(64) uint8_t rows[4 * max_weights * 2], column[max_weights * 2];
+        const size_t stride = ggml_row_size(type, n);
+        for (int r = 0; r < 4; r++) {
+            make_numbers(numbers, n, size);
+            traits.from_float(numbers, rows + r * stride, n);
+        }
+        for (size_t i = 0; any_bits && i < 4 * stride; i++) {
+            rows[i] = (uint8_t) random();
+        }
+        make_numbers(numbers, n, size);
+        from_float(numbers, column, n);
+        float expected[4], found[4];
+        for (int r = 0; r < 4; r++) {
+            traits.vec_dot(n, expected + r, 0, rows + r * stride, 0, column, 0, 1);
+        }
+        kernel(n, found, rows, stride, column);
+        for (int r = 0; r < 4; r++) {
+            if (memcmp(expected + r, found + r, sizeof(float)) != 0 && !(std::isnan(expected[r]) && std::isnan(found[r]))) {
+                return false;
+            }
+        }
+        return true;
+    }
+};
+
+struct checked_kernel {
+    const kernel_of_type * entry   = nullptr; // of the table, or nullptr
+    bool                   is_used = false;
+};
+
+// compares all of them, once, in a millisecond
+static const checked_kernel & checked(ggml_type type) {
+    static const std::array<checked_kernel, GGML_TYPE_COUNT> all = [] {
+        std::array<checked_kernel, GGML_TYPE_COUNT> found;
+        for (const kernel_of_type & k : built) {
+            found[k.type] = { &k, comparison(k.type, k.n_unit, k.kernel).passes() };
+            if (!found[k.type].is_used) {
+                GGML_LOG_ERROR("moeoff: this build's kernel for four rows of %s does not give the bits of ggml's own, which is used instead\n", ggml_type_name(k.type));
+            }
+        }
+        return found;
+    }();
+    return all[type];
+}
+
+// --- products ---
+
+row_products::row_products(ggml_type type) : vec_dot(ggml_get_type_traits_cpu(type)->vec_dot) {
+    const checked_kernel & k = checked(type);
+    if (k.is_used) {
+        four_rows = k.entry->kernel;
+        n_unit    = k.entry->n_unit;
+        of_q8_0   = ggml_get_type_traits_cpu(type)->vec_dot_type == GGML_TYPE_Q8_0;
+    }
+}
+
+// Numbers are converted to -127 ... 127. What is infinite or no number becomes -128, which vec_dot multiplies as if it were 128 where the weight is
+// negative: not worth a kernel that does, too.
+static bool has_least_byte(const void * column, int64_t n) {
+    int8_t least = 0;
+    for (int64_t i = 0; i < n / QK8_0; i++) {
+        for (const int8_t q : ((const block_q8_0 *) column)[i].qs) {
+            least = q < least ? q : least;
+        }
+    }
+    return least == -128;
+}
+
+void row_products::operator()(int64_t n, float * s, const void * rows, size_t stride, const void * column, int64_t n_rows) const {
+    const auto row = [&](int64_t r) { return (const char *) rows + r * stride; };
+    int64_t    r   = 0;
+    if (four_rows && n_rows >= 4 && n % n_unit == 0 && !(of_q8_0 && has_least_byte(column, n))) {
+        for (; r + 4 <= n_rows; r += 4) {
+            four_rows((int) n, s + r, row(r), stride, column);
+        }
+    }
+    for (; r < n_rows; r++) {
+        vec_dot((int) n, s + r, 0, row(r), 0, column, 0, 1);
+    }
+}
+
+} // namespace moeoff
+
+// --- moeoff-row-kernels.h ---
+
+int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out) {
+    if (type < 0 || type >= GGML_TYPE_COUNT || n_rows < 0 || n_cols <= 0 || n_x < 0) {
+        return -1;
+    }
+    ggml_cpu_init(); // tables that some processors' kernels read; once
+    const ggml_type_traits_cpu * traits = ggml_get_type_traits_cpu((ggml_type) type);
+    const ggml_type              other  = traits->vec_dot_type;
+    const ggml_from_float_t      convert = ggml_get_type_traits_cpu(other)->from_float;
+    if (!traits->vec_dot || n_cols % ggml_blck_size((ggml_type) type) || n_cols % ggml_blck_size(other) || (other != GGML_TYPE_F32 && !convert)) {
+        return -1;
+    }
+    std::vector<uint8_t> converted;
+    try {
+        converted.resize(ggml_row_size(other, n_cols));
+    } catch (const std::bad_alloc &) {
+        return -1;
+    }
+    const moeoff::row_products products((ggml_type) type);
+    for (int32_t i = 0; i < n_x; i++) {
+        const void * column = x + (size_t) i * n_cols;
+        if (other != GGML_TYPE_F32) {
+            convert((const float *) column, converted.data(), n_cols);
+            column = converted.data();
+        }
+        products(n_cols, out + (size_t) i * n_rows, rows, ggml_row_size((ggml_type) type, n_cols), column, n_rows);
+    }
+    return 0;
+}
+
+int moeoff_row_kernel(int32_t type) {
+    if (type < 0 || type >= GGML_TYPE_COUNT) {
+        return 0;
+    }
+    ggml_cpu_init();
+    const moeoff::checked_kernel & k = moeoff::checked((ggml_type) type);
+    return k.is_used ? 1 : k.entry ? -1 : 0;
+}
+
+bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel) {
+    ggml_cpu_init();
+    return type >= 0 && type < GGML_TYPE_COUNT && moeoff::comparison((ggml_type) type, n_unit, kernel).passes();
+}

@@ -1,0 +1,164 @@
+"""Products of four rows at a time against ggml's vec_dot, row by row: the same bits, whatever the rows and the column hold."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from ctypes import POINTER, c_float, c_int, c_size_t, c_void_p
+
+import numpy as np
+import pytest
+
+import moeoff
+from grow_model import Growth, grow_model
+from helpers import ggml_api
+from helpers.files import DEMO
+from helpers.ggml_api import Context, activation_type, cpu_buffer_type, quantized, write
+from helpers.logits import Stock, assert_bit_equal, greedy_logits
+from moeoff import native
+from moeoff.binding import api
+from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.gguf.quantize import row_bytes, type_from_name
+
+UNITS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "Q3_K": 256, "Q2_K": 256, "Q4_0": 64, "IQ4_NL": 64, "MXFP4": 64}  # weights
+TYPES = {name: type_from_name(name) for name in UNITS}
+
+# void (*)(int n, float s[4], const void * rows, size_t stride, const void * column)
+FourRows = ctypes.CFUNCTYPE(None, c_int, POINTER(c_float), c_void_p, c_size_t, c_void_p)
+
+
+def has_kernels() -> bool:
+    """Whether this build is for a processor that there are kernels for."""
+    built = api.llama_print_system_info().decode()
+    return all(f"{feature} = 1" in built for feature in ("AVX512", "AVX512_VNNI", "F16C"))
+
+
+def expected_products(type: int, rows: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """float32 [n_x, n_rows] by vec_dot: rows uint8 [n_rows, bytes of a row], x float32 [n_x, n_cols]."""
+    out = np.empty((len(x), len(rows)), np.float32)
+    for i, column in enumerate(x):
+        converted = ggml_api.from_float(activation_type(type), column)
+        for r, row in enumerate(rows):
+            ggml_api.vec_dot(type, x.shape[1], out[i, r:].ctypes.data, row.ctypes.data, converted.ctypes.data)
+    return out
+
+
+def products(type: int, rows: np.ndarray, x: np.ndarray) -> np.ndarray:
+    out = np.empty((len(x), len(rows)), np.float32)
+    assert native.row_products(type, rows.ctypes.data, len(rows), x.shape[1], x.ctypes.data, len(x), out.ctypes.data) == 0
+    return out
+
+
+def random_rows(name: str, n_rows: int, n_cols: int, rng: np.random.Generator) -> np.ndarray:
+    """uint8 [n_rows, bytes of a row]: any bits at all, bytes that are all alike in each block, or weights of numbers."""
+    shape = (n_rows, row_bytes(TYPES[name], n_cols))
+    kind = rng.integers(4)
+    if kind == 0:
+        return rng.integers(0, 256, shape, np.uint8)
+    if kind == 1:
+        block = row_bytes(TYPES[name], 256 if "K" in name else 32)
+        return np.repeat(rng.choice(np.array([0x00, 0x01, 0x7B, 0x80, 0xFF], np.uint8), (n_rows, shape[1] // block)), block, axis=1)
+    weights = rng.standard_normal((1, n_rows, n_cols), np.float32) * np.float32(rng.choice([1e-8, 1e-4, 1.0, 1e4]))
+    return quantized(weights, TYPES[name]).reshape(shape)
+
+
+def random_columns(n: int, n_cols: int, rng: np.random.Generator) -> np.ndarray:
+    """float32 [n, n_cols] of any size, with zeros, and some with infinite ones and such that are no numbers."""
+    x = rng.standard_normal((n, n_cols), np.float32) * np.float32(rng.choice([0.0, 1e-38, 1e-6, 1.0, 1e30]))
+    x[rng.random(x.shape) < 0.1] = 0
+    x[rng.random(x.shape) < 0.1] *= 100
+    if rng.random() < 0.2:
+        x[rng.integers(n), rng.integers(n_cols, size=3)] = rng.choice(np.array([np.nan, np.inf, -np.inf], np.float32), 3)
+    return x
+
+
+def compare(name: str, n_products: int) -> None:
+    rng = np.random.default_rng(TYPES[name])
+    done = numbers = 0
+    while done < n_products:
+        n_rows, n_columns = rng.integers(1, 24), rng.integers(1, 4)
+        n_cols = int(UNITS[name] // (1 if "K" in name else 2) * rng.integers(1, 14))  # also an odd number of blocks
+        rows, x = random_rows(name, n_rows, n_cols, rng), random_columns(n_columns, n_cols, rng)
+        expected, found = expected_products(TYPES[name], rows, x), products(TYPES[name], rows, x)
+        same = (expected.view(np.uint32) == found.view(np.uint32)) | (np.isnan(expected) & np.isnan(found))
+        assert same.all(), f"{(~same).sum()} of {same.size} differ, {n_rows} rows of {n_cols}"
+        done += expected.size
+        numbers += int(np.isfinite(expected).sum())
+    assert numbers > done / 3
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_bits_of_vec_dot(name):
+    compare(name, 3000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNITS)
+def test_bits_of_vec_dot_of_many(name):
+    compare(name, 100_000)
+
+
+def test_no_kernel_is_refused():
+    """A kernel that does not pass the comparison before its first use would only be slow."""
+    states = {name: native.row_kernel(number) for name, number in TYPES.items()}
+    assert states == dict.fromkeys(TYPES, int(has_kernels()))
+    assert {native.row_kernel(number) for number in range(-1, 64) if number not in TYPES.values()} == {0}
+
+
+@pytest.mark.parametrize("name", UNITS)
+def test_a_kernel_with_a_wrong_bit_is_refused(name):
+    def kernel(n: int, s, rows: int, stride: int, column: int) -> None:
+        for r in range(4):
+            ggml_api.vec_dot(TYPES[name], n, ctypes.addressof(s.contents) + 4 * r, rows + r * stride, column)
+        if wrong and n > UNITS[name]:
+            bits = ctypes.cast(s, POINTER(ctypes.c_uint32))
+            bits[3] ^= 1
+
+    for wrong in (False, True):
+        assert native.row_kernel_agrees(TYPES[name], UNITS[name], ctypes.cast(FourRows(kernel), c_void_p)) != wrong
+
+
+@pytest.mark.parametrize("n_rows", [1, 3, 4, 33, 130, 1024])
+@pytest.mark.parametrize("name", ["Q4_K", "Q6_K", "MXFP4", "Q8_0"])
+def test_dense_products(name, n_rows, backend):
+    """MUL_MAT with weights in a buffer of a model that has an expert buffer, and in any other."""
+    rng = np.random.default_rng(n_rows)
+    type = type_from_name(name)
+    data = quantized(rng.standard_normal((1, n_rows, 512), np.float32), type)
+    with ExpertBuffer() as buffer, Context() as dense, Context() as plain:
+        weights = [context.tensor(type, 512, n_rows) for context in (dense, plain)]
+        with buffer.loading():
+            dense.allocate(cpu_buffer_type())
+            dense.adopt()
+        plain.allocate(cpu_buffer_type())
+        for tensor in weights:
+            write(tensor, data)
+        assert [ggml_api.is_dense(tensor) for tensor in weights] == [True, False]
+        for n_columns in (1, 2, 9):
+            with Context(6, 2) as graphs:
+                x = graphs.tensor(ggml_api.F32, 512, n_columns)
+                outputs = [graphs.mul_mat(tensor, x) for tensor in weights]
+                computed = [graphs.graph(out) for out in outputs]
+                graphs.allocate(cpu_buffer_type())
+                write(x, rng.standard_normal((n_columns, 512), np.float32))
+                for n_threads in (1, 2, 3, 4):
+                    for out in outputs:
+                        write(out, np.full((n_columns, n_rows), 0x7FBADBAD, np.uint32))
+                    for graph in computed:
+                        assert backend.compute(graph, n_threads) == ggml_api.SUCCESS
+                    found, expected = (ggml_api.read(out, (n_columns, n_rows)) for out in outputs)
+                    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("experts, dense", [("Q4_K", "Q4_K"), ("MXFP4", "Q6_K"), ("Q4_0", "Q4_0"), ("IQ4_NL", "Q5_K"), ("Q3_K", "Q2_K")])
+def test_models_give_stocks_bits(experts, dense, tmp_path):
+    """Stock llama.cpp, whose model has no expert buffer, uses vec_dot alone."""
+    path = tmp_path / "model.gguf"
+    grow_model(DEMO, path, Growth(4, 4, TYPES[experts], TYPES[dense]))
+    for n_threads in (1, 2, 3, 4):
+        options = {"n_ctx": 64, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads}
+        with contextlib.closing(Stock(str(path), **options)) as stock:
+            expected = greedy_logits(stock, list(range(40, 60)), 6)
+        for memory in ({"expert_memory": 1 << 30}, {"expert_memory": 8 << 20}):
+            with moeoff.Llama(str(path), settings=False, **memory, **options) as llm:
+                assert_bit_equal(greedy_logits(llm, list(range(40, 60)), 6), expected)
