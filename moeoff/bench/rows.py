@@ -21,9 +21,9 @@ from ..gguf.model_index import ModelIndex
 from ..memory import format_size
 from ..policies import get_strategy
 from ..simulate.comparison import new_figure, save
-from .job import MOEOFF, Measurement, Sample, rates
+from .job import MOEOFF, Job, Measurement, Sample, rates
 
-STOCK_NAME = "stock llama.cpp"
+STOCK_NAME, PLAIN_NAME = "stock llama.cpp", "stock, plain"  # its default, repacked kernels; those that moeoff has the bits of
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Row:
 
     Attributes:
         memory: the bound of the process; of stock in a cgroup that of the cgroup; 0: none.
-        strategy: or "stock llama.cpp".
+        strategy: or "stock llama.cpp", "stock, plain": with its default kernels, and without repacking.
         avg_ts, stddev_ts: tokens per second over the repetitions.
         mb_per_token: read from disk, in 10^6 bytes; of stock unknown, as other fields about experts: None.
         vram, vram_mode: the bound of each GPU's memory, as it was given, and how it computes with experts; empty: no experts there.
@@ -121,7 +121,7 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         vram=str(options.get("vram") or "") if ours else "",
         vram_mode=str(options.get("vram_mode") or get_strategy(options.get("strategy") or "auto").vram_mode) if ours and options.get("vram") else "",
         memory=done.opened.get("budget_bytes") or memory,
-        strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else STOCK_NAME,
+        strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else _stock_name(job),
         io_threads=done.opened.get("io_threads"),
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,
@@ -143,6 +143,10 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         samples_ns=times,
         samples_ts=speeds,
     )
+
+
+def _stock_name(job: Job) -> str:
+    return STOCK_NAME if job.options.get("use_extra_bufts", True) else PLAIN_NAME
 
 
 def ceiling_share(samples: list[Sample], disk: float) -> float:
@@ -173,7 +177,7 @@ def _mode(done: Measurement, note: str) -> str:
     job, closed, opened = done.job, done.closed, done.opened
     if job.engine != MOEOFF:
         parts = ["memory map" if job.options.get("use_mmap", True) else "read into memory"]
-        parts.append("repacked kernels" if job.options.get("use_extra_bufts", True) else "plain kernels")
+        parts.append("repacked kernels" if _stock_name(job) == STOCK_NAME else "plain kernels")
         return ", ".join([*parts, *([note] if note else [])])
     if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
         return note
@@ -386,7 +390,7 @@ def plot(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
         if len({row.memory for row in mine}) > 1:
             for name in names:
                 line = sorted((row for row in mine if row.strategy == name), key=lambda row: row.memory)
-                style = {"color": "black", "linestyle": "--"} if name == STOCK_NAME else {}
+                style = {"color": "black", "linestyle": {STOCK_NAME: "--", PLAIN_NAME: ":"}[name]} if name in (STOCK_NAME, PLAIN_NAME) else {}
                 panel.errorbar([row.memory / _GIB for row in line], [row.avg_ts for row in line], yerr=[row.stddev_ts for row in line],
                                marker="o", markersize=4, capsize=3, label=name, **style)  # fmt: skip
             panel.set(xlabel="memory, GiB", ylabel="tokens per second")

@@ -203,7 +203,8 @@ class Grid:
         tests: of each configuration.
         axes: options of `moeoff.Llama`, with all values of each; memory as people write it, or None.
         options: the others, one value each.
-        compare_stock: stock llama.cpp, too, at each memory; both in a cgroup with that limit where one can be made.
+        compare_stock: stock llama.cpp, too, at each memory, with its repacked kernels and with plain ones; each in a cgroup with that limit where
+            one can be made.
     """
 
     model: str
@@ -241,10 +242,12 @@ class Grid:
                 theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}
                 theirs.setdefault("n_threads_batch", theirs["n_threads"])  # llama_cpp would take half of the cores
                 slow = bool(memory) and memory < expert_bytes
-                stock.setdefault(
-                    f"{memory} {theirs}",
-                    (replace(job, engine=STOCK, options=theirs, warm_up=self.warm_up and not slow, seconds=STOCK_SECONDS), memory, note),
-                )
+                for extra in (True, False):  # repacked kernels, its default, need the weights twice while it loads: it may be killed for that
+                    options = theirs | {"use_extra_bufts": extra}
+                    stock.setdefault(
+                        f"{memory} {options}",
+                        (replace(job, engine=STOCK, options=options, warm_up=self.warm_up and not slow, seconds=STOCK_SECONDS), memory, note),
+                    )
         return out + list(stock.values())
 
     def run(self, listener: Callable[[Job], Listener | None] | None = None) -> Iterator[list[Row]]:
@@ -254,17 +257,9 @@ class Grid:
             listener: asked, before each job, for someone to tell of it.
         """
         for job, memory, note in self.jobs():
-            if job.engine == MOEOFF:
-                yield rows(self._measure(job, listener), memory, note)
-                continue
-            for extra in (True, False):  # with its repacked kernels it needs the weights twice while it loads, and may be killed for that
-                done = self._measure(replace(job, options={**job.options, "use_extra_bufts": extra}), listener, _STOCK_TIMEOUT)
-                if done.error != KILLED_TEXT:
-                    break
-                note += (", " if note else "") + "repacking was killed for memory"
-            yield rows(done, memory, note)
+            yield rows(self._measure(job, listener, None if job.engine == MOEOFF else _STOCK_TIMEOUT), memory, note)
 
-    def _measure(self, job: Job, listener: Callable[[Job], Listener | None] | None, timeout: float | None = None) -> Measurement:
+    def _measure(self, job: Job, listener: Callable[[Job], Listener | None] | None, timeout: float | None) -> Measurement:
         if self.compare_stock:
             for path in ModelIndex.read(job.model).files:
                 drop_from_page_cache(path)

@@ -122,7 +122,11 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 @own("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=8), metavar="N", help="Context in tokens. Default: what the largest test needs.")
 @takes("bench", without=(*AXES, "n_ctx"))
 @own("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
-@own("--compare-stock", is_flag=True, help="Stock llama.cpp, too, both in a memory cgroup of the bound where one can be made.")
+@own(
+    "--compare-stock",
+    is_flag=True,
+    help="Stock llama.cpp, too, with its default kernels and with plain ones; all in a memory cgroup of the bound where one can be made.",
+)
 @own("--no-warmup", is_flag=True, help="Count the first run of each test, too.")
 @own("-o", "--output", type=_FORMATS, default="md", show_default=True, help="Form of the results on stdout.")
 @own("-oe", "--output-err", type=_FORMATS, help="The same on stderr, in another form.")

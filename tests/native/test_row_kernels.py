@@ -125,7 +125,7 @@ def test_dense_products(name, n_rows, backend):
     rng = np.random.default_rng(n_rows)
     type = type_from_name(name)
     data = quantized(rng.standard_normal((1, n_rows, 512), np.float32), type)
-    with ExpertBuffer() as buffer, Context() as dense, Context() as plain:
+    with contextlib.closing(ExpertBuffer()) as buffer, Context() as dense, Context() as plain:
         weights = [context.tensor(type, 512, n_rows) for context in (dense, plain)]
         with buffer.loading():
             dense.allocate(cpu_buffer_type())
@@ -150,15 +150,22 @@ def test_dense_products(name, n_rows, backend):
                     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize("experts, dense", [("Q4_K", "Q4_K"), ("MXFP4", "Q6_K"), ("Q4_0", "Q4_0"), ("IQ4_NL", "Q5_K"), ("Q3_K", "Q2_K")])
+@pytest.mark.parametrize(
+    "experts, dense",
+    [
+        ("Q4_K", "Q4_K"),
+        ("MXFP4", "Q6_K"),
+        *(pytest.param(*types, marks=pytest.mark.slow) for types in (("Q4_0", "Q4_0"), ("IQ4_NL", "Q5_K"), ("Q3_K", "Q2_K"))),
+    ],
+)
 def test_models_give_stocks_bits(experts, dense, tmp_path):
     """Stock llama.cpp, whose model has no expert buffer, uses vec_dot alone."""
     path = tmp_path / "model.gguf"
     grow_model(DEMO, path, Growth(4, 4, TYPES[experts], TYPES[dense]))
-    for n_threads in (1, 2, 3, 4):
+    for n_threads in (1, 3):
         options = {"n_ctx": 64, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads}
         with contextlib.closing(Stock(str(path), **options)) as stock:
             expected = greedy_logits(stock, list(range(40, 60)), 6)
         for memory in ({"expert_memory": 1 << 30}, {"expert_memory": 8 << 20}):
-            with moeoff.Llama(str(path), settings=False, **memory, **options) as llm:
+            with moeoff.Llama(str(path), **memory, **options) as llm:
                 assert_bit_equal(greedy_logits(llm, list(range(40, 60)), 6), expected)

@@ -17,7 +17,7 @@ from moeoff.bench import compare, prompt_then_tokens
 from moeoff.bench import run as module
 from moeoff.bench.cgroup import memory_cgroup, unavailable
 from moeoff.bench.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
-from moeoff.bench.rows import STOCK_NAME, TABLE, ceiling_share, format_named, rows
+from moeoff.bench.rows import PLAIN_NAME, STOCK_NAME, TABLE, ceiling_share, format_named, rows
 from moeoff.bench.run import Grid, drop_from_page_cache, measure
 from moeoff.cli.bench import numbers
 from moeoff.errors import OptionError
@@ -179,10 +179,11 @@ def test_stock_beside_it(moeoff_command, quick, small):
     done = moeoff_command("bench", *quick, "--compare-stock", "-o", "json")
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME]
+    assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
     where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
     assert all(where in row["mode"] for row in found), found
-    assert found[2]["avg_ts"] > 0 and "memory map" in found[2]["mode"]
+    for row, kernels in ((found[2], "repacked"), (found[4], "plain")):
+        assert row["avg_ts"] > 0 and f"memory map, {kernels} kernels" in row["mode"]
 
 
 def test_nothing_is_found_in_the_page_cache(grown):
@@ -212,14 +213,15 @@ def test_stock_inside_a_cgroup(quick, small):
         done = group.run(command, capture_output=True, text=True, timeout=300)
     rows = json.loads(done.stdout)
     assert all(f"in this container's {small + 6} MiB" in row["mode"] for row in rows), done.stderr
-    assert rows[0]["avg_ts"] > 0 and rows[-1]["strategy"] == STOCK_NAME
+    assert rows[0]["avg_ts"] > 0 and rows[-1]["strategy"] == PLAIN_NAME
 
 
 def test_stock_without_the_right_to_make_a_cgroup(monkeypatch, demo):
     monkeypatch.setattr(module, "unavailable", lambda: "no memory cgroup can be made here: Permission denied")
     grid = Grid(demo, (BenchTest(8, 0),), {"memory": ["120M"]}, {}, 1, False, compare_stock=True)
-    ours, theirs = grid.jobs()
-    assert ours[0].limit_bytes is theirs[0].limit_bytes is None and "Permission denied" in theirs[2]
+    jobs = grid.jobs()
+    assert [job.engine for job, _, _ in jobs] == ["moeoff", STOCK, STOCK]
+    assert all(job.limit_bytes is None and "Permission denied" in note for job, _, note in jobs)
     monkeypatch.setattr(module, "cgroup_limit", lambda: 125 << 20)  # as inside a container of about this size
     assert all("in this container's 125 MiB" in note for _, _, note in grid.jobs())
 

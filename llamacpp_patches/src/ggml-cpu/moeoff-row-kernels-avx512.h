@@ -138,7 +138,7 @@ template <class B> struct k4_rows {
     using unit   = B;
     using column = block_q8_K;
 
-    static constexpr int n_unit = QK_K;
+    static constexpr int n_unit = QK_K, n_rows = 4;
 
     sums_of_4 sums;
     __m512    mins = _mm512_setzero_ps();
@@ -180,7 +180,7 @@ struct q6_K_rows {
     using unit   = block_q6_K;
     using column = block_q8_K;
 
-    static constexpr int n_unit = QK_K;
+    static constexpr int n_unit = QK_K, n_rows = 4;
 
     sums_of_4 sums;
 
@@ -217,7 +217,7 @@ struct q3_K_rows {
     using unit   = block_q3_K;
     using column = block_q8_K;
 
-    static constexpr int n_unit = QK_K;
+    static constexpr int n_unit = QK_K, n_rows = 4;
 
     sums_of_4 sums;
 
@@ -263,7 +263,7 @@ struct q2_K_rows {
     using unit   = block_q2_K;
     using column = block_q8_K;
 
-    static constexpr int n_unit = QK_K;
+    static constexpr int n_unit = QK_K, n_rows = 4;
 
     sums_of_4 sums;
 
@@ -338,7 +338,7 @@ template <class B, class V> struct nibble_rows {
     using unit   = pair_of<B>;
     using column = pair_of<block_q8_0>;
 
-    static constexpr int n_unit = 2 * QK8_0;
+    static constexpr int n_unit = 2 * QK8_0, n_rows = 4;
 
     sums_of_4 even, odd;
 

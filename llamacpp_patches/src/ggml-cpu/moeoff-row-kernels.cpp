@@ -8,12 +8,15 @@
 #include <cmath>
 #include <cstring>
 #include <new>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__) && defined(__F16C__)
-#include "moeoff-row-kernels-avx512.h"
 #define MOEOFF_AVX512
+#include "moeoff-row-kernels-avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define MOEOFF_AVX2
+#include "moeoff-row-kernels-avx2.h"
 #endif
 
 namespace moeoff {
@@ -26,31 +29,35 @@ struct kernel_of_type {
     moeoff_four_rows kernel;
 };
 
-#ifdef MOEOFF_AVX512
-// Four streams at once are more than a processor looks ahead for: weights that lie in memory would be multiplied at less than half of vec_dot's
-// speed. So those of the rows to come are asked for. Rows follow each other, hence these are one stretch, of which each unit's share is as
-// large as the unit's; past the last row lies what is needed next, or nothing that a prefetch would stumble over.
+#if defined(MOEOFF_AVX512) || defined(MOEOFF_AVX2)
+// Several streams at once are more than a processor looks ahead for: weights that lie in memory would be multiplied at less than half of
+// vec_dot's speed. So those of the rows to come are asked for. Rows follow each other, hence these are one stretch, and each unit asks for as
+// much of it as it uses; past the last row lies what is needed next, or nothing that a prefetch would stumble over.
 template <_mm_hint To> static inline void fetch_ahead(uintptr_t at, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) {
         _mm_prefetch((const char *) (at + i), To);
     }
 }
 
-template <class K, int RowsAhead, _mm_hint To> static void four_rows(int n, float s[4], const void * rows, size_t stride, const void * column) {
+// as many rows as K has under way
+template <class K, int RowsAhead, _mm_hint To, size_t... R>
+static inline void some_rows(std::index_sequence<R...>, int n, float * s, const char * rows, size_t stride, const void * column) {
     using unit = typename K::unit;
-    const auto   row   = [&](int i) { return (const unit *) ((const char *) rows + i * stride); };
-    const unit * a     = row(0);
-    const unit * b     = row(1);
-    const unit * c     = row(2);
-    const unit * d     = row(3);
+    const unit * x[]   = { (const unit *) (rows + R * stride)... };
     const auto * y     = (const typename K::column *) column;
     const auto   ahead = (uintptr_t) rows + RowsAhead * stride;
     K sums;
     for (int i = 0; i < n / K::n_unit; i++) {
-        fetch_ahead<To>(ahead + i * 4 * sizeof(unit), 4 * sizeof(unit));
-        sums.add(a[i], b[i], c[i], d[i], y[i]);
+        fetch_ahead<To>(ahead + i * sizeof...(R) * sizeof(unit), sizeof...(R) * sizeof(unit));
+        sums.add(x[R][i]..., y[i]);
     }
     sums.store(s);
+}
+
+template <class K, int RowsAhead, _mm_hint To> static void four_rows(int n, float s[4], const void * rows, size_t stride, const void * column) {
+    for (int r = 0; r < 4; r += K::n_rows) {
+        some_rows<K, RowsAhead, To>(std::make_index_sequence<K::n_rows>(), n, s + r, (const char *) rows + r * stride, stride, column);
+    }
 }
 
 template <class K, int RowsAhead = 8, _mm_hint To = _MM_HINT_T0> static constexpr kernel_of_type entry(ggml_type type) {
@@ -68,6 +75,11 @@ static const std::initializer_list<kernel_of_type> built = {
     entry<q2_K_rows>(GGML_TYPE_Q2_K),
     entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
     entry<nibble_rows<block_iq4_nl, iq4_nl_values>>(GGML_TYPE_IQ4_NL),
+    entry<nibble_rows<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
+#elif defined(MOEOFF_AVX2)
+    entry<k4_rows<block_q4_K>>(GGML_TYPE_Q4_K),
+    entry<k4_rows<block_q5_K>>(GGML_TYPE_Q5_K),
+    entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
     entry<nibble_rows<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
 #endif
 };
