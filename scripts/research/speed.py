@@ -3,6 +3,7 @@
 usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategies lru,auto]   docs/results/strategies.md
        speed.py ladder     -m MODEL --text FILE [--shares 50]                                 what each part of the engine adds, there
        speed.py memory     -m MODEL --text FILE [--limits 1400,1100,800] [--stock]            in memory cgroups: offload.md, real-sizes.md (root)
+       speed.py kernels    -m MODEL --text FILE                                               everything in memory: offload.md
        speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
        speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/guides/threads.md: with busy neighbours
        speed.py time       -m MODEL --text FILE [--limits 1400,1100,800]                      time.md: where a token's time goes (root)
@@ -222,6 +223,13 @@ def memory(bench: Bench, limits: str, strategies: str, stock: bool, in_memory: b
         jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
         out["all in memory"] = bench.compare(jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")})
     return out
+
+
+@workload("Everything in memory, a prompt and then tokens one by one", 512, 128)
+def kernels(bench: Bench) -> dict[str, list[Comparison]]:
+    """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits of the plain ones."""
+    jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
+    return {"": bench.compare(jobs | {"moeoff": bench.job(expert_memory=EVERYTHING)})}
 
 
 @workload("Lower precision and lossless", 512, options=[
