@@ -23,7 +23,20 @@ def test_this_machine(moeoff_command, demo):
     done = moeoff_command("doctor", "-m", demo, "--json")
     found = findings(done)
     assert done.returncode == 0 and done.stderr == "", done.stdout
-    assert set(found) >= {"fork", "interface", "cpu features", "openmp", "cgroup", "memory", "open files", "model", "file system", "direct reads", "disk rate"}
+    assert set(found) >= {
+        "fork",
+        "interface",
+        "cpu features",
+        "row kernels",
+        "openmp",
+        "cgroup",
+        "memory",
+        "open files",
+        "model",
+        "file system",
+        "direct reads",
+        "disk rate",
+    }
     assert "+moeoff." in found["fork"]["text"] and "GOMP_SPINCOUNT=10000, threads bound" in found["openmp"]["text"]
     assert all(finding["way_out"] for finding in found.values() if finding["state"] != "ok")
 
@@ -54,6 +67,21 @@ def test_warnings(moeoff_command, demo):
 def test_tmpfs():
     states = {finding.name: finding for finding in doctor.check_disk("/dev/shm")}
     assert states["file system"].state == doctor.WARNING and "saves nothing" in states["file system"].text
+
+
+def test_row_kernels(monkeypatch):
+    from moeoff import native
+    from moeoff.gguf.quantize import type_from_name
+
+    for states, state, text in (
+        ({}, doctor.OK, "this build has none"),
+        ({"Q4_K": 1, "MXFP4": 1}, doctor.OK, "Q4_K, MXFP4: four rows"),
+        ({"Q4_K": 1, "MXFP4": -1}, doctor.WARNING, "MXFP4: ours do not give"),
+    ):
+        numbers = {type_from_name(name): value for name, value in states.items()}
+        monkeypatch.setattr(native, "row_kernel", lambda number, numbers=numbers: numbers.get(number, 0))
+        found = {finding.name: finding for finding in doctor.check_cpu()}["row kernels"]
+        assert found.state == state and text in found.text
 
 
 def test_cpu_features(monkeypatch):
