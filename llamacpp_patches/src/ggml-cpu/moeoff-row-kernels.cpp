@@ -1,4 +1,4 @@
-#ifdef __GNUC__
+#if defined(__GNUC__) && !defined(__clang__)
 #pragma GCC diagnostic ignored "-Wuninitialized" // gcc's own header of AVX-512, many times
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
