@@ -35,15 +35,14 @@ template <int I, int J> inline __m512 spread(__m512 v) {
     return _mm512_permutexvar_ps(_mm512_setr_epi32(I, I, I, I, I, I, I, I, J, J, J, J, J, J, J, J), v);
 }
 
-// as vec_dot's
-inline float sum_of_8(__m256 v) {
-    __m128 r = _mm_add_ps(_mm256_extractf128_ps(v, 1), _mm256_castps256_ps128(v));
-    r = _mm_add_ps(r, _mm_movehl_ps(r, r));
-    return _mm_cvtss_f32(_mm_add_ss(r, _mm_movehdup_ps(r)));
+// The four floats of each quarter, as vec_dot adds them, in the quarter's first lane: 0 + 2, 1 + 3, and these two.
+inline __m512 sum_of_quarters(__m512 v) {
+    v = _mm512_add_ps(v, _mm512_permute_ps(v, _MM_SHUFFLE(3, 2, 3, 2)));
+    return _mm512_add_ps(v, _mm512_movehdup_ps(v));
 }
-inline float sum_of_4(__m128 v) {
-    v = _mm_add_ps(v, _mm_movehl_ps(v, v));
-    return _mm_cvtss_f32(_mm_add_ss(v, _mm_movehdup_ps(v)));
+inline void store_quarters(float * s, __m512 v) {
+    const __m512i first = _mm512_setr_epi32(0, 4, 8, 12, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0);
+    _mm_storeu_ps(s, _mm512_castps512_ps128(_mm512_permutexvar_ps(first, v)));
 }
 
 // the floats of four rows
@@ -57,12 +56,9 @@ struct sums_of_4 {
         ab = _mm512_fmadd_ps(spread<0, 1>(wide), _mm512_cvtepi32_ps(ab_i), ab);
         cd = _mm512_fmadd_ps(spread<2, 3>(wide), _mm512_cvtepi32_ps(cd_i), cd);
     }
-    void store(float * s) const {
-        s[0] = sum_of_8(_mm512_castps512_ps256(ab));
-        s[1] = sum_of_8(_mm512_extractf32x8_ps(ab, 1));
-        s[2] = sum_of_8(_mm512_castps512_ps256(cd));
-        s[3] = sum_of_8(_mm512_extractf32x8_ps(cd, 1));
-    }
+    // of each row, the upper four lanes and the lower four, and then as sum_of_quarters
+    __m512 totals() const { return sum_of_quarters(_mm512_add_ps(_mm512_shuffle_f32x4(ab, cd, 0xDD), _mm512_shuffle_f32x4(ab, cd, 0x88))); }
+    void   store(float * s) const { store_quarters(s, totals()); }
 };
 
 // --- q4_K, q5_K: d, dmin, eight scales and eight mins of 6 bits, each for 32 weights ---
@@ -157,13 +153,8 @@ template <class B> struct k4_rows {
         }
         mins = _mm512_fmadd_ps(minus_dmin, _mm512_cvtepi32_ps(products), mins);
     }
-    static float min_of(__m128 v) { return std::is_same<B, block_q5_K>::value ? _mm_cvtss_f32(v) : sum_of_4(v); }
     void store(float * s) const {
-        sums.store(s);
-        s[0] += min_of(_mm512_castps512_ps128(mins));
-        s[1] += min_of(_mm512_extractf32x4_ps(mins, 1));
-        s[2] += min_of(_mm512_extractf32x4_ps(mins, 2));
-        s[3] += min_of(_mm512_extractf32x4_ps(mins, 3));
+        store_quarters(s, _mm512_add_ps(sums.totals(), std::is_same<B, block_q5_K>::value ? mins : sum_of_quarters(mins)));
     }
 };
 
