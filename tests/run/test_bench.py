@@ -18,7 +18,7 @@ from moeoff.bench import run as module
 from moeoff.bench.cgroup import memory_cgroup, unavailable
 from moeoff.bench.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
 from moeoff.bench.rows import PLAIN_NAME, STOCK_NAME, TABLE, ceiling_share, format_named, rows
-from moeoff.bench.run import Grid, drop_from_page_cache, measure
+from moeoff.bench.run import KILLED_TEXT, Grid, drop_from_page_cache, measure
 from moeoff.cli.bench import numbers
 from moeoff.errors import OptionError
 
@@ -182,8 +182,8 @@ def test_stock_beside_it(moeoff_command, quick, small):
     assert [row["strategy"] for row in found] == ["auto", "auto", STOCK_NAME, STOCK_NAME, PLAIN_NAME, PLAIN_NAME]
     where = f"in a cgroup of {small} MiB" if unavailable() is None else "no limit around it"
     assert all(where in row["mode"] for row in found), found
-    for row, kernels in ((found[2], "repacked"), (found[4], "plain")):
-        assert row["avg_ts"] > 0 and f"memory map, {kernels} kernels" in row["mode"]
+    assert "memory map, repacked kernels" in found[2]["mode"] and "memory map, plain kernels" in found[4]["mode"]
+    assert found[4]["avg_ts"] > 0 and (found[2]["avg_ts"] or found[2]["error"] == KILLED_TEXT)  # which needs the weights twice
 
 
 def test_nothing_is_found_in_the_page_cache(grown):
