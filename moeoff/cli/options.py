@@ -178,9 +178,9 @@ def open_standard_streams() -> None:
                 setattr(sys, name, open(fd, "w" if fd else "r", encoding="utf-8", errors="replace"))
                 setattr(sys, f"__{name}__", getattr(sys, name))
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
-        out = sys.stdout
+        out = sys.stdout  # which writes at once, and not line by line, with PYTHONUNBUFFERED
         raw = _Output(1, "w", closefd=False)
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, out.errors, line_buffering=out.line_buffering)
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, out.errors, line_buffering=out.line_buffering or out.write_through)
 
 
 def files_beside(model: str | None) -> list[str]:

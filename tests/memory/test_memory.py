@@ -44,7 +44,7 @@ def test_what_there_is():
 
 def test_a_system_that_does_not_say_needs_a_budget(tmp_path, monkeypatch):
     monkeypatch.setattr(psutil, "PROCFS_PATH", str(tmp_path))
-    with pytest.raises(OptionError, match="state a budget"):
+    with pytest.raises(OptionError, match="does not say how much memory is free"):
         parse_size("50%")
 
 

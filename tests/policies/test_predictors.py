@@ -327,7 +327,7 @@ def test_path_of_a_large_model_stays_exact(monkeypatch):
             np.testing.assert_allclose(q.scores, p.scores, rtol=6e-3, atol=1e-4)
             compared += 1
     assert compared > 120
-    counts = PairCounts(sparse)
+    counts = PairCounts(sparse, *sparse["pair_seen"].shape[:2])
     for gate in range(3):
         for a, b in ((0, 1), (3, 3), (5, 2)):
             out, seen = followed(recording, gate, a, b)
@@ -354,7 +354,7 @@ def test_path_of_128_experts_and_48_layers():
     assert 2 * n * e**3 > edgemoe.TRIPLES and sum(a.nbytes for a in sparse.values()) < 64 << 20
     for gate, a, b in ((5, int(ids[0, 4, 0]), int(ids[0, 3, 1])), (47, int(ids[9, 46, 2]), int(ids[9, 45, 7]))):
         out, seen = followed(recording, gate, a, b)
-        joint = PairCounts(sparse).joint(gate, np.array([[a]]), np.array([[b]]), np.zeros((1, 1, e), np.float32))[0, 0, 0]
+        joint = PairCounts(sparse, n, e).joint(gate, np.array([[a]]), np.array([[b]]), np.zeros((1, 1, e), np.float32))[0, 0, 0]
         assert seen > 0 and np.allclose(joint * (seen + PRIOR_TWO), out)
     predictor = get_predictor("activation-path")(recording.router, get_predictor("activation-path").fit(recording) | sparse)
     found = [p for event in recording.events(0, 4) for p in predictor.observe(event)]

@@ -141,9 +141,11 @@ def answer():
     else:
         sys.exit(2)
 
+context = llm.context_handle
+
 def compute():
     token = (api.llama_token * 1)(1)
-    assert api.llama_decode(llm.context_handle, api.llama_batch_get_one(token, 1)) != 0
+    assert api.llama_decode(context, api.llama_batch_get_one(token, 1)) != 0
 
 def forked(what):
     child = os.fork()
