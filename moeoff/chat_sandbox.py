@@ -109,10 +109,12 @@ class _ProcessMemory:
         stay = _Stay(bounded=True)
         try:
             self._enter(stay)
-            self._bind()
-            yield stay
+            try:
+                self._bind()
+                yield stay
+            finally:  # not of who was interrupted while it waited: the limits are another thread's then
+                self.unbind()
         finally:
-            self.unbind()
             stay.ended = True
 
     def _bind(self) -> None:
