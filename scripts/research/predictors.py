@@ -7,7 +7,6 @@ Fits on the calibration texts and reports on the validation texts, each of which
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,8 +18,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import baselines  # noqa: F401  registers them
-from eval_callback import WithCallback
-from moeoff import native
+from eval_callback import WithCallback, node_name, node_values
 from moeoff.calibrate.profile_fit import cap_hidden, fit
 from moeoff.calibrate.record import LENGTH, record, recordable, sequences
 from moeoff.gate_event import GateEvent
@@ -49,26 +47,17 @@ class Watched(WithCallback):
     """Keeps what the attention of each layer reads: the node attn_norm-N."""
 
     def __init__(self, *args, **kwargs):
-        lib = native.lib
-        self._name = lib.ggml_get_name
-        self._name.restype, self._name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-        self._bytes = lib.ggml_nbytes
-        self._bytes.restype, self._bytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
-        self._get = lib.ggml_backend_tensor_get
-        self._get.restype, self._get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         self.attention: dict[int, list[np.ndarray]] | None = None
         super().__init__(*args, **kwargs)
 
     def _watch(self, node: int, ask: bool, _user: object) -> bool:
         if self.attention is None:
             return not ask
-        name = self._name(node).decode()
+        name = node_name(node)
         if not name.startswith("attn_norm-") or not name.removeprefix("attn_norm-").isdigit():
             return not ask
         if not ask:
-            data = np.empty(self._bytes(node) // 4, np.float32)
-            self._get(node, data.ctypes.data, 0, data.nbytes)
-            self.attention.setdefault(int(name.removeprefix("attn_norm-")), []).append(data.reshape(-1, self.n_embd()))
+            self.attention.setdefault(int(name.removeprefix("attn_norm-")), []).append(node_values(node).reshape(-1, self.n_embd()))
         return True
 
 

@@ -10,7 +10,6 @@ traces greedily, with a trace.
 
 from __future__ import annotations
 
-import ctypes
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -25,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
 
 import baselines  # noqa: F401  registers them
-from eval_callback import WithCallback
-from moeoff import Llama, native
+from eval_callback import WithCallback, node_name, node_values
+from moeoff import Llama
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
@@ -127,23 +126,14 @@ class Watched(WithCallback):
     """Keeps the node attn_out-N, which gemma4's routers norm themselves: its events have no gate inputs."""
 
     def __init__(self, path: str, **options: Any):
-        lib = native.lib
-        self._name = lib.ggml_get_name
-        self._name.restype, self._name.argtypes = ctypes.c_char_p, [ctypes.c_void_p]
-        self._bytes = lib.ggml_nbytes
-        self._bytes.restype, self._bytes.argtypes = ctypes.c_size_t, [ctypes.c_void_p]
-        self._get = lib.ggml_backend_tensor_get
-        self._get.restype, self._get.argtypes = None, [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t]
         self.inputs: list[list[np.ndarray]] | None = None  # of each token, gate after gate
         super().__init__(path, **options)
 
     def _watch(self, node: int, ask: bool, _user: object) -> bool:
-        name = self._name(node)
-        if self.inputs is None or not name.startswith(b"attn_out-"):
+        if self.inputs is None or not node_name(node).startswith("attn_out-"):
             return not ask
         if not ask:
-            data = np.empty(self._bytes(node) // 4, np.float32)
-            self._get(node, data.ctypes.data, 0, data.nbytes)
+            data = node_values(node)
             self.inputs[-1].append(data / np.sqrt(np.mean(data**2)))
         return True
 
