@@ -13,8 +13,8 @@ import llama_cpp
 import pytest
 
 import moeoff
+from helpers.interrupts import KINDS, OPTIONS, PROMPTS, Interrupt, Rounds, at_event
 from helpers.waiting import wait_until
-from interrupts import KINDS, OPTIONS, PROMPTS, Interrupt, Rounds, at_event
 from moeoff import Cancelled, MoeoffError
 from moeoff.turns import Turns
 

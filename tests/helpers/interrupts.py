@@ -1,10 +1,8 @@
 """Interrupts: an exception between any two instructions of Python ends an answer, and the next one is that of a fresh process.
 
-usage: interrupts.py [--interrupts N] [--seed N] [--json FILE]
-
 Two ways to come between: `at_event` raises at the n-th place at which Python itself would (where a function begins, and behind every call into C), so that
 a case can be repeated; `at_time` is Ctrl-C as it is, a signal that arrives somewhere in the time of an answer, inside llama.cpp or outside. What each of the
-KINDS of answers computed, and what one asks next, are drawn by a seed. Exit code 1 if an answer differs, or anything but the interrupt is raised.
+KINDS of answers computed, and what one asks next, are drawn by a seed.
 """
 
 from __future__ import annotations
@@ -13,16 +11,11 @@ import random
 import signal
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
-
-import click
-
-from common import DEMO, findings, json_option
 
 OPTIONS = {"expert_memory": "1M", "n_ctx": 128, "n_batch": 16, "n_threads": 2, "warm": False, "profile": False, "experts": False, "seed": 1}
 PROMPTS = ("Tom has 3 apples and buys 4 more. How many apples has Tom?", "Tom has 3 apples and eats one of them.", "A train leaves at nine.")
@@ -207,35 +200,3 @@ class Rounds:
 
 def replaced(case: str, where: str | None, problem: str) -> Result:
     return Result(f"{case}, {where}" if where else case, where is not None, problem)
-
-
-def rounds(model: str = DEMO, **options: Any) -> Rounds:
-    """Of one model, opened with these options; ready to run."""
-    import moeoff
-
-    found = Rounds(lambda: moeoff.Llama(model, **(OPTIONS | options)))
-    found.prepare()
-    return found
-
-
-@click.command(help=__doc__, context_settings={"max_content_width": 120})
-@click.option("--interrupts", default=10000, show_default=True)
-@click.option("--seed", default=1, show_default=True)
-@json_option
-def main(interrupts: int, seed: int, json_file: str | None) -> None:
-    title = f"{interrupts} interrupted answers, and the answer behind each"
-    with findings(json_file, "interrupts", title, ("interrupted", "answers", "interrupts that arrived", "next answers that differ")) as (table, problems):
-        arrived, wrong, all_cases = Counter[str](), Counter[str](), Counter[str]()
-        for result in rounds().run(interrupts, seed):
-            name = "at an event" if " at event " in result.case else "at a time"
-            all_cases[name] += 1
-            arrived[name] += result.arrived
-            if result.problem:
-                wrong[name] += 1
-                problems.append(f"{result.case}: {result.problem}")
-        for name in sorted(all_cases):
-            table.row(name, *(str(counts[name]) for counts in (all_cases, arrived, wrong)))
-
-
-if __name__ == "__main__":
-    main()
