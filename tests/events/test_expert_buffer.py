@@ -1,7 +1,6 @@
 """The binding on the real library: lossless, bounded, and usable again after whatever went wrong."""
 
 import ctypes
-import gc
 import os
 import shutil
 import subprocess
@@ -14,14 +13,14 @@ import pytest
 
 import moeoff
 from helpers.files import DEMO, ROOT
+from helpers.leaks import check_leaves_nothing
 from helpers.logits import Stock, assert_bit_equal, decode_in, greedy_logits, stock_logits
 from helpers.models import split_model
 from helpers.rewrite_experts import requantize_experts
-from helpers.waiting import wait_until, wait_until_still
+from helpers.waiting import wait_until
 from moeoff import BudgetError, ModelError, OptionError, ReadError, native
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
-from moeoff.memory import rss
 from moeoff.policies import Strategy
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
@@ -354,30 +353,13 @@ def test_priorities_decide_who_stays(demo):
 
 
 def test_unload_frees_threads_and_memory(grown):
-    def held():
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-    def resident():
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what the allocator holds back is not a leak
-        return rss()
-
     def cycle():
         llm = moeoff.Llama(grown, expert_memory="60M", n_ctx=64, n_threads=2)
         llm.set_gate_callback(lambda event: None)
         llm.eval(PROMPT)
         llm.close()
 
-    cycle()  # libraries keep what they allocate once
-    gc.collect()
-    wait_until_still(held)  # a thread of another test may end
-    before, memory = held(), resident()
-    for _ in range(5):
-        cycle()
-    # OpenMP's second thread stays where cores were not bound, as when another process of ours has them; a leak is 5 for each cycle. A thread
-    # that has ended is listed for a moment still.
-    wait_until(lambda: held()[0] <= before[0] + 1 and held()[1] <= before[1], 60)
-    assert resident() - memory < 12 << 20
+    check_leaves_nothing(cycle, 5, 12 << 20)
 
 
 def test_not_closed_at_interpreter_exit(demo):

@@ -1,8 +1,6 @@
 """moeoff.Llama as apps use it: what llama_cpp.Llama does it does alike, and what it adds works beside that."""
 
 import ctypes
-import gc
-import os
 import subprocess
 import sys
 import threading
@@ -13,6 +11,7 @@ import pytest
 import moeoff
 from companions import write_expert_adapter
 from helpers.budgets import needed
+from helpers.leaks import check_leaves_nothing
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import BudgetError, Cancelled, OptionError, native
@@ -318,25 +317,7 @@ def test_twenty_cycles_leave_nothing(demo):
             llm.set_gate_callback(lambda event: None)
             llm.create_completion("Hello", max_tokens=4)
 
-    def held():
-        return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
-
-    def resident():
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)  # what the allocator holds back is not a leak
-        return rss()
-
-    for _ in range(3):
-        cycle()
-    gc.collect()
-    wait_until_still(held)  # a thread of another test may end
-    before, memory = held(), resident()
-    for _ in range(20):
-        cycle()
-    # OpenMP's second thread stays where cores were not bound, as when another process of ours has them; a leak is one for each cycle. A thread
-    # that has ended is listed for a moment still.
-    wait_until(lambda: held()[0] <= before[0] + 1 and held()[1] <= before[1], 60)
-    assert resident() - memory < 8 << 20
+    check_leaves_nothing(cycle, 20, 8 << 20, warm_ups=3)
 
 
 @pytest.mark.parametrize("order", ["del a; del b", "del b; del a", "a.close(); del b", "a.x = b; b.x = a", "import sys; sys.exit(0)"])
