@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+from collections.abc import Iterable
 from ctypes import POINTER, c_float, c_int, c_size_t, c_void_p
+from pathlib import Path
 
+import llama_cpp
 import numpy as np
 import pytest
 
@@ -18,6 +21,8 @@ from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from moeoff import native
 from moeoff.binding import api
 from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.gguf.file import ModelFile
+from moeoff.gguf.model_index import is_expert
 from moeoff.gguf.quantize import row_bytes, type_from_name
 
 UNITS = {"Q4_K": 256, "Q5_K": 256, "Q6_K": 256, "Q3_K": 256, "Q2_K": 256, "Q4_0": 64, "IQ4_NL": 64, "MXFP4": 64}  # weights
@@ -152,22 +157,38 @@ def test_dense_products(name, n_rows, backend):
                     np.testing.assert_array_equal(found, expected)
 
 
-@pytest.mark.parametrize(
-    "experts, dense",
-    [
-        ("Q4_K", "Q4_K"),
-        ("MXFP4", "Q6_K"),
-        *(pytest.param(*types, marks=pytest.mark.slow) for types in (("Q4_0", "Q4_0"), ("IQ4_NL", "Q5_K"), ("Q3_K", "Q2_K"))),
-    ],
-)
-def test_models_give_stocks_bits(experts, dense, tmp_path):
-    """Stock llama.cpp, whose model has no expert buffer, uses vec_dot alone."""
-    path = tmp_path / "model.gguf"
-    grow_model(DEMO, path, Growth(4, 4, TYPES[experts], TYPES[dense]))
-    for n_threads in (1, 3):
+def assert_stocks_bits(path: Path, threads: Iterable[int]) -> None:
+    """A model's logits with stock llama.cpp, whose model has no expert buffer and uses vec_dot alone, with its experts in memory and from disk."""
+    for n_threads in threads:
         options = {"n_ctx": 64, "logits_all": True, "verbose": False, "n_threads": n_threads, "n_threads_batch": n_threads}
         with contextlib.closing(Stock(str(path), **options)) as stock:
             expected = greedy_logits(stock, list(range(40, 60)), 6)
         for memory in ({"expert_memory": 1 << 30}, {"expert_memory": 8 << 20}):
             with moeoff.Llama(str(path), **memory, **options) as llm:
                 assert_bit_equal(greedy_logits(llm, list(range(40, 60)), 6), expected)
+
+
+def test_a_model_gives_stocks_bits(tmp_path):
+    path = tmp_path / "model.gguf"
+    grow_model(DEMO, path, Growth(2, 2, TYPES["MXFP4"], TYPES["Q4_K"]))  # as small as rows of 256 weights allow: quantizing takes longest
+    assert_stocks_bits(path, (1, 3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts, dense", [("Q4_K", "Q4_K"), ("MXFP4", "Q6_K"), ("Q4_0", "Q4_0"), ("IQ4_NL", "Q5_K"), ("Q3_K", "Q2_K")])
+def test_larger_models_give_stocks_bits(experts, dense, tmp_path):
+    path = tmp_path / "model.gguf"
+    grow_model(DEMO, path, Growth(4, 4, TYPES[experts], TYPES[dense]))
+    assert_stocks_bits(path, (1, 2, 3, 4))
+
+
+@pytest.mark.slow
+def test_a_model_of_mixed_types_gives_stocks_bits(tmp_path):
+    """Types that differ from layer to layer, as llama-quantize chooses them."""
+    grow_model(DEMO, tmp_path / "grown.gguf", Growth(4, 4, type_from_name("Q8_0"), type_from_name("Q8_0")))
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype, params.allow_requantize = llama_cpp.LLAMA_FTYPE_MOSTLY_Q4_K_M, True
+    assert llama_cpp.llama_model_quantize(bytes(tmp_path / "grown.gguf"), bytes(tmp_path / "model.gguf"), params) == 0
+    with ModelFile(tmp_path / "model.gguf") as file:
+        assert {tensor.type for name, tensor in file.tensors.items() if is_expert(name)} == {TYPES["Q4_K"], TYPES["Q6_K"]}
+    assert_stocks_bits(tmp_path / "model.gguf", (1, 2, 3, 4))
