@@ -50,8 +50,7 @@ class Lender:
         return min(max(LEAST, 1 << (n_tokens - 1).bit_length()), self.largest)
 
     def _needs(self, bound: int) -> tuple[int, int]:
-        if bound not in self._known:
-            self._known[bound] = self._sizes(bound, False)
+        """Of a bound that a batch has had: others may ask while one is computed, and llama.cpp plans in what it computes with."""
         return self._known[bound] or self._known[self.largest] or (0, 0)
 
     @property
@@ -71,6 +70,8 @@ class Lender:
     def widen(self, n_tokens: int) -> bool:
         """Before a batch: raises the bound, if this one is larger; whether it did."""
         bound = self._bound_for(n_tokens)
+        if bound not in self._known:
+            self._known[bound] = self._sizes(bound, False)
         self._recent = [*self._recent[1 - _PATIENCE :], bound]
         self._worked = max(self._worked, bound)
         if bound <= self.bound:

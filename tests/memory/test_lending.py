@@ -65,6 +65,16 @@ def test_a_lender_of_a_work_area_that_was_never_used():
     assert lender.bound == 32 and lender.lent == (64 - 4 + 32 - 2) * MIB and lender.needed == 6 * MIB
 
 
+def test_a_batch_is_planned_before_it_is_computed():
+    """Budgets move from other threads while it is computed: plans made then took its tensors away."""
+    sizes = Sizes()
+    lender = Lender(sizes, 512)
+    for n in (1, 30, 500):
+        lender.widen(n)
+        asked = len(sizes.asked)
+        assert lender.lent >= 0 < lender.needed and len(sizes.asked) == asked
+
+
 def test_what_the_system_does_not_take_back_is_not_lent():
     sizes = Sizes()
     sizes.refuses, lender = True, Lender(sizes, 512)
