@@ -4,9 +4,10 @@ usage: soak.py -m MODEL [--minutes 10] [--memory 160M] [--clients 8] [--think SE
 
 The server runs in a memory cgroup of the budget, where one can be made. Clients ask without end: chats of several turns, answers that are read
 whole, streams, streams that are given up, prompts that are too long, bodies that are no JSON, connections that are cut before the answer. The budget
-moves up and down meanwhile, between the smallest and the one where all experts fit. Memory is said without what experts take, which moves with it.
-Afterwards every different answer is read by the model alone: each of its tokens must be the best one there, or within rounding of the best, since
-kernels round differently with neighbours in a batch and with the tokens that a batch holds. Exit code 1 if anything is not as it should be.
+moves up and down meanwhile, between the smallest and the one where all experts fit, and half of the moves are interrupted at any moment, as by Ctrl-C.
+Memory is said without what experts take, which moves with it. Afterwards every different answer is read by the model alone: each of its tokens must be
+the best one there, or within rounding of the best, since kernels round differently with neighbours in a batch and with the tokens that a batch holds.
+SIGINT ends it before its time. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import json
 import os
 import random
 import resource
+import signal
 import socket
 import statistics
 import subprocess
@@ -43,6 +45,7 @@ from moeoff.memory import format_size, parse_size
 from results import HELP, ResultsFile, commit
 
 N_TOKENS = 48  # of an answer
+PATIENCE = 600  # seconds: an answer may take long on a machine that does other things
 NEAR = 0.2  # logits: what batches of different shapes round apart
 TOGETHER = (1, 2, 4, N_TOKENS)  # tokens of an answer in one batch: first as a server with one client
 FLAT, LEAST = 1.02, 5.0  # times the memory of the beginning, and minutes after which that can be said
@@ -51,23 +54,36 @@ PROMPTS = [f"{name} has {n} {thing} and buys {n + 3} more. How many {thing} has 
            ((3, "apples"), (8, "books"), (14, "coins"), (21, "stamps"))]  # fmt: skip
 FOLLOW_UP = ("And if two are lost?", "Say it in one word.", "How many would be twice as many?")
 SERVER = """
-import json, sys
+import json, random, signal, sys, time
 import moeoff
 from moeoff.memory import rss
-options = json.loads(sys.argv[2])
+options, moving, interrupts, took = json.loads(sys.argv[2]), False, 0, 0.01
+def interrupted(*_):
+    global moving, interrupts
+    if moving:  # once a try
+        moving, interrupts = False, interrupts + 1
+        raise KeyboardInterrupt
+signal.signal(signal.SIGALRM, interrupted)
 with moeoff.Server(sys.argv[1], port=0, **options) as server:
     parts = server.engine
     experts, least = parts.buffer.arena_full, parts.plan.fixed + parts.buffer.arena_floor
     print(server.url, flush=True)
     for line in sys.stdin:
         found = parts.buffer.stats()
-        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.plan.budget, "misses": found.demand_misses}
+        said = {"rss": rss(), "experts": found.arena_committed, "budget": parts.plan.budget, "misses": found.demand_misses, "interrupts": interrupts}
+        signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-6, 2 * took))
         while True:
             try:
-                server.set_memory(min(least + int(float(line) * experts), options["memory"]))
-                break
-            except moeoff.BudgetError as error:  # what the smallest budget is changes with what the process needs beside the model
-                least = error.hint["memory"] + (1 << 20)
+                moving, began = True, time.perf_counter()
+                try:
+                    server.set_memory(min(least + int(float(line) * experts), options["memory"]))
+                    moving, took = False, time.perf_counter() - began
+                    break
+                except moeoff.BudgetError as error:  # what the smallest budget is changes with what the process needs beside the model
+                    moving = False
+                    least = error.hint["memory"] + (1 << 20)
+            except KeyboardInterrupt:  # the budget is the old one or the new one, and is moved again
+                pass
         print(json.dumps(said), flush=True)
 """
 
@@ -118,24 +134,24 @@ class Soak:
             if turn:
                 messages.append({"role": "user", "content": FOLLOW_UP[chance.randrange(len(FOLLOW_UP))]})
             body, started = {"messages": messages, "max_tokens": N_TOKENS, "temperature": 0, "logprobs": True}, time.monotonic()
-            answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=120)
+            answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=PATIENCE)
             if answer.status_code != 200:
                 return self.problem(f"chat: {answer.status_code} {answer.text[:200]}")
             choice = answer.json()["choices"][0]
-            prompt = httpx.post(f"{self.url}/apply-template", json={"messages": messages}, timeout=120).json()["prompt"]
+            prompt = httpx.post(f"{self.url}/apply-template", json={"messages": messages}, timeout=PATIENCE).json()["prompt"]
             self.answered(prompt, [piece["id"] for piece in choice["logprobs"]["content"]], started)
             messages.append({"role": "assistant", "content": choice["message"]["content"]})
 
     def whole(self, chance: random.Random) -> None:
         body, started = self._body(chance), time.monotonic()
-        answer = httpx.post(f"{self.url}/completion", json=body, timeout=120)
+        answer = httpx.post(f"{self.url}/completion", json=body, timeout=PATIENCE)
         if answer.status_code != 200:
             return self.problem(f"whole: {answer.status_code} {answer.text[:200]}")
         self.answered(body["prompt"], answer.json()["tokens"], started)
 
     def stream(self, chance: random.Random, read: int | None = None) -> None:
         body, tokens, started = self._body(chance, stream=True), [], time.monotonic()
-        with httpx.stream("POST", f"{self.url}/completion", json=body, timeout=120) as answer:
+        with httpx.stream("POST", f"{self.url}/completion", json=body, timeout=PATIENCE) as answer:
             for line in answer.iter_lines():
                 if line.startswith("data: "):
                     piece = json.loads(line[6:])
@@ -150,12 +166,12 @@ class Soak:
         self.stream(chance, chance.randint(0, N_TOKENS // 2))
 
     def too_long(self, chance: random.Random) -> None:
-        answer = httpx.post(f"{self.url}/completion", json=self._body(chance, prompt="word " * 20000), timeout=120)
+        answer = httpx.post(f"{self.url}/completion", json=self._body(chance, prompt="word " * 20000), timeout=PATIENCE)
         if answer.status_code != 400:
             self.problem(f"too long: {answer.status_code}")
 
     def no_json(self, chance: random.Random) -> None:
-        answer = httpx.post(f"{self.url}/v1/chat/completions", content=b'{"messages": [' * chance.randint(1, 50), timeout=120)
+        answer = httpx.post(f"{self.url}/v1/chat/completions", content=b'{"messages": [' * chance.randint(1, 50), timeout=PATIENCE)
         if answer.status_code not in (400, 500):
             self.problem(f"no json: {answer.status_code}")
 
@@ -244,12 +260,13 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
             raise click.ClickException("the server did not start")
         began = time.monotonic()
         soak = Soak(url, began + 60 * minutes, think)
+        signal.signal(signal.SIGINT, lambda *_: setattr(soak, "ends", time.monotonic()))
         threads = [threading.Thread(target=soak.client, args=(seed,), daemon=True) for seed in range(clients)]
         for thread in threads:
             thread.start()
         held = move_budget(process, soak, min(move, 60 * minutes / 50), console)
         for thread in threads:
-            thread.join(60)
+            thread.join(PATIENCE)
         seconds = time.monotonic() - began
         hung = sum(thread.is_alive() for thread in threads)
         peak, stopped = rss(process.pid, "VmHWM") if process.poll() is None else 0, time.monotonic()
@@ -270,6 +287,7 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
             "answers",
             "different",
             "budgets",
+            "interrupted",
             "processors busy",
             "p50 s",
             "p99 s",
@@ -277,11 +295,21 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
             "without experts, second quarter and last",
             "wrong",
         ]
-        title = f"{minutes:g} minutes, {clients} clients that think {think:g} s between requests, {memory} at most, at {commit()}"
+        title = f"{seconds / 60:.4g} minutes, {clients} clients that think {think:g} s between requests, {memory} at most, at {commit()}"
         table = results.table("soak", title, columns)
         at = [f"{soak.seconds[int(p * (len(soak.seconds) - 1))]:.2f}" if soak.seconds else "-" for p in (0.5, 0.99)]
         sizes = [format_size(peak), f"{before / 2**20:.1f} and {after / 2**20:.1f} MiB"]
-        table.row(str(soak.kinds.total()), str(soak.answers.total()), str(len(soak.answers)), str(len(held)), f"{load:.0%}", *at, *sizes, str(len(wrong)))
+        table.row(
+            str(soak.kinds.total()),
+            str(soak.answers.total()),
+            str(len(soak.answers)),
+            str(len(held)),
+            str(held[-1]["interrupts"] if held else 0),
+            f"{load:.0%}",
+            *at,
+            *sizes,
+            str(len(wrong)),
+        )
         kinds = results.table("soak-kinds", "what was asked", ["what", "requests"])
         for name, n in soak.kinds.most_common():
             kinds.row(name.replace("_", " "), str(n))
