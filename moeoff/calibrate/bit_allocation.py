@@ -143,6 +143,7 @@ class Planner:
             raise OptionError(f"importance is {' or '.join(IMPORTANCES)}, not {importance!r}")
         self._model, self.model_index = os.fspath(model), ModelIndex.read(model)
         self.model_index.require_experts()
+        self.model_index.require_text()
         self.types = list(types) if types is not None else default_types(self.model_index)
         n_cols = min(span.shape[0] for span in self.model_index.experts.values())
         for name in self.types:

@@ -24,6 +24,7 @@ from ..engine.llama import Llama
 from ..engine.stats import Stats
 from ..errors import OptionError
 from ..files import read_text
+from ..gguf.model_index import ModelIndex
 from ..memory import format_size, trim
 from ..policies.precision import LOSSLESS, Precision
 from ..sidecar.file import ORIGINAL
@@ -275,6 +276,7 @@ def evaluate_model(model: str, text: Sequence[str], *, ctx: int = 512, chunks: i
     """
     if mode == "simulated" and not deterministic:
         raise OptionError("mode simulated is for deterministic runs: others decide by what is in memory, token by token")
+    ModelIndex.read(model).require_text()
     lower = {"tier": tier, "max_loss": max_loss, "deterministic": deterministic} | ({} if precision is LOSSLESS else {"precision": precision})
 
     def tokens(stage: str, windows: Sequence[Window]) -> Callable[[int], None] | None:

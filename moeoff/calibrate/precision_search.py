@@ -95,6 +95,7 @@ def search_precision(
     model = os.fspath(model)
     model_index = ModelIndex.read(model)
     model_index.require_experts()
+    model_index.require_text()
     sidecar = ExpertSource.make(model_index, experts, ORIGINAL).sidecar
     lower = [name for name in sidecar.tiers if name != ORIGINAL] if sidecar else []
     if not lower and (tier or not rerouting):

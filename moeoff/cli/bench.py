@@ -184,7 +184,9 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
     if n_ctx is not None and n_ctx < largest:
         raise OptionError(f"a context of {n_ctx} tokens is too small for a test of {largest}: give a larger -c, or none")
     for path in models:
-        ModelIndex.read(path).require_experts()
+        model_index = ModelIndex.read(path)
+        model_index.require_experts()
+        model_index.require_text()
     axes = {name: options.pop(name) or [TABLE[name].usual] for name in AXES}
     return [Grid(path, tests, axes, options | {"n_ctx": n_ctx}, repetitions, not no_warmup, text, compare_stock) for path in models]
 

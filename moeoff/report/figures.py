@@ -73,6 +73,7 @@ def record(
         MoeoffError: the model, the budget or an option is no good.
     """
     model_index = ModelIndex.read(model)
+    model_index.require_text()
     words = read_text(text)
     options = {"n_ctx": -(-(n_prompt + n_decode) // _CTX_STEP) * _CTX_STEP} | options
     with tempfile.TemporaryDirectory(prefix="moeoff-report-") as folder:

@@ -81,12 +81,25 @@ def test_every_command_refuses_it(wrong, moeoff_command):
         preflight(ModelIndex.read(wrong))
 
 
-@pytest.mark.parametrize("architecture", ["llada-moe", "rnd1"])
-def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path, moeoff_command, architecture):
-    path = with_metadata(demo, tmp_path / "model.gguf", {"general.architecture": architecture})
-    for command in (["inspect", path], ["run", "-m", path, "-p", "x"]):
-        done = moeoff_command(*command)
-        assert done.returncode == 1 and f"a diffusion model ({architecture})" in done.stderr and len(done.stderr.strip().splitlines()) == 1
+def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path, moeoff_command):
+    path, other = (with_metadata(demo, tmp_path / f"{name}.gguf", {"general.architecture": name}) for name in ("llada-moe", "rnd1"))
+    text = tmp_path / "text"
+    text.write_text("Once upon a time. " * 100)
+    before, calibrate = sorted(tmp_path.iterdir()), ["calibrate", path, "--text", text]
+    for command in (
+        ["run", "-m", other, "-p", "x"],
+        ["inspect", path],
+        ["bench", "-m", path],
+        calibrate,
+        [*calibrate, "--max-loss", "1%"],
+        [*calibrate, "--bits-plan"],
+        ["eval", "-m", path, "--text", text],
+        ["report", "-m", path, "-o", tmp_path / "page.html"],
+    ):
+        done = moeoff_command(*map(str, command))
+        assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
+        assert f"a diffusion model ({'rnd1' if other in command else 'llada-moe'})" in done.stderr
+    assert sorted(tmp_path.iterdir()) == before
 
 
 def test_tokens_that_there_are_not(demo):
