@@ -41,6 +41,7 @@ _MAX_LENGTH = 1 << 30  # of an array, and bytes of a string
 _MAX_KEY = 65535  # bytes, of a key or name: the format's own limit, which ggml does not check; what is longer is not even read
 _LONGEST_HEADER = 64 << 20  # bytes; a vocabulary of 262,144 tokens and its merges are 17 MiB, the names of 300,000 slices 25
 MAX_TENSORS = 1 << 16  # of a model: llama.cpp reads no more than 512 layers
+_MAX_VALUES = 1 << 12  # llama.cpp compares each key with all others, and llama_cpp walks to each: 100,000 take minutes. Models have less than a hundred
 _INT64_MAX = (1 << 63) - 1
 _HEADER_PIECE = 1 << 18  # bytes of a header that are read at once
 
@@ -253,6 +254,8 @@ class ModelFile:
             raise _Damaged(f"{n_tensors} tensors, {n_values} values")
         if n_tensors > self._max_tensors:
             raise _Damaged(f"{n_tensors} tensors, expected at most {self._max_tensors}")
+        if n_values > _MAX_VALUES:
+            raise _Damaged(f"{n_values} values, expected at most {_MAX_VALUES}")
         self.metadata: dict[str, bytes] = {}
         self.n_strings = 0
         keys: set[str] = set()

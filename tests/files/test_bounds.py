@@ -73,6 +73,13 @@ def no_file(request, tmp_path):
 # --- what is read at all ---
 
 
+def test_more_values_than_any_model_has(tmp_path):
+    """llama.cpp would take minutes to look at 100,000."""
+    path = with_values(tmp_path / "model.gguf", **{f"moeoff.{i}": i for i in range(5000)})
+    with pytest.raises(ModelError, match=r"damaged: 50\d\d values, expected at most 4096"):
+        ModelFile(path)
+
+
 def test_what_is_no_file_is_not_waited_for(no_file, tmp_path, demo):
     path, words = no_file
     index = ModelIndex.read(demo)
