@@ -29,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.archs)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport():
+    """Of what a failed test has printed the end: a verbose model's thousands of lines hide every other failure."""
+    report = yield
+    report.sections = [(title, "\n".join(text.splitlines()[-40:])) for title, text in report.sections]
+    return report
+
+
 def made_once(tmp_path_factory, name: str, make: Callable[[Path], None]) -> Path:
     """A folder that one of the processes which run tests side by side fills for all of them, who must not change it."""
     root = tmp_path_factory.getbasetemp()
