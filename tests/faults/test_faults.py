@@ -54,26 +54,42 @@ print(found.problems)
 
 
 @needs_cc
-def test_trouble_with_the_disk():
+@pytest.mark.parametrize(
+    "only",
+    [("direct reads are refused", "replaced while it runs", "cut between two reads", "full while it is converted"), pytest.param((), marks=pytest.mark.slow)],
+)
+def test_trouble_with_the_disk(only):
     """Slow, full, read-only, refused direct reads, a model that is cut."""
-    run("disk")
+    run("disk", *(word for case in only for word in ("--only", case)))
 
 
-@pytest.mark.parametrize("kills", [8, pytest.param(160, marks=pytest.mark.slow)])
-def test_kills(kills):
-    run("kill", "--kills", str(kills))
+def test_kills():
+    run("kill", "--kills", "2", "--only", "convert --resume", "--only", "run --trace")
 
 
-def test_damage(tmp_path: Path):
+@pytest.mark.slow
+def test_many_kills():
+    run("kill", "--kills", "160")
+
+
+@pytest.mark.slow
+def test_damaged_numbers(tmp_path: Path):
     run("damaged", "--no-named", "--headers", "0", "--seed", "2", "--json", str(tmp_path / "damaged.json"))
     (table,) = json.loads((tmp_path / "damaged.json").read_text())["tables"]
     n_files, n_refused, n_accepted, _ = next(map(int, row[1:]) for row in table["rows"] if row[0] == "numbers, run")
     assert n_files > 80 and n_refused > 20 and n_accepted > 20
 
 
+def test_damaged_headers(tmp_path: Path):
+    run("damaged", "--no-named", "--no-values", "--headers", "60", "--runs", "3", "--seed", "2", "--json", str(tmp_path / "damaged.json"))
+    (table,) = json.loads((tmp_path / "damaged.json").read_text())["tables"]
+    n_files, n_refused, n_accepted, _ = (sum(int(row[i]) for row in table["rows"] if row[0].startswith("GGUF")) for i in range(1, 5))
+    assert n_files == 60 and n_refused > 20 and n_accepted > 3
+
+
 def test_files_beside_a_model():
     kinds = ("adapter", "grammar", "JSON schema", "importance matrix", "plan", "prompt cache", "sidecar", "text", "warm state")
-    run("beside", "--count", "10", "--seed", "2", *(word for kind in kinds for word in ("--only", kind)))
+    run("beside", "--count", "4", "--seed", "2", *(word for kind in kinds for word in ("--only", kind)))
 
 
 def test_a_model_object():

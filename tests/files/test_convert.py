@@ -258,7 +258,7 @@ def test_an_interrupt_leaves_nothing(large, tmp_path, sign):
     assert leftovers(tmp_path) == []
 
 
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("sign", [signal.SIGINT, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)])
 def test_resume(large, tmp_path, sign):
     expected = Path(convert(large, tiers="original,IQ4_XS", output=tmp_path / "m-whole.gguf").path).read_bytes()
     with start(large, "--resume") as process:

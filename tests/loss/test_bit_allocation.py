@@ -69,6 +69,7 @@ def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
     assert quality == plan.quality
 
 
+@pytest.mark.slow
 def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
     """EdgeMoE §3.2: an expert whose lower version saves more is lowered earlier than one that is as important; what saves nothing never is."""
     trial = planner.trial
@@ -90,6 +91,7 @@ def test_order_matters(planner, plan):
     assert worst.kl.value > 1.5 * plan.quality.kl.value
 
 
+@pytest.mark.slow
 def test_one_type_is_enough_or_none_is(planner):
     everything = planner.plan(9.0)
     assert (everything.upper, everything.lower, everything.low) == ("Q2_0", "Q2_0", ())

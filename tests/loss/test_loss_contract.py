@@ -264,6 +264,7 @@ def test_refusals(measured, demo, text, tmp_path):
     assert np.array_equal(Profile.find(ModelIndex.read(model)).section(SECTION)["t1"], done.contract.to_section()["t1"])  # still there
 
 
+@pytest.mark.slow
 def test_command(rules_only, text, moeoff_command):
     model, chosen = rules_only
     ask = ["run", "-m", str(model), "-p", "Natalia sold", "--raw", "-n", "8", "--temp", "0", "-t", "1", "--warm", "off", "--json", "--expert-memory", "5M"]
@@ -316,6 +317,7 @@ def priced(demo, text, tmp_path_factory):
     return str(model), search_precision(model, [text], 0.05, tokens=TOKENS, **OPTIONS).contract
 
 
+@pytest.mark.slow
 def test_priced_rerouting(priced):
     """Less is read the more is given up, at every share it was tried with; nothing is lost that was not asked for."""
     model, found = priced
@@ -390,6 +392,7 @@ print(*found)
 """
 
 
+@pytest.mark.slow
 def test_a_moved_budget_keeps_the_bound(priced):
     """What was measured with half resident is not promised with next to nothing, nor needed where all fit; it comes back with its budget.
     In a process of its own, whose size nothing else changes."""
@@ -414,6 +417,7 @@ def test_drift_is_bounded(demo, text):
     assert 0 <= found["wild"][1].repeated < 1 and (found["wild"][1].tokens[:, :32] == found["lossless"][1].tokens[:, :32]).all()
 
 
+@pytest.mark.slow
 def test_a_repeatable_text_depends_on_the_contract_alone(priced, moeoff_command):
     """Through the command, at budgets that hold some of the experts and all of them."""
     found = {}

@@ -165,7 +165,7 @@ def needs(model: str) -> int:
 
 
 def test_experts_have_what_short_prompts_leave(grown):
-    turns = (20, 400, 30, 700, 12)
+    turns = (20, 400, 30, 520, 12)
     without = Watched(grown, turns, expert_memory=ROOM)
     lent = Watched(grown, turns, memory=needs(grown) + ROOM)
     batches = [n for turn in turns for n in (*([512] * (turn // 512)), turn % 512, *([1] * 12))]
@@ -186,13 +186,13 @@ def resident(llm: moeoff.Llama) -> int:
     return rss() - llm.engine.buffer.stats().arena_committed
 
 
-@pytest.mark.parametrize("flash_attn", [True, False])
+@pytest.mark.parametrize("flash_attn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
     """Of a long context's KV cache, until it gets there; without flash attention of its keys alone."""
-    options = {"n_ctx": 4096, "n_ubatch": 128, "n_batch": 128, "flash_attn": flash_attn}
+    options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "flash_attn": flash_attn}
     with moeoff.Llama(grown, memory="4G", **options) as llm:
         fixed = llm.engine.plan.fixed
-    text = tokens(900)
+    text = tokens(500)
 
     def logits(llm: moeoff.Llama) -> np.ndarray:
         found = []
@@ -211,8 +211,8 @@ def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
         assert plan.state > 8 * MIB and min(0.9 * lendable, plan.arena_full - plan.arena) <= arena() - plan.arena, "nothing of it is resident yet"
         llm.eval(text[:20])
         beginning, before = arena(), resident(llm)
-        for first in range(20, 3000, 128):
-            llm.eval([text[i % 900] for i in range(first, first + 128)])
+        for first in range(20, 1500, 128):
+            llm.eval([text[i % 500] for i in range(first, first + 128)])
         assert arena() < beginning
         state = llm.save_state()
         end = resident(llm)
@@ -220,7 +220,7 @@ def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
         llm.clear_context()
         assert resident(llm) < end - 0.5 * lendable, "emptied, it is the system's"
         llm.load_state(state)
-        assert llm.n_tokens == 20 + 128 * 24 and arena() <= plan.arena, "its place had been taken back"
+        assert llm.n_tokens == 20 + 128 * 12 and arena() <= plan.arena, "its place had been taken back"
         llm.clear_context()
         assert np.array_equal(logits(llm), expected)
 

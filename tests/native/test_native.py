@@ -22,7 +22,7 @@ CORE = ROOT / "llamacpp_patches" / "src" / "core"
 FILES = sorted((ROOT / "tests" / "native").glob("test_*.cpp"))
 OWN_NEW = [ROOT / "tests" / "native" / "test_faults.cpp"]  # stands before libc and operator new itself: a program of its own
 NAMES = {name: file for file in FILES for name in re.findall(r"^TEST\((\w+)\)", file.read_text(), re.M)}
-FLAGS = "-std=c++17 -O1 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
+FLAGS = "-std=c++17 -O0 -g -Wall -Wextra -Werror -fsanitize=address,undefined -fno-sanitize-recover=all -pthread".split()
 ANALYSIS = "-std=c++17 -fsyntax-only -Wall -Wextra -Wthread-safety -Wthread-safety-beta -Werror".split()
 
 with_gcc = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ on this machine")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from moeoff.calibrate.writer import SHAPES, ParallelLlama, Writer
 from moeoff.cli.calibrate import calibrate as command
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor, policy_names
+from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor, hobbit, policy_names
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.router import Router
 from moeoff.policies.strategy import fits
@@ -84,7 +85,8 @@ class TestFitsOfUsers:
     def test_is_fitted(self):
         moeoff.register(self.Mine)
         recording, stages = random_recording(), []
-        sections = fit(recording, FitOptions(7, 16), lambda stage, done, total: stages.append((stage, done, total)))
+        with mock.patch.object(hobbit, "MAX_EVENTS", 600):
+            sections = fit(recording, FitOptions(7, 16), lambda stage, done, total: stages.append((stage, done, total)))
         assert set(sections) == set(fits()) - {"pairs"} and set(sections) >= {"popularity", "gate", "learned", "mine", "score", "hobbit"}
         assert sections["mine"]["seed"] == [7] and ("fitting mine", 1, 1) in stages
         mine = get_predictor("mine")(recording.router, sections["mine"])

@@ -575,6 +575,7 @@ def test_learned_on_fewer_tokens_than_components():
     assert (arrays["recall_1"][1:] > 2 / 8).all()  # what chance gives
 
 
+@pytest.mark.slow
 def test_blend_is_better_than_its_parts(demo, recording):
     """Fitted on three quarters of the text, tested on the rest: at least as good as each source, and layer 0 is predicted."""
     number = np.cumsum(recording.starts)

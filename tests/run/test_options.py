@@ -229,7 +229,7 @@ def shifted_by_hand(llm: moeoff.Llama, prompt: list[int], n: int, n_keep: int) -
     return out
 
 
-@pytest.mark.parametrize("n_keep, type_k", [(0, "f16"), (7, "f32"), (-1, "f16")])
+@pytest.mark.parametrize("n_keep, type_k", [(7, "f32"), pytest.param(0, "f16", marks=pytest.mark.slow), pytest.param(-1, "f16", marks=pytest.mark.slow)])
 def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
     prompt = [1, *range(300, 330)]
     options = {**SMALL, "flash_attn": True, "type_k": type_k}

@@ -102,6 +102,7 @@ def test_the_models_own_layers(nextn, tmp_path):
     assert any(event.decode and len(event.ids) > 1 for event in recorded.events)  # a draft that is checked is decoded, not read
 
 
+@pytest.mark.slow
 def test_a_profile_of_the_model_without_these_layers(nextn, tmp_path):
     """As calibration measures it: what it says of gates has none for theirs, and is left out."""
     model = shutil.copy(nextn, tmp_path / "nextn.gguf")
@@ -123,6 +124,7 @@ def test_they_say_what_stock_says(nextn, demo):
             assert texts(it.url)[0] == expected
 
 
+@pytest.mark.slow
 def test_several_at_a_time(nextn):
     """Each with drafts of its own; in a batch with others kernels round differently, so the texts are not compared."""
     with Served(nextn, spec_type="draft-mtp", **DRAFTS | {"parallel": 4, "n_ctx": 1024}) as it:

@@ -136,7 +136,7 @@ def test_metrics_of_the_servers_are_rays(served, client):
     wait_until(lambda: len(set(re.findall(r'^ray_moeoff_expert_misses_total\{.*?replica="(\w+)"', texts(), re.MULTILINE))) == 2)
 
 
-@pytest.mark.parametrize("victim", ["pid", "server_pid"])
+@pytest.mark.parametrize("victim", ["pid", pytest.param("server_pid", marks=pytest.mark.slow)])
 def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
     """Streams that had begun there end with an error that clients understand; every other chat is answered, and another replica comes."""
     dead, other = served.replicas(2)

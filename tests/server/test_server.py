@@ -282,14 +282,14 @@ def test_metrics(server):
 @pytest.mark.parametrize("sig, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
 def test_shutdown_ends_every_answer(demo, sig, expected):
     """Four that are computed and four that wait: each gets an end or an error, and none is written to its end first."""
-    server = Server("-m", demo, "--expert-memory", "400K", *LONG)
+    server = Server("-m", demo, "--expert-memory", "400K", "-c", "65536", "--", "--override-kv", "qwen2moe.context_length=int:65536")
     ended: list[str] = []
 
     def stream() -> None:
         try:
             reasons = [
                 c.choices[0].finish_reason
-                for c in server.client().chat.completions.create(**ask("Count.", stream=True, max_tokens=1800, extra_body={"ignore_eos": True}))
+                for c in server.client().chat.completions.create(**ask("Count.", stream=True, max_tokens=16000, extra_body={"ignore_eos": True}))
                 if c.choices
             ]
             ended.append(reasons[-1])
