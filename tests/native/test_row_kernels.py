@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterable
 from ctypes import POINTER, c_float, c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -15,7 +19,7 @@ import pytest
 import moeoff
 from grow_model import Growth, grow_model
 from helpers import ggml_api
-from helpers.files import DEMO
+from helpers.files import DEMO, ROOT
 from helpers.ggml_api import Context, activation_type, cpu_buffer_type, quantized, write
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from moeoff import native
@@ -38,7 +42,11 @@ def types_with_kernels() -> set[str]:
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if item.strip().endswith("= 1")}
     if built >= {"AVX512", "AVX512_VNNI", "F16C"}:
         return set(TYPES)
-    return {"Q4_K", "Q5_K", "Q4_0", "MXFP4"} if built >= {"AVX2", "FMA", "F16C"} else set()
+    if built >= {"AVX2", "FMA", "F16C"}:
+        return {"Q4_K", "Q5_K", "Q4_0", "MXFP4"}
+    if "DOTPROD" in built:
+        return {"Q4_K", "Q6_K", "IQ4_NL", "MXFP4"} | (set() if "SVE" in built else {"Q4_0"})
+    return set()
 
 
 def expected_products(type: int, rows: np.ndarray, x: np.ndarray) -> np.ndarray:
@@ -104,6 +112,20 @@ def test_bits_of_vec_dot(name):
 @pytest.mark.parametrize("name", UNITS)
 def test_bits_of_vec_dot_of_many(name):
     compare(name, 100_000)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_bits_of_vec_dot_on_arm():
+    """Emulated; ggml-cpu is compiled for it."""
+    if not (shutil.which("aarch64-linux-gnu-g++") and shutil.which("qemu-aarch64-static") and shutil.which("cmake") and shutil.which("ninja")):
+        pytest.skip("needs g++-aarch64-linux-gnu, qemu-user-static, cmake and ninja")
+    environment = os.environ | {"CC": "aarch64-linux-gnu-gcc", "CXX": "aarch64-linux-gnu-g++", "RUN": "qemu-aarch64-static -cpu max", "PYTHON": sys.executable}
+    target = ["-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64", "-DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16"]
+    script = str(ROOT / "scripts" / "build" / "fuzz_row_kernels.sh")
+    done = subprocess.run(["bash", script, "20000", *target], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {line.split()[0].upper() for line in done.stdout.splitlines()} == {"Q4_K", "Q6_K", "Q4_0", "IQ4_NL", "MXFP4"}
 
 
 def test_no_kernel_is_refused():

@@ -8,6 +8,7 @@
 #define GGML_COMMON_DECL_CPP
 #include "ggml-common.h"
 #include "ggml-impl.h"
+#include "simd-mappings.h"
 
 #include <algorithm>
 #include <array>
@@ -24,6 +25,9 @@
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
 #define MOEOFF_AVX2
 #include "moeoff-row-kernels-avx2.h"
+#elif defined(__aarch64__) && defined(__ARM_FEATURE_DOTPROD)
+#define MOEOFF_NEON
+#include "moeoff-row-kernels-neon.h"
 #endif
 
 namespace moeoff {
@@ -36,20 +40,20 @@ struct kernel_of_type {
     moeoff_four_rows kernel;
 };
 
-#if defined(MOEOFF_AVX512) || defined(MOEOFF_AVX2)
+#if defined(MOEOFF_AVX512) || defined(MOEOFF_AVX2) || defined(MOEOFF_NEON)
 // Several streams at once are more than a processor looks ahead for: weights that lie in memory would be multiplied at less than half of
 // vec_dot's speed. So those of the rows to come are asked for. Rows follow each other, hence these are one stretch, and each unit asks for as
 // much of it as it uses; past the last row lies what is needed next, or nothing that a prefetch would stumble over.
-using hint = decltype(_MM_HINT_T0); // an enumerator or a number, as the compiler has it
+constexpr int nearest = 3, next_nearest = 2; // caches, as __builtin_prefetch names them
 
-template <hint To> static inline void fetch_ahead(uintptr_t at, size_t bytes) {
+template <int To> static inline void fetch_ahead(uintptr_t at, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) {
-        _mm_prefetch((const char *) (at + i), To);
+        __builtin_prefetch((const void *) (at + i), 0, To);
     }
 }
 
 // as many rows as K has under way
-template <class K, int RowsAhead, hint To, size_t... R>
+template <class K, int RowsAhead, int To, size_t... R>
 static inline void some_rows(std::index_sequence<R...>, int n, float * s, const char * rows, size_t stride, const void * column) {
     using unit = typename K::unit;
     const unit * x[]   = { (const unit *) (rows + R * stride)... };
@@ -63,23 +67,24 @@ static inline void some_rows(std::index_sequence<R...>, int n, float * s, const 
     sums.store(s);
 }
 
-template <class K, int RowsAhead, hint To> static void four_rows(int n, float s[4], const void * rows, size_t stride, const void * column) {
+template <class K, int RowsAhead, int To> static void four_rows(int n, float s[4], const void * rows, size_t stride, const void * column) {
     for (int r = 0; r < 4; r += K::n_rows) {
         some_rows<K, RowsAhead, To>(std::make_index_sequence<K::n_rows>(), n, s + r, (const char *) rows + r * stride, stride, column);
     }
 }
 
-template <class K, int RowsAhead = 8, hint To = _MM_HINT_T0> static constexpr kernel_of_type entry(ggml_type type) {
+template <class K, int RowsAhead = 8, int To = nearest> static constexpr kernel_of_type entry(ggml_type type) {
     return { type, K::n_unit, four_rows<K, RowsAhead, To> };
 }
 #endif
 
+// Of several for a type the first that has vec_dot's bits is used.
 // Not q8_0: vec_dot is as fast as memory. q6_K nearly is: asking for so many bytes into the nearest cache takes twice as long.
 static const std::initializer_list<kernel_of_type> built = {
 #ifdef MOEOFF_AVX512
     entry<k4_rows<block_q4_K>>(GGML_TYPE_Q4_K),
     entry<k4_rows<block_q5_K>>(GGML_TYPE_Q5_K),
-    entry<q6_K_rows, 16, _MM_HINT_T1>(GGML_TYPE_Q6_K),
+    entry<q6_K_rows, 16, next_nearest>(GGML_TYPE_Q6_K),
     entry<q3_K_rows>(GGML_TYPE_Q3_K),
     entry<q2_K_rows>(GGML_TYPE_Q2_K),
     entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
@@ -90,6 +95,16 @@ static const std::initializer_list<kernel_of_type> built = {
     entry<k4_rows<block_q5_K>>(GGML_TYPE_Q5_K),
     entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
     entry<nibble_rows<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
+#elif defined(MOEOFF_NEON)
+    entry<q4_K_rows>(GGML_TYPE_Q4_K),
+    entry<q6_K_rows>(GGML_TYPE_Q6_K),
+    entry<nibble_rows<block_iq4_nl, iq4_nl_values, false>>(GGML_TYPE_IQ4_NL),
+    entry<nibble_rows<block_iq4_nl, iq4_nl_values, true>>(GGML_TYPE_IQ4_NL),
+    entry<nibble_rows<block_mxfp4, mxfp4_values, false>>(GGML_TYPE_MXFP4),
+    entry<nibble_rows<block_mxfp4, mxfp4_values, true>>(GGML_TYPE_MXFP4),
+#ifndef __ARM_FEATURE_SVE
+    entry<q4_0_rows>(GGML_TYPE_Q4_0),
+#endif
 #endif
 };
 
@@ -186,9 +201,13 @@ static const checked_kernel & checked(ggml_type type) {
     static const std::array<checked_kernel, GGML_TYPE_COUNT> all = [] {
         std::array<checked_kernel, GGML_TYPE_COUNT> found;
         for (const kernel_of_type & k : built) {
-            found[k.type] = { &k, comparison(k.type, k.n_unit, k.kernel).passes() };
             if (!found[k.type].is_used) {
-                GGML_LOG_ERROR("moeoff: this build's kernel for four rows of %s does not give the bits of ggml's own, which is used instead\n", ggml_type_name(k.type));
+                found[k.type] = { &k, comparison(k.type, k.n_unit, k.kernel).passes() };
+            }
+        }
+        for (const checked_kernel & k : found) {
+            if (k.entry && !k.is_used) {
+                GGML_LOG_ERROR("moeoff: this build's kernel for four rows of %s does not give the bits of ggml's own, which is used instead\n", ggml_type_name(k.entry->type));
             }
         }
         return found;
@@ -207,6 +226,9 @@ row_products::row_products(ggml_type type) : vec_dot(ggml_get_type_traits_cpu(ty
     }
 }
 
+#ifdef MOEOFF_NEON
+static bool has_least_byte(const void *, int64_t) { return false; } // it is multiplied as any other
+#else
 // Numbers are converted to -127 ... 127. What is infinite or no number becomes -128, which vec_dot multiplies as if it were 128 where the weight is
 // negative: not worth a kernel that does, too.
 static bool has_least_byte(const void * column, int64_t n) {
@@ -219,6 +241,7 @@ static bool has_least_byte(const void * column, int64_t n) {
     }
     return *std::min_element(least, least + QK8_0) == -128;
 }
+#endif
 
 void row_products::operator()(int64_t n, float * s, const void * rows, size_t stride, const void * column, int64_t n_rows) const {
     const auto row = [&](int64_t r) { return (const char *) rows + r * stride; };
