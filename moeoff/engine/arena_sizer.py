@@ -218,6 +218,9 @@ class ArenaSizer:
         if free > 0 and self._lender is not None and self._lender.lent:
             free -= self._lender.needed  # as if none of it had been touched
             moves = free > _WORTH and stats.arena_bytes < self.plan.arena_full
+            if moves:  # nor slots that nothing has been read into, as of a warm start that a prompt has ended
+                free -= stats.arena_committed - self._buffer.resident_bytes()
+                moves = free > _WORTH
         if moves:
             self._grown -= free
             self.resize()

@@ -346,6 +346,15 @@ class ExpertBuffer:
         self._check(native.residency(self.handle, native.LOW if low else native.HIGH, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint8))))
         return out
 
+    def resident_bytes(self) -> int:
+        """Bytes of slots in whose slices there is something; other slots of the arenas may never have been written to."""
+        held = 0
+        for low in (False, True):
+            rows = zip(self.tensors, self.slots(low=low))  # no slots: no low versions
+            residency = self.residency(low=low)
+            held += sum(int(nbytes[residency[t.gate, : len(nbytes)] & 1 << t.matrix > 0].sum()) for t, nbytes in rows)
+        return held
+
     # --- precision ---
 
     def set_thresholds(self, t1: float = 1.0, t2: float = 1.0, prefill_low_fraction: float = 0.0, *, blind: bool = False,

@@ -11,6 +11,7 @@ import pytest
 import cgroup
 import moeoff
 from moeoff.binding import api
+from moeoff.engine import arena_sizer
 from moeoff.engine.arena_sizer import CELLS, LEAST, Lender
 from moeoff.memory import MIB, rss
 
@@ -223,6 +224,23 @@ def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
         assert llm.n_tokens == 20 + 128 * 12 and arena() <= plan.arena, "its place had been taken back"
         llm.clear_context()
         assert np.array_equal(logits(llm), expected)
+
+
+def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
+    """As of a warm start that a prompt has ended: what they do not hold is not what the process does not need."""
+    options = OPTIONS | {"n_batch": 64, "n_ubatch": 64}
+    with moeoff.Llama(grown, memory="4G", **options) as llm:
+        fixed = llm.engine.plan.fixed
+    with moeoff.Llama(grown, memory=fixed + ROOM, **options) as llm:
+        for n in (20, *[1] * 8):
+            llm.eval(tokens(n))
+        buffer = llm.engine.buffer
+        buffer.clear()
+        before = buffer.stats()
+        assert llm.engine.plan.arena_full - before.arena_bytes > before.arena_committed > 8 * MIB
+        monkeypatch.setattr(arena_sizer, "rss", lambda: rss() - before.arena_committed)
+        llm.engine.sizer.fit_budget()
+        assert buffer.stats().arena_bytes == before.arena_bytes
 
 
 def test_nothing_is_lent_where_the_run_must_repeat(grown, tmp_path):
