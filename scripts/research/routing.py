@@ -3,6 +3,7 @@
 usage: routing.py published                 every cache policy on the published traces, and what names their experts beforehand
        routing.py shapes [SHAPE ...]        the shapes' own answers beside the traces: reached, and wanted
        routing.py policies MODEL=FILE ...   every cache policy on a shape's own answer: traces that `shapes --keep DIR` has left
+       routing.py turns SHAPE --keep DIR    what the prompts and answers of a conversation read, turn by turn
 
 A shape's routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published
 traces greedily, with a trace.
@@ -285,6 +286,61 @@ def policies(traces: Sequence[str], json_file: str | None) -> None:
     """Every cache policy on a shape's own answer."""
     with ResultsFile(json_file) as results:
         replay(results, {name: read_trace(path) for name, _, path in (trace.partition("=") for trace in traces)})
+
+
+QUESTIONS = (
+    "Explain how a mixture-of-experts model decides which experts handle each token, and why so few of them are needed.",
+    "Write a short story about an old lighthouse keeper who finds a letter in a bottle on the first day of winter.",
+    "In Python, how do I read a large CSV file line by line and sum the third column without loading it all into memory?",
+    "What were the main causes of the French Revolution, and which of them do historians still argue about today?",
+    "Give me a recipe for a vegetable soup for four people, with the amounts, the order of the steps and the times.",
+)
+ANSWERED = 96  # tokens
+
+
+def converse(name: str, folder: Path) -> Trace:
+    """Greedy answers of a shape's copy with few hidden values to QUESTIONS, one conversation: its trace, which stays in the folder."""
+    trace = folder / f"{name}-turns.trace"
+    if not trace.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as made:
+            path = Path(made) / "model.gguf"
+            shape_model(SHAPES[name].cut(hidden=HIDDEN), path)
+            with Llama(str(path), expert_memory="1T", n_ctx=1024, trace=str(trace), verbose=False) as llm:
+                for turn, question in enumerate(QUESTIONS):
+                    llm.eval(llm.tokenize(f"User: {question}\nAnswer:".encode(), add_bos=not turn))
+                    for _ in range(ANSWERED):
+                        llm.eval([llm.sample(temp=0.0)])
+    return read_trace(trace)
+
+
+@main.command()
+@click.argument("name", metavar="SHAPE")
+@click.option("--keep", required=True, type=click.Path(file_okay=False, exists=True, path_type=Path), help="The trace is left here, or taken from here.")
+@JSON
+def turns(name: str, keep: Path, json_file: str | None) -> None:
+    """What the prompts and answers of a conversation read, turn by turn."""
+    trace = converse(name, keep)
+    model, decoded = trace.model, np.array([event.decode for event in trace.events])
+    begins = np.flatnonzero(np.diff(decoded.astype(int), prepend=1) == -1)
+    parts = [
+        part for first, end in zip(begins, [*begins[1:], len(decoded)]) for part in (slice(first, first + model.n_gates), slice(first + model.n_gates, end))
+    ]
+    chosen = np.array([len(np.unique(event.ids)) for event in trace.events])
+    matrices = len(model.tensors) // model.n_gates
+
+    def row(counts: np.ndarray) -> list[str]:
+        """Of each prompt and answer, by layer; of answers for each token."""
+        found = [counts[part].sum() / model.n_gates for part in parts]
+        return [f"{prompt:.1f}, {answer / ANSWERED:.2f}" for prompt, answer in zip(found[::2], found[1::2])]
+
+    with ResultsFile(json_file) as results:
+        title = f"{name}: experts of a layer that a prompt reads, and a token of its answer"
+        said = results.table("turns", title, ["in memory", "strategy", *(f"turn {n}" for n in range(1, len(begins) + 1))])
+        said.row("", "chosen", *row(chosen))
+        for share in COMPARED:
+            for policy in ("lru", "lfu", "score", "belady"):
+                done = simulate(trace, policy, model.full_bytes * share // 100, events=True)
+                said.row(f"{share} %", policy, *row(chosen - done.event_hits / matrices))
 
 
 if __name__ == "__main__":
