@@ -88,7 +88,7 @@ class Score(GroupedPolicy):
         self._scores = np.zeros_like(self.priorities)
         # Nearness as the time, in tokens, at which a layer runs next: only the rows change whose layers have run, and the buffer sorts no other
         self._due = (np.arange(n, dtype=np.float32) / n)[:, None]
-        self._token, self._last = 0, -1
+        self._token, self._last, self._n_pass = 0, -1, 1
         self.resize(self.shape.capacity)
 
     def resize(self, capacity: float) -> None:
@@ -116,10 +116,10 @@ class Score(GroupedPolicy):
             else:  # without them, the selected experts' weights
                 np.add.at(probs, event.ids.ravel(), event.weights.ravel() / n_tokens)
         keep, mix = (self._keep, self._mix) if n_tokens == 1 else mixing(n_tokens)
-        self._take(slice(first, first + len(events)), now, keep, mix)
+        self._take(slice(first, first + len(events)), now, keep, mix, 1 if events[0].decode else n_tokens)
 
-    def _take(self, gates: slice, now: np.ndarray, keep: np.ndarray, mix: np.ndarray) -> None:
-        """Takes probabilities and uses [n, 2, E] of consecutive gates, of which the running means keep and take so much."""
+    def _take(self, gates: slice, now: np.ndarray, keep: np.ndarray, mix: np.ndarray, n_pass: int) -> None:
+        """Takes probabilities and uses [n, 2, E] of consecutive gates, of which the running means keep and take so much; n_pass as of `_rank`."""
         means = self._means[gates]
         means *= keep
         means += mix @ now
@@ -139,18 +139,25 @@ class Score(GroupedPolicy):
             np.add(own, self._bias[gates], out=self._own[gates])
             rows = slice(max(gates.stop - self._n_refresh * len(now), 0), gates.stop)
             np.add(self._back[rows] @ self._sum, self._own[rows], out=self._scores[rows])
-        self._rank(gates, rows)
+        self._rank(gates, rows, n_pass)
 
-    def _rank(self, gates: slice, rows: slice) -> None:
-        """Writes the priorities of `rows`, whose scores have changed, after these gates have run: `gates` are the last of them."""
+    def _rank(self, gates: slice, rows: slice, n_pass: int) -> None:
+        """Writes the priorities of `rows`, whose scores have changed, after these gates have run: `gates` are the last of them.
+
+        Args:
+            n_pass: tokens of one sequence that pass through the layers at once. A prompt's select most of what is there of a layer ahead, whatever its
+                score, and nothing of the layers behind before all have passed.
+        """
         n = self.shape.n_gates
         if gates.start <= self._last:
-            self._token += 1
+            self._token += self._n_pass
+            self._n_pass = 1
         self._last = gates.stop - 1
-        self._due[gates, 0] = self._token + 1 + np.arange(gates.start, gates.stop) / n
-        # the layer that evicts next has chosen already: what it has not chosen waits for the token after
+        self._n_pass = n_pass = max(self._n_pass, n_pass)  # the last layer sees a prompt's last token alone
+        self._due[gates, 0] = self._token + n_pass + np.arange(gates.start, gates.stop) / n
+        # the layer that evicts next has chosen already: what it has not chosen waits for the pass after
         ahead = gates.stop % n
-        self._due[ahead] = self._token + 1 + (ahead / n or 1)
+        self._due[ahead] = self._token + n_pass + (ahead / n or 1)
         if self._token >= REBASE:  # a float32 must tell gates apart
             self._due -= self._token
             self._token, rows = 0, slice(0, n)

@@ -489,6 +489,24 @@ def test_fewer_tokens_than_features():
     assert found["project"].shape[::2] == (8, 256) and all(np.isfinite(array).all() for array in found.values())
 
 
+def test_a_prompt_takes_room_from_the_layers_behind_it():
+    """They come again after all of its tokens; one decoded token later all layers are a token apart at most."""
+    policy, rng = Score(CacheShape(4, 16, 2, 30.0), weights="generic"), np.random.default_rng(0)
+
+    def run(n_tokens, gates, decode=False):
+        for gate in gates:
+            ids = np.argsort(rng.random((n_tokens, 16)), axis=1)[:, :2].astype(np.int32)
+            policy.update(GateEvent(gate, ids, np.full(ids.shape, 0.5, np.float32), np.full((n_tokens, 16), 1 / 16, np.float32), decode=decode))
+
+    run(1, range(4), decode=True)
+    run(40, range(2))
+    assert policy.priorities[:3].max() < policy.priorities[3:].min()  # the third has selected when this is looked at
+    run(40, [2])
+    run(1, [3])  # as the last layer sees a prompt
+    run(1, range(4), decode=True)
+    assert np.ptp(policy._due) <= 1
+
+
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
 def test_learns_what_recency_cannot_know(fitted, share):
     trace, arena = walk(600, seed=1), int(MODEL.full_bytes * share)
