@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import baselines  # noqa: F401  registers what the papers are compared with
+import clock_simulators
 from clock_simulators import GATE_NS, Bandwidths, DeviceBuffer, LowVersions, TimedBuffer, on_clock, on_device
 from helpers.files import CODE, PROSE
 from moeoff import BudgetError, Llama, OptionError
@@ -115,6 +116,29 @@ def test_the_clock_changes_no_hit(recording, name):
     expected = simulate(trace, name, arena)
     found = buffer.counts
     assert (found["hits"], found["misses"]) == (expected.gate_hits.sum(), expected.gate_misses.sum()) and found["stall_ns"] > 0
+
+
+@pytest.mark.parametrize("read", [1 / 32, 1 / 8])
+def test_auto_finds_within_64_tokens_whether_prefetching_pays(demo, recording, read):
+    """By the clock of a disk that has time to spare, and of one that prefetching makes up for."""
+
+    class Always:
+        gain = None
+
+        def __init__(self, on):
+            self.on = on
+
+        def token(self, ns):
+            pass
+
+    def decode(test):
+        buffer = TimedBuffer(recording.model, recording.model.full_bytes // 4, int(read * GATE_NS), GATE_NS)
+        driver = attach_driver(buffer, get_strategy("auto"), ModelIndex.read(demo), io_threads=1)
+        driver.prefetcher.ab_test = test or driver.prefetcher.ab_test
+        return clock_simulators.decode(buffer, recording, driver, 66).ns, driver.prefetcher  # 64, and the first and last are not timed
+
+    (without, _), (with_, _), (_, prefetcher) = (decode(test) for test in (Always(False), Always(True), None))
+    assert prefetcher.gain is not None and prefetcher.on == (with_ < 0.99 * without)
 
 
 SLOW_LINK = Bandwidths(link=1.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
