@@ -367,7 +367,8 @@ class Config:
     verify_reads: bool = option("--verify-reads", default=False, group="Experts", commands=_OPEN,
                                 help="Compare every expert that is read with its hash in the sidecar.")  # fmt: skip
     warm: bool = option("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), group="Experts", commands=_OPEN,
-                        help="Load in the background all experts if all fit, else those that were in memory when the model was last closed.")  # fmt: skip
+                        help="Load in the background all experts if all fit, else those that were in memory when the model was last closed; "
+                             "while a prompt is waited for, others into room that is left.")  # fmt: skip
     io_threads: int | None = option("--io-threads", metavar="N", parse=_integer(1, 64), group="Experts", commands=f"{_OPEN} bench",
                                     help="Threads that read experts. Default: what reads the model's disk the fastest, measured once.")  # fmt: skip
     deterministic: bool = option("--deterministic", default=False, group="Experts", commands=_RUN_EVAL,

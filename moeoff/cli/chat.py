@@ -93,6 +93,7 @@ class Chat:
         memory = f", {format_size(budget)} of memory{share}" if budget else ""
         note(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
         while True:
+            self._llm.engine.read_ahead()  # while the person types
             try:
                 line = self._read()
             except KeyboardInterrupt:

@@ -50,7 +50,7 @@ from .micro_batch import USUAL, MicroBatch, PromptMeter, choose, keep_rates, rec
 from .prefetcher import SAMPLE
 from .quality import Quality
 from .stats import Stats, Timing
-from .warm_start import fill, recall, remember
+from .warm_start import fill, read_ahead, recall, remember
 
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
 
@@ -345,6 +345,16 @@ class Engine:
             with self.profile.taking("popularity"):
                 require_arrays(popular, {"counts": ("i", self.buffer.priorities.shape)})
             fill(self.buffer, popular["counts"], self.sizer.arenas[0])
+
+    def read_ahead(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """While nothing computes and a prompt is waited for: reads experts into room that none has taken yet, if a start shall be warm. The next batch ends
+        it.
+
+        Args:
+            ended: True once there is one that waits for this call.
+        """
+        if self.config.warm and self.config.strategy.keep and not self.config.repeatable:
+            read_ahead(self.buffer, ended)
 
     # --- around every decode ---
 

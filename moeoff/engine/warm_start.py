@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,7 @@ from .expert_buffer import ExpertBuffer
 
 _POLL = 0.002  # seconds
 _STUCK = 10.0  # seconds without a read that ends: what is still queued comes in the background, or is dropped by the first gate
+_ROUNDING = 64  # of an arena, the part that slots take ahead at most: huge pages, where it is larger than so many for each size of slots
 VERSION = 1  # "low" came later, and is not in every file
 
 
@@ -82,6 +84,35 @@ def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
             done, since = reads, time.monotonic()
     buffer.check()
     return queued
+
+
+def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) -> None:
+    """While nothing computes: queues absent experts for the room that is left. Nothing is evicted for them, and what has not begun when the next gate
+    selects is dropped.
+
+    A prompt selects most experts of a layer, whichever they are: every layer gets as many, first those that the policy would keep the longest.
+
+    Args:
+        ended: True once a batch wants to begin: the layers that follow are left out.
+    """
+    stats = buffer.stats()
+    slots = np.zeros((len(buffer.tensors), buffer.priorities.shape[1]), np.int64)
+    gates, bits = np.empty(len(slots), np.int64), np.empty((len(slots), 1), np.uint8)
+    for row, info, nbytes in zip(range(len(slots)), buffer.tensors, buffer.slots()):
+        gates[row], bits[row] = info.gate, 1 << info.matrix
+        slots[row, : len(nbytes)] = nbytes
+    room = stats.arena_bytes - stats.low_arena_bytes - (stats.arena_committed - stats.low_arena_committed)
+    room -= stats.arena_bytes // _ROUNDING
+    slots[buffer.residency()[gates] & bits > 0] = 0
+    absent = np.zeros(buffer.priorities.shape, np.int64)
+    np.add.at(absent, gates, slots)
+    order = np.argsort(np.where(absent > 0, -buffer.priorities, np.inf), axis=1, kind="stable")
+    ranked = np.take_along_axis(absent, order, axis=1)
+    fits = (np.cumsum(ranked.T.ravel()) <= room).reshape(ranked.T.shape).T & (ranked > 0)  # the first of each gate, the second of each gate, ...
+    for gate, taken in enumerate(fits):
+        if ended():
+            break
+        buffer.preload(gate, order[gate, taken].tolist())
 
 
 def _preload(buffer: ExpertBuffer, residency: np.ndarray, room: int, low: bool) -> int:

@@ -34,6 +34,7 @@ from .extra_models import DraftJudge, ExtraModels
 from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
 
 _POLL = 0.05  # seconds
+_IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
 _LONG = 256 << 10  # bytes that a request has taken
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _SAMPLER_BYTES = 12  # for each token of the vocabulary
@@ -75,6 +76,9 @@ class Server:
         self._drafting = c_int32(1)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
+        self._n_batches, self._computes = 0, False
+        self._closing = threading.Event()
+        self._idle = threading.Thread(target=self._read_ahead, name="moeoff-idle", daemon=True)
 
     def _open(self, config: Config) -> Engine:
         options = self._options
@@ -199,6 +203,19 @@ class Server:
                 stack.callback(self._loading.close)
                 if self._core_binding is not None:
                     stack.callback(self._core_binding.close)
+                if self._idle.is_alive():
+                    stack.callback(self._idle.join)
+                stack.callback(self._closing.set)
+
+    def _read_ahead(self) -> None:
+        """The idle thread: once after each request, when no batch has come for a while."""
+        done = seen = -1
+        while not self._closing.wait(_IDLE):
+            with self._between:
+                if seen == self._n_batches != done and not self._computes:
+                    done = seen
+                    self.engine.read_ahead(lambda: self._computes)
+                seen = self._n_batches
 
     def _guarded(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
         """What is raised must not cross the C frames below: it is kept for `start()`."""
@@ -245,6 +262,8 @@ class Server:
         if self._stopping:
             return 1
         self.url = url.decode()
+        if engine.config.warm:
+            self._idle.start()
         self._ready.set()
         return 0
 
@@ -254,6 +273,7 @@ class Server:
             slots, is_prompt = slots[:n], is_prompt[:n]
             spans = spans_of(slots, positions[:n], is_prompt)
             self._decodes = is_decode(spans)
+            self._n_batches, self._computes = self._n_batches + 1, True
             self._started = time.perf_counter()
             if self._judge is not None:
                 self._judge.begin(spans, self._decodes, self._started)
@@ -269,6 +289,7 @@ class Server:
 
     def _after(self, result: int, n: int, message: int, size: int) -> int:
         error, self._batch_error = self._batch_error, None
+        self._computes = False
         if self._core_binding is not None:
             self._core_binding.__exit__()
         if self._ready.is_set():

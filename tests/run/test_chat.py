@@ -7,7 +7,10 @@ import time
 import pytest
 
 from helpers.terminal import STATS, Terminal
-from moeoff.cli.chat import is_open, unquote
+from helpers.waiting import wait_until
+from moeoff import Llama
+from moeoff.cli.chat import Chat, is_open, unquote
+from moeoff.cli.completion import Completer, Sampling
 
 CTRL_C = "\x03"
 CTRL_J = "\n"
@@ -51,8 +54,17 @@ def test_answers_and_leaves(chat):
     assert terminal.leave() == 0
 
 
+def test_experts_are_read_while_the_person_types(demo):
+    with Llama(demo, warm=True, expert_memory="8M", n_ctx=256) as llm, Completer(llm, Sampling()) as completer:
+
+        def read():
+            wait_until(lambda: llm.engine.buffer.stats().arena_committed > 6 << 20 and llm.engine.buffer.stats().resident_slices > 100)
+            raise EOFError
+
+        assert Chat(completer, read=read).loop() is None
+
+
 def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
-    from moeoff import Llama
     from moeoff.engine.prompt import Template
 
     terminal = chat("-n", "24", "--system", "Be brief.")

@@ -290,6 +290,29 @@ def test_a_warm_start_loads_everything_where_it_fits(demo, tmp_path, monkeypatch
         assert llm.stats().demand_misses == 0
 
 
+def test_room_that_is_left_is_filled_while_nothing_computes(demo, tmp_path, monkeypatch):
+    """A first prompt reads less, to the same bits; what is there already is not evicted for it, and every layer gets its share."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = OPTIONS | {"expert_memory": "12M", "strategy": "score", "logits_all": True}  # of 18
+    misses, outputs = [], []
+    for warm in (False, True):
+        with moeoff.Llama(demo, warm=warm, **options) as llm:
+            buffer = llm.engine.buffer
+            for _ in range(2):
+                llm.engine.read_ahead()
+                wait_until_still(lambda buffer=buffer: buffer.stats().reads, 0.3)
+            stats, each = buffer.stats(), (buffer.residency() == 0b1110).sum(axis=1)
+            assert stats.evictions == 0 and stats.arena_committed <= stats.arena_bytes
+            assert (stats.arena_committed > 0.95 * stats.arena_bytes and np.ptp(each) <= 1) if warm else stats.reads == 0
+            outputs.append(greedy_logits(llm, llm.tokenize(PROMPT.encode()), 4))
+            misses.append(llm.stats().demand_misses)
+            evictions = buffer.stats().evictions
+            llm.engine.read_ahead()
+            assert buffer.stats().evictions == evictions
+    assert_bit_equal(*outputs)
+    assert misses[1] < 0.7 * misses[0]
+
+
 def test_a_warm_start_gives_way(grown):
     """Once a prompt computes, what was not yet loaded of the last session is left out, and the prompt's experts come at once."""
     with moeoff.Llama(grown, expert_memory=1 << 30, io_threads=1, n_ctx=64, strategy="lru") as llm:

@@ -43,6 +43,18 @@ def test_texts_are_those_of_one_model_alone(served, demo):
     assert found == expected
 
 
+def test_room_that_is_left_is_filled_between_requests(demo, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def read_mib() -> float:
+        text = httpx.get(f"{it.url}/metrics", timeout=300).text
+        return next(float(line.split()[1]) for line in text.splitlines() if line.startswith("moeoff_expert_read_bytes_total ")) / (1 << 20)
+
+    with Served(demo, warm=True, expert_memory=12 << 20, n_ctx=1024) as it:
+        wait_until(lambda: read_mib() > 4)
+        assert it.complete("The heron stood", 4).usage.completion_tokens == 4
+
+
 def test_answers_say_what_was_rerouted(demo, tmp_path):
     """Within a bound, for each of two that are decoded together; `/metrics` counts it."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
