@@ -36,7 +36,8 @@ class ABTest:
 
     def _begin_trial(self) -> None:
         self._block = self._in_block = 0
-        self._times: dict[bool, list[int]] = {True: [], False: []}
+        self._times: dict[bool, list[float]] = {True: [], False: []}
+        self._round: list[tuple[bool, int]] = []
         self._left = 0
         self.on = ORDER[0]
 
@@ -48,7 +49,7 @@ class ABTest:
                 self._begin_trial()
             return
         if self._in_block >= self._skip:
-            self._times[self.on].append(ns)
+            self._round.append((self.on, ns))
         self._in_block += 1
         if self._in_block < self._n_block:
             return
@@ -59,6 +60,11 @@ class ABTest:
 
     def _decide(self, last_round: bool) -> bool:
         """True if the comparison has ended."""
+        # as shares of the round's median: a buffer that fills, or text that turns, makes rounds differ by more than the two ways do
+        median = statistics.median(ns for _, ns in self._round) or 1
+        for on, ns in self._round:
+            self._times[on].append(ns / median)
+        self._round.clear()
         (with_, error_with), (without, error_without) = (_trimmed(self._times[way]) for way in (True, False))
         gain, noise = without / with_ - 1, math.hypot(error_with, error_without)
         if not last_round and abs(gain) <= PLAIN * noise:
@@ -69,7 +75,7 @@ class ABTest:
         return True
 
 
-def _trimmed(times: list[int]) -> tuple[float, float]:
+def _trimmed(times: list[float]) -> tuple[float, float]:
     """Mean and its relative standard error, without the highest and lowest tenth: a burst of other work on the machine must not decide."""
     cut = len(times) // 10
     kept = sorted(times)[cut : len(times) - cut]
