@@ -418,9 +418,9 @@ def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, within", [("gpt-oss-120b", 0.03), ("qwen3-30b-a3b", 0.045), ("gemma-4-26b-a4b", 0.035)])
+@pytest.mark.parametrize("name, within", [("gpt-oss-120b", 0.03), ("qwen3-30b-a3b", 0.045), ("gemma-4-26b-a4b", 0.03)])
 def test_answers_have_the_statistics_of_the_published_traces(name, within):
-    """On copies with all layers, experts and widths; three points are wanted, and of gpt-oss-120b reached."""
+    """On copies with all layers, experts and widths; three points are wanted, and of qwen3-30b-a3b not quite reached."""
     ((_, trace, recall),) = shape_answers([name], None)
     goal = read_trace(PUBLISHED_TRACES[wanted(name)[0]])
     reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)
