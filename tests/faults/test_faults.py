@@ -92,9 +92,11 @@ def test_files_beside_a_model():
     run("beside", "--count", "4", "--seed", "2", *(word for kind in kinds for word in ("--only", kind)))
 
 
-def test_a_model_object():
-    """Abandoned and forked."""
-    run("objects", "--count", "12", "--seed", "2", "--only", "abandon", "--only", "fork")
+def test_a_model_object(tmp_path: Path):
+    """Interrupted, abandoned, in several threads, forked, closed and forgotten, and with callbacks that raise: the seed draws some of each."""
+    run("objects", "--count", "32", "--seed", "673", "--json", str(tmp_path / "objects.json"))
+    (table,) = json.loads((tmp_path / "objects.json").read_text())["tables"]
+    assert sorted(row[0] for row in table["rows"]) == ["abandon", "callback", "closed", "forgotten", "fork", "interrupt", "threads"]
 
 
 def test_no_ordinary_files():
