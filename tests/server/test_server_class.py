@@ -129,7 +129,7 @@ def test_a_trace_tells_the_slots_apart(demo, tmp_path):
 
 def test_budget_moves_while_answers_are_written(grown):
     code = textwrap.dedent("""
-        import sys, threading
+        import itertools, sys, threading
         import httpx
         import moeoff
         least = int(sys.argv[2])
@@ -137,12 +137,13 @@ def test_budget_moves_while_answers_are_written(grown):
             body = {"prompt": "One two", "n_predict": 60, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
             texts = []
             ask = lambda: texts.append(httpx.post(f"{server.url}/completion", json=body, timeout=300).json()["content"])
-            ask()
-            thread = threading.Thread(target=ask)
+            thread = threading.Thread(target=ask)  # nothing was computed before
             thread.start()
-            for more in (60, 20, 90) * 5:
+            for more in itertools.cycle((60, 20, 90)):
                 server.set_memory(f"{least + more}M")
-            thread.join()
+                if more == 90 and not thread.is_alive():
+                    break
+            ask()
             try:
                 server.set_memory("20M")
             except moeoff.BudgetError as error:
