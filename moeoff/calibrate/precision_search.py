@@ -28,6 +28,7 @@ from ..errors import OptionError
 from ..files import require_new
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
+from ..memory import parse_size, rss
 from ..policies.precision import Precision
 from ..sidecar.file import ORIGINAL, ExpertSource, hash64, relative_bytes
 from ..sidecar.profile import Profile, profile_output
@@ -104,7 +105,8 @@ def search_precision(
     path = os.fspath(output) if output else profile_output(model_index)
     require_new(path, [*model_index.files, sidecar.path if sidecar else None, *text], "`output`")
     if os.path.exists(path):
-        Profile.read(path, model_index)  # another model's would be refused in the end: say so before the work
+        room = (parse_size(memory) - rss()) // 2 if (memory := options.get("memory")) is not None else None
+        Profile.read(path, model_index, room=room)  # another model's would be refused in the end: say so before the work
     ctx = min(CTX, model_index.n_ctx_train or CTX)
     given = options
     options = {"flash_attn": True, "experts": sidecar or False, "tier": ORIGINAL, "deterministic": True} | options

@@ -108,8 +108,6 @@ def calibrate(
     model_index.require_text()
     path = os.fspath(output) if output is not None else profile_output(model_index)
     require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")
-    if os.path.exists(path):
-        Profile.read(path, model_index)  # another model's would be refused in the end: raise before the work
     folder = os.path.dirname(os.path.abspath(path))
     if not os.access(folder, os.W_OK):
         raise ModelError(f"{path}: cannot be written: no write access to {folder}")
@@ -123,6 +121,8 @@ def calibrate(
     bound = parse_size(memory) if memory is not None else int(available() * DEFAULT_SHARE)
     if bound < (least := rss() + _FITS):
         raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(least)} at least", hint={"memory": least})
+    if os.path.exists(path):
+        Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
     checkpoint = Checkpoint(f"{model_index.identity}-profile", key, warn)
     options = {"n_threads": n_threads} | options
     with texts_or_written(

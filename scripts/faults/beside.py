@@ -148,7 +148,7 @@ def read_profile(folder: Path) -> Callable[[Path, random.Random], object]:
     from moeoff.sidecar.profile import Profile
 
     model_index = ModelIndex.read(folder / "m.gguf")
-    return lambda path, _rng: Profile.read(path, model_index)
+    return lambda path, _rng: Profile.read(path, model_index, room=MEMORY // 2)
 
 
 def read_plan(folder: Path) -> Callable[[Path, random.Random], object]:
@@ -250,14 +250,15 @@ def served(option: str) -> Callable[[Path], Callable[[Path, random.Random], obje
     return use
 
 
+BOUNDED = {"expert_memory": None, "memory": MEMORY}  # what unpacks to more is refused; without a bound of the process half of what is available may
 _LLAMA_CPP = (Exception,)  # what llama_cpp's own readers raise is theirs
 BESIDE = {
     "sidecar": Beside("m.experts.gguf", read_sidecar),
     "sidecar, verify": Beside("m.experts.gguf", verify_sidecar, 0.1),
     "sidecar, open": Beside("m.experts.gguf", opened("experts", tier="Q4_0"), 0.2),
     "profile": Beside("m.profile.npz", read_profile),
-    "profile, open": Beside("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru"), 0.3),
-    "contract": Beside("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf"), 0.2),
+    "profile, open": Beside("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED), 0.3),
+    "contract": Beside("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED), 0.2),
     "warm state": Beside("warm.npz", opened("warm", "lru", "auto"), 0.2),
     "prompt cache": Beside("prompt.bin", kept_open(prompt_cache)),
     "plan": Beside("plan.json", read_plan),

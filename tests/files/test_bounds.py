@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import os
@@ -20,7 +21,9 @@ import pytest
 import moeoff
 from helpers.files import DEMO, SMALL_TRACE
 from helpers.models import with_template
+from moeoff.calibrate import calibrate
 from moeoff.calibrate.perplexity import read_windows
+from moeoff.calibrate.precision_search import search_precision
 from moeoff.cli.main import main
 from moeoff.engine.prompt import PromptCache, Template
 from moeoff.errors import ModelError, MoeoffError, OptionError
@@ -29,7 +32,7 @@ from moeoff.gguf.file import FileState, ModelFile
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.writer import ModelWriter
-from moeoff.memory import available, parse_size, peak_rss, rss
+from moeoff.memory import MIB, available, parse_size, peak_rss, rss
 from moeoff.npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import Sidecar
@@ -260,6 +263,15 @@ def test_a_profile_that_leaves_no_room_is_refused(demo, tmp_path):
     Profile.write(path, index, {"popularity": {"counts": np.zeros((1 << 27,), np.int8)}})
     with pytest.raises(ModelError, match=r"it unpacks to 128 MiB, and there is room for"):
         moeoff.Llama(demo, profile=str(path), strategy="edgemoe", memory=f"{rss() // 2**20 + 80}M")
+
+
+def test_a_calibration_takes_no_more_for_the_profile_that_is_there(demo, tmp_path):
+    index, path, text = ModelIndex.read(demo), tmp_path / "p.npz", tmp_path / "text"
+    text.write_text("Once upon a time. " * 1000)
+    Profile.write(path, index, {"popularity": {"counts": np.zeros((1 << 28,), np.int8)}})
+    for fit in (calibrate, functools.partial(search_precision, max_loss=0.01)):
+        with pytest.raises(ModelError, match=r"it unpacks to 256 MiB, and there is room for"):
+            fit(demo, text=[str(text)], output=path, memory=rss() + 400 * MIB)
 
 
 def test_pairs_of_experts_are_checked():
