@@ -33,6 +33,8 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)  # the same arrangement; 1 had 32-bit counts and is long gone
 UINT32, STRING, ARRAY = 4, 8, 9  # gguf.GGUFValueType
 FORMATS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+# characters of a number of that type, as std::to_string writes it, with ", " behind
+_WRITTEN = {0: 5, 1: 6, 2: 7, 3: 8, 4: 12, 5: 13, 6: 49, 7: 7, 10: 22, 11: 22, 12: 319}
 DEFAULT_ALIGNMENT = 32
 # limits of ggml's parser
 _NAME_LIMIT = 64  # bytes, with a final zero
@@ -161,6 +163,7 @@ class ModelFile:
         metadata: key -> its value's bytes (see `unpack`), in file order.
         tensors: name -> Tensor, in file order.
         n_strings: of all values together.
+        written: characters that the numbers of the longest array take as text, at most.
         data_start: where the first tensor's bytes begin.
     """
 
@@ -257,7 +260,7 @@ class ModelFile:
         if n_values > _MAX_VALUES:
             raise _Damaged(f"{n_values} values, expected at most {_MAX_VALUES}")
         self.metadata: dict[str, bytes] = {}
-        self.n_strings = 0
+        self.n_strings = self.written = 0
         keys: set[str] = set()
         for _ in range(n_values):
             key = self._string()
@@ -339,6 +342,7 @@ class ModelFile:
         longest = _LONGEST_HEADER if self._longest is None else self._longest
         if code in FORMATS:
             self._at += n * struct.calcsize(FORMATS[code])
+            self.written = max(self.written, n * _WRITTEN[code])
         elif code == STRING:  # a vocabulary has hundreds of thousands
             self.n_strings += n
             at, length, data, begin, end = self._at, struct.Struct("<Q").unpack_from, self._head, self._begin, self._begin + len(self._head)

@@ -304,7 +304,7 @@ def _read_file(path: str, index: int) -> _Part:
             n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
             spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)))
         architecture = _value(file, "general.architecture", "")
-        memory = _COPIES * file.data_start + _STRING * file.n_strings
+        memory = _COPIES * (file.data_start + file.written) + _STRING * file.n_strings  # llama.cpp writes out one array after the other, for its log
         return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state, memory, vocabulary_fault(file.metadata))
 
 

@@ -314,6 +314,26 @@ def test_a_header_that_leaves_no_room_is_refused(tmp_path):
         moeoff.Llama(path, memory="200M")
 
 
+@pytest.mark.parametrize("number", [np.float32(-3e38), np.float64(-1e308), np.int64(-(1 << 63))], ids=str)
+def test_numbers_that_llama_cpp_writes_out(number, tmp_path):
+    """Each array as a text, for its log, whoever reads it."""
+    path = with_values(tmp_path / "a.gguf", **{"some.numbers": np.full(60_000, number)})
+    with moeoff.Llama(str(DEMO), memory="2G", n_ctx=64) as llm:
+        usual = llm.engine.model_index.header_memory
+    code = """
+import sys, moeoff
+from moeoff.memory import peak_rss
+moeoff.Llama(sys.argv[1], memory="2G", n_ctx=64).close()
+before = peak_rss()
+with moeoff.Llama(sys.argv[2], memory="2G", n_ctx=64) as llm:
+    print(peak_rss() - before, llm.engine.model_index.header_memory)
+"""
+    done = subprocess.run([sys.executable, "-c", code, str(DEMO), path], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    taken, reckoned = map(int, done.stdout.split())
+    assert taken <= reckoned - usual + (2 << 20)
+
+
 def test_what_a_model_was_trained_for_takes_no_memory(tmp_path):
     """llama_cpp makes room for so many tokens, each time that it reads a text: 4 GiB here."""
     path = with_values(tmp_path / "a.gguf", **{"qwen2moe.context_length": 1 << 30})
