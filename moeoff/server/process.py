@@ -106,12 +106,17 @@ def _main() -> None:
         sys.exit(1)
     with stdout:
         pickle.dump(None, stdout)
-    threading.Thread(target=_stop_at_the_end, args=(server, stdin, os.path.dirname(socket)), daemon=True).start()
+    ends = threading.Event()
+    end = threading.Thread(target=_stop_at_the_end, args=(server, stdin, os.path.dirname(socket), ends), daemon=True)
+    end.start()
     server.wait()
+    if ends.is_set():
+        end.join()  # it ends the process, when the folder is gone
 
 
-def _stop_at_the_end(server: Any, stdin: Any, folder: str) -> None:
+def _stop_at_the_end(server: Any, stdin: Any, folder: str, ends: threading.Event) -> None:
     stdin.read()
+    ends.set()
     threading.Timer(_STOPPING, os._exit, (1,)).start()
     server.stop()
     shutil.rmtree(folder, ignore_errors=True)

@@ -189,6 +189,7 @@ def test_grown_model_computes_the_same(plain, tmp_path, noise):
         assert ratio == pytest.approx(noise, abs=0.02)
 
 
+@pytest.mark.slow
 def test_quantized_growth_keeps_most_routes(plain, grown):
     _, routing = evaluate(grown)
     shared = [len(set(a) & set(b)) for a, b in zip(routing.reshape(-1, 4), plain[2].reshape(-1, 4), strict=True)]

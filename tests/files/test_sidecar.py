@@ -85,7 +85,7 @@ def test_keep_is_lossless_and_found(model):
     assert not np.array_equal(lower, expected)
 
 
-@pytest.mark.parametrize("tier", ["Q2_0", "Q4_0", "MXFP4", "F16", "auto", "Q4_K", "Q2_K"])
+@pytest.mark.parametrize("tier", ["Q2_0", "Q4_0", "MXFP4", "auto", "Q2_K", *(pytest.param(tier, marks=pytest.mark.slow) for tier in ("F16", "Q4_K"))])
 def test_a_tier_is_the_requantized_stock_file(model, tmp_path, tier):
     made = convert(model, tiers=tier)
     stands_in = tier == "Q2_K"  # the rows hold none of its blocks

@@ -38,6 +38,7 @@ def test_default_types(demo, grown):
     assert default_types(ModelIndex.read(grown)) == ["Q3_K", "Q2_K"]
 
 
+@pytest.mark.slow
 def test_plan(planner, plan):
     uniform = planner.uniform()
     assert list(uniform) == [ORIGINAL, "Q4_0", "Q2_0"]
@@ -53,6 +54,7 @@ def test_plan(planner, plan):
     assert max(plan.importance[key] for key in plan.low) <= min(rest)
 
 
+@pytest.mark.slow
 def test_the_converted_plan_is_what_was_tried(demo, planner, plan, tmp_path):
     model = shutil.copy(demo, tmp_path / "model.gguf")
     (tmp_path / "plan.json").write_text(plan.to_json())
@@ -84,6 +86,7 @@ def test_importance_weighs_what_is_gained(planner, plan, monkeypatch):
     assert large in found.low and large not in plan.low and useless in plan.low and useless not in found.low
 
 
+@pytest.mark.slow
 def test_order_matters(planner, plan):
     """As many experts of the other end of the order lose more."""
     ranked = sorted(plan.importance, key=plan.importance.get)

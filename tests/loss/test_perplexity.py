@@ -119,6 +119,7 @@ def test_command(demo, text, sidecar, moeoff_command):
         assert done.returncode == 1 and message in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_stays_within_its_budget(grown, text, tmp_path, moeoff_command):
     out = convert(grown, output=tmp_path / "grown.experts.gguf", tiers="Q2_K").path
     common = ["eval", "-m", grown, "--text", text, "--chunks", "2", "--ctx", "256", "--experts", out, "--tier", "Q2_K", "--json"]

@@ -265,6 +265,7 @@ def test_options_that_make_no_sense(model, demo):
         moeoff.Llama(model, precision=LOSSY, strategy=Strategy("on-demand", "keeps nothing", keep=False, eager=False))
 
 
+@pytest.mark.slow
 def test_memory_stays_below_the_budget_with_two_pools(grown, tmp_path):
     model = tmp_path / "model.gguf"
     shutil.copy(grown, model)

@@ -173,7 +173,7 @@ def test_replay(demo, tmp_path):
         logits(demo, prompt=PROMPT[::-1], replay=trace, precision=precision)
 
 
-@pytest.mark.parametrize("t1, t2", [(1.0, 1.0), (0.6, 0.6), (0.4, 0.8)])
+@pytest.mark.parametrize("t1, t2", [pytest.param(1.0, 1.0, marks=pytest.mark.slow), (0.6, 0.6), (0.4, 0.8)])
 def test_batches_are_priced_token_by_token(demo, text, t1, t2, tmp_path):
     """ "simulated" computes in batches what a deterministic run computes one by one: the same choices, and so the same loss."""
     model, low = shutil.copy(demo, tmp_path), "Q4_0" if t1 < t2 else None

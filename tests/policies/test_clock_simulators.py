@@ -46,7 +46,7 @@ def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
     train, held = recording.split(0.2)
     path = str(tmp_path_factory.mktemp("timed") / "demo.profile.npz")
     model_index = ModelIndex.read(demo)
-    with mock.patch.object(hobbit, "MAX_EVENTS", 2304):  # of the trace that its weights are fitted on, 96 times or more
+    with mock.patch.object(hobbit, "MAX_EVENTS", 1200):  # of the trace that its weights are fitted on, 96 times or more
         sections = fit(recording.take(train), FitOptions(hidden=64), only={"gate", "path", "learned", "hobbit", "popularity", "tokens"})
     Profile.write(path, model_index, sections)
     return recording.take(held), Profile.read(path, model_index)
