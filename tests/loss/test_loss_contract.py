@@ -141,6 +141,7 @@ def test_trying_many_does_not_flatter():
     assert math.log1p(upper) / math.log1p(0.0065) == pytest.approx(NormalDist().inv_cdf(1 - 0.025 / AT_ONCE) / NormalDist().inv_cdf(0.975), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_searched_precision(measured, rules_only, text):
     """What the profile says of the chosen precision is what an evaluation finds, as if nothing were resident."""
     model, done = measured

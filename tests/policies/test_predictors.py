@@ -72,6 +72,7 @@ def drive(predictor: Predictor, events: list[GateEvent], tokens: np.ndarray) -> 
     return out
 
 
+@pytest.mark.slow
 def test_a_wide_models_inputs_are_sampled(recording, demo, monkeypatch):
     """Of all the text, and not its beginning alone: what the fits learn from is spread as wide as the room for it allows."""
     from moeoff.calibrate import record as module

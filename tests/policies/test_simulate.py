@@ -279,7 +279,7 @@ def test_live_hit_rate_is_the_simulators(demo, tmp_path, name):
     assert abs(result.hit_rate - stats.hit_rate) < (0.01 if name == "lru" else 0.03)
 
 
-@pytest.mark.parametrize("name", ["lru", "score", pytest.param("decay", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["score", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lru", "decay"))])
 def test_more_memory_is_never_a_lower_hit_rate(demo, name):
     full = ModelIndex.read(demo).expert_bytes * 2
     rates, reads = [], []

@@ -153,6 +153,7 @@ def test_ceiling_is_the_longer_of_both():
     assert ceiling_share([fast, slow], 1000.0) == pytest.approx(0.5)  # reading 6000 bytes in 2 of 4 s, computing 1.5 s
 
 
+@pytest.mark.slow
 def test_jobs_in_rounds(grown, small, tmp_path):
     """Paired and in turn; an answer goes on behind its prompt; what a script registers is known, and what fails is a row that says so."""
     (tmp_path / "mine.py").write_text("import moeoff\n\n\n@moeoff.register\nclass Mine(moeoff.policies.get_policy('lru')):\n    name = 'mine'\n")

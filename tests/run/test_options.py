@@ -244,6 +244,7 @@ def test_context_shift_is_llama_cpps(demo, n_keep, type_k):
         assert shifted_by_hand(llm, prompt, 600, kept) == found
 
 
+@pytest.mark.slow
 def test_without_a_shift_the_answer_ends(moeoff_command, demo):
     command = ["run", "-m", demo, "--raw", "-p", "Once upon a time", "-c", "256", "-n", "600", "--ignore-eos", "--json", "--temp", "0"]
     ended, shifted = (json.loads(moeoff_command(*command, *more).stdout) for more in ([], ["--context-shift", "--keep", "4"]))

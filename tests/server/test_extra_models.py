@@ -134,6 +134,7 @@ def test_several_at_a_time(nextn):
     assert sum(answer["timings"].get("draft_n", 0) for answer in answers) > 0
 
 
+@pytest.mark.slow
 def test_a_draft_model(demo, tmp_path):
     """The model itself, which guesses right, and one whose vocabulary is another's."""
     with Served(demo, **DRAFTS) as it:
