@@ -18,7 +18,7 @@ Equation 1 is the layer itself. The presets are `hobbit`, which is lossless, and
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -324,6 +324,8 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
     if not trace.events:
         raise OptionError("HOBBIT's weights are fitted on a trace, and this one is empty")
     part = trace.slice(0, max_events // trace.model.n_gates * trace.model.n_gates or max_events)
+    # which uses count for H is the same in every replay
+    part.events = [replace(e, versions=versions(unimportance(e.weights), cost.t1, cost.t2).astype(np.uint8)) for e in part.events]
     known: dict[tuple[float, ...], float] = {}
 
     def penalty(weights: tuple[float, ...]) -> float:
@@ -334,7 +336,7 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
             for share in shares:
                 arena = max(int(trace.model.full_bytes * share), 2 * max(t.slot_bytes for t in trace.model.tensors))
                 options: dict[str, Any] = dict(zip(NAMES, key, strict=True))
-                product *= replay(part, "hobbit", arena, cost=cost, t1=cost.t1, **options).miss_penalty + 1e-9
+                product *= replay(part, "hobbit", arena, cost=cost, actual=True, **options).miss_penalty + 1e-9
             known[key] = product
         return known[key]
 

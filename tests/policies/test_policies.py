@@ -428,13 +428,15 @@ def test_the_penalty_is_the_models_own():
     """Thresholds from its own scores, and what its own low versions weigh: both are kept, and both are what the fit was for."""
     recording, calls = random_recording(n_tokens=24, n_gates=2), []
 
-    def penalty(trace, *_, cost, t1, **weights):
-        calls.append((cost.t1, cost.t2, cost.low, t1))
-        return simulate(trace, *_, cost=cost, t1=t1, **weights)
+    def penalty(trace, policy, arena, cost, **weights):
+        calls.append((cost.t1, cost.t2, cost.low))
+        found = simulate(trace, policy, arena, cost=cost, **weights)
+        assert found.miss_penalty == simulate(trace, policy, arena, cost=cost, **weights | {"actual": False, "t1": cost.t1}).miss_penalty
+        return found
 
     found = Hobbit.fit(recording, FitOptions(low_cost=0.9, replay=penalty))
     t1, t2 = thresholds(recorded_unimportance(recording))
-    assert (t1, t2) != (T1, T2) and set(calls) == {(t1, t2, 0.9, t1)}
+    assert (t1, t2) != (T1, T2) and set(calls) == {(t1, t2, 0.9)}
     assert (found["t1"], found["t2"], found["low_cost"]) == (t1, t2, 0.9)
     assert sum(float(found[name]) for name in ("lru", "lfu", "lhu", "fld")) == pytest.approx(1, abs=1e-3)
 

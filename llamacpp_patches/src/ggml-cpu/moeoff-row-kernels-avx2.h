@@ -86,10 +86,6 @@ template <class B> struct k4_rows {
 
 // --- q4_0, mxfp4 ---
 
-template <class B> struct pair_of {
-    B block[2];
-};
-
 struct q4_0_values {
     static constexpr int  bias     = 8;
     static constexpr bool two_sums = false;

@@ -167,14 +167,18 @@ inline __m512i scale_pair(__m512i scales, int e) {
     return _mm512_permutexvar_epi16(_mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1), scales);
 }
 
-struct q6_K_rows {
-    using unit   = block_q6_K;
+template <class B> struct rows_of_256 {
+    using unit   = B;
     using column = block_q8_K;
 
     static constexpr int n_unit = QK_K, n_rows = 4;
 
     sums_of_4 sums;
 
+    void store(float * s) const { sums.store(s); }
+};
+
+struct q6_K_rows : rows_of_256<block_q6_K> {
     static __m512i times(const block_q6_K & a, const block_q6_K & b, const block_q8_K & y) {
         const __m512i low_bits = _mm512_set1_epi8(15), high_bits = _mm512_set1_epi8(0x30);
         const __m512i scales = _mm512_cvtepi8_epi16(_mm256_set_m128i(load16(b.scales), load16(a.scales)));
@@ -201,17 +205,9 @@ struct q6_K_rows {
     void add(const block_q6_K & a, const block_q6_K & b, const block_q6_K & c, const block_q6_K & d, const block_q8_K & y) {
         sums.add(_mm_mul_ps(_mm_set1_ps(y.d), four_halves(a.d, b.d, c.d, d.d)), times(a, b, y), times(c, d, y));
     }
-    void store(float * s) const { sums.store(s); }
 };
 
-struct q3_K_rows {
-    using unit   = block_q3_K;
-    using column = block_q8_K;
-
-    static constexpr int n_unit = QK_K, n_rows = 4;
-
-    sums_of_4 sums;
-
+struct q3_K_rows : rows_of_256<block_q3_K> {
     // 6 bits each, 32 too large: the low 4 in the first 8 bytes, the high 2 in the other 4
     static __m512i scales_of(const block_q3_K & a, const block_q3_K & b, const block_q3_K & c, const block_q3_K & d) {
         const auto words = [](const block_q3_K & x) { return load16((const char *) x.scales - 4); }; // 16 bytes from there would leave the block
@@ -247,17 +243,9 @@ struct q3_K_rows {
         sums.add(_mm_mul_ps(_mm_set1_ps(y.d), four_halves(a.d, b.d, c.d, d.d)), times(a, b, _mm512_castsi512_si256(scales), y),
                  times(c, d, _mm512_extracti64x4_epi64(scales, 1), y));
     }
-    void store(float * s) const { sums.store(s); }
 };
 
-struct q2_K_rows {
-    using unit   = block_q2_K;
-    using column = block_q8_K;
-
-    static constexpr int n_unit = QK_K, n_rows = 4;
-
-    sums_of_4 sums;
-
+struct q2_K_rows : rows_of_256<block_q2_K> {
     static __m512i times(const block_q2_K & a, const block_q2_K & b, __m512i scales, const block_q8_K & y) {
         const __m512i low_bits = _mm512_set1_epi8(3);
         __m512i sum = _mm512_setzero_si512();
@@ -282,15 +270,9 @@ struct q2_K_rows {
         sums.add(_mm_mul_ps(_mm_set1_ps(-y.d), four_halves(a.data.dm >> 16, b.data.dm >> 16, c.data.dm >> 16, d.data.dm >> 16)), mins(ab), mins(cd));
         sums.add(_mm_mul_ps(_mm_set1_ps(y.d), four_halves(a.data.dm & 0xffff, b.data.dm & 0xffff, c.data.dm & 0xffff, d.data.dm & 0xffff)), times(a, b, scales(ab), y), times(c, d, scales(cd), y));
     }
-    void store(float * s) const { sums.store(s); }
 };
 
 // --- q4_0, iq4_nl, mxfp4: blocks of 32 halves of bytes, which stand for numbers ---
-
-// Some vec_dots have two accumulators, for even and odd blocks, and add the last block of an odd number in a way of its own: a unit is two blocks.
-template <class B> struct pair_of {
-    B block[2];
-};
 
 // what a half byte stands for is a byte's number less the bias
 struct q4_0_values {

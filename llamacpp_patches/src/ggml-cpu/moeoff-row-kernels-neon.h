@@ -128,11 +128,6 @@ struct q6_K_rows {
 
 // --- q4_0, iq4_nl, mxfp4: blocks of 32 halves of bytes, which stand for numbers ---
 
-// vec_dot takes two blocks at a time, and the last of an odd number in a way of its own
-template <class B> struct pair_of {
-    B block[2];
-};
-
 struct q4_0_values {
     static int8x16_t of(uint8x16_t q) { return vsubq_s8(vreinterpretq_s8_u8(q), vdupq_n_s8(8)); }
 };

@@ -19,6 +19,13 @@
 #include <utility>
 #include <vector>
 
+namespace moeoff {
+// Some vec_dots have two accumulators, for even and odd blocks, and add the last block of an odd number in a way of its own: a unit is two blocks.
+template <class B> struct pair_of {
+    B block[2];
+};
+} // namespace moeoff
+
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__) && defined(__F16C__)
 #define MOEOFF_AVX512
 #include "moeoff-row-kernels-avx512.h"
