@@ -682,8 +682,11 @@ class ServerOptions:
                                help="What /v1/models calls the model. Default: its file name.")  # fmt: skip
     cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), group="Server", commands="serve",
                                    help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")  # fmt: skip
-    cache_ram: int = option("--cache-ram", metavar="SIZE", parse=_memory_size, default=0, group="Server", commands="serve",
-                            help="Memory for prompts that are kept outside the context; counts in --memory. Default: none.")  # fmt: skip
+    cache_ram: int | None = option("-cram", "--cache-ram", metavar="SIZE", parse=_memory_size, group="Server", commands="serve",
+                                   help="Memory for prompts that are kept outside the context; counts in --memory. Default: at most an eighth of what experts "
+                                        "would have, and what they cannot use.")  # fmt: skip
+    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=_integer(0, 1024), group="Server", commands="serve",
+                                         help="Copies of each answer's recurrent state to go back to; count in --memory. Default: up to 8, as they fit.")  # fmt: skip
     mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", group="Server", commands="serve",
                                 help="Projector for images and sound.")  # fmt: skip
     draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", group="Server", commands="serve",

@@ -49,6 +49,22 @@ class _PlannedLlama(PatchedLlama):
         super()._change_model_params(params)
         params.load_mtp = self._nextn
 
+    def state_of_sequence(self) -> int:
+        """Bytes that each sequence has of its own in the context, however short it is: what two have more than one."""
+        sizes = []
+        for n in (1, 2):
+            params = type(self.context_params).from_buffer_copy(self.context_params)
+            params.n_seq_max = params.n_outputs_max = n
+            with assertions_raise():
+                ctx = api.llama_init_from_model(self.model_handle, params)
+            if not ctx:
+                raise ValueError(f"no context for {n} answers can be made")
+            try:
+                sizes.append(context_sizes(ctx).state)
+            finally:
+                api.llama_free(ctx)
+        return max(sizes[1] - sizes[0], 0)
+
     def nextn_sizes(self) -> MemoryPlan:
         """Sizes of the second context, which makes drafts with the next-token layers; it has no weights."""
         params = type(self.context_params).from_buffer_copy(self.context_params)
@@ -132,6 +148,13 @@ def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, A
     half, whole = sizes_at(_LONGEST // 2), sizes_at(_LONGEST)
     times = (n_ctx - _LONGEST) / (_LONGEST // 2)
     return MemoryPlan(**{name: int(getattr(whole, name) + times * (getattr(whole, name) - getattr(half, name))) for name in ALLOCATED})
+
+
+def sequence_state(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any]) -> int:
+    """Bytes that each of several sequences has of its own in a context: recurrent state, or a sliding window that is kept alone. 0: they share all of it."""
+    model_index = model_index.without_nextn()
+    with _planned(model_index, min(n_ctx, _LONGEST), keywords) as llm:
+        return llm.state_of_sequence()
 
 
 def embedding_width(model_index: ModelIndex) -> int:

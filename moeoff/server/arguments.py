@@ -8,6 +8,7 @@ from typing import Any
 from ..errors import OptionError
 from ..memory import MIB
 from ..options import NO_RPC, Config, ServerOptions, table_of
+from .kept_prompts import KeptPrompts
 
 _PLACE = "experts are served from the expert buffer, and moeoff places the rest: give --override-tensor or -ngl to moeoff serve"
 _OURS = "moeoff serve has an option for it, and plans the budget with it"
@@ -20,10 +21,10 @@ REFUSED: dict[str, str] = {
         ("-ot --override-tensor -otd --override-tensor-draft --spec-draft-override-tensor -cmoe --cpu-moe -cmoed --cpu-moe-draft --spec-draft-cpu-moe "
          "-ncmoe --n-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncffn --n-cpu-ffn -dev --device --repack", _PLACE),
         ("-m --model -c --ctx-size -t --threads -tb --threads-batch -b --batch-size -ub --ubatch-size -ctk --cache-type-k -ctv --cache-type-v -fa "
-         "--flash-attn -ngl --gpu-layers --n-gpu-layers -np --parallel -cram --cache-ram --host --port --api-key --api-key-file -a --alias "
+         "--flash-attn -ngl --gpu-layers --n-gpu-layers -np --parallel -cram --cache-ram -ctxcp --ctx-checkpoints --swa-checkpoints --host --port --api-key --api-key-file -a --alias "
          "--cors-origins -mm --mmproj -md --model-draft --spec-draft-model --spec-type --spec-default --embedding --embeddings -v --verbose --metrics", _OURS),
         ("-fit --fit -fitt --fit-target -fitc --fit-ctx -lm --load-mode -lzm --lazy-mode --mlock --mmap --no-mmap -dio --direct-io --no-host "
-         "-ctxcp --ctx-checkpoints --mtmd-batch-max-tokens --swa-checkpoints --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --warmup --threads-http", _BUDGET),
+         "--mtmd-batch-max-tokens --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --warmup --threads-http", _BUDGET),
         ("-mu --model-url -hf -hfr --hf-repo -hff --hf-file -hft --hf-token -hfd -hfrd --hf-repo-draft --spec-draft-hf -mmu --mmproj-url -dr "
          "--docker-repo --mtp --dflash --eagle3 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
          "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
@@ -36,6 +37,7 @@ REFUSED: dict[str, str] = {
     )
     for name in names.split()
 }  # fmt: skip
+_SIMILARITY = 0.5  # of a prompt, what a slot must hold to be taken for it: a shared system prompt alone would cost someone their conversation
 _HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
 
 
@@ -46,12 +48,13 @@ def check_passed_on(args: Sequence[str]) -> None:
             raise OptionError(f"{name} cannot be passed to llama-server: {REFUSED[name]}")
 
 
-def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions) -> list[str]:
+def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, kept: KeptPrompts) -> list[str]:
     """argv.
 
     Args:
         n_ctx: tokens of the context that all slots share.
         keywords: of llama_cpp.Llama, as `Config.keywords` gives them.
+        kept: what is remembered of prompts.
 
     Raises:
         OptionError: a keyword that llama-server has under another name, or adapters that cannot be passed on.
@@ -59,7 +62,10 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
     config.check_adapters(any(argument.startswith("--lora") for argument in options.args))
     if unknown := {name for name, value in config.llama_cpp.items() if value is not None} - {"use_mmap", "use_mlock"}:
         raise OptionError(f"{min(unknown)}: give llama-server's own option for it in args")
-    out = ["llama-server", "-m", config.model_path, "-c", str(n_ctx), "--kv-unified", "--cache-ram", str(options.cache_ram // MIB), "--ctx-checkpoints", "0"]
+    out = ["llama-server", "-m", config.model_path, "-c", str(n_ctx), "--kv-unified"]
+    out += ["--cache-ram", str(kept.cache_ram // MIB), "--ctx-checkpoints", str(kept.n_checkpoints), "--slot-prompt-similarity", str(_SIMILARITY)]
+    if options.cache_ram is None:  # what is in a slot stays there until the slot is needed: a cache of this size may be too small for it
+        out.append("--no-cache-idle-slots")
     out += ["--threads-http", str(_HTTP_THREADS + 2 * options.parallel), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
     for name, line in table_of(Config).items():
         value = getattr(config, name) if line.number else keywords.get(name, getattr(config, name))  # its number is llama_cpp's

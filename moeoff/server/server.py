@@ -18,19 +18,20 @@ import numpy as np
 
 from .. import native
 from ..binding import api
-from ..budget.dry_load import context_sizes, usual_ctx
+from ..budget.dry_load import context_sizes, sequence_state, usual_ctx
 from ..chat_sandbox import growing
 from ..engine.batch import MAYBE, NO, YES, BatchRows, UbatchOrder, is_decode, spans_of
 from ..engine.engine import Engine
 from ..engine.stats import Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
-from ..memory import format_size, parse_size, rss, share_malloc_arenas, trim
+from ..memory import available, format_size, parse_size, rss, share_malloc_arenas, trim
 from ..options import Config, ServerOptions
 from ..threads import CoreBinding
 from ..turns import computes_here
 from .arguments import arguments, check_passed_on
 from .extra_models import DraftJudge, ExtraModels
+from .kept_prompts import KeptPrompts
 from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
 
 _POLL = 0.05  # seconds
@@ -41,6 +42,30 @@ _SAMPLER_BYTES = 12  # for each token of the vocabulary
 _TEMPLATE_BYTES = 5 << 20  # of the program that runs chat templates, with an ordinary conversation
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
 _serving = threading.Lock()  # llama-server keeps state in globals
+
+
+class _ServedEngine(Engine):
+    """The runtime state of a model that several conversations share.
+
+    Args:
+        kept: bytes of samplers and chat templates.
+
+    Attributes:
+        kept_prompts: what is remembered of them.
+    """
+
+    kept_prompts: KeptPrompts
+
+    def __init__(self, config: Config, model_index: ModelIndex, options: ServerOptions, *, kept: int, loaded: int, nextn: bool):
+        self._options = options
+        super().__init__(config, model_index, n_sequences=options.parallel, kept=kept, loaded=loaded, nextn=nextn, lends_state=False)
+
+    def _plan_more(self) -> None:
+        room = (self.budget or available()) - self.planned.fixed
+        own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
+        self.kept_prompts = KeptPrompts.of(self.planned, room, own, self._options)
+        self._kept += self.kept_prompts.at_start
+        self.planned = replace(self.planned, kept=self._kept + self._loaded)
 
 
 class Server:
@@ -62,7 +87,7 @@ class Server:
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
         check_passed_on(self._options.args)
         self.engine = self._open(Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours}))
-        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options)
+        self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.kept_prompts)
         check_arguments(self._argv)
         self.url = ""
         self._error: BaseException | None = None
@@ -76,11 +101,12 @@ class Server:
         self._drafting = c_int32(1)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
-        self._n_batches, self._computes = 0, False
+        self._n_batches, self._n_tokens, self._computes = 0, 0, False
+        self._taken = 0  # bytes, for prompts outside the context
         self._closing = threading.Event()
         self._idle = threading.Thread(target=self._read_ahead, name="moeoff-idle", daemon=True)
 
-    def _open(self, config: Config) -> Engine:
+    def _open(self, config: Config) -> _ServedEngine:
         options = self._options
         model_index = ModelIndex.read(config.model_path)
         model_index.require_text()
@@ -91,8 +117,8 @@ class Server:
         n_vocab = embedding.shape[1] if embedding else _MANY
         extras = ExtraModels.of(model_index, n_ctx, config.keywords, options)
         self._options = replace(options, spec_type=extras.spec_type)
-        kept = options.cache_ram + _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + extras.computing
-        engine = Engine(config, model_index, n_sequences=options.parallel, kept=kept, loaded=extras.resident, nextn=extras.nextn, lends_state=False)
+        kept = _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + extras.computing
+        engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident, nextn=extras.nextn)
         if engine.quality.simulates:
             raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return engine
@@ -172,7 +198,14 @@ class Server:
             BudgetError: below what the model needs; the old budget stays.
         """
         with self._between:
+            self._take_for_prompts(self.engine.kept_prompts.cache_ram)  # what is there by then has been taken from this budget, and none else
             self.engine.set_memory(parse_size(memory))
+
+    def _take_for_prompts(self, nbytes: int) -> None:
+        """From the experts, before prompts come that are kept."""
+        if nbytes > self._taken:
+            self.engine.sizer.reserve(nbytes - self._taken)
+            self._taken = nbytes
 
     # --- the serving thread ---
 
@@ -281,6 +314,8 @@ class Server:
             if self._ready.is_set():
                 rows = batch_rows(self.engine.ubatch_order, slots, is_prompt) if len(spans) > 1 else None
                 with self._between:
+                    self._n_tokens += n
+                    self._take_for_prompts(self.engine.kept_prompts.needed(self._n_tokens))
                     self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
             if self._core_binding is not None:
                 self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch

@@ -236,6 +236,27 @@ def test_a_stop_while_it_ends_by_itself(demo):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_long_conversation_outlives_strangers(demo):
+    """Whose questions share its system prompt, first with free slots, then with none left."""
+    system, strangers = {"role": "system", "content": "You are a patient teacher of arithmetic. " * 12}, "Tom Ann Sue Bob Eve Max".split()
+    with Served(demo, memory="150M", n_ctx=4096, args=["--override-kv", "qwen2moe.context_length=int:4096"]) as it:
+
+        def ask(messages: list[dict]) -> tuple[str, dict]:
+            body = {"messages": [system, *messages], "temperature": 0, "max_tokens": 8}
+            answer = httpx.post(f"{it.url}/v1/chat/completions", json=body, timeout=300).json()
+            return answer["choices"][0]["message"]["content"], answer["timings"]
+
+        talk = [{"role": "user", "content": "Count the apples, please. " * 40}]
+        talk.append({"role": "assistant", "content": ask(talk)[0]})
+        for n, others in enumerate((strangers[:2], strangers[2:])):
+            for name in others:
+                ask([{"role": "user", "content": f"{name} has {n + 2} apples. How many?"}])
+            talk.append({"role": "user", "content": f"And {n} more?"})
+            text, timings = ask(talk)
+            assert timings["prompt_n"] < 80 and timings["cache_n"] > 300
+            talk.append({"role": "assistant", "content": text})
+
+
 def test_budget_is_kept_under_clients(grown):
     options = {"n_ctx": 4096, "parallel": 4, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
     budget = needed(grown, **options) + 25 << 20

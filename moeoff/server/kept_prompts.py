@@ -1,0 +1,74 @@
+"""What a server remembers of conversations outside the context: prompts that have lost their slot, and states to go back to.
+
+Both are taken from the experts' memory. A prompt that has to be computed again reads nearly every expert, and so costs more than the misses
+that a few experts less cost in every answer; an eighth of the experts' memory is the bound all the same, because most servers have fewer
+conversations than slots.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..budget.memory_plan import MemoryPlan
+from ..memory import MIB
+from ..options import ServerOptions
+
+_SHARE = 8  # of what experts would have, the part that is taken at most
+_CHECKPOINTS = 8  # of each answer, where they fit: of the last turns, and of a long prompt's parts
+_STEPS = 16  # in which the cache's memory is taken from the experts
+
+
+@dataclass(frozen=True)
+class KeptPrompts:
+    """Bounds, in bytes.
+
+    Attributes:
+        cache_ram: of prompts outside the context.
+        n_checkpoints: of each answer.
+        checkpoint: of one.
+        n_slots: answers at a time.
+        token: that one token of a prompt takes at most; 0: not to be told by its tokens.
+    """
+
+    cache_ram: int = 0
+    n_checkpoints: int = 0
+    checkpoint: int = 0
+    n_slots: int = 1
+    token: int = 0
+
+    @property
+    def checkpoints(self) -> int:
+        return self.n_checkpoints * self.checkpoint * self.n_slots
+
+    @property
+    def at_start(self) -> int:
+        """Bytes that are taken from the experts before anything is computed."""
+        return self.checkpoints + (0 if self.token else self.cache_ram)
+
+    def needed(self, n_tokens: int) -> int:
+        """Bytes that the cache can hold once so many tokens have been computed since the start, in a few steps: nothing else gets there."""
+        step = max(-(-self.cache_ram // _STEPS), 1)
+        return min(-(-n_tokens * self.token // step) * step, self.cache_ram) if self.token else 0
+
+    @classmethod
+    def of(cls, planned: MemoryPlan, room: int, sequence: int, options: ServerOptions) -> KeptPrompts:
+        """What was asked for, or else what fits.
+
+        Args:
+            planned: without any of it.
+            room: bytes for experts and this.
+            sequence: bytes of the state that each answer has of its own, whatever it is long: recurrent, or a sliding window's.
+        """
+        spare = max(room - planned.arena_full, room // _SHARE, 0)
+        n_checkpoints, checkpoint = 0, sequence
+        if options.ctx_checkpoints is not None:
+            n_checkpoints = options.ctx_checkpoints
+        elif sequence:
+            n_checkpoints = min(_CHECKPOINTS, spare // (sequence * options.parallel))
+        # a cache that holds the whole context once more
+        tokens = max(planned.state - sequence * options.parallel, 0)
+        cache_ram = options.cache_ram
+        if cache_ram is None:
+            cache_ram = min(tokens + sequence * options.parallel, max(spare - n_checkpoints * sequence * options.parallel, 0)) // MIB * MIB
+        token = 0 if sequence else -(-tokens // max(planned.n_ctx, 1))
+        return cls(cache_ram, n_checkpoints, checkpoint, options.parallel, token)

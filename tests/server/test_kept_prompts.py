@@ -1,0 +1,40 @@
+"""What a server remembers of conversations outside the context, in the budget's terms."""
+
+from __future__ import annotations
+
+import pytest
+
+from moeoff.budget.memory_plan import MemoryPlan
+from moeoff.memory import MIB
+from moeoff.options import ServerOptions
+from moeoff.server.kept_prompts import KeptPrompts
+
+PLAN = MemoryPlan(n_ctx=4096, state=256 * MIB, arena_full=1600 * MIB)
+
+
+def kept(room: int, sequence: int = 0, plan: MemoryPlan = PLAN, **options) -> KeptPrompts:
+    return KeptPrompts.of(plan, room * MIB, sequence * MIB, ServerOptions.make(**options))
+
+
+@pytest.mark.parametrize("room, expected", [(-5, 0), (0, 0), (4, 0), (80, 10), (800, 100), (1600, 200), (1750, 218), (1850, 250), (3000, 256)])
+def test_an_eighth_of_the_experts_or_what_they_cannot_use_up_to_a_whole_context(room, expected):
+    assert kept(room).cache_ram == expected * MIB
+
+
+def test_what_was_asked_for():
+    assert kept(80, cache_ram="64M").cache_ram == 64 * MIB and kept(8000, cache_ram=0).cache_ram == 0
+    assert kept(80, 4, ctx_checkpoints=3).checkpoints == 3 * 4 * 4 * MIB and kept(8000, 4, ctx_checkpoints=0).checkpoints == 0
+
+
+def test_memory_comes_with_the_tokens_that_can_be_kept():
+    it = kept(800)
+    assert it.at_start == 0 and it.needed(0) == 0 and it.needed(10**9) == it.cache_ram
+    needed = [it.needed(n) for n in range(4096)]
+    assert all(it.token * n <= bytes_ for n, bytes_ in enumerate(needed) if bytes_ < it.cache_ram) and len(set(needed)) <= 17
+
+
+def test_states_to_go_back_to_come_first():
+    it = kept(1600, 2, parallel=4)
+    assert it.n_checkpoints == 8 and it.checkpoints == 64 * MIB and it.cache_ram == (200 - 64) * MIB
+    assert it.at_start == 200 * MIB and it.needed(10**9) == 0  # of such a model a prompt's bytes do not follow from its tokens
+    assert kept(160, 2, parallel=4).n_checkpoints == 2 and kept(32, 2, parallel=4).n_checkpoints == 0
