@@ -201,6 +201,20 @@ def _refuse_rpc(value: Any) -> None:
         raise OptionError(NO_RPC)
 
 
+def _key(value: str) -> str:
+    if not any(part.strip(' "') for part in value.split(",")):
+        raise OptionError("an empty key would let everyone in; leave it out if that is meant")
+    return value
+
+
+def _key_file(value: Path) -> str:
+    from .files import read_text
+
+    if not any(line and not line.startswith("#") for line in read_text(value).split("\n")):
+        raise OptionError(f"{value}: has no key, and would let everyone in")
+    return os.fspath(value)
+
+
 def _memory_size(value: str | int) -> int:
     return 0 if value in (0, "0") else parse_size(value)
 
@@ -676,8 +690,10 @@ class ServerOptions:
                        help="Port to listen on; 0 takes a free one.")  # fmt: skip
     parallel: int = option("-np", "--parallel", metavar="N", parse=_integer(1, 256), default=4, server="-np", commands="serve",
                            help="Answers at a time; they share the context.")  # fmt: skip
-    api_key: str | None = option("--api-key", metavar="KEY", envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
-                                 help="Refuse requests without this bearer token.")  # fmt: skip
+    api_key: str | None = option("--api-key", metavar="KEY", parse=_key, envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
+                                 help="Refuse requests without this bearer token; several, separated by commas.")  # fmt: skip
+    api_key_file: str | None = option("--api-key-file", metavar="FILE", parse=_key_file, is_file=True, server="--api-key-file", group="Server", commands="serve",
+                                      help="File with such tokens, one on each line.")  # fmt: skip
     alias: str | None = option("-a", "--alias", metavar="NAME", server="--alias", commands="serve",
                                help="What /v1/models calls the model. Default: its file name.")  # fmt: skip
     cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), group="Server", commands="serve",
@@ -704,6 +720,14 @@ class ServerOptions:
             OptionError: a value that makes no sense.
         """
         return cls(**_read(cls, options))
+
+    @property
+    def open_to(self) -> str | None:
+        """The first address from which other machines may send requests without a key, if there is one."""
+        if self.api_key or self.api_key_file or os.environ.get("LLAMA_API_KEY"):  # llama-server reads that one
+            return None
+        hosts = [host.strip() for host in self.host.split(",")]
+        return next((host for host in hosts if not (host.endswith(".sock") or host in ("localhost", "::1", "") or host.startswith("127."))), None)
 
     @property
     def drafts(self) -> bool:

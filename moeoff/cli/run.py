@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
 import click
@@ -21,6 +24,7 @@ from .options import MODEL, command, files_beside, given_files, own, takes
 if TYPE_CHECKING:
     from .completion import Completer, Completion
 
+_ONE_SIGNAL = 1.0  # seconds within which several are one: a terminal and the program that was started in it may both send it
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
 
@@ -154,11 +158,32 @@ def serve(model: str | None, args: tuple[str, ...], **options: Any) -> None:
 
     path = model or demo_model()
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
-    before = signal.signal(signal.SIGTERM, lambda _signum, _frame: sys.exit(0))
+    with _ended_by_signals(), Server(path, args=args, **options) as server:
+        for remark in server.remarks:
+            note(remark)
+        page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
+        note(f"serving {path} on {server.url}/v1, {page}, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
+        server.wait()
+
+
+@contextlib.contextmanager
+def _ended_by_signals() -> Iterator[None]:
+    """While open, SIGTERM and Ctrl-C end the program well, also where it was started with Ctrl-C ignored, as a script's `&` does. One that comes
+    again when they should have done so ends it at once."""
+    first: list[float] = []
+
+    def end(number: int, _frame: object) -> None:
+        if not first:
+            first.append(time.monotonic())
+            note(f"{signal.Signals(number).name}: every answer ends, then the server; once more ends it at once")
+            sys.exit(0)
+        if time.monotonic() - first[0] > _ONE_SIGNAL:
+            os._exit(1)
+
+    before = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Server(path, args=args, **options) as server:
-            page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
-            note(f"serving {path} on {server.url}/v1, {page}, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
-            server.wait()
+        yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            if not first:  # what comes after it must not end the program in another way
+                signal.signal(number, handler)

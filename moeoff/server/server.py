@@ -181,6 +181,13 @@ class Server:
         self.stop()
 
     @property
+    def remarks(self) -> list[str]:
+        """What whoever starts it should know, a sentence each."""
+        if (host := self._options.open_to) is None:
+            return []
+        return [f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key"]
+
+    @property
     def has_page(self) -> bool:
         """Whether this build has llama-server's web page, at the URL itself."""
         return bool(library().moeoff_serve_has_page())

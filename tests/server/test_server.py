@@ -29,11 +29,12 @@ PROMPTS = [f"Tom has {n} apples and buys {n + 2} more. How many apples has he?" 
 class Server:
     """A running `moeoff serve` on a free port."""
 
-    def __init__(self, *args: str):
-        self.process = subprocess.Popen(
-            [COMMAND, "serve", "--warm", "off", "--port", "0", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True
-        )
+    def __init__(self, *args: str, shell: str | None = None):
+        command = [*(["sh", "-c", shell] if shell else []), COMMAND, "serve", "--warm", "off", "--port", "0", *args]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
+        self.said = ""
         for line in self.process.stderr:  # llama.cpp's remarks come first
+            self.said += line
             match = re.search(r"on (http://\S+)/v1", line)
             if match:
                 self.url = match[1]
@@ -279,8 +280,8 @@ def test_metrics(server):
     assert {"moeoff_expert_evictions_total", "moeoff_stall_seconds_total", "moeoff_budget_bytes"} <= names
 
 
-@pytest.mark.parametrize("sig, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 0)])
-def test_shutdown_ends_every_answer(demo, sig, expected):
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+def test_shutdown_ends_every_answer(demo, sig):
     """Four that are computed and four that wait: each gets an end or an error, and none is written to its end first."""
     server = Server("-m", demo, "--expert-memory", "400K", "-c", "65536", "--", "--override-kv", "qwen2moe.context_length=int:65536")
     ended: list[str] = []
@@ -304,7 +305,60 @@ def test_shutdown_ends_every_answer(demo, sig, expected):
     for thread in threads:
         thread.join(300)
     assert len(ended) == 8 and all(ended) and "length" not in ended
-    assert code == expected and "Traceback" not in text and "Error" not in text
+    assert code == 0 and "Traceback" not in text and "Error" not in text
+
+
+@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("shell", ["", "trap '' INT; "], ids=["foreground", "background"])
+def test_signals_end_it_well(demo, sig, shell):
+    """Also where Ctrl-C is ignored when it starts, as by a script's &, and when the signal comes twice, from a terminal and a program in it."""
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", shell=shell + '"$0" "$@" & wait $!' if shell else 'exec "$0" "$@"')
+    if shell:  # sh waits, and does not pass it on
+        with open(f"/proc/{server.process.pid}/task/{server.process.pid}/children") as file:
+            child = int(file.read())
+        for _ in range(2):
+            os.kill(child, sig)
+        text = server.process.communicate(timeout=300)[1]
+        code = server.process.returncode
+    else:
+        server.process.send_signal(sig)
+        code, text = server.stop(sig)
+    assert code == 0 and text.count(f"{sig.name}: every answer ends") == 1 and "Traceback" not in text
+
+
+def test_a_second_signal_ends_what_does_not_end():
+    code = """if True:
+        import os, signal, time
+        from moeoff.cli.run import _ended_by_signals
+        with _ended_by_signals():
+            try:
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(300)
+            finally:
+                time.sleep(1.1)
+                os.kill(os.getpid(), signal.SIGINT)
+                time.sleep(300)
+    """
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 1
+
+
+def test_a_server_that_is_open_to_everyone_warns(demo, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("# of two\none\ntwo\n")
+    options = ("-m", demo, "-c", "512", "--expert-memory", "4M", "--host", "0.0.0.0")
+    server = Server(*options)
+    assert "warning: everyone who reaches 0.0.0.0" in server.said and server.stop(signal.SIGTERM)[0] == 0
+    server = Server(*options, "--api-key-file", str(keys))
+    assert "warning" not in server.said
+    assert [server.get("/v1/models", key).status_code for key in ("one", "two", "# of two", None)] == [200, 200, 401, 401]
+    assert server.stop(signal.SIGTERM)[0] == 0
+
+
+@pytest.mark.parametrize("arguments, said", [(("--api-key", ""), "an empty key"), (("--api-key", " ,"), "an empty key"),
+                                              (("--api-key-file", "/dev/null"), "/dev/null"), (("--api-key-file", "/nowhere"), "/nowhere")])  # fmt: skip
+def test_a_key_that_lets_everyone_in(moeoff_command, arguments, said):
+    done = moeoff_command("serve", "--port", "0", *arguments)
+    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
 def test_drafts_change_no_text(demo):
