@@ -64,6 +64,7 @@ class Row:
     memory: int
     strategy: str
     io_threads: int | None
+    n_ctx: int | None
     n_prompt: int
     n_gen: int
     n_depth: int
@@ -123,6 +124,7 @@ def _row(done: Measurement, index: int, memory: int, note: str) -> Row:
         memory=done.opened.get("budget_bytes") or memory,
         strategy=done.opened.get("strategy", str(options.get("strategy", "auto"))) if ours else _stock_name(job),
         io_threads=done.opened.get("io_threads"),
+        n_ctx=done.opened.get("n_ctx") or options.get("n_ctx"),
         n_prompt=test.n_prompt,
         n_gen=test.n_gen,
         n_depth=test.depth,
@@ -182,7 +184,7 @@ def _mode(done: Measurement, note: str) -> str:
     if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
         return note
     parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {opened['io_threads']} I/O threads"]
-    parts.append(f"{opened['resident_share']:.0%} of the experts fit")
+    parts.append(f"{opened['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}")
     tier = opened["tier"]
     parts.append("own precision" if tier == "original" and not closed["precision_summary"] else closed["precision_summary"] or f"all experts in {tier}")
     if closed["prefetch_on"] is not None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+from ..budget.dry_load import context_for
 from ..cpu import n_cores
 from ..gguf.model_index import ModelIndex
 from ..memory import cgroup_limit, format_size, parse_size
@@ -190,7 +191,6 @@ def _process_figures(m: Measurement) -> dict[str, float]:
 _SHARED = ("n_threads", "n_threads_batch", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "n_ctx")
 STOCK_SECONDS = 300.0  # of one test: where it thrashes, a token takes seconds; less would leave it fewer tokens than the others
 _STOCK_TIMEOUT = 900.0
-_CTX_STEP = 256
 _OWN_LIMIT = 1.1  # times the wanted one: a cgroup that we are in already, and that is as tight
 
 
@@ -219,19 +219,18 @@ class Grid:
 
     @property
     def n_ctx(self) -> int:
-        """Tokens that the largest test needs, as llama-bench sizes its context."""
-        most = max(test.depth + test.n_tokens for test in self.tests)
-        return -(-most // _CTX_STEP) * _CTX_STEP
+        """Tokens of the context, unless one is given: those of `moeoff run`, so that the numbers are those of a run; more if a test needs them."""
+        return context_for(ModelIndex.read(self.model), max(test.depth + test.n_tokens for test in self.tests))
 
     def jobs(self) -> list[tuple[Job, int, str]]:
         """Each with its bound of memory (0: none) and a note about its surroundings."""
-        expert_bytes = ModelIndex.read(self.model).expert_bytes
+        expert_bytes, n_ctx = ModelIndex.read(self.model).expert_bytes, self.n_ctx
         combinations = [dict(zip(self.axes, values)) for values in itertools.product(*self.axes.values())]
         out: list[tuple[Job, int, str]] = []
         stock: dict[str, tuple[Job, int, str]] = {}
         for chosen in combinations:
             options = {name: value for name, value in (dict(self.options) | chosen).items() if value is not None}
-            options.setdefault("n_ctx", self.n_ctx)
+            options.setdefault("n_ctx", n_ctx)
             memory = parse_size(options["memory"]) if "memory" in options else 0
             if memory:
                 options["memory"] = memory

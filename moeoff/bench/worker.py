@@ -102,7 +102,9 @@ class _Engine:
         return {name: getattr(stats, name) for name in names} if stats is not None else {}
 
     def opened(self) -> dict[str, Any]:
-        facts = self.facts("arena_bytes", "budget_bytes", "micro_batch", "micro_batch_reason", "strategy", "tier", "max_loss", "memory")
+        facts = {"n_ctx": self.llm.n_ctx()} | self.facts(
+            "arena_bytes", "budget_bytes", "micro_batch", "micro_batch_reason", "strategy", "tier", "max_loss", "memory"
+        )
         if self._moeoff is not None:
             facts["io_threads"] = self._moeoff.engine.io_threads.n
             facts["resident_share"] = facts["arena_bytes"] / max(self._moeoff.engine.buffer.arena_full, 1)

@@ -22,7 +22,7 @@ from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..memory import rss, slot_bytes, trim
 from ..native import context_memory, cpu_buffer_type, tensor_overrides
-from .memory_plan import ALLOCATED, MemoryPlan
+from .memory_plan import ALLOCATED, MemoryPlan, planned_process
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
 # takes is told from two of these lengths, because everything grows with the length or not at all
@@ -124,7 +124,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         weights=max(planned.weights - model_index.expert_bytes - on_disk, 0),
         embedding=embedding.nbytes - on_disk if embedding else 0,
         on_disk=on_disk,
-        process=rss(),
+        process=planned_process(rss()),
         kept=kept,
         arena_floor=2 * max((slot_bytes(kind.nbytes) for kind in kinds), default=0),
         arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),
@@ -198,6 +198,11 @@ def usual_ctx(model_index: ModelIndex, n_ctx: int | None = None) -> int:
     """Tokens of the context: as the user says, where 0 is as many as the model was trained with; else as many, at most `DEFAULT_CTX`."""
     trained = model_index.n_ctx_train or DEFAULT_CTX
     return min(DEFAULT_CTX, trained) if n_ctx is None else n_ctx or trained
+
+
+def context_for(model_index: ModelIndex, n_tokens: int) -> int:
+    """Tokens of the context where so many are measured: the usual ones, or the next multiple of 256 that holds them."""
+    return max(usual_ctx(model_index), -(-n_tokens // 256) * 256)
 
 
 def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:

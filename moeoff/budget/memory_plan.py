@@ -9,8 +9,8 @@ from ..errors import BudgetError, OptionError
 from ..memory import MIB, format_size, parse_percent, parse_size
 
 RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
-_PROCESS = 64 << 20  # the usual size of a process without the model
-_LIBRARIES = 16 << 20  # llama.cpp and numpy take this much more once a model is loaded
+_PROCESS = 72 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
+_LIBRARIES = 8 << 20  # llama.cpp and numpy take this much more once a model is loaded
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
 ALLOCATED = ("weights", "state", "compute", "work", "outputs")  # of a MemoryPlan, by llama.cpp
 
@@ -67,8 +67,8 @@ class MemoryPlan:
 
     @property
     def floor(self) -> int:
-        """The smallest budget that should do."""
-        return self.fixed + self.arena_floor
+        """What the model needs at this context, as every command names it: the smallest budget that is not refused, in whole MiB."""
+        return -(-(self.fixed + self.arena_floor) // MIB) * MIB
 
     def resident_share(self, budget: int) -> float:
         """Share of the experts that stay in memory within a budget; 0 below the floor."""
@@ -81,18 +81,9 @@ class MemoryPlan:
         same for the same bound, so that what is decided by it can be repeated."""
         return replace(self, process=_PROCESS).resident_share(budget) if budget is not None else min(1.0, (arena or 0) / self.arena_full)
 
-    def require_room(self, budget: int) -> None:
-        """Before anything is loaded: llama.cpp would first clear the whole KV cache, and be killed for it. `within` has the last word.
-
-        Raises:
-            BudgetError: weights, caches, buffers and the experts' floor exceed the budget; says what would fit.
-        """
-        if budget < self.floor - self.work:  # ordinary experts would need more of it than those in an expert buffer
-            # what is named as enough must be: with what the libraries will still allocate
-            replace(self, process=self.process + _LIBRARIES).within(budget)
-
     def within(self, budget: int) -> MemoryPlan:
-        """Gives the experts what the rest leaves of a budget, at most what holds all of them.
+        """Gives the experts what the rest leaves of a budget, at most what holds all of them. Of a planned model asked before anything is loaded:
+        llama.cpp would first clear the whole KV cache, and be killed for it.
 
         Raises:
             BudgetError: less than their floor is left; its hint is what the model needs, and what would fit.
@@ -129,6 +120,11 @@ class MemoryPlan:
             f"and at least {format_size(self.arena_floor)} for experts",
             hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx >= _CTX_STEP else {}),
         )
+
+
+def planned_process(taken: int) -> int:
+    """Bytes that a process takes without the model, once it is loaded, of those that it takes now."""
+    return max(_PROCESS, taken + _LIBRARIES)
 
 
 def expected_bytes(nbytes: float, resident: float) -> float:

@@ -119,7 +119,7 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 @own("-r", "--repetitions", type=click.IntRange(min=1), default=5, show_default=True, metavar="N",
      help="Repetitions of each test, each on another piece of text.")  # fmt: skip
 @_axes
-@own("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=8), metavar="N", help="Context in tokens. Default: what the largest test needs.")
+@own("-c", "--ctx-size", "n_ctx", type=click.IntRange(min=8), metavar="N", help="Context in tokens. Default: as run has it, more if a test needs more.")
 @takes("bench", without=(*AXES, "n_ctx"))
 @own("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
 @own(

@@ -77,7 +77,7 @@ class Completion:
             f"{s.hit_summary}, {s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1):.2f} MB/token read"
             f"{'' if s.direct_io else ' (through the page cache)'}, stalled {min(s.stall_seconds / max(self.seconds, 1e-9), 1):.0%} | "
             f"{f'{s.precision_summary} | ' if s.precision_summary else ''}"
-            f"memory {format_size(s.peak_rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
+            f"context {self.n_ctx} | memory {format_size(s.peak_rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
         )
 
 

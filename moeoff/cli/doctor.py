@@ -214,7 +214,7 @@ def check_model(path: str) -> Iterator[Finding]:
         yield Finding("model", PROBLEM, str(error), "moeoff runs GGUF files with routed experts")
         return
     size = dry_load(model_index, usual_ctx(model_index))
-    text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, all of it resident {format_size(size.fixed + size.arena_full)}"
+    text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
     if size.floor > available():
         yield Finding("model", PROBLEM, text, "more memory, a smaller -c, or a model with fewer weights outside the experts")
     else:

@@ -195,7 +195,7 @@ class Engine:
             )
         self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
         self._plan_more()
-        self.planned.require_room(self.budget or available())
+        self.planned.within(self.budget or available())
 
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""

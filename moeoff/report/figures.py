@@ -14,6 +14,7 @@ from ..bench.job import Sample, TokenStream, read_text
 from ..bench.rows import ceiling_share
 from ..bench.worker import disk_rate
 from ..budget.disk_probe import DiskRate
+from ..budget.dry_load import context_for
 from ..engine.llama import Llama
 from ..engine.stats import Stats
 from ..gguf.model_index import ModelIndex
@@ -22,7 +23,6 @@ from ..simulate.simulator import simulate
 from ..trace import PREFETCH_LEVEL, Trace
 
 N_PROMPT, N_DECODE = 128, 96
-_CTX_STEP = 256
 _PROBE_SECONDS = 1.0
 
 
@@ -35,6 +35,8 @@ class Session:
         trace: of all events; those of the single tokens begin at `first_single`.
         reads: [n] `moeoff.trace.READ` of the single tokens.
         disk: measured right afterwards.
+        n_ctx: tokens of the context, and
+        needed: the smallest budget at it.
     """
 
     model_index: ModelIndex
@@ -48,6 +50,8 @@ class Session:
     io_threads: int
     policy: str
     peak_rss: int
+    n_ctx: int
+    needed: int
 
     @property
     def seconds(self) -> tuple[float, float]:
@@ -75,7 +79,7 @@ def record(
     model_index = ModelIndex.read(model)
     model_index.require_text()
     words = read_text(text)
-    options = {"n_ctx": -(-(n_prompt + n_decode) // _CTX_STEP) * _CTX_STEP} | options
+    options = {"n_ctx": context_for(model_index, n_prompt + n_decode)} | options
     with tempfile.TemporaryDirectory(prefix="moeoff-report-") as folder:
         path = os.path.join(folder, "session.trace")
         with Llama(model, memory=memory, trace=path, **options) as llm:
@@ -92,12 +96,13 @@ def record(
             llm.engine.buffer.drain()
             decode = llm.stats()
             io_threads, policy, peak = llm.engine.io_threads.n, llm.engine.config.strategy.policy or "lru", peak_rss()
+            n_ctx, needed = llm.n_ctx(), llm.engine.planned.floor
         trace = Trace.read(path)
     disk = disk_rate(model_index, io_threads, _PROBE_SECONDS)
     first = next((i for i, event in enumerate(trace.events) if len(event.ids) == 1 and event.gate == 0), len(trace.events))
     start = trace.events[first].t_ns if first < len(trace.events) else 0
     reads = trace.reads[(trace.reads["result"] == 0) & (trace.reads["t_queued"] >= start)]
-    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, first, reads, disk, io_threads, policy, peak)
+    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, first, reads, disk, io_threads, policy, peak, n_ctx, needed)
 
 
 _SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)  # of all experts in memory
@@ -214,7 +219,7 @@ def more_memory(session: Session) -> list[MoreMemory]:
     out = [MoreMemory(here / full, session.decode.budget_bytes, session.decode.hit_rate, mb, n / seconds, True)]
     for share in _SHARES:
         arena = int(share * full)
-        if arena < floor or abs(share - here / full) < 0.02:
+        if arena < floor or (rest and rest + arena < session.needed) or abs(share - here / full) < 0.02:
             continue
         # with everything in memory a replay would still read each slice once
         ratio, hit_rate = 0.0, 1.0

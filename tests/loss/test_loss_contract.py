@@ -380,7 +380,7 @@ def open_with(memory):
 with open_with("1G") as llm:
     plan, process = llm.engine.planned, llm.engine.plan.process
 # a share is told from a process of the usual size; this machine's libraries may take more than that leaves the demo model's experts
-memory_plan._PROCESS = process + (8 << 20)
+memory_plan._PROCESS = max(process, plan.process) + (8 << 20)
 fixed = replace(plan, process=memory_plan._PROCESS).fixed
 half, little = (fixed + int(share * plan.arena_full) for share in (0.5, 0.05))
 with open_with(half) as llm:

@@ -88,11 +88,10 @@ def test_what_is_longer_than_llama_cpp_should_plan(demo):
 
 def test_room_is_refused_to_the_byte(demo):
     plan = dry_load(ModelIndex.read(demo), 4096)
-    least = plan.floor - plan.work
-    plan.require_room(least)
+    plan.within(plan.floor)
     with pytest.raises(BudgetError) as caught:
-        plan.require_room(least - 1)
-    assert caught.value.hint["memory"] >= plan.floor
+        plan.within(plan.floor - 1)
+    assert caught.value.hint["memory"] == plan.floor
 
 
 def test_smaller_types_fit_where_larger_do_not(demo, moeoff_command):

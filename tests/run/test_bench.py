@@ -25,7 +25,7 @@ from moeoff.errors import OptionError
 
 @pytest.fixture(scope="module")
 def small(moeoff_command, grown) -> int:
-    """MiB in which about a fifth of the grown model's experts stay."""
+    """MiB in which about a tenth of the grown model's experts stay."""
     return named(moeoff_command("bench", "-m", grown, "-p", "16", "-n", "8", "-r", "1", "--memory", "1M").stdout)
 
 
@@ -158,7 +158,7 @@ def test_jobs_in_rounds(grown, small, tmp_path):
     """Paired and in turn; an answer goes on behind its prompt; what a script registers is known, and what fails is a row that says so."""
     (tmp_path / "mine.py").write_text("import moeoff\n\n\n@moeoff.register\nclass Mine(moeoff.policies.get_policy('lru')):\n    name = 'mine'\n")
     common = {"tests": prompt_then_tokens(16, 8), "repetitions": 1, "warm_up": False, "probe_seconds": 0, "registers": (str(tmp_path / "mine.py"),)}
-    options = {"memory": f"{small}M", "n_ctx": 256}
+    options = {"memory": f"{small}M", "n_ctx": 256, "flash_attn": True}
     jobs = {
         "lru": Job(grown, options=options | {"strategy": "lru"}, **common),
         "mine": Job(grown, options=options | {"strategy": "mine"}, **common),
