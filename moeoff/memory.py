@@ -51,6 +51,8 @@ def parse_size(text: str | float) -> int:
         if not match:
             raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%")
         number, unit, suffix = match.groups()
+        if not unit and 0 < float(number) < MIB:
+            raise OptionError(f"{text.strip()} is a number of bytes: was {number}G meant?")
         base = 1000 if unit and suffix.lower() == "b" else 1024
         size = int(min(float(number), _MOST) * base ** _UNITS[unit.lower()])
     if size <= 0:

@@ -11,12 +11,13 @@ from __future__ import annotations
 import functools
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from .cpu import n_cores
-from .errors import OptionError
+from .errors import MoeoffError, OptionError
 from .memory import MIB, parse_percent, parse_size
 
 if TYPE_CHECKING:
@@ -35,9 +36,11 @@ __all__ = [
     "Option",
     "Sampling",
     "ServerOptions",
+    "in_flags",
     "llama_keywords",
     "parse_loss",
     "precision_of",
+    "spelled",
     "table_of",
 ]
 
@@ -492,7 +495,7 @@ class Config:
         if unknown:
             raise OptionError(f"unknown option {unknown[0]!r}: neither moeoff.Llama nor llama_cpp.Llama takes it")
         if self.llama_cpp.get("use_mmap") or self.llama_cpp.get("use_mlock"):
-            raise OptionError("use_mmap and use_mlock cannot be used: the experts are read from the file, not mapped")
+            raise OptionError("`use_mmap` and `use_mlock` cannot be used: the experts are read from the file, not mapped")
         if self.n_keep and not self.context_shift:
             raise OptionError("`n_keep` has no effect without `context_shift`")
         if self.n_keep < -1:
@@ -736,3 +739,29 @@ class ServerOptions:
 
 
 TABLE: dict[str, Option] = {name: line for kind in (Config, Sampling, ServerOptions) for name, line in table_of(kind).items()}
+
+
+def spelled(name: str, value: object, flags: Mapping[str, tuple[str, str]] = {}) -> str:  # noqa: B006  # is only read
+    """An option and a value as people type them; of True the flag alone, of `...` the form of a value.
+
+    Args:
+        flags: of the running command, by name: the flag, and the form of its value.
+    """
+    line = TABLE.get(name)
+    flag, form = flags.get(name) or ((line.flag, line.metavar) if line else ("--" + name.replace("_", "-"), name.upper()))
+    if value is True:
+        return flag
+    if value is ...:
+        value = next((part for part in form.split("|") if part.isupper()), form)  # FILE of auto|FILE|none
+    return f"{flag} {line.spell(value) if line else value}"
+
+
+def in_flags(error: MoeoffError, flags: Mapping[str, tuple[str, str]] | None = None) -> str:
+    """An error's sentence in the terms of the command line.
+
+    Args:
+        flags: as `spelled` takes them: a way out is named that this command has. None: any.
+    """
+    message = re.sub(r"`(\w+)`", lambda match: spelled(match[1], True, flags or {}), error.message)
+    ways_out = [spelled(name, value, flags or {}) for name, value in error.hint.items() if flags is None or name in flags]
+    return message + (": give " + ", or ".join(ways_out) if ways_out else "")

@@ -42,6 +42,7 @@ def main() -> None:
         lines.flush()
 
     from ..errors import MoeoffError
+    from ..options import in_flags
 
     try:
         job: Job = pickle.load(sys.stdin.buffer)
@@ -50,8 +51,7 @@ def main() -> None:
             importlib.import_module(os.path.splitext(os.path.basename(path))[0])
         work(job, emit)
     except (MoeoffError, OSError, MemoryError, ValueError, RuntimeError) as error:
-        # without the way out, which is said in Python's terms
-        emit("error", text=str(MoeoffError(error.message) if isinstance(error, MoeoffError) and error.message else error) or type(error).__name__)
+        emit("error", text=(in_flags(error) if isinstance(error, MoeoffError) else str(error)) or type(error).__name__)
         sys.exit(1)
 
 

@@ -15,7 +15,7 @@ import click
 from ..console import note, progress_bar
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
-from ..options import TABLE, Option, parse_switch
+from ..options import TABLE, Option, in_flags, parse_switch
 from .options import MODEL, command, files_beside, given_files, help_of, own, takes
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
             try:
                 out += read(value)
             except OptionError as error:
-                raise click.BadParameter(str(error), context, parameter) from None
+                raise click.BadParameter(in_flags(error), context, parameter) from None
             except ValueError:
                 raise click.BadParameter(f"{value!r} is not {metavar}", context, parameter) from None
         return list(dict.fromkeys(out))

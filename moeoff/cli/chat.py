@@ -18,6 +18,7 @@ from ..engine.prompt import Template
 from ..errors import ContextError, MoeoffError, OptionError
 from ..files import atomic_file
 from ..memory import format_size, rss
+from ..options import in_flags
 from .completion import Completer, Completion
 
 if TYPE_CHECKING:
@@ -117,7 +118,9 @@ class Chat:
             return note(f"{name}: there is no such command; /help lists those there are")
         try:
             command(argument)
-        except (MoeoffError, OSError) as error:
+        except MoeoffError as error:
+            note(in_flags(error, {"memory": ("/memory", "SIZE")}))
+        except OSError as error:
             note(str(error))
 
     def _prompt(self) -> list[dict[str, str]]:
@@ -136,7 +139,7 @@ class Chat:
         except MoeoffError as error:
             self._messages.pop()
             writer.end()
-            return note(str(error))
+            return note(in_flags(error, {}))
         writer.end()
         if answer.text.strip():
             self._messages.append({"role": "assistant", "content": answer.text})

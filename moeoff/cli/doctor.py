@@ -21,7 +21,8 @@ from ..budget.disk_probe import IN_MEMORY, choose_io_threads, direct_io, file_sy
 from ..cpu import n_cores
 from ..errors import MoeoffError
 from ..memory import available, cgroup_limit, format_size
-from .options import command
+from ..options import in_flags
+from .options import command, sentence
 
 PROBE_SECONDS = 1.0
 BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
@@ -211,7 +212,7 @@ def check_model(path: str) -> Iterator[Finding]:
         model_index = ModelIndex.read(path)
         model_index.require_experts()
     except MoeoffError as error:
-        yield Finding("model", PROBLEM, str(error), "moeoff runs GGUF files with routed experts")
+        yield Finding("model", PROBLEM, in_flags(error), "moeoff runs GGUF files with routed experts")
         return
     size = dry_load(model_index, usual_ctx(model_index))
     text = f"{model_index.architecture}, needs {format_size(size.floor)} at a context of {size.n_ctx}, {format_size(size.fixed + size.arena_full)} with all experts in memory"
@@ -235,7 +236,7 @@ def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:
         try:
             findings.extend(check())
         except (MoeoffError, OSError, metadata.PackageNotFoundError) as error:
-            findings.append(Finding(getattr(check, "__name__", "").removeprefix("check_") or "disk", PROBLEM, str(error)))
+            findings.append(Finding(getattr(check, "__name__", "").removeprefix("check_") or "disk", PROBLEM, sentence(error)))
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:

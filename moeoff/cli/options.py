@@ -7,24 +7,34 @@ import errno
 import functools
 import io
 import os
-import re
+import shlex
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import click
 from click.shell_completion import CompletionItem
 
+from ..console import note
 from ..errors import MoeoffError, WriteError, one_line
 from ..files import demo_model
-from ..options import TABLE, Option
+from ..memory import available, format_size
+from ..options import TABLE, Option, in_flags, spelled
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
+_TYPED = "moeoff.typed"  # of a context: the words behind the command's name
+_LONGEST_COMMAND = 160  # characters; a longer one is not repeated
+
+
 class Command(click.Command):
     """A command whose options stand under headings, those without one first."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_TYPED] = list(args)
+        return super().parse_args(ctx, args)
 
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
@@ -99,6 +109,8 @@ def takes(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decor
         def with_values(*args: Any, **values: Any) -> None:
             given = {key: values.pop(key) for key in lines}
             read = {key: lines[key].read(value) for key, value in given.items() if value not in (None, ())}
+            if "memory" in read and read["memory"] > available():
+                note(f"{lines['memory'].flag} {given['memory']} is more than the {format_size(available())} that are available here")
             function(*args, **values, **(usual | read))
 
         out: Callable[..., None] = with_values
@@ -204,32 +216,32 @@ def given_files(options: Mapping[str, Any], *without: str) -> list[str]:
 
 
 def sentence(error: BaseException) -> str:
-    """One line for people, with the flags of the running command."""
+    """One line for people, with the flags of the running command as they were typed, and that command with what would do."""
     if not isinstance(error, MoeoffError):
         return one_line(str(error)) or type(error).__name__
-    message = re.sub(r"`(\w+)`", lambda match: _flag(match[1]), error.message)
-    ways_out = [_with_value(name, value) for name, value in error.hint.items() if _param(name) or not click.get_current_context(silent=True)]
-    return message + (": give " + ", or ".join(ways_out) if ways_out else "")
-
-
-def _param(name: str) -> click.Option | None:
     context = click.get_current_context(silent=True)
-    return next((p for p in context.command.params if p.name == name and isinstance(p, click.Option)), None) if context else None
+    if context is None:
+        return in_flags(error)
+    typed = context.meta.get(_TYPED, [])
+    params = {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
+    flags = {name: (_as_typed(p, typed), p.metavar or name.upper()) for name, p in params.items()}
+    said = in_flags(error, flags)
+    name = next((name for name, value in error.hint.items() if name in flags and value is not ...), None)
+    if name is None or not typed:
+        return said
+    command = shlex.join(_again(context.command_path.split(), typed, params[name], spelled(name, error.hint[name], flags).split()))
+    return f"{said}; that is: {command}" if len(command) <= _LONGEST_COMMAND else said
 
 
-def _flag(name: str) -> str:
-    if param := _param(name):
-        return max(param.opts, key=len)
-    return TABLE[name].flag if name in TABLE else "--" + name.replace("_", "-")
+def _as_typed(param: click.Option, typed: Sequence[str]) -> str:
+    return next((opt for opt in param.opts if any(arg == opt or arg.startswith(f"{opt}=") for arg in typed)), max(param.opts, key=len))
 
 
-def _with_value(name: str, value: object) -> str:
-    if value is True:
-        return _flag(name)
-    if value is ...:
-        param = _param(name)
-        forms = (param.metavar if param else TABLE[name].metavar if name in TABLE else None) or name.upper()
-        value = next((form for form in forms.split("|") if form.isupper()), forms)  # FILE of auto|FILE|none
-    elif name in TABLE:
-        value = TABLE[name].spell(value)
-    return f"{_flag(name)} {value}"
+def _again(path: Sequence[str], typed: Sequence[str], param: click.Option, given: Sequence[str]) -> list[str]:
+    """What was typed, with this option given in this way."""
+    place = next((i for i, arg in enumerate(typed) if arg in param.opts or arg.partition("=")[0] in param.opts), None)
+    if place is None:
+        place = typed.index("--") if "--" in typed else len(typed)
+        return [*path, *typed[:place], *given, *typed[place:]]
+    taken = 1 if "=" in typed[place] or param.is_flag else 2
+    return [*path, *typed[:place], *given, *typed[place + taken :]]

@@ -434,7 +434,7 @@ class Engine:
         """
         bound = DeviceBound.parse(vram)
         if self.device_tier is None:
-            raise OptionError("`vram`: the model was opened without experts on devices; open it with vram")
+            raise OptionError("`vram`: the model was opened without experts on devices; open it with `vram` and `n_gpu_layers`")
         self.device_tier.move(bound)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:

@@ -51,7 +51,7 @@ class ContextShift:
     def __init__(self, llm: Llama, n_keep: int = 0):
         if not llm.can_shift:
             raise OptionError(
-                "context_shift: this model's memory cannot forget a part of a text and move the rest, as recurrent layers, sliding windows "
+                "`context_shift`: this model's memory cannot forget a part of a text and move the rest, as recurrent layers, sliding windows "
                 "with a cache of their own and positions in several dimensions cannot"
             )
         self._n_keep = n_keep

@@ -55,15 +55,15 @@ class Precision:
         if not all(math.isfinite(x) for x in numbers):
             raise OptionError(f"precision: thresholds and shares are numbers: {self}")
         if not 0 <= self.t1 <= self.t2 <= 1:
-            raise OptionError(f"precision: 0 <= t1 <= t2 <= 1 must hold, not t1 {self.t1} and t2 {self.t2}")
+            raise OptionError(f"0 <= `t1` <= `t2` <= 1 must hold, not `t1` {self.t1} and `t2` {self.t2}")
         if not 0 <= self.prefill_low_fraction <= 1:
-            raise OptionError(f"precision: the share of low experts in prefill lies between 0 and 1, not {self.prefill_low_fraction}")
+            raise OptionError(f"`prefill_low_fraction`: lies between 0 and 1, not {self.prefill_low_fraction}")
         if not (0 <= self.reroute <= 1 and 0 <= self.reroute_margin <= 1 and 0 <= self.resident <= 1):
             raise OptionError(f"precision: rerouting's shares lie between 0 and 1, not {self.reroute}, {self.reroute_margin} and {self.resident}")
         if not 0 < self.low_share < 1:
             raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
         if self.mispredicted_low and self.t1 < 1:
-            raise OptionError("precision: what is served low because it was not predicted has no use for t1 and t2: give one or the other")
+            raise OptionError("`mispredicted_low` has no use for `t1` and `t2`: give one or the other")
         if self.uses_low and not self.tier:
             raise OptionError("low precision needs a tier of the sidecar that is read, as Q2_K", hint={"low_tier": ...})
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from ..errors import BudgetError
 from ..gate_event import GateEvent
+from ..memory import format_size
 from ..policies import CacheShape, Policy, get_policy
 from ..policies.hobbit import PAPERS_COST, MissCost
 from ..trace import Trace, TraceHeader
@@ -35,7 +36,7 @@ class SimulatedArena:
     def __init__(self, model: TraceHeader, arena_bytes: int):
         floor = 2 * max(t.slot_bytes for t in model.tensors)
         if arena_bytes < floor:
-            raise BudgetError(f"an arena of {arena_bytes} bytes is below the floor of {floor}")
+            raise BudgetError(f"{format_size(arena_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
         self.width, self.limit = model.n_experts, arena_bytes
         n = len(model.tensors) * self.width
         self.nbytes = np.repeat([t.nbytes for t in model.tensors], self.width)

@@ -21,13 +21,13 @@ in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
 
 @pytest.mark.parametrize(
     "text, size",
-    [("6G", 6 << 30), ("6GiB", 6 << 30), ("6GB", 6 * 10**9), ("700M", 700 << 20), ("1.5k", 1536), ("123", 123), (" 2 MiB ", 2 << 20), (4096, 4096)],
+    [("6G", 6 << 30), ("6GiB", 6 << 30), ("6GB", 6 * 10**9), ("700M", 700 << 20), ("1.5k", 1536), ("2000000", 2_000_000), (" 2 MiB ", 2 << 20), (4096, 4096)],
 )
 def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "lots", "-1G", "0", "0%", "101%", "x%", "1.2.3G", "5 P"])
+@pytest.mark.parametrize("text", ["", "G", "lots", "-1G", "0", "0%", "101%", "x%", "1.2.3G", "5 P", "6"])
 def test_not_a_size(text):
     with pytest.raises(OptionError):
         parse_size(text)
