@@ -52,6 +52,7 @@ _UNQUANTIZED = CACHE_TYPES[:3]
 VRAM_MODES = ("cooperative", "centric", "waves", "cpu", "auto")
 _ALL_UPLOADED = ("centric", "waves")  # the device computes with all experts, or with none
 # llama_cpp.Llama's numbers of these names
+_POOLINGS = ("none", "mean", "cls", "last", "rank")
 _SPLIT_MODES = {"none": 0, "layer": 1}
 _ROPE_SCALINGS = {"none": 0, "linear": 1, "yarn": 2}
 _NUMA_STRATEGIES = {"distribute": 1, "isolate": 2, "numactl": 3}
@@ -137,6 +138,22 @@ def _tokens(value: str | int) -> int:
     return number
 
 
+def _flash_attn(value: str | bool | int) -> bool:
+    return value == "auto" or parse_switch(value)  # llama.cpp's auto is on wherever it can be
+
+
+def _layers(value: str | int) -> int:
+    if value == "auto":  # llama-server's default: what there is
+        from .binding import supports_gpu
+
+        return -1 if supports_gpu() else 0
+    return -1 if value == "all" else _integer(-1)(value)
+
+
+def _parallel(value: str | int) -> int:
+    return 4 if value in ("auto", "-1", -1) else _integer(1, 256)(value)
+
+
 def _context(value: str | int) -> int:
     number = _integer(0)(value)
     if 0 < number < 8:
@@ -218,8 +235,12 @@ def _key_file(value: Path) -> str:
     return os.fspath(value)
 
 
-def _memory_size(value: str | int) -> int:
-    return 0 if value in (0, "0") else parse_size(value)
+def _cache_size(value: str | int) -> int | None:
+    if value in ("-1", -1):  # llama-server's for no bound
+        return None
+    if isinstance(value, str) and value.strip().isdigit():  # as llama-server reads it
+        return int(value) * MIB
+    return 0 if value == 0 else parse_size(value)
 
 
 # --- the table ---
@@ -242,6 +263,8 @@ class Option:
         choices: for help and completion.
         multiple: may be given several times.
         server: llama-server's name of it.
+        also: its other names there.
+        bare: there it is a flag, without a value.
         llama: an argument of llama_cpp.Llama; `number` makes its value of ours.
         unset: llama_cpp.Llama's number for a value that was not given, which programs may pass.
         envvar: that gives it, too.
@@ -260,6 +283,8 @@ class Option:
     choices: tuple[str, ...] = ()
     multiple: bool = False
     server: str = ""
+    also: tuple[str, ...] = ()
+    bare: bool = False
     llama: bool = False
     number: Callable[[Any], Any] | None = None
     unset: int | None = None
@@ -365,8 +390,8 @@ class Config:
                                help="Context in tokens; 0: as many as the model was trained with. Default: as many, but at most 4096.")  # fmt: skip
     n_threads: int | None = option("-t", "--threads", metavar="N", parse=_integer(1), unset=0, commands=f"{_MEASURE} bench", llama=True, server="-t",
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
-    n_gpu_layers: int = option("-ngl", "--n-gpu-layers", metavar="N", parse=_integer(-1), default=0, commands=f"{_MEASURE} inspect bench", llama=True,
-                               server="-ngl", help="Layers whose dense part goes to the GPU; -1: all.")  # fmt: skip
+    n_gpu_layers: int = option("-ngl", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
+                               server="-ngl", also=("--gpu-layers",), help="Layers whose dense part goes to the GPU; -1 or all: all.")  # fmt: skip
 
     expert_memory: int | None = option("--expert-memory", metavar="SIZE", parse=parse_size, group="Experts", commands=_RUN_EVAL,
                                        help="Bound of the experts alone, instead of --memory.")  # fmt: skip
@@ -405,7 +430,7 @@ class Config:
     low_tier: str | None = option("--low-tier", metavar="NAME", group=_SHARE["group"], commands=_RUN_EVAL,
                                   help="Tier of the sidecar that these read, as Q2_K.")  # fmt: skip
 
-    flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off", parse=parse_switch, usual=True, choices=("on", "off"), llama=True, server="-fa",
+    flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off", parse=_flash_attn, usual=True, choices=("on", "off"), llama=True, server="-fa",
                                      group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", help="Flash attention: smaller compute buffers.")  # fmt: skip
     n_batch: int | None = option("-b", "--batch-size", metavar="N", parse=_tokens, llama=True, server="-b", group="Context and batches",
                                  commands=f"{_RUN_EVAL} inspect bench", help="Tokens of a prompt given to llama.cpp at once. Default: as -ub.")  # fmt: skip
@@ -418,13 +443,14 @@ class Config:
     type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=_cache_type, number=_cache_type_number, choices=CACHE_TYPES, llama=True,
                                 server="-ctv", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
-    swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, group="Context and batches",
+    swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, bare=True, group="Context and batches",
                                    commands=f"{_RUN_EVAL} inspect", help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
     context_shift: bool = option("--context-shift", default=False, server="--context-shift", group="Context and batches", commands=_OPEN,
                                  help="When the context is full, forget the older half of it and go on.")  # fmt: skip
     n_keep: int = option("--keep", metavar="N", parse=_integer(-_MAX), default=0, server="--keep", group="Context and batches", commands=_OPEN,
                          help="Tokens of the prompt that a context shift keeps; -1: all.")  # fmt: skip
-    n_threads_batch: int | None = option(metavar="N", parse=_integer(1), unset=0, llama=True, server="-tb", help="Compute threads of prompts. Default: as -t.")
+    n_threads_batch: int | None = option(metavar="N", parse=_integer(1), unset=0, llama=True, server="-tb", also=("-tb", "--threads-batch"),
+                                         help="Compute threads of prompts. Default: as -t.")  # fmt: skip
 
     vram: DeviceBound | None = option("--vram", metavar="SIZE", parse=_device_bound, group="GPU", commands=f"{_RUN_EVAL} bench",
                                       help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts.")  # fmt: skip
@@ -467,7 +493,9 @@ class Config:
                               help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
     priority: int = option("--prio", metavar="N", parse=_integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
                            help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
-    verbose: bool = option("-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine", help="Show llama.cpp's log.")
+    verbose: bool = option(
+        "-v", "--verbose", default=False, commands="run serve eval", llama=True, also=("--log-verbose",), group="Machine", help="Show llama.cpp's log."
+    )
 
     precision: Precision = _FILLED_IN
     direct_io: bool = True
@@ -691,7 +719,7 @@ class ServerOptions:
                        help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")  # fmt: skip
     port: int = option("--port", metavar="N", parse=_integer(0, 65535), default=8080, server="--port", commands="serve",
                        help="Port to listen on; 0 takes a free one.")  # fmt: skip
-    parallel: int = option("-np", "--parallel", metavar="N", parse=_integer(1, 256), default=4, server="-np", commands="serve",
+    parallel: int = option("-np", "--parallel", metavar="N", parse=_parallel, default=4, server="-np", commands="serve",
                            help="Answers at a time; they share the context.")  # fmt: skip
     api_key: str | None = option("--api-key", metavar="KEY", parse=_key, envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
                                  help="Refuse requests without this bearer token; several, separated by commas.")  # fmt: skip
@@ -699,20 +727,26 @@ class ServerOptions:
                                       help="File with such tokens, one on each line.")  # fmt: skip
     alias: str | None = option("-a", "--alias", metavar="NAME", server="--alias", commands="serve",
                                help="What /v1/models calls the model. Default: its file name.")  # fmt: skip
-    cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), group="Server", commands="serve",
+    cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), also=("--cors-origins",), group="Server", commands="serve",
                                    help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")  # fmt: skip
-    cache_ram: int | None = option("-cram", "--cache-ram", metavar="SIZE", parse=_memory_size, group="Server", commands="serve",
+    cache_ram: int | None = option("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, group="Server", commands="serve",
                                    help="Memory for prompts that are kept outside the context; counts in --memory. Default: at most an eighth of what experts "
                                         "would have, and what they cannot use.")  # fmt: skip
-    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=_integer(0, 1024), group="Server", commands="serve",
+    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=_integer(0, 1024), also=("--swa-checkpoints",), group="Server", commands="serve",
                                          help="Copies of each answer's recurrent state to go back to; count in --memory. Default: up to 8, as they fit.")  # fmt: skip
-    mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", group="Server", commands="serve",
+    mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", also=("-mm",), group="Server", commands="serve",
                                 help="Projector for images and sound.")  # fmt: skip
-    draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", group="Server", commands="serve",
+    draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", also=("--spec-draft-model",), group="Server", commands="serve",
                                help="Draft model for speculative decoding.")  # fmt: skip
     spec_type: str | None = option("--spec-type", metavar="NAME", server="--spec-type", group="Server", commands="serve",
                                    help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another kind of llama-server's.")  # fmt: skip
-    embedding: bool = option("--embedding", default=False, server="--embedding", group="Server", commands="serve", help="Serve embeddings.")
+    embedding: bool = option(
+        "--embedding", default=False, server="--embedding", also=("--embeddings",), group="Server", commands="serve", help="Serve embeddings."
+    )
+    pooling: str | None = option("--pooling", metavar="TYPE", parse=_one_of(_POOLINGS), choices=_POOLINGS, server="--pooling", group="Server", commands="serve",
+                                 help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip
+    rerank: bool = option("--rerank", default=False, server="--rerank", also=("--reranking",), group="Server", commands="serve",
+                          help="Serve /rerank, with a model that was made for it.")  # fmt: skip
     args: tuple[str, ...] = ()
 
     @classmethod

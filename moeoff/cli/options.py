@@ -76,9 +76,9 @@ class _Given(click.ParamType):  # type: ignore[type-arg]  # generic since click 
         return [CompletionItem(choice) for choice in self._line.choices if choice.startswith(incomplete)]
 
 
-def command(name: str | None = None) -> Callable[[Callable[..., None]], click.Command]:
+def command(name: str | None = None, cls: type[Command] = Command) -> Callable[[Callable[..., None]], click.Command]:
     """A command of these forms, whose errors are sentences."""
-    return lambda function: click.command(name=name, cls=Command, context_settings=CONTEXT)(errors_as_sentences(function))
+    return lambda function: click.command(name=name, cls=cls, context_settings=CONTEXT)(errors_as_sentences(function))
 
 
 def own(*flags: str, group: str = "", **settings: Any) -> Callable[[Any], Any]:

@@ -18,8 +18,8 @@ from ..console import note
 from ..errors import OptionError
 from ..files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..memory import DEFAULT_SHARE, format_size
-from ..options import Sampling, table_of
-from .options import MODEL, command, files_beside, given_files, own, takes
+from ..options import TABLE, Sampling, table_of
+from .options import MODEL, Command, command, files_beside, given_files, own, takes
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -28,9 +28,12 @@ _ONE_SIGNAL = 1.0  # seconds within which several are one: a terminal and the pr
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
 
+HF_REPO = own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+
+
 @command()
 @MODEL
-@own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+@HF_REPO
 @own("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
 @own("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
 @takes("run")
@@ -145,15 +148,38 @@ def _complete(completer: Completer, prompt: str, system: str | None, raw: bool, 
     return answer
 
 
-@command()
+class _Serve(Command):
+    """Takes llama-server's command lines, and its variables: what is not the command's own is read by the server."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # as for completion
+            from ..server.arguments import of_environment, own_arguments
+
+            own = {
+                name: not param.is_flag for param in self.get_params(ctx) if isinstance(param, click.Option) and param.name not in TABLE for name in param.opts
+            }
+            ours, others = own_arguments([*of_environment(os.environ), *args], own)
+            args = [*ours, "--", *others]
+        return super().parse_args(ctx, args)
+
+
+@command(cls=_Serve)
 @MODEL
+@HF_REPO
 @takes("serve")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def serve(model: str | None, args: tuple[str, ...], **options: Any) -> None:
+def serve(model: str | None, hf_repo: str | None, args: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
 
-    ARGS behind -- go to llama-server.
+    ARGS are llama-server's own options, as are LLAMA_ARG_* in the environment.
     """
+    if model and hf_repo:
+        raise OptionError("give -m or -hf, not both")
+    if hf_repo:
+        from ..gguf.hub import download
+
+        model = download(hf_repo)
+
     from ..server.server import Server
 
     path = model or demo_model()

@@ -1,30 +1,34 @@
-"""llama-server's command line, made by walking the table of options; what a user may not pass on, and why."""
+"""llama-server's command line: what one that somebody has means here, and the one that a server is started with. Both are made from the table of options.
+
+What is in the table becomes that option, under any of llama-server's names for it; what asks for what is so anyway is left out; what cannot be is
+refused, with the reason; the rest is passed on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import difflib
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OptionError
 from ..memory import MIB
-from ..options import NO_RPC, Config, ServerOptions, table_of
+from ..options import Config, Option, ServerOptions, table_of
 from .kept_prompts import KeptPrompts
+from .library import check_arguments
 
 _PLACE = "experts are served from the expert buffer, and moeoff places the rest: give --override-tensor or -ngl to moeoff serve"
-_OURS = "moeoff serve has an option for it, and plans the budget with it"
 _BUDGET = "memory is bounded by --memory, and planned before anything is loaded"
-_FILE = "models are files that are there: nothing is downloaded"
+_FILE = "models are files that are there: nothing is downloaded but with moeoff serve -hf"
 _ENDS = "it ends the process that serves"
 REFUSED: dict[str, str] = {
     name: reason
     for names, reason in (
-        ("-ot --override-tensor -otd --override-tensor-draft --spec-draft-override-tensor -cmoe --cpu-moe -cmoed --cpu-moe-draft --spec-draft-cpu-moe "
-         "-ncmoe --n-cpu-moe -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe -ncffn --n-cpu-ffn -dev --device --repack", _PLACE),
-        ("-m --model -c --ctx-size -t --threads -tb --threads-batch -b --batch-size -ub --ubatch-size -ctk --cache-type-k -ctv --cache-type-v -fa "
-         "--flash-attn -ngl --gpu-layers --n-gpu-layers -np --parallel -cram --cache-ram -ctxcp --ctx-checkpoints --swa-checkpoints --host --port --api-key --api-key-file -a --alias "
-         "--cors-origins -mm --mmproj -md --model-draft --spec-draft-model --spec-type --spec-default --embedding --embeddings -v --verbose --metrics", _OURS),
-        ("-fit --fit -fitt --fit-target -fitc --fit-ctx -lm --load-mode -lzm --lazy-mode --mlock --mmap --no-mmap -dio --direct-io --no-host "
-         "--mtmd-batch-max-tokens --swa-full -kvu --kv-unified -no-kvu --no-kv-unified --warmup --threads-http", _BUDGET),
+        ("-otd --override-tensor-draft --spec-draft-override-tensor -dev --device", _PLACE),
+        ("-m --model", "the model is given to the server itself"),
+        ("--spec-default", "name the kind of drafts: --spec-type"),
+        ("--mtmd-batch-max-tokens", _BUDGET),
         ("-mu --model-url -hf -hfr --hf-repo -hff --hf-file -hft --hf-token -hfd -hfrd --hf-repo-draft --spec-draft-hf -mmu --mmproj-url -dr "
          "--docker-repo --mtp --dflash --eagle3 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
          "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
@@ -32,20 +36,176 @@ REFUSED: dict[str, str] = {
         ("-h --help --usage --version -cl --cache-list --completion-bash --list-devices --license", _ENDS),
         ("--models-dir --models-preset --models-max --models-autoload --no-models-autoload", "there is no router: one model for each server"),
         ("--sleep-idle-seconds", "a model that sleeps would have to be put together again"),
-        ("--rpc", NO_RPC),
         ("--tools --tools-runtime --mcp-servers-config --mcp-servers-json -ag --agent", "it lets answers start programs on this machine"),
+    )
+    for name in names.split()
+}  # fmt: skip
+_NONE, _ONE = 0, 1  # values
+_TWO = {"--control-vector-layer-range": 2}
+_LEFT_OUT: dict[str, tuple[int, str]] = {
+    name: (n_values, reason)
+    for names, n_values, reason in (
+        ("-cmoe --cpu-moe -cmoed --cpu-moe-draft --spec-draft-cpu-moe", _NONE, "experts are served from the expert buffer"),
+        ("-ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", _ONE,
+         "experts are served from the expert buffer; --vram gives a GPU those that fit there"),
+        ("-fit --fit -fitt --fit-target -fitc --fit-ctx", _ONE, _BUDGET),
+        ("--mlock --mmap --no-mmap -dio --direct-io -ndio --no-direct-io --no-host --warmup --no-warmup", _NONE, "experts are read as they are used"),
+        ("-lm --load-mode -lzm --lazy-mode", _ONE, "experts are read as they are used"),
+        ("-nr --no-repack --metrics -cb --cont-batching --offline", _NONE, ""),  # it is so
+        ("--repack", _NONE, "repacked kernels round differently from the ones experts are computed with"),
+        ("--threads-http", _ONE, "there are as many as the answers at a time need"),
     )
     for name in names.split()
 }  # fmt: skip
 _SIMILARITY = 0.5  # of a prompt, what a slot must hold to be taken for it: a shared system prompt alone would cost someone their conversation
 _HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
+_ENVIRONMENT = "LLAMA_ARG_"
+_VARIABLES = {  # whose option has another name
+    "BATCH": "--batch-size", "UBATCH": "--ubatch-size", "N_PARALLEL": "--parallel", "TEMPERATURE": "--temp", "ROPE_SCALING_TYPE": "--rope-scaling",
+    "STATIC_PATH": "--path", "THINK": "--reasoning-format", "THINK_BUDGET": "--reasoning-budget", "THINK_BUDGET_MESSAGE": "--reasoning-budget-message",
+    "ENDPOINT_METRICS": "--metrics", "ENDPOINT_PROPS": "--props", "ENDPOINT_SLOTS": "--slots", "CHECKPOINT_MIN_SPACING_NT": "--checkpoint-min-step",
+    "SPEC_DRAFT_CACHE_TYPE_K": "--spec-draft-type-k", "SPEC_DRAFT_CACHE_TYPE_V": "--spec-draft-type-v", "N_GPU_LAYERS_DRAFT": "--spec-draft-ngl",
+}  # fmt: skip
+_TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0")
 
 
-def check_passed_on(args: Sequence[str]) -> None:
-    """Before anything reads them: one may end the process. Raises OptionError for arguments that may not be passed on."""
-    for argument in args:
-        if (name := argument.partition("=")[0]) in REFUSED:
-            raise OptionError(f"{name} cannot be passed to llama-server: {REFUSED[name]}")
+@dataclass(frozen=True)
+class CommandLine:
+    """What a command line of llama-server's means here.
+
+    Attributes:
+        options: of moeoff's, by name in Python.
+        passed_on: to llama-server.
+        left_out: why something has no effect, a sentence each.
+    """
+
+    options: dict[str, Any] = field(default_factory=dict)
+    passed_on: list[str] = field(default_factory=list)
+    left_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def read(cls, args: Sequence[str]) -> CommandLine:
+        """
+        Raises:
+            OptionError: what cannot be, is not known, or has no value.
+        """
+        out = cls()
+        rest = _Words(args)
+        for name in rest:
+            if name in REFUSED:
+                raise OptionError(f"{name} cannot be passed to llama-server: {REFUSED[name]}")
+            if found := _ours().get(name):
+                line, value = found
+                if value is not None:
+                    out.options[line.name] = value
+                elif line.multiple:
+                    out.options[line.name] = [*out.options.get(line.name, []), *rest.value(name).split(",")]
+                else:
+                    out.options[line.name] = line.read(rest.value_of(_TRUE + _FALSE, "on") if line.bare else rest.value(name))
+            elif name in _LEFT_OUT:
+                n_values, reason = _LEFT_OUT[name]
+                for _ in range(n_values):
+                    rest.value(name)
+                if reason:
+                    out.left_out.append(f"{name} has no effect: {reason}")
+            else:
+                out.passed_on.extend([name, *(rest.value(name) for _ in range(_n_values(name)))])
+        return out
+
+
+class _Words:
+    """The words of a command line, one after the other: `--name=value` is two."""
+
+    def __init__(self, args: Sequence[str]):
+        self._left = [part for word in args for part in (word.split("=", 1) if word.startswith("--") and "=" in word else [word])]
+
+    def __iter__(self) -> _Words:
+        return self
+
+    def __next__(self) -> str:
+        if not self._left:
+            raise StopIteration
+        word = self._left.pop(0)
+        return word.replace("_", "-") if word.startswith("--") else word
+
+    def value(self, name: str) -> str:
+        if not self._left:
+            raise OptionError(f"{name} needs a value")
+        return self._left.pop(0)
+
+    def value_of(self, known: Sequence[str], default: str) -> str:
+        """The next word if it is one of these."""
+        return self._left.pop(0) if self._left and self._left[0].lower() in known else default
+
+
+@functools.cache
+def _ours() -> dict[str, tuple[Option, bool | None]]:
+    """Options of the table by every name that they have, and the value that the name alone gives."""
+    out: dict[str, tuple[Option, bool | None]] = {}
+    for line in [*table_of(Config).values(), *table_of(ServerOptions).values()]:
+        if "serve" not in line.commands and not line.also:
+            continue
+        flag = not line.metavar
+        for name in line.flags + line.also:
+            out[name] = (line, True if flag else None)
+            if (flag or line.bare) and name.startswith("--"):
+                out["--no-" + name[2:]] = (line, False)
+    return out
+
+
+def _n_values(name: str) -> int:
+    """Values that an option of llama-server's takes: it is asked without one, and says if that is too few."""
+    try:
+        check_arguments(["llama-server", name])
+    except OptionError as error:
+        if error.message.endswith("has no such option"):
+            near = difflib.get_close_matches(name, _ours(), 1)
+            raise OptionError(f"{name}: neither moeoff serve nor llama-server has such an option" + (f"; is it {near[0]}?" if near else "")) from None
+        return _TWO.get(name, 1)
+    return 0
+
+
+def of_environment(environment: Mapping[str, str]) -> Iterator[str]:
+    """The arguments that llama-server's variables (LLAMA_ARG_*) stand for, as far as it has them."""
+    for name, value in environment.items():
+        if not name.startswith(_ENVIRONMENT):
+            continue
+        short = name.removeprefix(_ENVIRONMENT)
+        flag = _VARIABLES.get(short, "--" + short.lower().replace("_", "-"))
+        found = _ours().get(flag)
+        if flag in REFUSED or (found and found[1] is None and not found[0].bare):
+            yield from (flag, value)
+            continue
+        try:
+            n_values = 0 if found else _LEFT_OUT[flag][0] if flag in _LEFT_OUT else _n_values(flag)
+        except OptionError:  # llama-server does not read it
+            continue
+        if n_values:
+            yield from (flag, value)
+        elif value.lower() in _TRUE:
+            yield flag
+        elif value.lower() in _FALSE and not flag.startswith("--no-"):
+            yield "--no-" + flag[2:]
+
+
+def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Divides a command line into the options of the command itself, and all others.
+
+    Args:
+        own: whether each takes a value.
+    """
+    ours: list[str] = []
+    others: list[str] = []
+    words = iter(word for word in args if word != "--")
+    for word in words:
+        name = word.partition("=")[0]
+        if name in own:
+            ours.append(word)
+            if own[name] and name == word and (value := next(words, None)) is not None:
+                ours.append(value)
+        else:
+            others.append(word)
+    return ours, others
 
 
 def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, kept: KeptPrompts) -> list[str]:

@@ -29,15 +29,17 @@ from ..memory import available, format_size, parse_size, rss, share_malloc_arena
 from ..options import Config, ServerOptions
 from ..threads import CoreBinding
 from ..turns import computes_here
-from .arguments import arguments, check_passed_on
+from .arguments import CommandLine, arguments
 from .extra_models import DraftJudge, ExtraModels
 from .kept_prompts import KeptPrompts
 from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
+from .log import FirstError
 
 _POLL = 0.05  # seconds
 _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
 _LONG = 256 << 10  # bytes that a request has taken
 _ABORTED = 2  # llama_decode's result for a graph that was ended
+_POOLING = "pooling_type"  # of a model that was made for embeddings
 _SAMPLER_BYTES = 12  # for each token of the vocabulary
 _TEMPLATE_BYTES = 5 << 20  # of the program that runs chat templates, with an ordinary conversation
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
@@ -73,7 +75,8 @@ class Server:
 
     Args:
         model: a GGUF, or a `Config`.
-        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`.
+        **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`. In `args` llama-server's own: those that moeoff
+            has become its options.
 
     Attributes:
         engine: the model's runtime state.
@@ -84,10 +87,15 @@ class Server:
 
     def __init__(self, model: str | os.PathLike[str] | Config, **options: Any):
         ours = {f.name for f in fields(ServerOptions)}
+        given = CommandLine.read(options.get("args", ()))
+        options |= given.options | {"args": tuple(given.passed_on)}
+        self._left_out = given.left_out
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
-        check_passed_on(self._options.args)
         self.engine = self._open(Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours}))
         self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.kept_prompts)
+        self._log = FirstError()
+        if not {"--log-file", "--log-disable"} & set(self._options.args):
+            self._argv += ["--log-file", self._log.path]
         check_arguments(self._argv)
         self.url = ""
         self._error: BaseException | None = None
@@ -116,7 +124,8 @@ class Server:
         embedding = model_index.dense.get(EMBEDDING)
         n_vocab = embedding.shape[1] if embedding else _MANY
         extras = ExtraModels.of(model_index, n_ctx, config.keywords, options)
-        self._options = replace(options, spec_type=extras.spec_type)
+        pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
+        self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
         kept = _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + extras.computing
         engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident, nextn=extras.nextn)
         if engine.quality.simulates:
@@ -171,7 +180,8 @@ class Server:
         ended = self._ended.is_set()
         if ended and not self._stopping:
             self._thread.join()
-            raise self._error or MoeoffError(f"{self.engine.config.model_path}: llama-server has ended by itself (`verbose` says more)")
+            why = self._log.sentence() or "llama-server has ended by itself (`verbose` says more)"
+            raise self._error or MoeoffError(f"{self.engine.config.model_path}: {why}")
         return ended
 
     def __enter__(self) -> Server:
@@ -183,9 +193,10 @@ class Server:
     @property
     def remarks(self) -> list[str]:
         """What whoever starts it should know, a sentence each."""
-        if (host := self._options.open_to) is None:
-            return []
-        return [f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key"]
+        out = list(self._left_out)
+        if (host := self._options.open_to) is not None:
+            out.append(f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key")
+        return out
 
     @property
     def has_page(self) -> bool:

@@ -235,8 +235,8 @@ def test_curl(server):
 
 
 def test_embeddings(demo):
-    """Of a model without a pooling of its own: the mean of its tokens, as asked for."""
-    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--embedding", "--", "--pooling", "mean")
+    """Of a model without a pooling of its own: the mean of its tokens."""
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--embedding")
     one, two, other = (item.embedding for item in server.client().embeddings.create(model="demo", input=["a dog", "a dog", "seven"]).data)
     assert one == pytest.approx(two, abs=1e-4) and one != pytest.approx(other, abs=1e-2) and len(one) == 128
     assert server.stop(signal.SIGTERM)[0] == 0
@@ -412,8 +412,8 @@ def test_port_that_is_taken(moeoff_command):
     assert done.returncode == 1 and "give --host ADDRESS, or --port N" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("arguments, said", [(("-ot", "x=CPU"), "--override-tensor or -ngl"), (("--sleep-idle-seconds=3",), "put together again"),
-                                              (("--rpc", "host:1"), "slice by slice"), (("--no-such-option",), "has no such option")])  # fmt: skip
+@pytest.mark.parametrize("arguments, said", [(("-ot", "exps=CPU"), "routed experts lie in"), (("--sleep-idle-seconds=3",), "put together again"),
+                                              (("--rpc", "host:1"), "slice by slice"), (("--no-such-option",), "has such an option")])  # fmt: skip
 def test_what_llama_server_may_not_be_told(moeoff_command, arguments, said):
     done = moeoff_command("serve", "--port", "0", "--", *arguments)
     assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,42 @@
+"""`FirstError`: what llama-server logs first as an error, which is why it ends, as a sentence.
+
+llama-server writes its log to a file, too: here a pipe, which a thread reads, so that nothing is kept but that line.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+
+_ERROR = re.compile(r"\S+ E (?:\w+ {2,})?(?:[\w:]+: )*(.*)")  # time, level, where it happens, what
+_END = b"\x00\n"  # which llama-server does not write
+_PATIENCE = 1.0  # seconds
+
+
+class FirstError:
+    """Reads from the start on. `path` is a file to llama-server."""
+
+    def __init__(self) -> None:
+        reads, writes = os.pipe()
+        self._writes = os.fdopen(writes, "wb", buffering=0)
+        self.path = f"/dev/fd/{writes}"
+        self._first, self._seen = "", threading.Event()
+        threading.Thread(target=self._read, args=(reads,), name="moeoff-log", daemon=True).start()
+
+    def _read(self, fd: int) -> None:
+        """Until every copy of the other end is closed: llama-server's is, when it opens another log."""
+        with os.fdopen(fd, "rb") as file:
+            for line in file:
+                if line == _END:
+                    self._seen.set()
+                elif not self._first and (found := _ERROR.match(line.decode("utf-8", "replace"))):
+                    self._first = found[1].strip()
+
+    def sentence(self) -> str:
+        """Of what has been written up to now; empty if there was no error."""
+        if not self._writes.closed:
+            self._writes.write(_END)
+            self._seen.wait(_PATIENCE)
+            self._writes.close()
+        return self._first

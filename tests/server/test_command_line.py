@@ -1,0 +1,107 @@
+"""llama-server's command lines and variables, as `moeoff serve` takes them; and what llama-server logged where it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+
+from moeoff import OptionError
+from moeoff.options import Config, ServerOptions
+from moeoff.server.arguments import REFUSED, CommandLine, of_environment, own_arguments
+
+
+def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():
+    found = CommandLine.read(
+        "-c 0 -fa auto --embeddings --jinja --temp 0.6 -n 5 --pooling mean -np 2 -ngl auto --gpu-layers 0 --lora x.gguf --ssl-key-file k "
+        "--log-file l --cache-ram 100 --cors-origins https://a,https://b --cors c --no-context-shift --swa-full --top_k 3 --override-kv=a=int:5 -tb 3".split()
+    )
+    assert found.passed_on == "--jinja --temp 0.6 -n 5 --lora x.gguf --ssl-key-file k --log-file l --top-k 3 --override-kv a=int:5".split()
+    assert not Path("l").exists() and found.left_out == []
+    assert found.options == {"n_ctx": 0, "flash_attn": True, "embedding": True, "pooling": "mean", "parallel": 2, "n_gpu_layers": 0, "cache_ram": 100 << 20,
+                             "cors": ["https://a", "https://b", "c"], "context_shift": False, "swa_full": True, "n_threads_batch": 3}  # fmt: skip
+    Config.make("m", **{name: value for name, value in found.options.items() if name in Config.__dataclass_fields__})
+    ServerOptions.make(**{name: value for name, value in found.options.items() if name in ServerOptions.__dataclass_fields__})
+
+
+def test_what_has_no_effect_is_said_once_and_what_is_so_anyway_is_not():
+    found = CommandLine.read("-ncmoe 30 --no-mmap --metrics -cb -fit off --offline --threads-http 4 --no-warmup".split())
+    assert found.options == {} and found.passed_on == []
+    assert [sentence.partition(" has no effect: ")[0] for sentence in found.left_out] == ["-ncmoe", "--no-mmap", "-fit", "--threads-http", "--no-warmup"]
+
+
+@pytest.mark.parametrize("args, said", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
+                                         ("--rpc x", "slice by slice"), ("--models-dir=/x", "no router"), ("--port x", "a whole number"),
+                                         ("--version", "ends the process"), ("--pooling middle", "one of none, mean")])  # fmt: skip
+def test_what_cannot_be_is_refused(args, said):
+    with pytest.raises(OptionError, match=re.escape(said)):
+        CommandLine.read(args.split())
+
+
+def test_variables():
+    found = of_environment({"LLAMA_ARG_CTX_SIZE": "0", "LLAMA_ARG_JINJA": "1", "LLAMA_ARG_MODEL": "m", "LLAMA_ARG_NO_MMAP": "true", "LLAMA_ARG_NOPE": "1",
+                            "LLAMA_ARG_N_PARALLEL": "2", "LLAMA_ARG_CONTEXT_SHIFT": "off", "LLAMA_ARG_UI": "0", "LLAMA_ARG_SWA_FULL": "1", "HOME": "/"})  # fmt: skip
+    assert list(found) == "--ctx-size 0 --jinja --model m --no-mmap --parallel 2 --no-context-shift --no-ui --swa-full".split()
+
+
+def test_the_commands_own_options_are_its_own():
+    own = {"-m": True, "--model": True, "--debug": False}
+    assert own_arguments("-np 2 -m a --temp 1 -- --model=b --debug -c 0".split(), own) == (["-m", "a", "--model=b", "--debug"], "-np 2 --temp 1 -c 0".split())
+
+
+def test_every_option_of_llama_server_is_known_in_one_way(tmp_path):
+    """Those that the pinned llama-server has and moeoff has none for are passed on; none is both refused and taken."""
+    from moeoff.server.arguments import _LEFT_OUT, _ours
+
+    assert not set(REFUSED) & set(_ours()) and not set(_LEFT_OUT) & (set(REFUSED) | set(_ours()))
+
+
+def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
+    """With what is its own, without `--`, and one of its variables; the default of a question is what it says."""
+    monkeypatch.setenv("LLAMA_ARG_N_PARALLEL", "2")
+    monkeypatch.setenv("LLAMA_ARG_MODEL", demo)
+    command = [
+        sys.executable,
+        "-m",
+        "moeoff.cli",
+        "serve",
+        "--port",
+        "0",
+        "-c",
+        "512",
+        "-fa",
+        "on",
+        "--no-mmap",
+        "--jinja",
+        "--temp",
+        "0",
+        "-n",
+        "5",
+        "--warm",
+        "off",
+    ]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        said = ""
+        for line in process.stderr:
+            said += line
+            if match := re.search(r"on (http://\S+)/v1", line):
+                break
+        answers = [httpx.post(f"{match[1]}/completion", json={"prompt": "The heron"}, timeout=300).json() for _ in range(2)]
+        slots = httpx.get(f"{match[1]}/props", timeout=300).json()["total_slots"]
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(300) == 0
+    assert "--no-mmap has no effect" in said and slots == 2
+    assert answers[0]["content"] == answers[1]["content"] and answers[0]["tokens_predicted"] == 5
+
+
+@pytest.mark.parametrize("args, said", [("--lora /nowhere.gguf", "failed to open '/nowhere.gguf': No such file"), ("--path /nowhere", "static assets path not found: /nowhere"),
+                                         ("--grammar (((", "failed to parse grammar")])  # fmt: skip
+def test_what_llama_server_ends_for_is_the_error(demo, args, said):
+    code = "import sys, moeoff\ntry: moeoff.Server(sys.argv[1], port=0, expert_memory='4M', n_ctx=512, args=sys.argv[2:]).start()\nexcept moeoff.MoeoffError as e: print(e)"
+    done = subprocess.run([sys.executable, "-c", code, demo, *args.split()], capture_output=True, text=True, timeout=300)
+    assert said in done.stdout and "ended by itself" not in done.stdout
