@@ -16,7 +16,7 @@ from ..console import note, progress_bar
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
 from ..options import TABLE, Option, in_flags, parse_switch
-from .options import MODEL, command, files_beside, given_files, help_of, own, takes
+from .options import command, files_beside, given_files, help_of, own, takes, takes_model
 
 if TYPE_CHECKING:
     from ..bench.job import BenchTest, Job
@@ -111,7 +111,8 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 
 
 @command()
-@own("-m", "--model", type=click.Path(), metavar="FILE", multiple=True, help="GGUF with routed experts; may be repeated. Default: the demo model.")
+@click.argument("path", nargs=-1, type=click.Path(), metavar="[MODEL]...")
+@own("-m", "--model", type=click.Path(), metavar="FILE", multiple=True, help="GGUF with routed experts, as MODEL; may be repeated. Default: the demo model.")
 @_several("-p", "--n-prompt", read=numbers(0), help="Tokens of a prompt, 0 for no such test. Default: 512.")
 @_several("-n", "--n-gen", read=numbers(0), help="Tokens that are decoded one by one, 0 for no such test. Default: 128.")
 @_several("-pg", read=pair, metavar="PP,TG", help="A prompt and then single tokens, timed together.")
@@ -132,7 +133,7 @@ def _read_axis(line: Option, text: str) -> list[Any]:
 @own("-oe", "--output-err", type=_FORMATS, help="The same on stderr, in another form.")
 @own("--plot", type=click.Path(dir_okay=False), metavar="FILE", help="Draw tokens per second over memory into an SVG or PNG.")
 def bench(
-    model: tuple[str, ...], n_prompt: list[int], n_gen: list[int], pg: list[tuple[int, int]], n_depth: list[int],
+    path: tuple[str, ...], model: tuple[str, ...], n_prompt: list[int], n_gen: list[int], pg: list[tuple[int, int]], n_depth: list[int],
     output: str, output_err: str | None, plot: str | None, **options: Any,
 ) -> None:  # fmt: skip
     """Measure speed, as llama-bench does: prompts (pp), single tokens (tg), both (pg), over memory budgets and strategies.
@@ -141,7 +142,8 @@ def bench(
     """
     from ..bench.rows import format_named
 
-    require_new(plot, [*(path for one in model or (None,) for path in files_beside(one)), options["text"], *given_files(options)], "--plot")
+    model = path + model
+    require_new(plot, [*(file for one in model or (None,) for file in files_beside(one)), options["text"], *given_files(options)], "--plot")
     tests = _tests(n_prompt or [512], n_gen or [128], pg, n_depth or [0])
     varied = {name for name in _COLUMNS if options[name]}
     grids = _grids(model or (demo_model(),), tests, **options)
@@ -210,7 +212,7 @@ def _listener(job: Job) -> Listener | None:
 
 
 @command()
-@MODEL
+@takes_model()
 @own("-o", "--output", type=click.Path(dir_okay=False), default="moeoff-report.html", show_default=True, metavar="FILE", help="Page to write.")
 @own("--text", type=click.Path(dir_okay=False), metavar="FILE", help="Text whose tokens are fed. Default: the help texts of Python itself.")
 @own("-p", "--n-prompt", type=click.IntRange(min=1), default=128, show_default=True, help="Tokens of the prompt.")

@@ -15,7 +15,7 @@ from ..errors import OptionError
 from ..files import atomic_file, demo_model
 from ..memory import format_size, peak_rss
 from ..options import THRESHOLDS, parse_loss, precision_of
-from .options import MODEL, command, own, takes
+from .options import command, own, takes, takes_model
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
@@ -29,8 +29,7 @@ _OPTIONS_OF = {"--max-loss": ("tier", "thresholds", "no_rerouting", "experts"), 
 
 
 @command()
-@click.argument("path", type=click.Path(), required=False, metavar="[MODEL]")
-@own("-m", "--model", type=click.Path(), help="GGUF with routed experts, instead of MODEL; of a split one the first part.")
+@takes_model("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
 @own("--text", multiple=True, type=click.Path(dir_okay=False), metavar="FILE",
      help="Text like what the model will see; may be repeated. Default: the model writes some.")  # fmt: skip
 @own("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
@@ -48,15 +47,11 @@ _OPTIONS_OF = {"--max-loss": ("tier", "thresholds", "no_rerouting", "experts"), 
 @own("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
 @own("--types", metavar="NAMES", help="With --bits-plan: types to choose from, as Q4_K,Q2_K. Default: a ladder below the model's own.")
 @own("--measure", is_flag=True, help="With --bits-plan: quantize experts one at a time instead of estimating their importance.")
-def calibrate(path: str | None, model: str | None, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
+def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any) -> None:
     """Measure a model on text, once, and keep in its profile what predictors and caches learn from that.
 
     Says first how long it takes. Interrupted, the same command goes on from there.
     """
-    if path and model:
-        raise OptionError("give MODEL or -m, not both")
-    if not (model := path or model):
-        raise click.UsageError("Missing MODEL: the GGUF to calibrate.")
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
     chosen = "--max-loss" if max_loss else "--bits-plan" if bits_plan else ""
@@ -178,7 +173,7 @@ def _write_plan(
 
 
 @command("eval")
-@MODEL
+@takes_model()
 @own("--text", multiple=True, required=True, type=click.Path(dir_okay=False), metavar="FILE", help="Text to predict; may be repeated.")
 @own("--ctx", type=click.IntRange(min=4), metavar="N", default=512, show_default=True, help="Tokens in a window; its second half is scored.")
 @own("--chunks", type=click.IntRange(min=1), metavar="N", help="Only the first N windows of each text.")

@@ -9,11 +9,11 @@ import click
 
 from ..console import progress_bar
 from ..memory import format_size
-from .options import command
+from .options import command, takes_model
 
 
 @command()
-@click.argument("model", type=click.Path())
+@takes_model("GGUF, instead of MODEL; of a split one the first part.", needed=True)
 @click.option(
     "-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.experts.gguf, where run and serve find it."
 )
@@ -44,7 +44,7 @@ def convert(**options: Any) -> None:
 
 
 @command()
-@click.argument("model", type=click.Path())
+@takes_model("GGUF, instead of MODEL; of a split one the first part.", needed=True)
 @click.option("-o", "--output", type=click.Path(dir_okay=False), metavar="FILE", help="File to write. Default: MODEL.merged.gguf.")
 @click.option("--force", is_flag=True, help="Replace an existing file.")
 def merge(**options: Any) -> None:

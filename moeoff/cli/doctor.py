@@ -22,7 +22,7 @@ from ..cpu import n_cores
 from ..errors import MoeoffError
 from ..memory import available, cgroup_limit, format_size
 from ..options import in_flags
-from .options import command, sentence
+from .options import command, sentence, takes_model
 
 PROBE_SECONDS = 1.0
 BLOCK_BYTES = 1 << 20  # of the disk probe where no model says how large its slices are
@@ -258,7 +258,7 @@ def _print(findings: list[Finding]) -> None:
 
 
 @command()
-@click.option("-m", "--model", type=click.Path(), help="A GGUF, or the folder where models are. Default: the current folder.")
+@takes_model("A GGUF, or the folder where models are. Default: the current folder.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def doctor(**options: Any) -> None:
     """Check this machine and installation; exit code 1 if something is in the way."""

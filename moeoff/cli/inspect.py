@@ -9,24 +9,24 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..memory import MIB, format_size
-from .options import command, own, takes
+from .options import command, own, takes, takes_model
 
 if TYPE_CHECKING:
     from ..budget.inspection import Report
 
 
 @command()
-@click.argument("file", type=click.Path())
+@takes_model("GGUF with routed experts, instead of MODEL; of a split one the first part.", needed=True)
 @takes("inspect")
 @own("--probe", type=click.Choice(["on", "off"]), default="on", show_default=True, help="Read from the file for 2 seconds to tell its speed.")
 @own("--json", "as_json", is_flag=True, help="Print JSON.")
-def inspect(file: str, probe: str, as_json: bool, **options: Any) -> None:
+def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
     """Show what a GGUF holds, how much memory it needs, and how fast it may run with more, from its headers alone."""
     from ..budget.inspection import examine
     from ..options import Config, llama_keywords
 
-    config = Config.make(file, **options)  # refuses what would have no effect
-    report = examine(file, ctx_size=config.n_ctx, probe_disk=probe == "on", keywords=llama_keywords(options))
+    config = Config.make(model, **options)  # refuses what would have no effect
+    report = examine(model, ctx_size=config.n_ctx, probe_disk=probe == "on", keywords=llama_keywords(options))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:

@@ -16,7 +16,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from ..console import note
-from ..errors import MoeoffError, WriteError, one_line
+from ..errors import MoeoffError, OptionError, WriteError, one_line
 from ..files import demo_model
 from ..memory import available, format_size
 from ..options import TABLE, Option, in_flags, spelled
@@ -86,7 +86,30 @@ def own(*flags: str, group: str = "", **settings: Any) -> Callable[[Any], Any]:
     return click.option(*flags, cls=GroupedOption, group=group, **settings)
 
 
-MODEL = own("-m", "--model", type=click.Path(), metavar="FILE", help="GGUF with routed experts; of a split one the first part. Default: the demo model.")
+def takes_model(help: str = "GGUF with routed experts; of a split one the first part. Default: the demo model.", *, needed: bool = False) -> Decorator:
+    """Gives a command its model, as MODEL or as -m. It arrives as `model`, and None if neither was given.
+
+    Args:
+        needed: there is no default.
+    """
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def with_model(*args: Any, path: str | None, model: str | None, **values: Any) -> None:
+            typed = click.get_current_context().meta[_TYPED]
+            behind = len(typed) - typed.index("--") - 1 if "--" in typed else 0
+            if path is not None and "args" in values and len(values["args"]) < behind:  # what stands behind -- is no model
+                values["args"], path = (path, *values["args"]), None
+            if path and model:
+                raise OptionError("give MODEL or -m, not both")
+            if needed and not (path or model):
+                raise click.UsageError("Missing MODEL: the GGUF, as MODEL or -m MODEL.")
+            function(*args, model=path or model, **values)
+
+        out: Callable[..., None] = own("-m", "--model", type=click.Path(), metavar="FILE", help=help)(with_model)
+        return click.argument("path", type=click.Path(), required=False, metavar="[MODEL]")(out)
+
+    return decorate
 
 
 def help_of(line: Option, default: Any) -> str:

@@ -19,7 +19,7 @@ from ..errors import OptionError
 from ..files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..memory import DEFAULT_SHARE, format_size
 from ..options import TABLE, Sampling, table_of
-from .options import MODEL, Command, command, files_beside, given_files, own, takes
+from .options import Command, command, files_beside, given_files, own, takes, takes_model
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -32,7 +32,7 @@ HF_REPO = own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from H
 
 
 @command()
-@MODEL
+@takes_model()
 @HF_REPO
 @own("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
 @own("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
@@ -164,7 +164,7 @@ class _Serve(Command):
 
 
 @command(cls=_Serve)
-@MODEL
+@takes_model()
 @HF_REPO
 @takes("serve")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)

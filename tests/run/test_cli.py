@@ -132,6 +132,26 @@ def test_calibrate_refuses_what_it_would_ignore(moeoff_command, options, words):
     assert done.returncode == 1 and done.stderr == f"Error: {words}\n" and done.stdout == ""
 
 
+@pytest.mark.parametrize("command", ["run", "serve", "bench", "report", "inspect", "doctor", "convert", "merge", "eval", "calibrate"])
+def test_the_model_in_both_forms(moeoff_command, command):
+    """MODEL and -m MODEL, for every command that has a model; both at once are too many, and calibrate writes nothing beside the demo model."""
+    more = ("--text", "x.txt") if command == "eval" else ("-p", "x") if command == "run" else ()
+    said = [moeoff_command(command, *model, *more) for model in (("missing.gguf",), ("-m", "missing.gguf"))]
+    assert all(done.returncode == 1 and "missing.gguf" in done.stdout + done.stderr for done in said), said
+    assert (said[0].stdout, said[0].stderr) == (said[1].stdout, said[1].stderr)
+    if command != "bench":
+        done = moeoff_command(command, "missing.gguf", "-m", "missing.gguf", *more)
+        assert done.returncode == 1 and "give MODEL or -m, not both" in done.stderr
+    if command in ("inspect", "convert", "merge", "calibrate"):
+        done = moeoff_command(command)
+        assert done.returncode == 2 and "Missing MODEL" in done.stderr
+
+
+def test_arguments_of_the_server_are_no_model(moeoff_command):
+    done = moeoff_command("serve", "--", "--help")
+    assert "--help cannot be passed to llama-server" in done.stderr
+
+
 def test_no_second_line_about_the_context(moeoff_command):
     """llama.cpp's warning that the model was trained on a shorter context is not for everyone."""
     done = moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024")
