@@ -158,8 +158,9 @@ class _Serve(Command):
             own = {
                 name: not param.is_flag for param in self.get_params(ctx) if isinstance(param, click.Option) and param.name not in TABLE for name in param.opts
             }
-            ours, others = own_arguments([*of_environment(os.environ), *args], own)
-            args = [*ours, "--", *others]
+            model = args[:1] if args and not args[0].startswith("-") else []
+            ours, others = own_arguments([*of_environment(os.environ), *args[len(model) :]], own)
+            args = [*model, *ours, *(["--", *others] if others else [])]
         return super().parse_args(ctx, args)
 
 
