@@ -382,13 +382,13 @@ class Config:
     """
 
     model_path: str
-    memory: int | None = option("--memory", metavar="SIZE", parse=parse_size, commands=f"{_MEASURE} bench",
+    memory: int | None = option("--memory", metavar="SIZE", parse=parse_size, commands=f"{_MEASURE} inspect bench",
                                 help="Bound of the whole process, as 6G, 700MiB or 80%. Default: 80% of what is available.")  # fmt: skip
     max_loss: float | None = option("--max-loss", metavar="PERCENT", parse=parse_loss, commands=f"{_RUN_EVAL} bench",
                                     help="Give up what calibrate --max-loss measured to cost at most this, as 1%. Default: lossless.")  # fmt: skip
     n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_context, commands=f"{_OPEN} inspect bench", llama=True,
                                help="Context in tokens; 0: as many as the model was trained with. Default: as many, but at most 4096.")  # fmt: skip
-    n_threads: int | None = option("-t", "--threads", metavar="N", parse=_integer(1), unset=0, commands=f"{_MEASURE} bench", llama=True, server="-t",
+    n_threads: int | None = option("-t", "--threads", metavar="N", parse=_integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server="-t",
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
     n_gpu_layers: int = option("-ngl", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
                                server="-ngl", also=("--gpu-layers",), help="Layers whose dense part goes to the GPU; -1 or all: all.")  # fmt: skip

@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..cpu import n_cores
 from ..devices import devices
 from ..gguf.model_index import ModelIndex, parse_tensor_name
 from ..memory import MIB, available
+from .compute_probe import token_seconds
 from .disk_probe import DiskRate, probe
 from .dry_load import SliceKind, dry_load, slice_kinds, token_bytes, usual_ctx
 from .memory_plan import RESERVE, expected_bytes
 
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
-# Overlap of reading and computing is not perfect: at 38 % of the experts the reference model made 68 % of the disk's rate.
-OVERLAP = 0.6
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,16 @@ class MemoryOption:
 
     Attributes:
         resident_share: of the experts' bytes.
-        tps_low, tps_high: tokens per second as the disk allows them, see `speed`; None if nothing is missed or it was not probed.
+        tps: tokens per second, see `speed`; None if it was not probed, or too little to run.
+        fits: whether the model runs in it at all.
+        asked: it is the budget that was asked about.
     """
 
     memory_bytes: int
     resident_share: float
-    tps_low: float | None
-    tps_high: float | None
+    tps: float | None
+    fits: bool = True
+    asked: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,27 +84,25 @@ class Report:
     floor_bytes: int
     available_bytes: int
     disk: DiskRate | None
+    compute_seconds: float | None
     budgets: tuple[MemoryOption, ...]
     devices: tuple[DeviceMemory, ...]
 
 
-def speed(token_bytes: int, resident_share: float, bytes_per_second: float) -> tuple[float | None, float | None]:
-    """Tokens per second if the disk is what limits: rate / (bytes of a token's slices * share of them that is missed).
-
-    The slow end assumes that every expert is as likely as any other (misses = 1 - share) and that 60 % of the disk's rate is
-    reached; the fast end that tokens come back to their experts as in the reference model under LRU, (1 - share) squared, and
-    the full rate. Compute is left out of both: it may be what limits.
-    """
-    missed = 1.0 - resident_share
-    if missed <= 0 or not token_bytes:
-        return None, None
-    return OVERLAP * bytes_per_second / (token_bytes * missed), bytes_per_second / expected_bytes(token_bytes, resident_share)
+def speed(token_bytes: int, resident_share: float, bytes_per_second: float, compute_seconds: float) -> float:
+    """Tokens per second: a token is computed, and waits for what it misses, which is little of what it uses where tokens come back to their experts
+    (`expected_bytes`)."""
+    return 1 / (compute_seconds + expected_bytes(token_bytes, resident_share) / bytes_per_second)
 
 
-def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True, keywords: Mapping[str, Any] | None = None) -> Report:
+def examine(
+    model: str, *, ctx_size: int | None = None, memory: int | None = None, probe_disk: bool = True, keywords: Mapping[str, Any] | None = None
+) -> Report:
     """Everything `moeoff inspect` says.
 
     Args:
+        memory: a budget in bytes to answer for.
+        probe_disk: measures the disk's rate, and that of computing, in some seconds.
         keywords: of llama_cpp.Llama, with which the model would be opened; by default those of the command line.
 
     Raises:
@@ -113,17 +114,18 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True,
     model_index.require_text()
     kinds = slice_kinds(model_index)
     plan = dry_load(model_index, usual_ctx(model_index, ctx_size), keywords)
-    per_token, disk = token_bytes(model_index), None
+    per_token, disk, compute = token_bytes(model_index), None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file
         disk = probe(model_index.files[file], max(kind.nbytes for kind in kinds), PROBE_SECONDS)
+        compute = token_seconds(model_index, (keywords or {}).get("n_threads") or n_cores())
 
     budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
     rows = []
-    for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor}):
-        share = plan.resident_share(bound)
-        low, high = speed(per_token, share, disk.bytes_per_second) if disk else (None, None)
-        rows.append(MemoryOption(bound, round(share, 4), low, high))
+    for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
+        share, fits = plan.resident_share(bound), bound >= plan.floor
+        tps = speed(per_token, share, disk.bytes_per_second, compute) if disk and compute and fits else None
+        rows.append(MemoryOption(bound, round(share, 4), tps, fits, bound == memory))
     shared = model_index.hparams.get("expert_shared_count")
     return Report(
         files=model_index.files,
@@ -154,6 +156,7 @@ def examine(model: str, *, ctx_size: int | None = None, probe_disk: bool = True,
         floor_bytes=plan.floor,
         available_bytes=available(),
         disk=disk,
+        compute_seconds=compute,
         budgets=tuple(rows),
         devices=tuple(DeviceMemory(device.name, device.description, *device.memory) for device in devices()),
     )

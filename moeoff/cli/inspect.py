@@ -12,7 +12,7 @@ from ..memory import MIB, format_size
 from .options import command, own, takes, takes_model
 
 if TYPE_CHECKING:
-    from ..budget.inspection import Report
+    from ..budget.inspection import MemoryOption, Report
 
 
 @command()
@@ -26,7 +26,7 @@ def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
     from ..options import Config, llama_keywords
 
     config = Config.make(model, **options)  # refuses what would have no effect
-    report = examine(model, ctx_size=config.n_ctx, probe_disk=probe == "on", keywords=llama_keywords(options))
+    report = examine(model, ctx_size=config.n_ctx, memory=config.memory, probe_disk=probe == "on", keywords=llama_keywords(options))
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
@@ -82,13 +82,16 @@ def _print(r: Report) -> None:
     console.print(floor)
     console.print()
 
-    bought = table("--memory", "experts resident", *(["tokens/s"] if r.disk else []))
+    bought = table("--memory", "experts in memory", *(["tokens/s, about"] if r.disk else []))
     for row in r.budgets:
-        cells = [f"{-(-row.memory_bytes // MIB)}M", f"{row.resident_share:.0%}"]
+        cells = [f"{-(-row.memory_bytes // MIB)}M", f"{row.resident_share:.0%}" if row.fits else "does not fit"]
         if r.disk:
-            cells.append("no reads" if row.tps_low is None or row.tps_high is None else f"{_rate(row.tps_low)} to {_rate(row.tps_high)}")
-        bought.add_row(*cells)
+            cells.append("" if row.tps is None else _rate(row.tps))
+        bought.add_row(*cells, style="bold" if row.asked else "")
     console.print(bought)
+    if (asked := next((row for row in r.budgets if row.asked), None)) is not None:
+        console.print()
+        console.print(_answer(r, asked), markup=False, soft_wrap=True)
     if r.devices:
         console.print()
         for device in r.devices:
@@ -98,11 +101,19 @@ def _print(r: Report) -> None:
                 f"{device.description}: {format_size(device.free)} free of {format_size(device.total)}, room for at most {share:.0%} of the experts (-ngl, --vram)",
             )
     if r.disk:
-        how = "direct reads" if r.disk.direct_io else "reads through the page cache, which may flatter it"
+        how = "" if r.disk.direct_io else " through the page cache, which may flatter it"
+        computing = f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, " if r.compute_seconds else ""
         text = (
-            f"Disk: {r.disk.bytes_per_second / 1e6:.0f} MB/s, {how} of {format_size(r.disk.block_bytes)}. tokens/s = disk rate / (bytes a token uses x "
-            "share missed): from 60 % of the rate and experts drawn evenly, to the full rate and tokens that come back to their "
-            "experts, misses (1 - resident) squared. Compute time is not included."
+            f"Measured now: {computing}the disk gives {r.disk.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(r.disk.block_bytes)}{how}. "
+            "A token misses (1 - share in memory) squared of what it uses, and waits for that."
         )
         console.print()
         console.print(text, style="dim", markup=False)
+
+
+def _answer(r: Report, row: MemoryOption) -> str:
+    budget = format_size(row.memory_bytes)
+    if not row.fits:
+        return f"{budget} is too small at a context of {r.ctx_size}: it needs {format_size(r.floor_bytes)}"
+    speed = "" if row.tps is None else f", about {_rate(row.tps)} tokens/s"
+    return f"{budget} is enough at a context of {r.ctx_size}: {row.resident_share:.0%} of the experts in memory{speed}"

@@ -1,0 +1,89 @@
+"""How long this CPU computes on a token of a model: some of its layers' products, with weights of zeros, timed by ggml itself.
+
+Attention over the context, and what llama.cpp does between products, are left out: they are little beside the weights of a model that is worth offloading.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from ctypes import POINTER, Structure, c_bool, c_int, c_int64, c_size_t, c_uint8, c_void_p
+
+from .._abi import function
+from ..gguf.model_index import ModelIndex, TensorSpan
+
+_F32 = 0
+_BYTES = 96 << 20  # of weights, so that no cache of the CPU holds them
+_NODES = 1500  # of a graph, which has room for 2048
+
+
+class _InitParams(Structure):
+    """struct ggml_init_params"""
+
+    _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+
+# declared as in ggml.h, ggml-backend.h and ggml-cpu.h
+_init = function("ggml_init", c_void_p, _InitParams)
+_free = function("ggml_free", None, c_void_p)
+_new_tensor = function("ggml_new_tensor", c_void_p, c_void_p, c_int, c_int, POINTER(c_int64))
+_mul_mat = function("ggml_mul_mat", c_void_p, c_void_p, c_void_p, c_void_p)
+_new_graph = function("ggml_new_graph", c_void_p, c_void_p)
+_expand = function("ggml_build_forward_expand", None, c_void_p, c_void_p)
+_alloc = function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)
+_adopt_dense = function("moeoff_adopt_dense", None, c_void_p)
+_clear = function("ggml_backend_buffer_clear", None, c_void_p, c_uint8)
+_buffer_free = function("ggml_backend_buffer_free", None, c_void_p)
+_cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
+_cpu_init = function("ggml_backend_cpu_init", c_void_p)
+_backend_free = function("ggml_backend_free", None, c_void_p)
+_set_n_threads = function("ggml_backend_cpu_set_n_threads", None, c_void_p, c_int)
+_compute = function("ggml_backend_graph_compute", c_int, c_void_p, c_void_p)
+
+
+def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0) -> float:
+    """Seconds of computing that a token takes, once everything is in memory: the shortest of what was tried for `seconds`."""
+    products = _products(model_index)
+    total, shown = sum(nbytes for _, _, _, nbytes in products), 0
+    times: list[float] = []
+    with ExitStack() as stack:
+        context = _init(_InitParams((4 * _NODES + 64) * 512 + (1 << 20), None, True))
+        stack.callback(_free, context)
+        graph = _new_graph(context)
+        for n_nodes, (kind, n_cols, n_rows, nbytes) in enumerate(products):
+            if n_nodes >= _NODES or shown >= _BYTES:
+                break
+            weights, column = (_new_tensor(context, of, 2, (c_int64 * 2)(n_cols, n)) for of, n in ((kind, n_rows), (_F32, 1)))
+            _expand(graph, _mul_mat(context, weights, column))
+            shown += nbytes
+        buffer = _alloc(context, _cpu_buffer_type())
+        stack.callback(_buffer_free, buffer)
+        _clear(buffer, 0)
+        _adopt_dense(buffer)
+        backend = _cpu_init()
+        stack.callback(_backend_free, backend)
+        _set_n_threads(backend, n_threads)
+        started = time.perf_counter()
+        while len(times) < 3 or time.perf_counter() - started < seconds:
+            begun = time.perf_counter()
+            _compute(backend, graph)
+            times.append(time.perf_counter() - begun)
+    return min(times) * total / max(shown, 1)
+
+
+def _products(model_index: ModelIndex) -> list[tuple[int, int, int, int]]:
+    """(type, columns, rows, bytes) of each matrix that a token is multiplied with, layer after layer as they stand in the file."""
+
+    def matrices(span: TensorSpan) -> list[tuple[int, int, int, int]]:
+        n_experts = max(span.shape[2], 1) if len(span.shape) > 2 else 1
+        used = min(model_index.n_expert_used, n_experts) if span.name in model_index.experts else n_experts
+        return [(span.type, span.shape[0], max(span.shape[1], 1), span.nbytes // n_experts)] * used
+
+    lookup = model_index.lookup_embedding
+    spans = [span for span in (*model_index.dense.values(), *model_index.experts.values()) if span is not lookup and len(span.shape) > 1 and span.shape[1] > 1]
+    layers: dict[str, list[TensorSpan]] = {}
+    for span in spans:
+        layers.setdefault(span.name.split(".")[1] if span.name.startswith("blk.") else "", []).append(span)
+    output = layers.pop("", [])
+    out = [product for layer in layers.values() for span in layer for product in matrices(span)]
+    return out + [product for span in output for product in matrices(span)]
