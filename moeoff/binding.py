@@ -386,6 +386,7 @@ class PatchedLlama(_AnyLlama):
     # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
     _one_output = False
     _n_sequences = 1  # that the context holds side by side
+    _unified = False  # they share all of it, and have not a part of it each
     _latest_sampler: Any = None
     _adapter: Any = None
     _keeps_sampler = False
@@ -457,7 +458,7 @@ class PatchedLlama(_AnyLlama):
 
     @context_params.setter
     def context_params(self, params: Any) -> None:
-        params.n_outputs_max, params.n_seq_max = self._n_outputs_max, self._n_sequences
+        params.n_outputs_max, params.n_seq_max, params.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
         self._context_params = params
 
     # llama_cpp looks for None where llama.cpp answers with a null pointer, and would have the context use that

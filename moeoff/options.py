@@ -150,8 +150,8 @@ def _layers(value: str | int) -> int:
     return -1 if value == "all" else _integer(-1)(value)
 
 
-def _parallel(value: str | int) -> int:
-    return 4 if value in ("auto", "-1", -1) else _integer(1, 256)(value)
+def _parallel(value: str | int) -> int | None:
+    return None if value in ("auto", "-1", -1) else _integer(1, 256)(value)
 
 
 def _context(value: str | int) -> int:
@@ -719,8 +719,10 @@ class ServerOptions:
                        help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")  # fmt: skip
     port: int = option("--port", metavar="N", parse=_integer(0, 65535), default=8080, server="--port", commands="serve",
                        help="Port to listen on; 0 takes a free one.")  # fmt: skip
-    parallel: int = option("-np", "--parallel", metavar="N", parse=_parallel, default=4, server="-np", commands="serve",
-                           help="Answers at a time; they share the context.")  # fmt: skip
+    parallel: int | None = option("-np", "--parallel", metavar="N|auto", parse=_parallel, server="-np", commands="serve",
+                                  help="Answers at a time; they share the context. Default: 4, or as many as the budget has a context for.")  # fmt: skip
+    kv_unified: bool = option("--kv-unified", metavar="on|off", parse=parse_switch, default=True, choices=("on", "off"), bare=True, also=("-kvu",),
+                              group="Server", commands="serve", help="Answers share the context, or have a part of it each.")  # fmt: skip
     api_key: str | None = option("--api-key", metavar="KEY", parse=_key, envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
                                  help="Refuse requests without this bearer token; several, separated by commas.")  # fmt: skip
     api_key_file: str | None = option("--api-key-file", metavar="FILE", parse=_key_file, is_file=True, server="--api-key-file", group="Server", commands="serve",

@@ -41,8 +41,8 @@ class _PlannedLlama(PatchedLlama):
     _no_alloc = True
     _one_output = True
 
-    def __init__(self, overrides: TensorOverrides, n_sequences: int = 1, nextn: bool = False):
-        self._n_sequences, self._nextn = n_sequences, nextn
+    def __init__(self, overrides: TensorOverrides, n_sequences: int = 1, nextn: bool = False, unified: bool = True):
+        self._n_sequences, self._nextn, self._unified = n_sequences, nextn, unified
         self._overrides = tensor_overrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
     def _change_model_params(self, params: Any) -> None:
@@ -94,7 +94,7 @@ def context_sizes(ctx: int) -> MemoryPlan:
 
 
 def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: TensorOverrides = (), *,
-             n_sequences: int = 1, kept: int = 0, nextn: bool = False) -> MemoryPlan:  # fmt: skip
+             n_sequences: int = 1, kept: int = 0, nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """Plans the memory of a model at a context of n_ctx tokens, in this process as it is.
 
     Args:
@@ -103,6 +103,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         n_sequences: that share the context.
         kept: bytes of prompts outside the context, samplers, and other files that will be loaded.
         nextn: drafts are made with the model's next-token layers, in a context of their own.
+        unified: the sequences share all of the context, and have not a part of it each.
 
     Raises:
         OptionError: a context that llama.cpp cannot count.
@@ -113,7 +114,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     model_index = model_index if nextn else model_index.without_nextn()
     preflight(model_index)
     keywords = {"flash_attn": True} if keywords is None else keywords
-    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn)
+    planned = dry_load_whole(model_index, n_ctx, keywords, overrides, n_sequences, nextn, unified)
     kinds = slice_kinds(model_index)
     embedding = model_index.dense.get(EMBEDDING)
     on_disk = 0 if any(re.search(pattern, EMBEDDING) for pattern, _ in overrides) else model_index.embedding_bytes
@@ -132,11 +133,11 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
 
 
 def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1,
-                   nextn: bool = False) -> MemoryPlan:  # fmt: skip
+                   nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
 
     def sizes_at(n: int) -> MemoryPlan:
-        with _planned(model_index, n, keywords, overrides, n_sequences, nextn) as llm:
+        with _planned(model_index, n, keywords, overrides, n_sequences, nextn, unified) as llm:
             sizes = memory_sizes(llm)
             if not (nextn and model_index.n_nextn):
                 return sizes
@@ -165,10 +166,16 @@ def embedding_width(model_index: ModelIndex) -> int:
 
 @contextlib.contextmanager
 def _planned(
-    model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1, nextn: bool = False
+    model_index: ModelIndex,
+    n_ctx: int,
+    keywords: Mapping[str, Any],
+    overrides: TensorOverrides = (),
+    n_sequences: int = 1,
+    nextn: bool = False,
+    unified: bool = True,
 ) -> Iterator[_PlannedLlama]:
     set_log(False)
-    llm = _PlannedLlama(overrides, n_sequences, nextn)
+    llm = _PlannedLlama(overrides, n_sequences, nextn, unified)
     try:
         llm.load(model_index.files[0], **{**keywords, **_PLANNED, "n_ctx": n_ctx})
         yield llm

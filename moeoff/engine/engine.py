@@ -113,6 +113,7 @@ class Engine:
         kept: bytes of prompts outside the context, and of samplers.
         loaded: bytes of other files that will be loaded with the model.
         nextn: drafts are made with the model's next-token layers.
+        unified: they share all of it, and have not a part of it each.
         lends_state: nothing but what is decoded fills the KV cache, or `sizer.before` is told.
 
     Attributes:
@@ -146,9 +147,11 @@ class Engine:
         loaded: int = 0,
         nextn: bool = False,
         lends_state: bool = True,
+        unified: bool = True,
     ):
         require_computable()
         self._n_sequences, self._kept, self._loaded, self._nextn, self._lends_state = n_sequences, kept, loaded, nextn, lends_state
+        self._unified = unified
         set_priority(config.priority)
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index = config, model_index
@@ -202,7 +205,16 @@ class Engine:
 
     def _dry_load(self, n_ctx: int) -> MemoryPlan:
         kept = self._kept + self._loaded
-        return dry_load(self.model_index, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, kept=kept, nextn=self._nextn)
+        return dry_load(
+            self.model_index,
+            n_ctx,
+            self.keywords,
+            self.tensor_buffers,
+            n_sequences=self._n_sequences,
+            kept=kept,
+            nextn=self._nextn,
+            unified=self._unified,
+        )
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""

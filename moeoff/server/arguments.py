@@ -148,8 +148,9 @@ def _ours() -> dict[str, tuple[Option, bool | None]]:
         flag = not line.metavar
         for name in line.flags + line.also:
             out[name] = (line, True if flag else None)
-            if (flag or line.bare) and name.startswith("--"):
-                out["--no-" + name[2:]] = (line, False)
+            if flag or line.bare:
+                dashes = "--" if name.startswith("--") else "-"
+                out[f"{dashes}no-{name.removeprefix(dashes)}"] = (line, False)
     return out
 
 
@@ -222,11 +223,11 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
     config.check_adapters(any(argument.startswith("--lora") for argument in options.args))
     if unknown := {name for name, value in config.llama_cpp.items() if value is not None} - {"use_mmap", "use_mlock"}:
         raise OptionError(f"{min(unknown)}: give llama-server's own option for it in args")
-    out = ["llama-server", "-m", config.model_path, "-c", str(n_ctx), "--kv-unified"]
+    out = ["llama-server", "-m", config.model_path, "-c", str(n_ctx), "--kv-unified" if options.kv_unified else "--no-kv-unified"]
     out += ["--cache-ram", str(kept.cache_ram // MIB), "--ctx-checkpoints", str(kept.n_checkpoints), "--slot-prompt-similarity", str(_SIMILARITY)]
     if options.cache_ram is None:  # what is in a slot stays there until the slot is needed: a cache of this size may be too small for it
         out.append("--no-cache-idle-slots")
-    out += ["--threads-http", str(_HTTP_THREADS + 2 * options.parallel), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
+    out += ["--threads-http", str(_HTTP_THREADS + 2 * kept.n_slots), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
     for name, line in table_of(Config).items():
         value = getattr(config, name) if line.number else keywords.get(name, getattr(config, name))  # its number is llama_cpp's
         out += line.server_arguments(value) if value != line.default else []

@@ -64,7 +64,7 @@ class ExtraModels:
         nextn = _OWN_LAYERS in (spec_type or "").split(",")
         if draft is not None:
             shared = {name: keywords[name] for name in ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn") if name in keywords}
-            resident += dry_load_whole(draft, n_ctx, shared, (), options.parallel, nextn).llama_cpp
+            resident += dry_load_whole(draft, n_ctx, shared, (), options.parallel or 1, nextn).llama_cpp
         elif nextn and not model_index.n_nextn:
             raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
         elif nextn and model_index.architecture in _WANT_SECTIONS and _SECTIONS in model_index.hparams:  # it would abort at the first token

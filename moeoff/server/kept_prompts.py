@@ -51,24 +51,25 @@ class KeptPrompts:
         return min(-(-n_tokens * self.token // step) * step, self.cache_ram) if self.token else 0
 
     @classmethod
-    def of(cls, planned: MemoryPlan, room: int, sequence: int, options: ServerOptions) -> KeptPrompts:
+    def of(cls, planned: MemoryPlan, room: int, sequence: int, n_slots: int, options: ServerOptions) -> KeptPrompts:
         """What was asked for, or else what fits.
 
         Args:
             planned: without any of it.
             room: bytes for experts and this.
             sequence: bytes of the state that each answer has of its own, whatever it is long: recurrent, or a sliding window's.
+            n_slots: answers at a time.
         """
         spare = max(room - planned.arena_full, room // _SHARE, 0)
         n_checkpoints, checkpoint = 0, sequence
         if options.ctx_checkpoints is not None:
             n_checkpoints = options.ctx_checkpoints
         elif sequence:
-            n_checkpoints = min(_CHECKPOINTS, spare // (sequence * options.parallel))
+            n_checkpoints = min(_CHECKPOINTS, spare // (sequence * n_slots))
         # a cache that holds the whole context once more
-        tokens = max(planned.state - sequence * options.parallel, 0)
+        tokens = max(planned.state - sequence * n_slots, 0)
         cache_ram = options.cache_ram
         if cache_ram is None:
-            cache_ram = min(tokens + sequence * options.parallel, max(spare - n_checkpoints * sequence * options.parallel, 0)) // MIB * MIB
+            cache_ram = min(tokens + sequence * n_slots, max(spare - n_checkpoints * sequence * n_slots, 0)) // MIB * MIB
         token = 0 if sequence else -(-tokens // max(planned.n_ctx, 1))
-        return cls(cache_ram, n_checkpoints, checkpoint, options.parallel, token)
+        return cls(cache_ram, n_checkpoints, checkpoint, n_slots, token)

@@ -18,18 +18,20 @@ import numpy as np
 
 from .. import native
 from ..binding import api
-from ..budget.dry_load import context_sizes, sequence_state, usual_ctx
+from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
+from ..budget.memory_plan import MemoryPlan
 from ..chat_sandbox import growing
 from ..engine.batch import MAYBE, NO, YES, BatchRows, UbatchOrder, is_decode, spans_of
 from ..engine.engine import Engine
 from ..engine.stats import Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
-from ..memory import available, format_size, parse_size, rss, share_malloc_arenas, trim
+from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, share_malloc_arenas, trim
 from ..options import Config, ServerOptions
 from ..threads import CoreBinding
 from ..turns import computes_here
 from .arguments import CommandLine, arguments
+from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels
 from .kept_prompts import KeptPrompts
 from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
@@ -60,12 +62,13 @@ class _ServedEngine(Engine):
 
     def __init__(self, config: Config, model_index: ModelIndex, options: ServerOptions, *, kept: int, loaded: int, nextn: bool):
         self._options = options
-        super().__init__(config, model_index, n_sequences=options.parallel, kept=kept, loaded=loaded, nextn=nextn, lends_state=False)
+        unified, n = options.kv_unified, options.parallel or PARALLEL
+        super().__init__(config, model_index, n_sequences=n, kept=kept, loaded=loaded, nextn=nextn, lends_state=False, unified=unified)
 
     def _plan_more(self) -> None:
         room = (self.budget or available()) - self.planned.fixed
         own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
-        self.kept_prompts = KeptPrompts.of(self.planned, room, own, self._options)
+        self.kept_prompts = KeptPrompts.of(self.planned, room, own, self._n_sequences, self._options)
         self._kept += self.kept_prompts.at_start
         self.planned = replace(self.planned, kept=self._kept + self._loaded)
 
@@ -89,7 +92,7 @@ class Server:
         ours = {f.name for f in fields(ServerOptions)}
         given = CommandLine.read(options.get("args", ()))
         options |= given.options | {"args": tuple(given.passed_on)}
-        self._left_out = given.left_out
+        self._remarks = given.left_out
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
         self.engine = self._open(Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours}))
         self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.kept_prompts)
@@ -119,18 +122,37 @@ class Server:
         model_index = ModelIndex.read(config.model_path)
         model_index.require_text()
         check_templates(config.model_path)
-        n_ctx = usual_ctx(model_index, config.n_ctx) * (options.parallel if config.n_ctx is None else 1)
-        config = replace(config, n_ctx=n_ctx, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
+        config = replace(config, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
+        size = self._choose_context(config, model_index)
+        if size.remark is not None:
+            self._remarks.append(size.remark)
+        n_ctx, options = size.n_ctx, replace(options, parallel=size.n_parallel)
+        config = replace(config, n_ctx=n_ctx)
         embedding = model_index.dense.get(EMBEDDING)
         n_vocab = embedding.shape[1] if embedding else _MANY
         extras = ExtraModels.of(model_index, n_ctx, config.keywords, options)
         pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
         self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
-        kept = _SAMPLER_BYTES * n_vocab * options.parallel + _TEMPLATE_BYTES + extras.computing
+        kept = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
         engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident, nextn=extras.nextn)
         if engine.quality.simulates:
             raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return engine
+
+    def _choose_context(self, config: Config, model_index: ModelIndex) -> ContextSize:
+        """For all conversations together: as the user says, else what the budget allows."""
+        usual, said, options = usual_ctx(model_index, config.n_ctx), config.n_ctx is not None, self._options
+        if said or config.memory is None and config.expert_memory is not None:
+            n = options.parallel or PARALLEL
+            return ContextSize(usual if said else usual * n, n)
+        config.check_model(model_index)
+        model_index.require_experts()
+        overrides = tensor_buffers(config.override_tensor, model_index)
+
+        def planned(n_ctx: int, n: int) -> MemoryPlan:
+            return dry_load(model_index, n_ctx, config.keywords, overrides, n_sequences=n, unified=options.kv_unified)
+
+        return choose(planned, usual, options.parallel, int(available() * DEFAULT_SHARE) if config.memory is None else config.memory)
 
     # --- life ---
 
@@ -193,7 +215,7 @@ class Server:
     @property
     def remarks(self) -> list[str]:
         """What whoever starts it should know, a sentence each."""
-        out = list(self._left_out)
+        out = list(self._remarks)
         if (host := self._options.open_to) is not None:
             out.append(f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key")
         return out

@@ -13,7 +13,7 @@ PLAN = MemoryPlan(n_ctx=4096, state=256 * MIB, arena_full=1600 * MIB)
 
 
 def kept(room: int, sequence: int = 0, plan: MemoryPlan = PLAN, **options) -> KeptPrompts:
-    return KeptPrompts.of(plan, room * MIB, sequence * MIB, ServerOptions.make(**options))
+    return KeptPrompts.of(plan, room * MIB, sequence * MIB, 4, ServerOptions.make(**options))
 
 
 @pytest.mark.parametrize("room, expected", [(-5, 0), (0, 0), (4, 0), (80, 10), (800, 100), (1600, 200), (1750, 218), (1850, 250), (3000, 256)])
@@ -34,7 +34,7 @@ def test_memory_comes_with_the_tokens_that_can_be_kept():
 
 
 def test_states_to_go_back_to_come_first():
-    it = kept(1600, 2, parallel=4)
+    it = kept(1600, 2)
     assert it.n_checkpoints == 8 and it.checkpoints == 64 * MIB and it.cache_ram == (200 - 64) * MIB
     assert it.at_start == 200 * MIB and it.needed(10**9) == 0  # of such a model a prompt's bytes do not follow from its tokens
-    assert kept(160, 2, parallel=4).n_checkpoints == 2 and kept(32, 2, parallel=4).n_checkpoints == 0
+    assert kept(160, 2).n_checkpoints == 2 and kept(32, 2).n_checkpoints == 0

@@ -192,7 +192,7 @@ def test_two_in_one_process_are_refused(demo):
 @pytest.mark.parametrize("options, said", [({"memory": "1M"}, "too small"), ({"args": ["--sleep-idle-seconds", "3"]}, "cannot be passed"),
                                            ({"parallel": 0}, "1 to 256, not 0"), ({"spec_type": "nonsense"}, "unknown speculative type"),
                                            ({"args": ["--nonsense"]}, "--nonsense: neither moeoff serve nor llama-server has such an option"),
-                                           ({"args": ["--top_k", "many"]}, "--top_k many: llama-server does not take this"),
+                                           ({"args": ["--top_k", "many"]}, "--top-k many: llama-server does not take this"),
                                            ({"args": ["--top-k"]}, "--top-k needs a value")])  # fmt: skip
 def test_what_cannot_be_is_refused_before_the_port_is_open(demo, options, said):
     command = [sys.executable, "-c", SCRIPT, demo, json.dumps(options)]
