@@ -1,7 +1,7 @@
 """Pages that are made from the program and the repository: docs/reference/cli.md, man pages, and what mkdocs needs of files outside docs/.
 
-usage: docs.py cli [--check]      writes docs/reference/cli.md from `--help` and the table of docs/reference/options.md from moeoff/options.py, or fails
-                                  if they are not what these say
+usage: docs.py cli [--check]      writes docs/reference/cli.md from `--help` and the tables of docs/reference/options.md from moeoff/options.py and of
+                                  docs/guides/serving.md from server_conformance.py, or fails if they are not what these say
        docs.py man FOLDER         one man page for moeoff and one for each of its commands; needs click-man, which the extra `docs` brings
 
 wheels.py puts the man pages into moeoff's wheel, where `man` finds them if the environment's bin is on PATH. .mkdocs.yml names this file for its
@@ -24,6 +24,8 @@ LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\
 CLI = ROOT / "docs" / "reference" / "cli.md"
 OPTIONS = ROOT / "docs" / "reference" / "options.md"
 TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
+SERVING = ROOT / "docs" / "guides" / "serving.md"
+EXCEPTIONS = re.compile(r"(?<=<!-- exceptions -->\n).*(?=<!-- exceptions end -->)", re.DOTALL)
 
 
 def cli_page() -> str:
@@ -61,6 +63,17 @@ def options_page() -> str:
         for group, rows in groups.items()
     ]
     return TABLE.sub(lambda _: "".join(parts) + "\n", OPTIONS.read_text())
+
+
+def serving_page() -> str:
+    """docs/guides/serving.md as it has to be: its text with the tests of llama-server that moeoff's server need not pass."""
+    from server_conformance import EXCEPTIONS as exceptions
+
+    tests: dict[str, list[str]] = {}
+    for name, reason in exceptions.items():
+        tests.setdefault(reason, []).append(f"`{name.partition('::')[2].partition('[')[0]}`")
+    rows = [f"| {', '.join(dict.fromkeys(names))} | {reason} |" for reason, names in tests.items()]
+    return EXCEPTIONS.sub(lambda _: "\n| test | because |\n|---|---|\n" + "\n".join(rows) + "\n\n", SERVING.read_text())
 
 
 def write_man_pages(folder: Path) -> None:
@@ -116,8 +129,9 @@ def main(arguments: list[str]) -> int | str | None:
         case ["cli"]:
             CLI.write_text(cli_page())
             OPTIONS.write_text(options_page())
+            SERVING.write_text(serving_page())
         case ["cli", "--check"]:
-            stale = [str(path) for path, text in ((CLI, cli_page()), (OPTIONS, options_page())) if path.read_text() != text]
+            stale = [str(path) for path, text in ((CLI, cli_page()), (OPTIONS, options_page()), (SERVING, serving_page())) if path.read_text() != text]
             return f"out of date: {', '.join(stale)}; run {__file__} cli" if stale else None
         case ["man", folder]:
             write_man_pages(Path(folder))

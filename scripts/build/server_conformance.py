@@ -5,8 +5,8 @@ usage: server_conformance.py [--tests EXPRESSION] [--keep-stock]
        server_conformance.py serve ARGUMENTS...
 
 The suite comes from the pinned release. It runs twice, in a virtual environment of its own: with llama-server, and with the second form in its place,
-which takes llama-server's arguments and serves with `moeoff.Server`: those that moeoff has an option for become that option, the others are passed
-on, and the experts get so little memory that they really come from disk. conformance_conftest.py gives every test the demo model.
+which serves with `moeoff.Server`: the experts get so little memory that they really come from disk. conformance_conftest.py gives every test the demo
+model.
 
 What does not count, for either of them:
 - the files in `NOT_OFFERED`: of the router, of a model that sleeps, of tools that start programs. moeoff refuses these options, as docs/guides/serving.md says;
@@ -46,50 +46,29 @@ NOT_OFFERED = {
     "test_tools_builtin.py": "answers that start programs on this machine",
     "test_mcp_servers.py": "answers that start programs on this machine",
 }
-EXCEPTIONS: dict[str, str] = {  # at most 8
+EXCEPTIONS: dict[str, str] = {  # at most 8; docs/guides/serving.md has them as a table (scripts/build/docs.py cli)
+    "test_security::test_cors_options[localhost-Access-Control-Allow-Origin-localhost]": "web pages of other origins may read answers only with --cors",
+    "test_security::test_cors_options[web.mydomain.fr-Access-Control-Allow-Origin-web.mydomain.fr]": "web pages of other origins may read answers only with --cors",
     "test_metrics::test_metrics_disabled": "/metrics is always there",
     "test_speculative::test_synth_is_deterministic": "drafts are judged while answers are written: two answers need not have the same number of them",
 }
 EXPERT_MEMORY = "4M"
 MOST_VERBOSE = "10"  # the level from which on llama-server's --verbose shows in answers; moeoff's own verbose is its log alone
-PAD = 256  # to which llama.cpp rounds a context up
-VALUES: dict[str, tuple[str, type]] = {
-    "--model": ("model", str), "--host": ("host", str), "--port": ("port", int), "--threads": ("n_threads", int), "--batch-size": ("n_batch", int),
-    "--ubatch-size": ("n_ubatch", int), "--ctx-size": ("n_ctx", int), "--parallel": ("parallel", int), "--alias": ("alias", str),
-    "--api-key": ("api_key", str), "--cors-origins": ("cors", str), "--cache-ram": ("cache_ram", int), "--model-draft": ("draft", str),
-    "--spec-type": ("spec_type", str), "-ctk": ("type_k", str), "-ctv": ("type_v", str), "-fa": ("flash_attn", str), "--n-gpu-layers": ("n_gpu_layers", int),
-}  # fmt: skip
-SWITCHES = {
-    "--embedding": "embedding", "--kv-unified": "kv_unified", "--swa-full": "swa_full", "--context-shift": "context_shift", "--metrics": "metrics",
-    "--verbose": "verbose",
-}  # fmt: skip
 
 
 def options(argv: list[str]) -> dict[str, Any]:
-    """Keyword arguments of `moeoff.Server`."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag, (name, kind) in VALUES.items():
-        parser.add_argument(flag, dest=name, type=kind)
-    for flag, name in SWITCHES.items():
-        parser.add_argument(flag, dest=name, action="store_true")
-    given, args = parser.parse_known_args(argv)
-    out = {name: value for name, value in vars(given).items() if value is not None and value is not False}
-    for name in ("metrics", "n_gpu_layers"):  # always there; refused where there is no GPU
-        out.pop(name, None)
-    if "cache_ram" in out:
-        out["cache_ram"] = f"{out['cache_ram']}M" if out["cache_ram"] > 0 else 0
-    if "cors" in out:
-        out["cors"] = tuple(out["cors"].split(","))
-    if "flash_attn" in out:
-        out["flash_attn"] = out["flash_attn"] != "off"
+    """Keyword arguments of `moeoff.Server`: a command line of llama-server's is one of ours, but for what this build and this suite want."""
+    from moeoff.server.arguments import CommandLine, own_arguments
+
+    model, others = own_arguments(argv, {"--model": True})
+    found = CommandLine.read(others)
+    out, args = found.options, found.passed_on
+    out.pop("n_gpu_layers", None)  # refused where there is no GPU
     if out.get("verbose"):
         args += ["-lv", MOST_VERBOSE]
-    # llama-server divides the context among the slots; in moeoff they share it, and so are told how much is theirs
-    if not out.pop("kv_unified", False) and "n_ctx" in out and "parallel" in out:
-        each = -(-out["n_ctx"] // out["parallel"] // PAD) * PAD
-        out["n_ctx"] = each * out["parallel"]
-        args += ["--kv-unified-per-slot", str(each)]
-    return out | {"args": tuple(args), "expert_memory": EXPERT_MEMORY, "profile": False, "experts": False}
+    if "parallel" in out:  # llama-server shares the context among the slots where their number is its own choice, or it is told to
+        out.setdefault("kv_unified", False)
+    return out | {"args": tuple(args), "expert_memory": EXPERT_MEMORY, "profile": False, "experts": False} | ({"model": model[-1]} if model else {})
 
 
 def serve(argv: list[str]) -> None:

@@ -44,6 +44,14 @@ def test_texts_are_those_of_one_model_alone(served, demo):
     assert found == expected
 
 
+def test_documents_are_ranked(demo):
+    """By a model that was not made for it: the route works, whatever it finds."""
+    with Served(demo, expert_memory=4 << 20, n_ctx=512, args=["--rerank"]) as it:
+        answer = httpx.post(f"{it.url}/rerank", json={"query": "a dog", "documents": ["a dog barks", "seven apples"]}, timeout=300).json()
+    found = answer["results"]
+    assert {one["index"] for one in found} == {0, 1} and found[0]["relevance_score"] > found[1]["relevance_score"]
+
+
 def test_room_that_is_left_is_filled_between_requests(demo, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
