@@ -6,15 +6,17 @@ They name the chosen experts and their weights, and nothing of the others: no pr
 from __future__ import annotations
 
 import gzip
+import io
 import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
 from ..errors import OptionError
+from ..files import open_file
 from ..gate_event import GateEvent
 from ..trace import TensorInfo, Trace, TraceHeader
 
@@ -52,16 +54,16 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     """
     name = os.fspath(path)
     try:
-        with open(path, "rb") as file:
+        with open_file(path) as raw, io.BufferedReader(cast(io.RawIOBase, raw)) as file:
             begin = file.read(len(_FIRST_LINE))
-        if begin.startswith(_GZIP):
-            with gzip.open(path, "rb") as packed:
-                if packed.read(len(_FIRST_LINE)) != _FIRST_LINE:
-                    raise OptionError(f"{name}: is no route trace")
-                packed.seek(0)
-                return _read(name, packed)
-        if begin == _FIRST_LINE:
-            with open(path, "rb") as file:
+            file.seek(0)
+            if begin.startswith(_GZIP):
+                with gzip.open(file, "rb") as packed:
+                    if packed.read(len(_FIRST_LINE)) != _FIRST_LINE:
+                        raise OptionError(f"{name}: is no route trace")
+                    packed.seek(0)
+                    return _read(name, packed)
+            if begin == _FIRST_LINE:
                 return _read(name, file)
     except (OSError, EOFError, zlib.error) as error:
         raise OptionError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None

@@ -172,7 +172,8 @@ def check_places(folder: Path, only: tuple[str, ...], every: int) -> Iterator[tu
                 child = Child(functools.partial(confined, functools.partial(command, args), folder))
                 code = child.wait(DEADLINE)
                 os.close(reader)
-                wrong = verdict(code, child.errors, peak=child.peak, memory=MEMORY if "--memory" in line.args else UNBOUNDED, usage=True)
+                wrong = verdict(code, child.errors, peak=child.peak, memory=MEMORY if "--memory" in line.args else UNBOUNDED,
+                                quiet=name != "doctor", usage=True)  # fmt: skip  # whose sentence is a line of its table
                 if path := written(folder, whole, name, value, args):
                     wrong = wrong or f"it wrote over {path}"
                 yield name, Case(n, OUTCOMES.get(code, "refused" if code == 2 else "ended"), wrong and f"{option} {place!r}: {wrong}")

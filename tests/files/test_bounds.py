@@ -37,6 +37,7 @@ from moeoff.npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import Sidecar
 from moeoff.sidecar.profile import Profile
+from moeoff.simulate.route_trace import read_trace
 from moeoff.trace import Trace
 
 LIMITED = """
@@ -465,6 +466,13 @@ def test_no_command_replaces_the_model(demo, tmp_path, args):
     done = runner.invoke(main, [*args, str(alias), *([demo] if args[0] in ("calibrate", "convert") else ["-m", demo])], prog_name="moeoff")
     assert done.exit_code == 1 and "would replace" in done.stderr and len(done.stderr.splitlines()) == 1, done.output
     assert FileState.read(demo) == before and alias.is_symlink()
+
+
+@pytest.mark.parametrize("read", [Trace.read, read_trace])
+def test_a_pipe_is_no_trace(read, tmp_path):
+    os.mkfifo(path := tmp_path / "pipe")
+    with pytest.raises(OptionError, match="pipe, expected a file"):
+        read(path)
 
 
 def test_a_sidecar_replaces_nothing_but_files(demo, tmp_path):
