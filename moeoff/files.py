@@ -114,14 +114,27 @@ def read_text(path: str | os.PathLike[str], limit: int = TEXT, *, errors: str = 
 
 
 def require_new(output: str | os.PathLike[str] | None, inputs: Iterable[str | os.PathLike[str] | None], what: str) -> None:
-    """Raises `OptionError` if what will be written is one of the files that are read, under whatever name.
+    """Before any work: raises `OptionError` if what will be written is one of the files that are read, under whatever name, or cannot be written.
 
     Args:
         output: path; None: nothing will be written.
         what: the option that gives it.
     """
-    if output is None or (os.path.exists(output) and not os.path.isfile(output)):  # as /dev/null, which nothing is lost in
+    if output is None:
         return
+    folder = os.path.dirname(os.path.realpath(output))
+    if os.path.isdir(output):
+        raise OptionError(f"{what} {os.fspath(output)}: is a folder: give the name of a file in it")
+    if os.path.exists(output) and not os.path.isfile(output):  # as /dev/null, which nothing is lost in
+        return
+    if not os.path.isdir(folder):
+        raise OptionError(f"{what} {os.fspath(output)}: there is no such folder, {folder}")
+    if folder == os.path.dirname(os.path.realpath(demo_model())):
+        raise OptionError(f"{what} {os.fspath(output)}: lies in moeoff's own package: copy the model elsewhere, or name another file")
+    if not os.access(folder, os.W_OK):
+        raise OptionError(f"{what} {os.fspath(output)}: nothing can be written in {folder}, which is read-only: name a file elsewhere")
+    if hasattr(os, "statvfs") and (room := os.statvfs(folder)).f_blocks and not room.f_bavail:
+        raise OptionError(f"{what} {os.fspath(output)}: the disk of {folder} is full")
     for path in inputs:
         if path is None:
             continue

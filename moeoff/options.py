@@ -139,7 +139,7 @@ def _tokens(value: str | int) -> int:
 
 
 def _flash_attn(value: str | bool | int) -> bool:
-    return value == "auto" or parse_switch(value)  # llama.cpp's auto is on wherever it can be
+    return value in ("auto", -1) or parse_switch(value)  # llama.cpp's auto is on wherever it can be
 
 
 def _layers(value: str | int) -> int:
@@ -390,8 +390,8 @@ class Config:
                                help="Context in tokens; 0: as many as the model was trained with. Default: as many, but at most 4096.")  # fmt: skip
     n_threads: int | None = option("-t", "--threads", metavar="N", parse=_integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server="-t",
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
-    n_gpu_layers: int = option("-ngl", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
-                               server="-ngl", also=("--gpu-layers",), help="Layers whose dense part goes to the GPU; -1 or all: all.")  # fmt: skip
+    n_gpu_layers: int = option("-ngl", "--gpu-layers", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
+                               server="-ngl", help="Layers whose dense part goes to the GPU; -1 or all: all.")  # fmt: skip
 
     expert_memory: int | None = option("--expert-memory", metavar="SIZE", parse=parse_size, group="Experts", commands=_RUN_EVAL,
                                        help="Bound of the experts alone, instead of --memory.")  # fmt: skip
@@ -430,7 +430,7 @@ class Config:
     low_tier: str | None = option("--low-tier", metavar="NAME", group=_SHARE["group"], commands=_RUN_EVAL,
                                   help="Tier of the sidecar that these read, as Q2_K.")  # fmt: skip
 
-    flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off", parse=_flash_attn, usual=True, choices=("on", "off"), llama=True, server="-fa",
+    flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True, choices=("on", "off", "auto"), llama=True, server="-fa",
                                      group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", help="Flash attention: smaller compute buffers.")  # fmt: skip
     n_batch: int | None = option("-b", "--batch-size", metavar="N", parse=_tokens, llama=True, server="-b", group="Context and batches",
                                  commands=f"{_RUN_EVAL} inspect bench", help="Tokens of a prompt given to llama.cpp at once. Default: as -ub.")  # fmt: skip
@@ -449,8 +449,8 @@ class Config:
                                  help="When the context is full, forget the older half of it and go on.")  # fmt: skip
     n_keep: int = option("--keep", metavar="N", parse=_integer(-_MAX), default=0, server="--keep", group="Context and batches", commands=_OPEN,
                          help="Tokens of the prompt that a context shift keeps; -1: all.")  # fmt: skip
-    n_threads_batch: int | None = option(metavar="N", parse=_integer(1), unset=0, llama=True, server="-tb", also=("-tb", "--threads-batch"),
-                                         help="Compute threads of prompts. Default: as -t.")  # fmt: skip
+    n_threads_batch: int | None = option("-tb", "--threads-batch", metavar="N", parse=_integer(1), unset=0, llama=True, server="-tb",
+                                         group="Context and batches", commands=_RUN_EVAL, help="Compute threads of prompts. Default: as -t.")  # fmt: skip
 
     vram: DeviceBound | None = option("--vram", metavar="SIZE", parse=_device_bound, group="GPU", commands=f"{_RUN_EVAL} bench",
                                       help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts.")  # fmt: skip
@@ -674,7 +674,7 @@ def _key_widths(model_index: ModelIndex) -> list[int]:
 class Sampling:
     """How an answer is drawn, by llama.cpp's names and with its defaults."""
 
-    n_predict: int = option("-n", "--n-predict", metavar="N", parse=_integer(-_MAX), default=-1, commands="run",
+    n_predict: int = option("-n", "--predict", "--n-predict", metavar="N", parse=_integer(-_MAX), default=-1, commands="run",
                             help="Tokens to generate at most; -1: as many as fit.")  # fmt: skip
     temp: float = option("--temp", metavar="T", parse=_number(0), default=0.8, commands="run", help="Temperature; 0 takes the likeliest token.")
     top_k: int = option("--top-k", metavar="K", parse=_integer(-_MAX), default=40, group="Sampling", commands="run",
@@ -685,9 +685,13 @@ class Sampling:
                           help="Leave out tokens below this share of the likeliest one's probability.")  # fmt: skip
     repeat_penalty: float = option("--repeat-penalty", metavar="N", parse=_number(above=0), default=1.0, group="Sampling", commands="run",
                                    help="Penalty on tokens that occurred lately; 1: none.")  # fmt: skip
-    seed: int = option("--seed", metavar="N", parse=_integer(-_MAX, 2**32 - 1), default=-1, group="Sampling", commands="run",
+    presence_penalty: float = option("--presence-penalty", metavar="N", parse=_number(-2, 2), default=0.0, group="Sampling", commands="run",
+                                     help="Penalty on tokens that occurred; 0: none.")  # fmt: skip
+    frequency_penalty: float = option("--frequency-penalty", metavar="N", parse=_number(-2, 2), default=0.0, group="Sampling", commands="run",
+                                      help="Penalty on tokens by how often they occurred; 0: none.")  # fmt: skip
+    seed: int = option("-s", "--seed", metavar="N", parse=_integer(-_MAX, 2**32 - 1), default=-1, group="Sampling", commands="run",
                        help="Seed of the sampler; -1 draws one.")  # fmt: skip
-    stop: tuple[str, ...] = option("-s", "--stop", metavar="TEXT", multiple=True, default=(), group="Sampling", commands="run",
+    stop: tuple[str, ...] = option("-r", "--reverse-prompt", "--stop", metavar="TEXT", multiple=True, default=(), group="Sampling", commands="run",
                                    help="Text that ends the answer and is not part of it. May be given several times.")  # fmt: skip
     ignore_eos: bool = option("--ignore-eos", default=False, group="Sampling", commands="run", help="Generate -n tokens even if the model wants to stop.")
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
-from ..errors import BudgetError, ModelError, OptionError
+from ..errors import BudgetError, OptionError
 from ..files import open_file, require_new
 from ..gguf.model_index import ModelIndex
 from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, trim
@@ -108,9 +108,6 @@ def calibrate(
     model_index.require_text()
     path = os.fspath(output) if output is not None else profile_output(model_index)
     require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")
-    folder = os.path.dirname(os.path.abspath(path))
-    if not os.access(folder, os.W_OK):
-        raise ModelError(f"{path}: cannot be written: no write access to {folder}")
     for file in text:
         if not os.path.isfile(file):
             raise OptionError(f"{os.fspath(file)}: no such text file")

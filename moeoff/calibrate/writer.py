@@ -164,10 +164,9 @@ class Writer:
     def __init__(self, model: str, n: int, length: int, *, seed: int = 0, **options: Any):
         self.llm = ParallelLlama(model, n, n_ctx=n * length, n_batch=_BATCH, n_ubatch=_BATCH, **{**options, **_KV})
         self._seed, self._n_sequences, self._length = seed, n, length
-        try:
-            self._template: Template | None = Template(self.llm)
-        except ModelError:
-            self._template = None
+        self._template: Template | None = None
+        with contextlib.suppress(ModelError):
+            self._template = Template(self.llm) if "tokenizer.chat_template" in self.llm.metadata else None
 
     def write(self, n_tokens: int, checkpoint: Checkpoint, progress: Callable[[int, int], None] | None = None) -> str:
         """At least so many tokens, openings not counted; rounds that are finished are kept in the checkpoint."""

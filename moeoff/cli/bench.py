@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 from collections.abc import Callable
@@ -15,7 +14,7 @@ import click
 from ..console import note, progress_bar
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
-from ..options import TABLE, Option, in_flags, parse_switch
+from ..options import TABLE, Option, in_flags
 from .options import command, files_beside, given_files, help_of, own, takes, takes_model
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ def _read_axis(line: Option, text: str) -> list[Any]:
     values = numbers(-1)(text) if line.metavar == "N" else words(text)
     for value in values:
         line.parse(value)  # raises before the work
-    return [parse_switch(value) for value in values] if line.parse is parse_switch else values
+    return [line.parse(value) for value in values] if line.name == "flash_attn" else values
 
 
 @command()
@@ -223,8 +222,6 @@ def report(output: str, model: str | None, text: str | None, n_prompt: int, n_de
     from ..report import write_report
 
     require_new(output, [*files_beside(model), text, *given_files(options)], "--output")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
-        raise OptionError(f"{output}: there is no such folder to write a page into")
     with progress_bar("tokens") as progress:
         page = write_report(model or demo_model(), text=text, n_prompt=n_prompt, n_decode=n_decode, progress=progress, **options)
     with atomic_file(output) as file:

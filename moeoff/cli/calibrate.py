@@ -12,10 +12,10 @@ import click
 
 from ..console import note, progress_bar
 from ..errors import OptionError
-from ..files import atomic_file, demo_model
+from ..files import atomic_file, demo_model, require_new
 from ..memory import format_size, peak_rss
 from ..options import THRESHOLDS, parse_loss, precision_of
-from .options import command, own, takes, takes_model
+from .options import command, files_beside, own, takes, takes_model
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
@@ -154,6 +154,7 @@ def _write_plan(
 
     bound = parse_loss(tolerance)
     path = os.fspath(output) if output else model.removesuffix(".gguf") + ".bits.json"
+    require_new(path, [*files_beside(model), *text], "--output")
     if os.path.exists(path):
         raise OptionError(f"{path}: exists: move it away, or name another with -o")
     model_index = ModelIndex.read(model)

@@ -61,16 +61,19 @@ class Chat:
     Args:
         completer: computes; it and its model stay the caller's.
         system: the system prompt.
+        template: the chat template; None: the model's.
         read: gives the next line that was typed, raises KeyboardInterrupt for Ctrl-C and EOFError for Ctrl-D.
 
     Raises:
-        ModelError: the model has no chat template.
+        ModelError: the chat template cannot be read.
     """
 
-    def __init__(self, completer: Completer, system: str | None = None, read: Callable[[], str] | None = None):
+    def __init__(self, completer: Completer, system: str | None = None, template: str | None = None, read: Callable[[], str] | None = None):
         self._completer = completer
         self._llm = completer.llm
-        self._template = Template(self._llm)
+        self._template = Template(self._llm, template)
+        if self._template.stop:
+            completer.stop_at(self._template.stop)
         self._read = read or _terminal_reader()
         self._system = system
         self._messages: list[dict[str, str]] = []
@@ -93,6 +96,8 @@ class Chat:
         name, budget = os.path.basename(self._llm.model_path), self._llm.engine.plan.budget
         memory = f", {format_size(budget)} of memory{share}" if budget else ""
         note(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
+        if self._template.stop:
+            note("the model has no chat template: the chat is a plain transcript, which it may not have learnt (--chat-template)")
         while True:
             self._llm.engine.read_ahead()  # while the person types
             try:

@@ -120,6 +120,10 @@ class Completer:
         self._silence()
         self.llm.cancel()
 
+    def stop_at(self, text: str) -> None:
+        """One more text that ends answers."""
+        self._keywords["stop"].append(text)
+
     def complete(self, tokens: list[int], write: Callable[[str], None]) -> Completion:
         """Answers a prompt; each piece of text goes to `write` in the calling thread. Ctrl-C ends the answer, not the program.
 
@@ -211,6 +215,8 @@ class Completer:
             "top_p": s.top_p,
             "min_p": s.min_p,
             "repeat_penalty": s.repeat_penalty,
+            "presence_penalty": s.presence_penalty,
+            "frequency_penalty": s.frequency_penalty,
             "stop": list(s.stop),
             "stopping_criteria": StoppingCriteriaList([self._drawn]),
         }

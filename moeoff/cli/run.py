@@ -19,6 +19,7 @@ from ..errors import OptionError
 from ..files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..memory import DEFAULT_SHARE, format_size
 from ..options import TABLE, Sampling, table_of
+from .llama_cli import takes_llama_cli
 from .options import Command, command, files_beside, given_files, own, takes, takes_model
 
 if TYPE_CHECKING:
@@ -37,23 +38,36 @@ HF_REPO = own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from H
 @own("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
 @own("-f", "--file", type=click.Path(dir_okay=False), metavar="FILE", help="File with the prompt. Standard input is appended to -p or -f.")
 @takes("run")
-@own("--system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
-@own("--raw", group="Prompt and answer", is_flag=True, help="Continue the prompt as it is, without the model's chat template.")
+@own("-sys", "--system-prompt", "--system", "system", group="Prompt and answer", metavar="TEXT", help="System prompt.")
+@own("--chat-template", group="Prompt and answer", metavar="TEXT", help="Chat template in Jinja, or chatml, instead of the model's own.")
+@own("--chat-template-file", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE", help="File with the chat template.")
+@own(
+    "-no-cnv",
+    "--no-conversation",
+    "--raw",
+    "raw",
+    group="Prompt and answer",
+    is_flag=True,
+    help="Continue the prompt as it is, without the model's chat template.",
+)
+@own("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="Ends after one answer, as it does with -p anyway.")
 @own("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
 @own("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @own("--prompt-cache", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
      help="Take the computed prompt from FILE, and write it there when it is new.")  # fmt: skip
 @own("--prompt-cache-all", group="Prompt and answer", is_flag=True, help="Keep the answer in the prompt cache, too.")
 @own("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
+@takes_llama_cli
 def run(
-    model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, raw: bool, as_json: bool, stats_json: str | None,
+    model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, chat_template: str | None,
+    chat_template_file: str | None, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None,
     prompt_cache: str | None, prompt_cache_all: bool, prompt_cache_ro: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
-    if stats_json and not os.path.isdir(os.path.dirname(os.path.abspath(stats_json))):
-        raise OptionError(f"{stats_json}: there is no such folder to write statistics into")
+    if chat_template and chat_template_file:
+        raise OptionError("give --chat-template or --chat-template-file, not both")
     if prompt_cache is None and (prompt_cache_all or prompt_cache_ro):
         raise OptionError("--prompt-cache-all and --prompt-cache-ro say how a --prompt-cache FILE is used: give one")
     sampling = Sampling.make(**{name: options.pop(name) for name in table_of(Sampling) if name in options})
@@ -67,6 +81,8 @@ def run(
         others = [other for name, other in outputs.items() if name != flag]
         require_new(path, [*files_beside(model), file, *given_files(options, "trace"), *others], flag)
     chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    if single_turn and chat:
+        raise OptionError("-st: give the question with -p")
     if prompt is None and not chat:
         if model or hf_repo:
             raise OptionError("give a prompt with -p, with -f or on standard input; without one, in a terminal, moeoff chats")
@@ -78,19 +94,26 @@ def run(
 
     from ..engine.llama import Llama, open_model
     from ..engine.prompt import PromptCache
+    from ..engine.prompt import chat_template as find_template
     from .completion import Completer
 
+    path = model or demo_model()
+    given = read_text(chat_template_file) if chat_template_file else chat_template
+    template = None if raw else find_template(path, given)  # before the weights are read
     cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
     share = f" ({DEFAULT_SHARE:.0%} of what is available)" if not options.keys() & {"memory", "expert_memory"} else ""
-    llm = open_model(Llama, model or demo_model(), seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options)
+    llm = open_model(Llama, path, seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options)
+    trained = llm.engine.model_index.n_ctx_train
+    if 0 < trained < llm.n_ctx() and not options.keys() & {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}:
+        note(f"a context of {llm.n_ctx()}: the model was trained for {trained} tokens, and what it writes behind them may make no sense")
     with llm, Completer(llm, sampling, cache) as completer:
         if prompt is None:
             from .chat import Chat
 
-            stats = Chat(completer, system).loop(share)
+            stats = Chat(completer, system, template).loop(share)
             cancelled = False
         else:
-            answer = _complete(completer, prompt, system, raw, as_json, share)
+            answer = _complete(completer, prompt, system, template, raw, as_json, share)
             stats, cancelled = answer.stats, answer.finish_reason == "cancelled"
     if stats_json and stats is not None:
         with atomic_file(stats_json) as out:
@@ -125,18 +148,21 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
     return prompt
 
 
-def _complete(completer: Completer, prompt: str, system: str | None, raw: bool, as_json: bool, share: str) -> Completion:
+def _complete(completer: Completer, prompt: str, system: str | None, template: str | None, raw: bool, as_json: bool, share: str) -> Completion:
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
     from ..engine.prompt import Template, prompt_tokens
 
     llm = completer.llm
-    if raw or "tokenizer.chat_template" not in llm.metadata:
-        if system:
-            raise OptionError("--system: there is no chat template to put it into")
+    if raw and system:
+        raise OptionError("--system: without a chat template there is no place for it")
+    if raw or not (template or system):
         tokens = prompt_tokens(llm, prompt, add_bos=True)
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        tokens = Template(llm).tokens([*messages, {"role": "user", "content": prompt}])
+        wanted = Template(llm, template)
+        tokens = wanted.tokens([*messages, {"role": "user", "content": prompt}])
+        if wanted.stop:
+            completer.stop_at(wanted.stop)
     if as_json:
         answer = completer.complete(tokens, lambda _text: None)
         print(json.dumps(answer.to_dict(), ensure_ascii=False))

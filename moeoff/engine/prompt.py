@@ -41,24 +41,67 @@ def _tokens(llm: Llama, text: str, add_bos: bool) -> list[int]:
     return llm.tokenize(text.encode("utf-8", "replace"), add_bos=add_bos, special=True)
 
 
-class Template:
-    """
+# for a model that has none: a transcript, in which the model writes the assistant's lines
+_PLAIN = "{{ bos_token }}{% for m in messages %}{{ m.role | capitalize }}: {{ m.content }}\n\n{% endfor %}Assistant:"
+_CHATML = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+
+
+def chat_template(model_path: str, given: str | None = None) -> str | None:
+    """The template that a conversation is written with; of the model's header where none is given. None: it has none.
+
+    Args:
+        given: Jinja, or chatml.
+
     Raises:
-        ModelError: the model holds none, or one that cannot be read.
+        ModelError, OptionError: it cannot be read.
+    """
+    import jinja2
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    from ..gguf.file import ModelFile
+
+    source = model_path if given is None else "`chat_template`"
+    if given is not None and "{" not in given:
+        if given.lower() != "chatml":
+            raise OptionError(f"`chat_template`: a Jinja template or chatml, not {given!r}; one in a file is given with `chat_template_file`")
+        return _CHATML
+    if given is None:
+        with ModelFile(model_path) as file:
+            given = str(file.value("tokenizer.chat_template")) if "tokenizer.chat_template" in file.metadata else None
+    if not given:
+        return None
+    try:
+        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(given)
+    except jinja2.TemplateSyntaxError as error:
+        if "Encountered unknown tag" not in str(error):  # what an extension of transformers' adds, llama_cpp's formatter knows
+            raise ModelError(f"{source}: its chat template cannot be read: {error}{_RAW}") from None
+    return given
+
+
+class Template:
+    """What a conversation looks like to a model.
+
+    Args:
+        template: Jinja; None: the model's own.
+
+    Attributes:
+        stop: text that ends an answer, of a model without a template; empty: none.
+
+    Raises:
+        ModelError: it cannot be read.
     """
 
-    def __init__(self, llm: Llama):
+    def __init__(self, llm: Llama, template: str | None = None):
         import jinja2
         from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
-        template = llm.metadata.get("tokenizer.chat_template")
-        if not template:
-            raise ModelError(f"{llm.model_path}: the model has no chat template{_RAW}")
+        template = template or llm.metadata.get("tokenizer.chat_template")
+        self.stop = "" if template else "\n\nUser:"
         self._refusals = (jinja2.TemplateError, ValueError, TypeError)
         self._llm = llm
 
         try:
-            self._format = Jinja2ChatFormatter(template, eos_token=llm.token_text(llm.token_eos()), bos_token=llm.token_text(llm.token_bos()))
+            self._format = Jinja2ChatFormatter(template or _PLAIN, eos_token=llm.token_text(llm.token_eos()), bos_token=llm.token_text(llm.token_bos()))
         except jinja2.TemplateError as error:
             raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}{_RAW}") from None
 

@@ -201,7 +201,7 @@ def test_stop_texts(moeoff_command):
     options = ["run", "-n", "24", "--temp", "0", "-p", "How many apples are there?"]
     text = moeoff_command(*options).stdout
     word = text.split()[3]
-    stopped = json.loads(moeoff_command(*options, "--stop", "never said", "-s", word, "--json").stdout)
+    stopped = json.loads(moeoff_command(*options, "--stop", "never said", "-r", word, "--json").stdout)
     assert stopped["text"] == text[: text.index(word)] and stopped["finish_reason"] == "stop"
 
 
