@@ -23,11 +23,12 @@ from typing import Any
 
 from .console import note
 from .errors import ModelError, MoeoffError, OptionError
-from .memory import MIB, parse_size
+from .memory import MIB, format_size, parse_size
 from .server.process import ServerProcess
 
 try:
     import aiohttp
+    import ray
     from ray import serve
     from ray.exceptions import RayError
     from ray.serve.exceptions import BackPressureError, RayServeException
@@ -67,7 +68,7 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         **options: of `moeoff.Server`.
 
     Raises:
-        OptionError: a share of memory, host or port.
+        OptionError: a share of memory, host or port; or, with Ray started, more replicas than its machines can hold.
     """
     if isinstance(memory, str) and memory.strip().endswith("%"):
         raise OptionError("`memory`: a size as 6G, not a share: replicas are placed by it before it is known where")
@@ -87,10 +88,29 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         "graceful_shutdown_timeout_s": 120,
         "request_router_config": {"request_router_class": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"},
     }
+    if "num_replicas" in given and "autoscaling_config" not in given:
+        _require_machines(given["num_replicas"], (ours | given)["max_replicas_per_node"], actor)
     replicas = serve.deployment(name=name, ray_actor_options=actor, **(ours | given))(_Replica)
     ingress = serve.deployment(name=f"{name}-ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(_Ingress)
     server = {"memory": budget, "parallel": parallel, "alias": os.path.basename(model).removesuffix(".gguf")} | options
     return ingress.bind(replicas.bind(os.fspath(model), server))
+
+
+def _require_machines(n_replicas: Any, per_machine: int, actor: Mapping[str, Any]) -> None:
+    """Ray would wait for machines without an end, and say so in its own log alone. Raises OptionError; nothing is known before Ray is started."""
+    if not isinstance(n_replicas, int) or not ray.is_initialized():
+        return
+    labels = {key: value for key, value in (actor.get("label_selector") or {}).items() if not re.match(r"!|in\(", value)}  # Ray's own operators
+    wanted = {"memory": actor.get("memory") or 0, "CPU": actor.get("num_cpus") or 0}
+    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
+    labelled = [node for node in alive if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())]
+    fit = [node for node in labelled if all(node["Resources"].get(name, 0) >= n for name, n in wanted.items())]
+    if len(fit) * per_machine < n_replicas:
+        has = f"{len(alive)} machines, {len(labelled)} with its labels, {len(fit)} with {format_size(wanted['memory'])} of memory and {wanted['CPU']:g} cores"
+        raise OptionError(
+            f"`num_replicas`: {n_replicas} replicas, at most {per_machine} on a machine, and Ray has {has}: start Ray on more, give fewer, or "
+            "max_replicas_per_node in ray_options; with autoscaling_config they may come later"
+        )
 
 
 class _Replica:

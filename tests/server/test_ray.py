@@ -196,6 +196,25 @@ def test_options_that_make_no_sense(demo, options, said):
         moeoff.ray.deployment(demo, **({"memory": "200M"} | options))
 
 
+def test_more_replicas_than_machines_are_refused(demo, monkeypatch):
+    """In the place of a deployment that is DEPLOYING without an end."""
+
+    def node(alive: bool = True, gib: int = 4, **labels: str) -> dict:
+        return {"Alive": alive, "Resources": {"memory": gib * GIB, "CPU": 2.0}, "Labels": labels}
+
+    monkeypatch.setattr(moeoff.ray.ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(moeoff.ray.ray, "nodes", lambda: [node(model="a"), node(model="b"), node(gib=1, model="a"), node(alive=False, model="a")])
+    for options in ({"num_replicas": 2}, {"num_replicas": 3, "labels": None}, {"num_replicas": 1, "memory": "8G"}):
+        with pytest.raises(OptionError, match="replicas, at most 1 on a machine, and Ray has 3 machines"):
+            moeoff.ray.deployment(demo, **({"memory": "2G", "labels": {"model": "a"}} | options))
+    for options in (
+        {"num_replicas": 1},
+        {"num_replicas": 2, "ray_options": {"max_replicas_per_node": 2}},
+        {"ray_options": {"autoscaling_config": {"max_replicas": 9}}},
+    ):
+        moeoff.ray.deployment(demo, memory="2G", labels={"model": "a"}, **options)
+
+
 def test_without_ray_it_says_what_to_install():
     done = subprocess.run([sys.executable, "-c", "import sys; sys.modules['ray'] = None; import moeoff.ray"], capture_output=True, text=True)
     assert done.returncode and done.stderr.splitlines()[-1].endswith("moeoff.ray needs Ray Serve: pip install 'moeoff[ray]'")
