@@ -65,8 +65,10 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
         click.echo(f"{plan}: for moeoff convert {model} --bits {plan}")
     elif max_loss:
         found = _search(model, max_loss=max_loss, **options)
-        kept = "" if any(found.contract.choose(found.max_loss, share) for share in (0.0, *_RESIDENT)) else "; nothing but lossless keeps the bound"
-        click.echo(f"{found.path}: for moeoff run -m {model} --max-loss {max_loss}{kept}")
+        if any(found.contract.choose(found.max_loss, share) for share in (0.0, *_RESIDENT)):
+            click.echo(f"{found.path}: for moeoff run -m {model} --max-loss {max_loss}")
+        else:
+            click.echo(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
     else:
         from ..calibrate import calibrate as library
 

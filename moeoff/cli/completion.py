@@ -71,12 +71,15 @@ class Completion:
     def summary(self) -> str:
         """One line for people. Its memory is the most that the process has taken since it began."""
         s = self.stats
+        given_up = s.precision_summary
+        if s.max_loss is not None and not s.estimated_loss and not given_up:
+            given_up = f"lossless: nothing that was measured is worth it within {s.max_loss:.2%}"
         return (
             f"prompt {s.prompt_tokens} tokens{f' (+{self.reused_tokens} reused)' if self.reused_tokens else ''}, {s.prompt_tps:.1f} tok/s | "
             f"generated {self.completion_tokens}, {s.gen_tps:.1f} tok/s | "
             f"{s.hit_summary}, {s.bytes_read / 1e6 / max(s.prompt_tokens + s.gen_tokens, 1):.2f} MB/token read"
             f"{'' if s.direct_io else ' (through the page cache)'}, stalled {min(s.stall_seconds / max(self.seconds, 1e-9), 1):.0%} | "
-            f"{f'{s.precision_summary} | ' if s.precision_summary else ''}"
+            f"{f'{given_up} | ' if given_up else ''}"
             f"context {self.n_ctx} | memory {format_size(s.peak_rss_bytes)}" + (f" of {format_size(s.budget_bytes)}" if s.budget_bytes else "")
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import click
@@ -28,6 +29,8 @@ class Program(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         open_standard_streams()
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")  # NumPy's are not for people who run a model; PYTHONWARNINGS shows them
         try:
             with written_whole():
                 return super().main(*args, **kwargs)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import MISSING, fields
 from pathlib import Path
 
 import pexpect
@@ -14,7 +15,9 @@ import pytest
 
 from helpers.waiting import wait_until
 from moeoff import native
+from moeoff.cli.completion import Completion
 from moeoff.cli.main import SHELLS
+from moeoff.engine.stats import Stats
 from moeoff.files import demo_model
 
 DEMO = demo_model()
@@ -145,6 +148,22 @@ def test_the_model_in_both_forms(moeoff_command, command):
     if command in ("inspect", "convert", "merge", "calibrate"):
         done = moeoff_command(command)
         assert done.returncode == 2 and "Missing MODEL" in done.stderr
+
+
+def test_a_bound_that_finds_nothing_says_so():
+    needed = {field.name: 0 for field in fields(Stats) if field.default is MISSING and field.default_factory is MISSING}
+
+    def summary(**more) -> str:
+        return Completion("x", "stop", 1, 0, 1, 256, Stats(**needed | more), 1.0).summary()
+
+    assert "lossless: nothing that was measured is worth it within 1.00%" in summary(max_loss=0.01)
+    assert "lossless" not in summary()
+
+
+def test_no_warning_of_numpy_reaches_a_person():
+    code = "import numpy as np, sys; from moeoff.cli.main import main; main(['--version'], standalone_mode=False); np.float64(1) / np.float64(0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
 def test_arguments_of_the_server_are_no_model(moeoff_command):
