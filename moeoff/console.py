@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 
 LOADING_DELAY = 0.3  # seconds; a model that loads faster shows no bar
 LOADING_INTERVAL = 0.1
+LINE_DELAY = 1.0  # before a line appears on a terminal
+LINE_MINUTE = 60.0  # between lines elsewhere
 
 
 def note(text: str) -> None:
@@ -24,15 +26,46 @@ def note(text: str) -> None:
     print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
 
 
+class ProgressLine:
+    """How far a job is, on one line of standard error: rewritten on a terminal, else a new one each minute. A job that ends soon shows nothing."""
+
+    def __init__(self, unit: str = "tokens"):
+        self._unit, self._terminal, self._shown, self._done = unit, sys.stderr.isatty(), False, 0
+        self._stage, self._started = "", time.monotonic()
+        self._next = self._started + (LINE_DELAY if self._terminal else LINE_MINUTE)
+
+    def update(self, stage: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if stage != self._stage:
+            self._stage, self._started, self._done = stage, now, done
+        if now < self._next:
+            return
+        self._next = now + (LOADING_INTERVAL if self._terminal else LINE_MINUTE)
+        rate = (done - self._done) / max(now - self._started, 1e-9)
+        left = f", {rate:.3g}/s, {_clock((total - done) / rate)} left" if rate and total else ""
+        text = f"{stage}: {done} of {total} {self._unit}".rstrip() + left
+        self._shown = self._terminal
+        print(f"\r\x1b[2K\x1b[2m{text}\x1b[0m" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+
+    def clear(self) -> None:
+        if self._shown:
+            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+        self._shown = False
+
+
+def _clock(seconds: float) -> str:
+    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}" if seconds >= 3600 else f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
 @contextmanager
 def progress_bar(unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yields `update(stage, done, total)`, or None where standard error is no terminal. One bar at a time: a new stage replaces the last.
+    """Yields `update(stage, done, total)`: a bar, or where standard error is no terminal a line each minute. One at a time: a new stage replaces the last.
 
     Args:
         unit: "bytes" for sizes with their rate, else a word such as "tokens" behind the count.
     """
     if not sys.stderr.isatty():
-        yield None
+        yield ProgressLine(unit).update
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn

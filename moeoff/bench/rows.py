@@ -295,14 +295,11 @@ def _speed(row: Row) -> str:
 
 # (title, width, value); a negative width aligns to the left, as in llama-bench
 _ALWAYS: list[tuple[str, int, Callable[[Row], str]]] = [
-    ("model", -24, lambda r: r.model_type),
-    ("size", 10, lambda r: format_size(r.model_size)),
-    ("params", 9, lambda r: f"{r.model_n_params / 1e9:.2f} B"),
-    ("threads", 7, lambda r: str(r.n_threads)),
-    ("memory", 10, lambda r: format_size(r.memory) if r.memory else "no limit"),
+    ("memory", 9, lambda r: format_size(r.memory) if r.memory else "no limit"),
     ("strategy", -15, lambda r: r.strategy),
 ]
 _IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
+    ("n_threads", 7, lambda r: str(r.n_threads)),
     ("n_batch", 7, lambda r: str(r.n_batch or "")),
     ("n_ubatch", 8, lambda r: str(r.n_ubatch or "")),
     ("type_k", 6, lambda r: r.type_k),
@@ -315,19 +312,15 @@ _IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
     ("io_threads", 7, lambda r: str(r.io_threads or "")),
 ]
 _RESULTS: list[tuple[str, int, Callable[[Row], str]]] = [
-    ("test", 14, lambda r: r.test),
-    ("t/s", 16, _speed),
-    ("MB/token", 8, lambda r: _text(r.mb_per_token, ".1f")),
-    ("hit rate", 8, lambda r: _text(r.hit_rate)),
-    ("stalled", 7, lambda r: _text(r.stall_share)),
-    ("disk MB/s", 9, lambda r: _text(r.disk_mb_s, ".0f")),
-    ("of ceiling", 10, lambda r: _text(r.ceiling_share)),
-    ("peak RSS", 9, lambda r: "" if r.peak_rss is None else format_size(r.peak_rss)),
+    ("test", 8, lambda r: r.test),
+    ("t/s", 14, _speed),
+    ("MB/tok", 6, lambda r: _text(r.mb_per_token, ".1f")),
+    ("hits", 6, lambda r: _text(r.hit_rate)),
 ]
 
 
 class Markdown(Format):
-    """llama-bench's table, a configuration's lines as soon as it is done, and below it how each ran.
+    """A table of 80 columns, a configuration's lines as soon as it is done, and below it which model it was and how each ran; the other forms have more.
 
     Args:
         varied: options with several values, or that were given: they have columns of their own.
@@ -337,6 +330,7 @@ class Markdown(Format):
         chosen = set(varied)
         self._columns = [*_ALWAYS, *(column for column in _IF_VARIED if column[0] in chosen or (column[0] == "on GPU" and "vram" in chosen)), *_RESULTS]
         self._notes: list[str] = []
+        self._model = ""
 
     def begin(self) -> str:
         titles = [_cell(title, width) for title, width, _ in self._columns]
@@ -346,6 +340,11 @@ class Markdown(Format):
     def rows(self, rows: list[Row]) -> str:
         out = ""
         for row in rows:
+            what = f"{row.model_type}, {format_size(row.model_size)}, {row.model_n_params / 1e9:.2f} B parameters, {row.n_threads} threads"
+            if what != self._model:
+                out += f"{what}:\n" if self._model else ""
+                self._model = what
+                self._notes.append(f"model: {what}")
             out += f"| {' | '.join(_cell(value(row), width) for _, width, value in self._columns)} |\n"
             if row.error and not any(row.error in note for note in self._notes[-len(rows) :]):
                 self._notes.append(f"{_title(row)}, {row.test}: {row.error}")
@@ -388,21 +387,14 @@ def plot(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
     panels = figure.subplots(1, len(tests), squeeze=False)[0]
     for panel, test in zip(panels, tests, strict=True):
         mine = [row for row in measured if row.test == test]
-        names = list(dict.fromkeys(row.strategy for row in mine))
-        if len({row.memory for row in mine}) > 1:
-            for name in names:
-                line = sorted((row for row in mine if row.strategy == name), key=lambda row: row.memory)
-                style = {"color": "black", "linestyle": {STOCK_NAME: "--", PLAIN_NAME: ":"}[name]} if name in (STOCK_NAME, PLAIN_NAME) else {}
-                panel.errorbar([row.memory / _GIB for row in line], [row.avg_ts for row in line], yerr=[row.stddev_ts for row in line],
-                               marker="o", markersize=4, capsize=3, label=name, **style)  # fmt: skip
-            panel.set(xlabel="memory, GiB", ylabel="tokens per second")
-            panel.set_ylim(bottom=0)
-            panel.legend()
-        else:
-            panel.barh(names, [next(row.avg_ts for row in mine if row.strategy == name) or 0.0 for name in names],
-                       xerr=[next(row.stddev_ts for row in mine if row.strategy == name) or 0.0 for name in names])  # fmt: skip
-            panel.invert_yaxis()
-            panel.set(xlabel="tokens per second")
+        for name in dict.fromkeys(row.strategy for row in mine):
+            line = sorted((row for row in mine if row.strategy == name), key=lambda row: row.memory)
+            style = {"color": "black", "linestyle": {STOCK_NAME: "--", PLAIN_NAME: ":"}[name]} if name in (STOCK_NAME, PLAIN_NAME) else {}
+            panel.errorbar([row.memory / _GIB for row in line], [row.avg_ts for row in line], yerr=[row.stddev_ts for row in line],
+                           marker="o", markersize=4, capsize=3, label=name, **style)  # fmt: skip
+        panel.set(xlabel="memory, GiB", ylabel="tokens per second")
+        panel.set_ylim(bottom=0)
+        panel.legend()
         panel.set(title=f"{test}, {mine[0].model_type}, {format_size(mine[0].model_size)}")
     figure.suptitle(f"{measured[0].cpu_info}, {measured[0].n_threads} threads", fontsize=9)
     save(figure, path, "figure")

@@ -92,7 +92,7 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
 
 # options of the table that take several values here, each of which is a configuration
 AXES = ("memory", "strategy", "n_threads", "io_threads", "n_batch", "n_ubatch", "type_k", "type_v", "flash_attn", "n_gpu_layers", "vram", "vram_mode")
-_COLUMNS = AXES[3:]  # of the result, where several are given
+_COLUMNS = AXES[2:]  # of the result, where several are given
 
 
 def _axes(function: Callable[..., None]) -> Callable[..., None]:

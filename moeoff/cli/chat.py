@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -19,7 +18,7 @@ from ..errors import ContextError, MoeoffError, OptionError
 from ..files import atomic_file
 from ..memory import format_size, rss
 from ..options import in_flags
-from .completion import Completer, Completion
+from .completion import Completer, Completion, Writer
 
 if TYPE_CHECKING:
     from prompt_toolkit.history import History
@@ -135,7 +134,7 @@ class Chat:
         if not question:
             return
         self._messages.append({"role": "user", "content": question})
-        writer = _Writer()
+        writer = Writer()
         try:
             answer = self._completer.complete(self._template.tokens(self._prompt()), writer.write)
         except ContextError as error:
@@ -229,28 +228,6 @@ def _overflow(error: ContextError, has_history: bool) -> str:
         f"this conversation with the question would have {error.n_tokens} tokens, the context has {error.n_ctx}: "
         "/reset begins a new one, -c N at the start makes it larger; the question was dropped"
     )
-
-
-class _Writer:
-    """Text as it comes, without the blank that many models begin with."""
-
-    def __init__(self) -> None:
-        self._begun = False
-        self._newline = False
-
-    def write(self, text: str) -> None:
-        if not self._begun:
-            text = text.lstrip()
-        if text:
-            self._begun = True
-            self._newline = text.endswith("\n")
-            sys.stdout.write(text)
-            sys.stdout.flush()
-
-    def end(self) -> None:
-        if not self._newline:
-            sys.stdout.write("\n")
-            sys.stdout.flush()
 
 
 def _terminal_reader() -> Callable[[], str]:

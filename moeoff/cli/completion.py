@@ -1,13 +1,15 @@
 """One answer: the prompt in the model's own template, the text as it comes, and what it took.
 
-Knows nothing of terminals and files. The model computes in a thread of its own, because a long prompt keeps llama.cpp busy
+Knows nothing of files. The model computes in a thread of its own, because a long prompt keeps llama.cpp busy
 for minutes and Python notices Ctrl-C only in a thread that is not.
 """
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +19,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, cast
 
 from ..binding import quiet_log
+from ..console import ProgressLine
 from ..engine.stats import Stats
 from ..errors import ContextError, MoeoffError, OptionError
 from ..memory import format_size
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 
     from ..engine.llama import Llama
     from ..engine.prompt import PromptCache
+
+_TELL = 0.25  # seconds between looks at how much of a prompt is computed
 
 
 @dataclass(frozen=True)
@@ -144,11 +149,11 @@ class Completer:
         before = llm.stats()
         cpu, started = time.process_time(), time.perf_counter()
         pieces: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        text = []
+        text: list[str] = []
         with quiet_log() as self._silence, self._ctrl_c_cancels():
             future = self._executor.submit(self._compute, tokens, pieces)
             try:
-                while (piece := pieces.get()) is not None:
+                while (piece := self._next(pieces, len(tokens)) if not text else pieces.get()) is not None:
                     text.append(piece)
                     write(piece)
             except BaseException:  # the reader of our output has gone
@@ -173,6 +178,17 @@ class Completer:
             seconds=ended - started,
             discarded_tokens=llm.n_discarded,
         )
+
+    def _next(self, pieces: queue.SimpleQueue[str | None], n_prompt: int) -> str | None:
+        """The first piece. Until it comes, a line says how much of the prompt is computed."""
+        line, before = ProgressLine(), self.llm.engine.prompt_tokens
+        try:
+            while True:
+                with contextlib.suppress(queue.Empty):
+                    return pieces.get(timeout=_TELL)
+                line.update("prompt", min(self.llm.engine.prompt_tokens - before, n_prompt), n_prompt)
+        finally:
+            line.clear()
 
     def _compute(self, tokens: list[int], pieces: queue.SimpleQueue[str | None]) -> str:
         """In the thread: puts pieces of text, then None."""
@@ -243,3 +259,30 @@ class Completer:
 def _end_tokens(llm: Llama) -> list[int]:
     """Every token that ends an answer; models have several."""
     return [token for token in range(llm.n_vocab()) if llm.is_end_token(token)]
+
+
+class Writer:
+    """Text as it comes, without the blank that many models begin with.
+
+    Args:
+        strips: leaves that out.
+    """
+
+    def __init__(self, strips: bool = True) -> None:
+        self._strips = strips
+        self._begun = False
+        self._newline = False
+
+    def write(self, text: str) -> None:
+        if self._strips and not self._begun:
+            text = text.lstrip()
+        if text:
+            self._begun = True
+            self._newline = text.endswith("\n")
+            sys.stdout.write(text)
+            sys.stdout.flush()
+
+    def end(self) -> None:
+        if not self._newline:
+            sys.stdout.write("\n")
+            sys.stdout.flush()

@@ -69,8 +69,8 @@ def _print(r: Report) -> None:
     floor.add_row("Python and libraries", format_size(r.process_bytes))
     if embedding:
         floor.add_row("token embedding", format_size(embedding))
-    on_disk = f" (token embedding on disk: {format_size(r.embedding_disk_bytes)})" if r.embedding_disk_bytes else ""
-    floor.add_row("other weights outside the experts" + on_disk, format_size(r.host_weight_bytes - embedding))
+    on_disk = f" ({format_size(r.embedding_disk_bytes)} more on disk)" if r.embedding_disk_bytes else ""
+    floor.add_row("weights outside the experts" + on_disk, format_size(r.host_weight_bytes - embedding))
     floor.add_row("KV cache and other state", format_size(r.kv_bytes))
     floor.add_row("compute buffers", format_size(r.compute_bytes))
     floor.add_row("work area", format_size(r.work_bytes))

@@ -21,7 +21,7 @@ from ..files import demo_model
 from ..memory import available, format_size
 from ..options import TABLE, Option, in_flags, spelled
 
-CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
+CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
@@ -73,7 +73,12 @@ class _Given(click.ParamType):  # type: ignore[type-arg]  # generic since click 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         if self._line.is_file:
             return [CompletionItem(incomplete, type="file")]
-        return [CompletionItem(choice) for choice in self._line.choices if choice.startswith(incomplete)]
+        choices: Sequence[str] = self._line.choices
+        if self._line.name == "strategy":
+            from ..policies.strategy import strategy_names
+
+            choices = strategy_names()
+        return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 
 def command(name: str | None = None, cls: type[Command] = Command) -> Callable[[Callable[..., None]], click.Command]:

@@ -151,6 +151,7 @@ def _prompt(prompt: str | None, file: str | None) -> str | None:
 def _complete(completer: Completer, prompt: str, system: str | None, template: str | None, raw: bool, as_json: bool, share: str) -> Completion:
     """One prompt: text, or one JSON object, on stdout, and a line about it on stderr."""
     from ..engine.prompt import Template, prompt_tokens
+    from .completion import Writer
 
     llm = completer.llm
     if raw and system:
@@ -168,7 +169,8 @@ def _complete(completer: Completer, prompt: str, system: str | None, template: s
         print(json.dumps(answer.to_dict(), ensure_ascii=False))
         return answer
 
-    answer = completer.complete(tokens, lambda text: print(text, end="", flush=True))
+    writer = Writer(strips=not raw)
+    answer = completer.complete(tokens, writer.write)
     print(flush=True)
     note(answer.summary() + share)
     return answer

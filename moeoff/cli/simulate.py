@@ -142,4 +142,6 @@ def _table(rows: list[dict[str, Any]], full: int) -> str:
             f"{format_size(row['arena_bytes']):>10} {100 * row['arena_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
             f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}"
         )
+    lines.append("\nhit rate: slices found in memory; read/token: bytes; penalty: of misses, 1 for a slice in full precision;\n"
+                 "of the gap: what of LRU's way to the best that is possible (belady) was made good")  # fmt: skip
     return "\n".join(lines)

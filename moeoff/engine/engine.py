@@ -490,6 +490,11 @@ class Engine:
             **facts,
         )
 
+    @property
+    def prompt_tokens(self) -> int:
+        """That have been computed since statistics began; of a prompt in progress, batch by batch. From any thread."""
+        return self._timing.prompt_tokens
+
     def reset_stats(self) -> None:
         self.buffer.reset_stats()
         self._timing = Timing()

@@ -18,7 +18,7 @@ from ..budget.dry_load import context_for
 from ..engine.llama import Llama
 from ..engine.stats import Stats
 from ..gguf.model_index import ModelIndex
-from ..memory import format_size, peak_rss
+from ..memory import MIB, format_size, peak_rss
 from ..simulate.simulator import simulate
 from ..trace import PREFETCH_LEVEL, Trace
 
@@ -229,6 +229,21 @@ def more_memory(session: Session) -> list[MoreMemory]:
             hit_rate = 1 - (1 - session.decode.hit_rate) * (1 - done.hit_rate) / max(1 - replayed.hit_rate, 1e-9)
         out.append(MoreMemory(share, rest + arena if rest else 0, min(max(hit_rate, 0.0), 1.0), mb * ratio, n / (seconds - stall + stall * ratio)))
     return sorted(out, key=lambda row: row.share)
+
+
+_WORTH = 1.15  # times the speed that more memory is advised for
+
+
+def advice(rows: list[MoreMemory]) -> str:
+    """What to do, in one sentence: the least memory that is worth it; or that more gives little."""
+    here = next(row for row in rows if row.here)
+    best = max(row.tps for row in rows)
+    if best < _WORTH * here.tps:
+        return "More memory would give little: it is computing that takes the time."
+    row = next(row for row in rows if row.tps >= min(1.5 * here.tps, 0.95 * best) and row.share > here.share)
+    if row.memory:
+        return f"With --memory {-(-row.memory // MIB)}M instead of {-(-here.memory // MIB)}M: about {row.tps / here.tps:.1f} x as fast."
+    return f"With {row.share:.0%} of the experts in memory instead of {here.share:.0%}: about {row.tps / here.tps:.1f} x as fast."
 
 
 def timeline(session: Session) -> Timeline | None:

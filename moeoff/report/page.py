@@ -30,6 +30,7 @@ def render(session: Session) -> str:
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     environment.filters["size"] = format_size
     template = environment.from_string((importlib.resources.files(__package__) / "page.html.jinja").read_text(encoding="utf-8"))
+    more = figures.more_memory(session)
     facts = model_facts(session.model_index.files[0])
     n = session.n_tokens
     return template.render(
@@ -47,6 +48,7 @@ def render(session: Session) -> str:
         memory=figures.memory_parts(session),
         time=figures.time_parts(session),
         layers=figures.layers(session),
-        more=figures.more_memory(session),
+        more=more,
+        advice=figures.advice(more),
         timeline=figures.timeline(session),
     )

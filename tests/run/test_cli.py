@@ -14,9 +14,10 @@ import pexpect
 import pytest
 
 from helpers.waiting import wait_until
-from moeoff import native
+from moeoff import console, native
 from moeoff.cli.completion import Completion
 from moeoff.cli.main import SHELLS
+from moeoff.console import progress_bar
 from moeoff.engine.stats import Stats
 from moeoff.files import demo_model
 
@@ -150,6 +151,27 @@ def test_the_model_in_both_forms(moeoff_command, command):
         assert done.returncode == 2 and "Missing MODEL" in done.stderr
 
 
+def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
+    """In a pipe a line a minute, with the time left by its rate; nothing of a short one."""
+    now = iter([0.0, 0.0, 1.0, 61.0, 62.0, 130.0])
+    monkeypatch.setattr(console.time, "monotonic", lambda: next(now))
+    with progress_bar("tokens") as update:
+        for done in (0, 100, 610, 620, 1000):
+            update("evaluating", done, 2000)
+    assert capsys.readouterr().err == "evaluating: 610 of 2000 tokens, 10/s, 2:19 left\nevaluating: 1000 of 2000 tokens, 7.69/s, 2:10 left\n"
+
+
+def test_a_prompt_that_is_computed_shows_how_far_it_is(monkeypatch, capsys):
+    """On a terminal, and not a trace of it is left when the answer begins."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(console, "LINE_DELAY", 0.0)
+    line = console.ProgressLine()
+    line.update("prompt", 512, 2048)
+    line.clear()
+    shown = capsys.readouterr().err
+    assert "prompt: 512 of 2048 tokens" in shown and shown.endswith("\r\x1b[2K")
+
+
 def test_a_bound_that_finds_nothing_says_so():
     needed = {field.name: 0 for field in fields(Stats) if field.default is MISSING and field.default_factory is MISSING}
 
@@ -200,7 +222,7 @@ def test_json(moeoff_command, demo):
     answer = json.loads(done.stdout)
     assert done.stderr == ""
     assert set(answer) == {"model", "text", "finish_reason", "usage", "stats"}
-    assert answer["text"] + "\n" == text and answer["finish_reason"] == "length" and answer["model"] == demo
+    assert answer["text"].lstrip() + "\n" == text and answer["finish_reason"] == "length" and answer["model"] == demo
     usage = answer["usage"]
     assert usage["completion_tokens"] == 16 and usage["total_tokens"] == usage["prompt_tokens"] + 16
     assert set(answer["stats"]) == set(FIELDS) and answer["stats"]["prompt_tokens"] == usage["prompt_tokens"]
