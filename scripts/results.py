@@ -150,13 +150,36 @@ def markdown(table: dict) -> str:
 
 
 def block(name: str, table: str | None) -> str:
-    """The text of a block: one table of a data file, or all of it."""
+    """The text of a block: one table of a data file, or all of it; "models": one row of each."""
+    if name == "models":
+        return models_table()
     data = read(name)
     if table:
         return markdown(next(t for t in data["tables"] if t["name"] == table))
     said = f"Measured {data['date']}" + (f" at {data['commit']}" if "commit" in data else "") + f"; {data['machine']}"
     said += f":\n\n    {data['command']}\n" if "command" in data else ".\n"
     return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in data["tables"])
+
+
+SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and its file
+    "real-deepseek": ("DeepSeek-V2-Lite", "10.4 GB"),
+    "real-gpt-oss": ("gpt-oss-20b", "12.1 GB"),
+    "real-qwen3": ("Qwen3-30B-A3B", "18.6 GB"),
+    "real-mixtral": ("Mixtral 8x7B", "28.5 GB"),
+    "real-glm": ("GLM-4.5-Air", "60.4 GB"),
+}
+
+
+def models_table() -> str:
+    """Which model in how much memory at what speed."""
+    rows = []
+    for name, (model, size) in SHAPES.items():
+        table = next(t for t in read(name)["tables"] if t["name"] == "summary")
+        tight, column = table["rows"][0], {title: i for i, title in enumerate(table["columns"])}
+        rows.append(
+            [model, size, f"{int(tight[0].split()[0]) / 1024:.1f} GiB", tight[column["`auto`: tok/s"]], tight[column[f"{STOCK}: tok/s"]] or "not measured"]
+        )
+    return markdown({"columns": ["model's shape", "file", "memory", "moeoff, tok/s", f"{STOCK}, tok/s"], "rows": rows})
 
 
 def chart(data: dict) -> str:
@@ -195,7 +218,7 @@ def _number(cell: str) -> float:
 
 def pages() -> dict[Path, str]:
     """Every generated file and the text it should have."""
-    made = {CHART: chart(read("readme"))}
+    made = {CHART: chart(read("real-qwen3"))}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):
