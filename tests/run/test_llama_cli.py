@@ -68,7 +68,7 @@ def test_outputs_are_looked_at_before_any_weight_is_read(moeoff_command, tmp_pat
     for path, words in ((str(tmp_path), "is a folder"), (str(tmp_path / "no" / "x"), "there is no such folder")):
         done = moeoff_command("run", "-m", "missing.gguf", "-p", "x", "--stats-json", path)
         assert done.returncode in (1, 2) and (words in done.stderr or "is a directory" in done.stderr), done.stderr
-    done = moeoff_command("calibrate", demo_model())
+    done = moeoff_command("calibrate", demo_model(), "-o", f"{demo_model()}.npz")
     assert done.returncode == 1 and "lies in moeoff's own package" in done.stderr
     monkeypatch.setattr(os, "access", lambda _path, _mode: False)  # root may write anywhere
     with pytest.raises(OptionError, match="which is read-only"):
