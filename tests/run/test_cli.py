@@ -193,10 +193,11 @@ def test_arguments_of_the_server_are_no_model(moeoff_command):
         assert "missing.gguf: cannot be read" in moeoff_command("serve", *model, "--", "--top-k", "4").stderr
 
 
-def test_no_second_line_about_the_context(moeoff_command):
-    """llama.cpp's warning that the model was trained on a shorter context is not for everyone."""
+def test_one_line_about_a_long_context(moeoff_command):
+    """That the model was trained on a shorter one is said in our words: llama.cpp's are not for everyone."""
     done = moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024")
-    assert done.returncode == 0 and len(done.stderr.strip().splitlines()) == 1
+    assert done.returncode == 0 and len(done.stderr.strip().splitlines()) == 2 and "the model was trained for 256 tokens" in done.stderr
+    assert "n_ctx_train" not in done.stderr
     assert "n_ctx_train" in moeoff_command("run", "-p", "x", "-n", "4", "-c", "1024", "--verbose").stderr
 
 
