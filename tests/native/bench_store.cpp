@@ -161,35 +161,37 @@ struct bench {
 
     // one eviction and one arrival, without anything else
     void evictions() {
-        const uint32_t n = (uint32_t) (n_gates * n_matrix * n_experts);
+        const uint32_t n = (uint32_t) (n_gates * n_experts);
         catalog    all;
         monitor    sync;
         store_lock lock(sync);
-        all.slices    = std::vector<slice>(n);
+        all.experts   = std::vector<expert_state>(n);
         all.n_high    = n;
         all.n_experts = n_experts;
-        all.keys.resize((size_t) n_gates * n_experts);
-        all.on_device.assign(all.keys.size(), 0);
+        all.keys.resize(n);
+        all.on_device.assign(n, 0);
         for (auto & key : all.keys) {
             key = eviction_rank::key_of(std::uniform_real_distribution<float>()(rng));
         }
-        for (uint32_t i = 0; i < n; i++) {
-            slice & x = all.slices[i];
-            x.gate   = (int32_t) i / (n_matrix * n_experts);
-            x.matrix = (int32_t) i / n_experts % n_matrix;
-            x.expert = (int32_t) i % n_experts;
-        }
-        for (int64_t g = 0; g < n_gates; g++) {
-            const int64_t first = g * n_matrix * n_experts;
-            all.firsts.push_back({ first, first + n_experts, first + 2 * n_experts, -1 });
-        }
         pool p(all, HIGH);
-        REQUIRE(p.reserve(n, 0));
+        for (uint32_t i = 0; i < n; i++) {
+            expert_state & x = all.experts[i];
+            x.gate       = (int32_t) i / n_experts;
+            x.expert     = (int32_t) i % n_experts;
+            x.has        = set_of(MOEOFF_MATRIX_UP);
+            x.size_class = p.slots.add_class(page_size, 1);
+        }
+        REQUIRE(p.reserve(n, page_size * n));
         std::vector<uint32_t> absent;
+        const auto enter = [&](uint32_t i, uint64_t last_use) {
+            expert_state & x = all.experts[i];
+            x.last_use = last_use;
+            REQUIRE(p.take_slot(x, false));
+            p.enter(x, MOEOFF_MATRIX_UP);
+        };
         for (uint32_t i = 0; i < n; i++) {
             if (std::uniform_real_distribution<>()(rng) < share) {
-                all.slices[i].last_use = rng() % 1000;
-                p.enter(all.slices[i]);
+                enter(i, rng() % 1000);
             } else {
                 absent.push_back(i);
             }
@@ -198,12 +200,12 @@ struct bench {
         const int n_done = 200000;
         const auto t0 = std::chrono::steady_clock::now();
         for (int i = 0; i < n_done; i++) {
-            slice *    out = p.victim(GATE);
-            uint32_t & in  = absent[rng() % absent.size()];
-            p.leave(*out);
-            all.slices[in].last_use = (uint64_t) (1000 + i);
-            p.enter(all.slices[in]);
-            in = all.index_of(*out);
+            expert_state & out = *p.victim(GATE);
+            uint32_t &     in  = absent[rng() % absent.size()];
+            p.leave(out);
+            p.give_slot(out);
+            enter(in, (uint64_t) (1000 + i));
+            in = all.index_of(out);
         }
         const double ns = std::chrono::duration<double, std::nano>(std::chrono::steady_clock::now() - t0).count();
         printf("\"eviction\": %.0f, ", ns / n_done);

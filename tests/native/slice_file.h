@@ -33,6 +33,13 @@ class slice_file {
     std::string path;
 };
 
+enum slice_state : uint8_t { ABSENT, QUEUED, LOADING, READY, FAILED };
+
+inline slice_state state_of(const moeoff::slice & s) {
+    const auto has = [&s](const moeoff::matrix_set & set) { return __atomic_load_n(&set, __ATOMIC_RELAXED) & moeoff::set_of(s.matrix); };
+    return s.is_ready() ? READY : s.has_failed() ? FAILED : has(s.of.loading) ? LOADING : has(s.of.queued) ? QUEUED : ABSENT;
+}
+
 // a tensor of a layer, as the model's loader would add it
 inline moeoff_tensor_info tensor_info(int layer, int matrix, int n_expert) {
     moeoff_tensor_info info = {};

@@ -30,7 +30,7 @@ TEST(a_slot_has_room_for_a_slice_that_begins_anywhere_in_its_first_page) {
 
 TEST(an_arena_never_commits_more_than_its_limit) {
     arena a;
-    const int cls = a.add_class(1, 3);
+    const int cls = a.add_class(arena::slot_bytes(1), 3);
     REQUIRE(a.full_bytes() == 3 * small && a.reserve(2 * small));
     const int32_t first = a.take(cls), second = a.take(cls);
     REQUIRE(first >= 0 && second >= 0 && first != second);
@@ -44,7 +44,7 @@ TEST(an_arena_never_commits_more_than_its_limit) {
 
 TEST(a_smaller_limit_trims_free_slots_and_waits_for_the_others) {
     arena a;
-    const int cls = a.add_class(1, 4);
+    const int cls = a.add_class(arena::slot_bytes(1), 4);
     REQUIRE(a.reserve(4 * small));
     int32_t slots[4];
     for (auto & slot : slots) {
@@ -62,8 +62,8 @@ TEST(a_smaller_limit_trims_free_slots_and_waits_for_the_others) {
 
 TEST(size_classes_lend_bytes_to_each_other) {
     arena a;
-    const int s = a.add_class(page_size, 4), l = a.add_class(3 * page_size, 1);
-    REQUIRE(a.add_class(page_size - 100, 1) == s); // the same size of slots
+    const int s = a.add_class(arena::slot_bytes(page_size), 4), l = a.add_class(arena::slot_bytes(3 * page_size), 1);
+    REQUIRE(a.add_class(arena::slot_bytes(page_size - 100), 1) == s); // the same size of slots
     REQUIRE(a.slot_bytes_of(s) == small && a.slot_bytes_of(l) == large && a.reserve(2 * small));
     const int32_t first = a.take(s), second = a.take(s);
     REQUIRE(a.take(l) == -1);
@@ -76,7 +76,7 @@ TEST(size_classes_lend_bytes_to_each_other) {
 TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
     arena a;
     const uint32_t n = 256;
-    const int s = a.add_class(page_size, n), l = a.add_class(3 * page_size, n);
+    const int s = a.add_class(arena::slot_bytes(page_size), n), l = a.add_class(arena::slot_bytes(3 * page_size), n);
     REQUIRE(a.reserve(n * small) && a.spare_bytes() == 2 * small);
     std::vector<int32_t> slots;
     for (uint32_t i = 0; i < n; i++) {
@@ -98,7 +98,7 @@ TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
 
 TEST(slots_do_not_overlap_and_keep_their_bytes) {
     arena a;
-    const int classes[] = { a.add_class(1, 6), a.add_class(3 * page_size, 6), a.add_class(9 * page_size, 3) };
+    const int classes[] = { a.add_class(arena::slot_bytes(1), 6), a.add_class(arena::slot_bytes(3 * page_size), 6), a.add_class(arena::slot_bytes(9 * page_size), 3) };
     REQUIRE(a.reserve(a.full_bytes() / 2));
     struct taken_slot {
         int     cls;
@@ -172,7 +172,7 @@ static uint64_t data_bytes() {
 
 TEST(a_slot_can_be_written_to_from_its_first_use_on) {
     arena a;
-    const int cls = a.add_class(1, 64), other = a.add_class(page_size + 1, 64);
+    const int cls = a.add_class(arena::slot_bytes(1), 64), other = a.add_class(arena::slot_bytes(page_size + 1), 64);
     REQUIRE(a.reserve(a.full_bytes()));
     for (int i = 0; i < 8; i++) {
         REQUIRE(a.take(cls) == i);
@@ -198,7 +198,7 @@ static uint64_t resident_bytes(const uint8_t * begin, uint64_t bytes) {
 // slots of 100 pages, which lie across the borders of huge pages
 TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {
     arena a;
-    const int      cls = a.add_class(99 * page_size, 1000);
+    const int      cls = a.add_class(arena::slot_bytes(99 * page_size), 1000);
     const uint64_t slot_bytes = 100 * page_size, limit = 64 * arena::huge_page;
     REQUIRE(a.reserve(limit));
     uint64_t n = 0;
@@ -216,7 +216,7 @@ TEST(a_large_arena_has_huge_pages_and_counts_them_whole) {
 
 TEST(what_a_large_arena_gives_back_does_not_come_again_with_a_huge_page) {
     arena a;
-    const int      cls = a.add_class(99 * page_size, 1000);
+    const int      cls = a.add_class(arena::slot_bytes(99 * page_size), 1000);
     const uint64_t slot_bytes = 100 * page_size;
     REQUIRE(a.reserve(64 * arena::huge_page));
     for (int32_t slot = 0; slot < 11; slot++) {
@@ -245,7 +245,7 @@ TEST(what_a_large_arena_gives_back_does_not_come_again_with_a_huge_page) {
 TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
     arena a;
     const uint64_t slice = 1 << 20, n = 1 << 12;
-    const int      cls   = a.add_class(slice, n);
+    const int      cls   = a.add_class(arena::slot_bytes(slice), n);
     rlimit         bound;
     REQUIRE(getrlimit(RLIMIT_DATA, &bound) == 0);
     bound.rlim_cur = data_bytes() + 32 * slice;
@@ -263,7 +263,7 @@ TEST(address_space_is_no_memory_and_what_is_refused_is_not_handed_out) {
 TEST(an_arena_without_memory_for_two_slots_is_refused) {
     arena  a;
     rlimit bound;
-    a.add_class(64 << 20, 4);
+    a.add_class(arena::slot_bytes(64 << 20), 4);
     REQUIRE(getrlimit(RLIMIT_DATA, &bound) == 0);
     bound.rlim_cur = data_bytes() + (80 << 20);
     REQUIRE(setrlimit(RLIMIT_DATA, &bound) == 0);
@@ -272,7 +272,7 @@ TEST(an_arena_without_memory_for_two_slots_is_refused) {
 
 TEST(a_forked_process_and_a_core_file_have_nothing_of_the_arena) {
     arena a;
-    const int cls = a.add_class(page_size, 16);
+    const int cls = a.add_class(arena::slot_bytes(page_size), 16);
     REQUIRE(a.reserve(a.full_bytes()));
     const int32_t slot = a.take(cls);
     memset(a.data(cls, slot), 1, a.slot_bytes_of(cls));
@@ -293,7 +293,7 @@ extern "C" int munlock(const void * p, size_t n) noexcept { return (int) syscall
 
 TEST(what_is_locked_in_memory_is_given_back_too) {
     arena a;
-    const int cls = a.add_class(page_size, 4);
+    const int cls = a.add_class(arena::slot_bytes(page_size), 4);
     REQUIRE(a.reserve(a.full_bytes()));
     const int32_t slot = a.take(cls);
     memset(a.data(cls, slot), 1, small);

@@ -153,9 +153,9 @@ struct device_store {
                 for (uint64_t seen = s.generation(); !s.at(t, e, v).settled(); seen = s.generation()) {
                     s.wait(seen, t, 1);
                 }
-                const slice & sl = s.at(t, e, v);
+                const slice sl = s.at(t, e, v);
                 for (uint64_t b = 0; b < nbytes; b++) {
-                    REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
+                    REQUIRE(sl.data()[b] == byte_at(sl.source.offset + b));
                 }
                 s.unpin(t, e, v);
             }
@@ -187,7 +187,7 @@ TEST(centric_uploads_every_chosen_expert_before_its_use) {
 }
 
 TEST(centric_works_in_the_smallest_arena) {
-    device_store x(MOEOFF_DEVICE_CENTRIC, 4, 0, 2 * arena::slot_bytes(nbytes));
+    device_store x(MOEOFF_DEVICE_CENTRIC, 4, 0, 2 * 2 * arena::slot_bytes(nbytes));
     for (int i = 0; i < 20; i++) {
         x.event({ i % n_expert, (i + 2) % n_expert });
     }
@@ -261,7 +261,7 @@ TEST(what_is_predicted_is_uploaded_before_its_router_selects) {
 }
 
 TEST(slots_that_are_off_keep_what_they_hold) {
-    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2, 2 * 2 * arena::slot_bytes(nbytes)); // four slices in memory
+    device_store x(MOEOFF_DEVICE_COOPERATIVE, 2, 2, 2 * 2 * arena::slot_bytes(nbytes)); // two experts in memory
     const int user = 0;
     REQUIRE(x.s.device_mode(x.g(), &user, 2, 1) == MOEOFF_DEVICE_COOPERATIVE);
     x.event({ 0, 1 });
@@ -283,7 +283,7 @@ TEST(slots_that_are_off_keep_what_they_hold) {
 }
 
 TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
-    for (const uint64_t arena : { (uint64_t) 0, 2 * arena::slot_bytes(nbytes) }) { // everything, and the smallest
+    for (const uint64_t arena : { (uint64_t) 0, 2 * 2 * arena::slot_bytes(nbytes) }) { // everything, and the smallest
         device_store x(MOEOFF_DEVICE_WAVES, 2, 0, arena);
         const int user = 0;
         REQUIRE(x.s.device_mode(x.g(), &user, 2, 3) == MOEOFF_DEVICE_WAVES && x.s.device_waves(x.g(), 2, 3) == 3 && x.s.device_waves(x.g(), 2, 1) == 1);
@@ -330,7 +330,7 @@ TEST(another_mode_begins_when_the_uploads_of_the_last_one_have_ended) {
 }
 
 TEST(what_a_device_holds_leaves_memory_first) {
-    device_store x(MOEOFF_DEVICE_CENTRIC, 2, 0, 2 * 2 * arena::slot_bytes(nbytes)); // four slices in memory
+    device_store x(MOEOFF_DEVICE_CENTRIC, 2, 0, 2 * 2 * arena::slot_bytes(nbytes)); // two experts in memory
     x.event({ 0, 1 });
     x.event({ 0, 1 });
     x.s.set_device(MOEOFF_DEVICE_COOPERATIVE, 0, 2, { 2 }, std::make_unique<fake_device>());
@@ -345,7 +345,7 @@ TEST(what_a_device_holds_leaves_memory_first) {
     const auto t = y.event({ 0, 1 });
     const int32_t there = t.host[0] < 0 ? 0 : 1;
     y.event({ 2, 1 - there }); // needs two slices: those of the expert on the device go
-    REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).state.load() != READY && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).state.load() == READY);
+    REQUIRE(y.s.at(y.s.experts().tensor_at(0), there, HIGH).is_ready() == false && y.s.at(y.s.experts().tensor_at(0), 1 - there, HIGH).is_ready());
 }
 
 // uses experts as a text would whose favourites change: three of six at a time

@@ -217,14 +217,14 @@ struct user {
             }
             s.pin(t, ids, versions, 2);
             for (const int32_t e : ids) {
-                const slice & sl = s.at(t, e, HIGH);
+                const slice sl = s.at(t, e, HIGH);
                 for (uint64_t seen = s.generation(); !sl.settled(); seen = s.generation()) {
                     s.wait(seen, t, 1);
                 }
-                for (uint64_t b = 0; sl.data && b < nbytes; b += 13) {
-                    REQUIRE(sl.data[b] == byte_at(sl.source.offset + b));
+                for (uint64_t b = 0; sl.data() && b < nbytes; b += 13) {
+                    REQUIRE(sl.data()[b] == byte_at(sl.source.offset + b));
                 }
-                good = good && sl.data;
+                good = good && sl.data();
                 s.fail(graph_of_this_thread(), sl);
                 s.unpin(t, e, HIGH);
             }

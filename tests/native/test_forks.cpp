@@ -43,7 +43,7 @@ struct small_buffer {
         for (uint64_t seen = s.generation(); !s.at(*t, expert, v).settled(); seen = s.generation()) {
             s.wait(seen, *t, 1);
         }
-        REQUIRE(s.at(*t, expert, v).data);
+        REQUIRE(s.at(*t, expert, v).data());
         s.unpin(*t, expert, v);
     }
 };

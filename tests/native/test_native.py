@@ -70,7 +70,7 @@ def test_the_thread_safety_analysis_bites(body: str, complaint: str | None, tmp_
     """The annotations are empty for other compilers: here they are not."""
     source = tmp_path / "bites.cpp"
     source.write_text(
-        f'#include "moeoff-slice-table.h"\nusing namespace moeoff;\nvoid f(slice_table & table, slice & s, monitor & m) {{ (void) table; (void) s; (void) m; {body} }}\n'
+        f'#include "moeoff-expert-table.h"\nusing namespace moeoff;\nvoid f(expert_table & table, expert_state & s, monitor & m) {{ (void) table; (void) s; (void) m; {body} }}\n'
     )
     done = subprocess.run(["clang++", *ANALYSIS, f"-I{CORE}", source], capture_output=True, text=True)
     assert (done.returncode == 0) == (complaint is None) and (complaint or "") in done.stderr, done.stderr

@@ -2,7 +2,7 @@
 
 #include "check.h"
 
-#include "moeoff-slice-table.h"
+#include "moeoff-expert-table.h"
 
 #include <algorithm>
 #include <deque>

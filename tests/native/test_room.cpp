@@ -1,4 +1,4 @@
-// Which resident slice a pool evicts, against the rule in moeoff-slice-table.h said once more in the plainest way.
+// Which resident expert a pool evicts, against the rule in moeoff-expert-table.h said once more in the plainest way.
 
 #include "check.h"
 
@@ -10,11 +10,12 @@
 
 using namespace moeoff;
 
-static constexpr int n_matrix = 3, n_gates = 2;
+static constexpr int n_gates = 2;
+static constexpr matrix_set matrices = set_of(MOEOFF_MATRIX_UP) | set_of(MOEOFF_MATRIX_GATE) | set_of(MOEOFF_MATRIX_DOWN);
 
 struct two_pools {
     const int      n_expert;
-    const uint32_t n_high = (uint32_t) (n_gates * n_matrix * n_expert);
+    const uint32_t n_high = (uint32_t) (n_gates * n_expert);
     catalog    all;
     pool       pools[n_pools] { pool(all, HIGH), pool(all, LOW) };
     std::vector<float> priorities; // as published
@@ -22,51 +23,48 @@ struct two_pools {
     store_lock lock { sync };
 
     explicit two_pools(int n_expert) : n_expert(n_expert) {
-        all.slices    = std::vector<slice>(2 * n_high);
+        all.experts   = std::vector<expert_state>(2 * n_high);
         all.n_high    = n_high;
         all.n_experts = n_expert;
-        priorities.assign((size_t) (n_gates * n_expert), 0.0f);
-        all.keys.assign(priorities.size(), eviction_rank::key_of(0.0f));
-        for (size_t leaf = 0; leaf < priorities.size(); leaf++) {
+        priorities.assign(n_high, 0.0f);
+        all.keys.assign(n_high, eviction_rank::key_of(0.0f));
+        for (size_t leaf = 0; leaf < n_high; leaf++) {
             all.on_device.push_back(leaf % 5 == 0);
         }
-        for (int g = 0; g < n_gates; g++) {
-            const int64_t first = g * n_matrix * n_expert;
-            all.firsts.push_back({ first, first + n_expert, first + 2 * n_expert, -1 });
+        for (uint32_t i = 0; i < all.experts.size(); i++) {
+            expert_state & x = all.experts[i];
+            x.version    = i < n_high ? HIGH : LOW;
+            x.gate       = (int32_t) (i % n_high) / n_expert;
+            x.expert     = (int32_t) i % n_expert;
+            x.has        = matrices;
+            x.size_class = pools[x.version].slots.add_class(page_size, 1);
         }
-        for (uint32_t i = 0; i < all.slices.size(); i++) {
-            slice & s = all.slices[i];
-            s.version = i < n_high ? HIGH : LOW;
-            s.gate    = (int32_t) (i % n_high) / (n_matrix * n_expert);
-            s.matrix  = (int32_t) (i % n_high) / n_expert % n_matrix;
-            s.expert  = (int32_t) i % n_expert;
-        }
-        REQUIRE(pools[HIGH].reserve(n_high, 0) && pools[LOW].reserve(n_high, 0));
+        REQUIRE(pools[HIGH].reserve(n_high, n_high * page_size) && pools[LOW].reserve(n_high, n_high * page_size));
     }
 
     // lowest priority, then least recently used, then lowest index, of those that may be evicted
-    slice * expected_victim(version v, request_level level) {
-        slice * best          = nullptr;
-        float   best_priority = 0.0f;
+    expert_state * expected_victim(version v, request_level level) {
+        expert_state * best          = nullptr;
+        float          best_priority = 0.0f;
         for (const bool wanted_too : { false, true }) {
-            for (uint32_t i = 0; i < all.slices.size(); i++) {
-                slice & s = all.slices[i];
-                if (s.version != v || s.resident_i < 0 || s.pins > 0 || (level == PREFETCH && s.expected) || all.wanted(s) != wanted_too) {
+            for (uint32_t i = 0; i < all.experts.size(); i++) {
+                expert_state & x = all.experts[i];
+                if (x.version != v || x.resident() == 0 || x.pins > 0 || x.loading != 0 || (level == PREFETCH && x.expected) || all.wanted(x) != wanted_too) {
                     continue;
                 }
-                if (wanted_too) { // what the graph uses last
-                    best = !best || s.matrix > best->matrix ? &s : best;
+                if (wanted_too) { // of which the least has to be read again
+                    best = !best || n_lost(x) < n_lost(*best) ? &x : best;
                     continue;
                 }
-                float priority = priorities[(size_t) (s.gate * n_expert + s.expert)];
-                if (all.on_device[(size_t) (s.gate * n_expert + s.expert)] || (v == LOW && all.low_spare && all.slices[i - n_high].resident_i >= 0)) {
+                float priority = priorities[all.leaf_of(x)];
+                if (all.on_device[all.leaf_of(x)] || (v == LOW && all.low_spare && all.experts[i - n_high].resident() == matrices)) {
                     priority = -std::numeric_limits<float>::infinity();
                 }
-                if (s.expected) {
+                if (x.expected) {
                     priority = std::numeric_limits<float>::infinity();
                 }
-                if (!best || priority < best_priority || (priority == best_priority && s.last_use < best->last_use)) {
-                    best          = &s;
+                if (!best || priority < best_priority || (priority == best_priority && x.last_use < best->last_use)) {
+                    best          = &x;
                     best_priority = priority;
                 }
             }
@@ -77,6 +75,8 @@ struct two_pools {
         return best;
     }
 
+    static int n_lost(const expert_state & x) { return n_in(x.resident() & x.wanted); }
+
     void publish(int gate) {
         for (int e = 0; e < n_expert; e++) {
             all.keys[(size_t) (gate * n_expert + e)] = eviction_rank::key_of(priorities[(size_t) (gate * n_expert + e)]);
@@ -86,21 +86,24 @@ struct two_pools {
     }
 
     void reconsider_all() {
-        for (const slice & s : all.slices) {
-            pools[s.version].reconsider(s);
+        for (const expert_state & x : all.experts) {
+            pools[x.version].reconsider(x);
         }
     }
 
-    void leave(slice & s) {
-        pools[s.version].leave(s);
-        if (s.version == HIGH) {
-            pools[LOW].reconsider(all.slices[all.index_of(s) + n_high]);
-        }
+    void leave(expert_state & x) {
+        pools[x.version].leave(x);
+        pools[x.version].give_slot(x);
+        reconsider_low(x);
     }
-    void enter(slice & s) {
-        pools[s.version].enter(s);
-        if (s.version == HIGH) {
-            pools[LOW].reconsider(all.slices[all.index_of(s) + n_high]);
+    void enter(expert_state & x, int32_t matrix) {
+        REQUIRE(x.slot >= 0 || pools[x.version].take_slot(x, false));
+        pools[x.version].enter(x, matrix);
+        reconsider_low(x);
+    }
+    void reconsider_low(const expert_state & x) {
+        if (x.version == HIGH) {
+            pools[LOW].reconsider(all.experts[all.index_of(x) + n_high]);
         }
     }
 };
@@ -117,28 +120,35 @@ static outcome compare_with_the_rule(int n_expert) {
     uint64_t     clock = 0;
     outcome      out;
     for (int step = 0; step < 30000; step++) {
-        slice & s = p.all.slices[rng() % p.all.slices.size()];
+        expert_state & x = p.all.experts[rng() % p.all.experts.size()];
         switch (rng() % 8) {
             case 0:
             case 1:
             case 2:
-                if (s.resident_i < 0) {
-                    s.last_use = rng() % 4 ? ++clock : 0; // a preload has no use yet
-                    p.enter(s);
+                for (const int32_t matrix : graph_order) { // most come whole
+                    if (matrices & set_of(matrix) & ~x.resident() && rng() % 8) {
+                        x.last_use = rng() % 4 ? ++clock : 0; // a preload has no use yet
+                        p.enter(x, matrix);
+                    }
                 }
                 break;
             case 3: // used now
-                s.last_use = ++clock;
-                s.want_seq = rng() % 2 ? p.all.n_events : 0;
-                p.pools[s.version].reconsider(s);
+                x.last_use = ++clock;
+                x.want_seq = p.all.n_events;
+                x.wanted   = rng() % 2 ? (matrix_set) (rng() & matrices) : 0;
+                p.pools[x.version].reconsider(x);
                 break;
             case 4:
-                s.pins = s.pins ? 0 : 1;
-                p.pools[s.version].reconsider(s);
+                if (rng() % 4 == 0) {
+                    x.loading = x.loading == 0 && x.resident() != 0 ? matrices & (matrix_set) ~x.resident() : 0;
+                } else {
+                    x.pins = x.pins ? 0 : 1;
+                }
+                p.pools[x.version].reconsider(x);
                 break;
             case 5:
-                s.expected = s.resident_i >= 0 && !s.expected;
-                p.pools[s.version].reconsider(s);
+                x.expected = x.resident() != 0 && !x.expected;
+                p.pools[x.version].reconsider(x);
                 break;
             case 6:
                 if (rng() % 20 == 0) {
@@ -150,17 +160,17 @@ static outcome compare_with_the_rule(int n_expert) {
                     p.publish(1);
                 } else if (rng() % 20 == 0) {
                     p.all.low_spare = rng() % 2;
-                    p.all.n_events += catalog::want_window; // slice_table::next_event() tells of those whose time has come
+                    p.all.n_events += catalog::want_window; // room::next_event() tells of those whose time has come
                     p.reconsider_all();
                 }
                 break;
             default: {
                 const version       v     = rng() % 2 ? HIGH : LOW;
                 const request_level level = (request_level) (rng() % N_REQUEST_LEVEL);
-                slice * expected = p.expected_victim(v, level);
-                slice * victim   = p.pools[v].victim(level);
+                expert_state * expected = p.expected_victim(v, level);
+                expert_state * victim   = p.pools[v].victim(level);
                 if (victim && expected && p.all.wanted(*victim)) {
-                    REQUIRE(p.all.wanted(*expected) && victim->matrix == expected->matrix && !victim->pins); // of these any
+                    REQUIRE(p.all.wanted(*expected) && p.n_lost(*victim) == p.n_lost(*expected) && !victim->pins && !victim->loading); // of these any
                 } else {
                     REQUIRE(victim == expected);
                 }

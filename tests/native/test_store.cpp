@@ -57,7 +57,9 @@ struct scripted_store {
         s.pin(*t, experts.data(), versions.data(), (int32_t) experts.size());
     }
 
-    uint8_t state(int expert) const { return s.at(*t, expert, HIGH).state.load(); }
+    uint8_t state(int expert) const {
+        return state_of(s.at(*t, expert, HIGH));
+    }
 
     // as the kernel waits, but not for ever
     bool settles(int expert) {
@@ -77,7 +79,7 @@ TEST(an_op_after_the_stop_fails) {
     x.s.stop();
     x.pin({ 1 });
     REQUIRE(x.settles(1));
-    REQUIRE(x.state(1) == FAILED && !x.s.at(*x.t, 1, HIGH).data);
+    REQUIRE(x.state(1) == FAILED && !x.s.at(*x.t, 1, HIGH).data());
     x.s.fail(graph_of_this_thread(), x.s.at(*x.t, 1, HIGH)); // as the op does
     REQUIRE(x.s.should_abort()); // else the graph would go on with zeros
     x.s.unpin(*x.t, 1, HIGH);

@@ -77,8 +77,7 @@ uint64_t arena::slot_bytes(uint64_t slice_bytes) {
     return page_ceil(slice_bytes) + page_size;
 }
 
-int arena::add_class(uint64_t slice_bytes, uint32_t n) {
-    const uint64_t stride = slot_bytes(slice_bytes);
+int arena::add_class(uint64_t stride, uint32_t n) {
     for (size_t i = 0; i < classes.size(); i++) {
         if (classes[i].stride == stride) {
             classes[i].n += n;
@@ -148,7 +147,7 @@ bool arena::reserve(uint64_t limit_bytes) {
         for (int32_t i = (int32_t) c.n - 1; i >= 0; i--) {
             c.uncommitted.push_back(i); // lowest address is taken first
         }
-        // with two of them any slice can be read in the end, whatever the system promises later
+        // with two of them any expert can be read in the end, whatever the system promises later
         if (!open_until(c, c.stride * std::min(c.n, 2u))) {
             return false;
         }

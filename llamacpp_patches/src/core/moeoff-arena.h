@@ -1,6 +1,6 @@
 #pragma once
 
-// Slots for slices: page aligned, one size class for each slice size, a bound in bytes over all classes together.
+// Slots for experts: page aligned, one size class for each size, a bound in bytes over all classes together.
 // Address space for every slot is reserved once; memory is committed slot by slot and given back slot by slot, so the
 // bound can move at any time and classes can lend bytes to each other. That is dear, because the system zeroes each page that comes
 // back: up to spare_bytes() of free slots wait for the next of their own class. After reserve() nothing allocates. Not thread safe.
@@ -23,10 +23,10 @@ class arena {
     ~arena();
 
     static constexpr uint64_t huge_page = 2 << 20; // of x86-64, and of ARM with ordinary pages of 4 KiB
-    static uint64_t slot_bytes(uint64_t slice_bytes); // a slice may begin anywhere inside its first page
+    static uint64_t slot_bytes(uint64_t slice_bytes); // what a slice takes of a slot: it may begin anywhere inside its first page
 
-    // slots of this size, room for n of them; returns the class. Before reserve()
-    int  add_class(uint64_t slice_bytes, uint32_t n);
+    // slots of so many bytes, in whole pages, room for n of them; returns the class. Before reserve()
+    int  add_class(uint64_t slot_bytes, uint32_t n);
     // false: no address space, or no memory for two slots of each class
     bool reserve(uint64_t limit_bytes);
 

@@ -6,7 +6,7 @@
 
 namespace moeoff {
 
-void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots, const expert_map & map, slice_table & table) {
+void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spare, const std::vector<int32_t> & n_slots, const expert_map & map, expert_table & table) {
     table.space.clear_on_device();
     slots.clear();
     user        = nullptr;
@@ -21,7 +21,7 @@ void device_tier::reset(moeoff_device_mode next, int32_t n_uploads, int32_t spar
     }
 }
 
-bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, slice_table & table) {
+bool device_tier::set_mode(moeoff_device_mode next, const expert_map & map, expert_table & table) {
     if (slots.empty()) {
         return false;
     }
@@ -61,7 +61,7 @@ int32_t device_tier::n_waves(const gate & g, int64_t n_used, int64_t n_tokens) c
     return n == 0 ? 1 : (int32_t) ((std::min<int64_t>(n_used * n_tokens, g.n_expert) + n - 1) / n);
 }
 
-void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) {
+void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) {
     int32_t displaced;
     const int32_t slot = slots[(size_t) g.index]->take(expert, table.space.keys_of(g), is_needed, forced, displaced);
     if (displaced >= 0) {
@@ -72,7 +72,7 @@ void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, cons
     }
 }
 
-void device_tier::assign(const gate & g, selection & all, slice_table & table, int32_t n_most) {
+void device_tier::assign(const gate & g, selection & all, expert_table & table, int32_t n_most) {
     const int32_t  n = std::min(n_most, max_uploads);
     device_slots & s = *slots[(size_t) g.index];
     candidates.clear();
@@ -100,7 +100,7 @@ void device_tier::assign(const gate & g, selection & all, slice_table & table, i
     }
 }
 
-void device_tier::next_wave(const gate & g, slice_table & table, std::vector<upload> & uploads) {
+void device_tier::next_wave(const gate & g, expert_table & table, std::vector<upload> & uploads) {
     const size_t n = std::min(left.size(), (size_t) n_slots(g));
     for (size_t i = 0; i < n; i++) {
         expected[(size_t) left[i]] = 1; // none of them gives its slot to another
@@ -114,7 +114,7 @@ void device_tier::next_wave(const gate & g, slice_table & table, std::vector<upl
     left.erase(left.begin(), left.begin() + (ptrdiff_t) n);
 }
 
-void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, slice_table & table, int32_t n_most, std::vector<upload> & uploads) {
+void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) {
     if (mode != MOEOFF_DEVICE_COOPERATIVE || n_slots(g) == 0 || !user || last_gate == g.index) {
         return;
     }
@@ -131,7 +131,7 @@ void device_tier::prefetch(const gate & g, const int32_t * experts, int32_t n, s
     }
 }
 
-void device_tier::finish(const gate & g, const upload & u, bool is_complete, slice_table & table) {
+void device_tier::finish(const gate & g, const upload & u, bool is_complete, expert_table & table) {
     slots[(size_t) g.index]->finish(u, is_complete);
     if (is_complete && is_on()) {
         table.space.set_on_device(g, u.expert, true);

@@ -7,7 +7,7 @@
 // only between the gate's event, before which its device has finished all that was queued, and its ops, which read what the event says.
 
 #include "moeoff-device-slots.h"
-#include "moeoff-slice-table.h"
+#include "moeoff-expert-table.h"
 
 #include <memory>
 #include <vector>
@@ -32,16 +32,16 @@ class device_tier {
   public:
     // Between decodes. n_slots [n_gates], 0: the gate has none. n_spare: slots behind these that hold zeros, as many as experts serve a
     // token. n_uploads: of a gate at each of its events, unless every chosen expert is uploaded
-    void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const expert_map & map, slice_table & table) REQUIRES(store_mutex);
+    void reset(moeoff_device_mode mode, int32_t n_uploads, int32_t n_spare, const std::vector<int32_t> & n_slots, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     // Another mode for the slots that are there, between decodes; what they hold stays. While they are off, host memory is as if there were
     // none. false: there are none
-    bool set_mode(moeoff_device_mode mode, const expert_map & map, slice_table & table) REQUIRES(store_mutex);
+    bool set_mode(moeoff_device_mode mode, const expert_map & map, expert_table & table) REQUIRES(store_mutex);
     bool is_on() const REQUIRES(store_mutex) { return mode != MOEOFF_DEVICE_OFF; }
     bool uploads_all() const REQUIRES(store_mutex) { return mode == MOEOFF_DEVICE_CENTRIC || mode == MOEOFF_DEVICE_WAVES; }
     // How often the slots are filled for a batch, each time with other experts; 1 unless every chosen expert is uploaded
     int32_t n_waves(const gate & g, int64_t n_used, int64_t n_tokens) const REQUIRES(store_mutex);
     // What is uploaded for the next of the waves behind the first, which assign() has begun: the device has finished the one before. Empty: none is left
-    void next_wave(const gate & g, slice_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    void next_wave(const gate & g, expert_table & table, std::vector<upload> & uploads) REQUIRES(store_mutex);
     int32_t n_slots(const gate & g) const REQUIRES(store_mutex) { return slots.empty() || !slots[(size_t) g.index] ? 0 : slots[(size_t) g.index]->n_slots(); }
     int32_t n_served() const REQUIRES(store_mutex);
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
@@ -49,16 +49,16 @@ class device_tier {
 
     // Fills slot_of of the experts in all.chosen, and all.uploads: of the latter at most so many, unless every chosen expert is uploaded.
     // Only what is to be served in high precision takes part
-    void assign(const gate & g, selection & all, slice_table & table, int32_t n_most) REQUIRES(store_mutex);
+    void assign(const gate & g, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
     // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, the first before the
     // others. None of the expected gives its slot away; an expert that does must rank below the one that gets it, as ever. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none
-    void prefetch(const gate & g, const int32_t * experts, int32_t n, slice_table & table, int32_t n_most, std::vector<upload> & uploads) REQUIRES(store_mutex);
-    void finish(const gate & g, const upload & u, bool is_complete, slice_table & table) REQUIRES(store_mutex);
+    void prefetch(const gate & g, const int32_t * experts, int32_t n, expert_table & table, int32_t n_most, std::vector<upload> & uploads) REQUIRES(store_mutex);
+    void finish(const gate & g, const upload & u, bool is_complete, expert_table & table) REQUIRES(store_mutex);
 
   private:
 
-    void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, slice_table & table) REQUIRES(store_mutex);
+    void begin_upload(const gate & g, int32_t expert, bool forced, const uint8_t * is_needed, std::vector<upload> & uploads, expert_table & table) REQUIRES(store_mutex);
 
     moeoff_device_mode mode      GUARDED_BY(store_mutex) = MOEOFF_DEVICE_OFF;
     int32_t            max_uploads GUARDED_BY(store_mutex) = 0;

@@ -11,7 +11,6 @@ tensor * expert_map::add_tensor(const moeoff_tensor_info & info, bool second_blo
     t->info  = info;
     t->owner = owner;
     t->types = { info.type };
-    t->first = n_slices();
     // llama.cpp calls the MoE block twice in a layer for chunk experts ("chexps"), with a gate node of its own
     gate * g = nullptr;
     for (auto & c : gates) {
@@ -94,11 +93,25 @@ bool expert_map::is_complete(std::string & error) const {
     return true;
 }
 
+const moeoff_source * expert_map::source_of(const gate & g, int32_t matrix, int32_t expert, version v) const {
+    const int32_t i = g.tensors[(size_t) matrix];
+    return i >= 0 && (size_t) expert < sources[v][(size_t) i].size() ? &sources[v][(size_t) i][(size_t) expert] : nullptr;
+}
+
+uint64_t expert_map::slot_bytes(const gate & g, int32_t expert, version v) const {
+    uint64_t sum = 0;
+    for (int32_t matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
+        const moeoff_source * s = source_of(g, matrix, expert, v);
+        sum += s && s->type >= 0 ? arena::slot_bytes(s->nbytes) : 0;
+    }
+    return sum;
+}
+
 uint64_t expert_map::arena_full(version v) const {
     uint64_t sum = 0;
-    for (const auto & list : sources[v]) {
-        for (const auto & s : list) {
-            sum += s.type < 0 ? 0 : arena::slot_bytes(s.nbytes);
+    for (const auto & g : gates) {
+        for (int32_t e = 0; e < g->n_expert; e++) {
+            sum += slot_bytes(*g, e, v);
         }
     }
     return sum;
@@ -106,12 +119,12 @@ uint64_t expert_map::arena_full(version v) const {
 
 uint64_t expert_map::arena_floor(version v) const {
     uint64_t largest = 0;
-    for (const auto & list : sources[v]) {
-        for (const auto & s : list) {
-            largest = std::max(largest, s.type < 0 ? 0 : arena::slot_bytes(s.nbytes));
+    for (const auto & g : gates) {
+        for (int32_t e = 0; e < g->n_expert; e++) {
+            largest = std::max(largest, slot_bytes(*g, e, v));
         }
     }
-    return 2 * largest; // one slice computes while the next arrives
+    return 2 * largest; // one expert computes while the next arrives
 }
 
 } // namespace moeoff

@@ -5,7 +5,7 @@
 
 #include "moeoff.h"
 #include "moeoff-files.h"
-#include "moeoff-slice.h"
+#include "moeoff-expert-state.h"
 
 #include <array>
 #include <memory>
@@ -16,7 +16,6 @@ namespace moeoff {
 
 struct tensor {
     moeoff_tensor_info     info;
-    uint32_t               first = 0;          // its high slices are [first, first + info.ne[2])
     std::vector<int32_t>   types;              // distinct types of its sources, of both versions
     uint64_t               max_nbytes = 0;     // of its largest slice
     class store *          owner = nullptr;
@@ -41,8 +40,8 @@ struct gate {
     int32_t  n_expert    = 0;
     bool     second_block = false;
     std::array<int32_t, MOEOFF_N_MATRIX> tensors { -1, -1, -1, -1 };
-    int32_t  n_expected GUARDED_BY(store_mutex) = 0; // of its slices
-    std::vector<uint32_t> noted GUARDED_BY(store_mutex); // slices that are expected, and some that no longer are; each once
+    int32_t  n_expected GUARDED_BY(store_mutex) = 0; // of its experts
+    std::vector<uint32_t> noted GUARDED_BY(store_mutex); // experts that are expected, and some that no longer are; each once
     std::vector<decision> decisions GUARDED_BY(store_mutex); // empty as long as all is served high
 };
 
@@ -60,13 +59,17 @@ class expert_map {
     int32_t  n_tensors() const { return (int32_t) tensors.size(); }
     int32_t  n_gates() const { return (int32_t) gates.size(); }
     int32_t  n_experts() const { return max_experts; } // of the gate that has most
-    uint32_t n_slices() const { return tensors.empty() ? 0 : tensors.back()->first + (uint32_t) tensors.back()->info.ne[2]; } // of one version
     bool     has_low() const { return arena_full(LOW) > 0; }
     const tensor & tensor_at(int32_t i) const { return *tensors[i]; }
     gate &   gate_at(int32_t i) const { return *gates[i]; }
     gate &   gate_of(const tensor & t) const { return *gates[t.info.gate]; }
-    const std::vector<moeoff_source> & sources_of(int32_t tensor, version v) const { return sources[v][tensor]; }
+    const std::vector<moeoff_source> & sources_of(int32_t tensor, version v) const { return sources[v][(size_t) tensor]; }
+    const moeoff_source & source_of(const tensor & t, int32_t expert, version v) const { return sources_of(gate_of(t).tensors[(size_t) t.info.matrix], v)[(size_t) expert]; }
+    // nullptr: there is no such slice
+    const moeoff_source * source_of(const gate & g, int32_t matrix, int32_t expert, version v) const;
 
+    // of the arena, for all of an expert's matrices; 0: there is nothing to read
+    uint64_t slot_bytes(const gate & g, int32_t expert, version v) const;
     uint64_t arena_floor(version v) const;
     uint64_t arena_full(version v) const;
 

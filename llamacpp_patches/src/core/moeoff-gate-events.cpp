@@ -213,21 +213,23 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
         }
     }
     if (eager) {
-        // all are marked before the first is requested: none of them may be evicted for another
-        const auto each_slice = [&](const auto & f) REQUIRES(store_mutex) {
-            for (const int32_t ti : g.tensors) {
-                for (const int32_t e : all.chosen) {
-                    for (const version v : { HIGH, LOW }) {
-                        if (ti >= 0 && all.slot_of[e] < 0 && all.is_chosen[e] & (1u << v)) {
-                            f(table.slice_at(map.tensor_at(ti), e, v));
-                        }
+        const auto each_expert = [&](const auto & f) REQUIRES(store_mutex) {
+            for (const int32_t e : all.chosen) {
+                for (const version v : { HIGH, LOW }) {
+                    if (all.slot_of[e] < 0 && all.is_chosen[e] & (1u << v)) {
+                        f(table.state_of(g, e, v));
                     }
                 }
             }
         };
         bool may_evict[n_pools] = { true, true };
-        each_slice([&](slice & s) REQUIRES(store_mutex) { table.mark_chosen(s, event); });
-        each_slice([&](slice & s) REQUIRES(store_mutex) { table.request(s, GATE, may_evict); });
+        // all are marked before the first is requested: none of them may be evicted for another
+        each_expert([&](expert_state & x) REQUIRES(store_mutex) { table.mark_chosen(x, x.has, event); });
+        for (const int32_t matrix : graph_order) {
+            if (g.tensors[(size_t) matrix] >= 0) {
+                each_expert([&](expert_state & x) REQUIRES(store_mutex) { table.request(x, matrix, GATE, may_evict); });
+            }
+        }
     }
     stats.gate_events++;
     stats.expert_uses += (uint64_t) event.n_tokens * (uint64_t) event.n_used;

@@ -5,7 +5,7 @@
 
 #include "moeoff-device-slots.h"
 #include "moeoff-routing.h"
-#include "moeoff-slice-table.h"
+#include "moeoff-expert-table.h"
 #include "moeoff-version-selector.h"
 
 #include <atomic>
@@ -44,7 +44,7 @@ struct router_output {
 
 class gate_events {
   public:
-    gate_events(const expert_map & map, slice_table & table, device_tier & device) : map(map), table(table), device(device) {}
+    gate_events(const expert_map & map, expert_table & table, device_tier & device) : map(map), table(table), device(device) {}
 
     // Whether route() would change anything, or has to see it
     bool is_routed() const REQUIRES(store_mutex) { return routes.active() || simulated.is_on() || !forced.empty(); }
@@ -75,7 +75,7 @@ class gate_events {
     static constexpr size_t max_decisions = 64; // of one gate: contexts that may be inside the same block at once
 
     const expert_map &   map;
-    slice_table &        table;
+    expert_table &        table;
     device_tier &        device;
     version_selector     select GUARDED_BY(store_mutex);
     routing              routes GUARDED_BY(store_mutex);

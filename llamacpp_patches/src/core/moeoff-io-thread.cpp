@@ -33,21 +33,22 @@ void io_threads::run() {
     store_lock     lock(sync);
     moeoff_stats & stats = table.counters();
     while (!stopping) {
-        slice * s = table.next_read();
-        if (!s) {
+        read_request r;
+        if (!table.next_read(r)) {
             lock.sleep(sync.work);
             continue;
         }
-        uint8_t *     dst = table.destination(*s);
-        const int64_t t0  = now_ns();
-        stats.queue_wait_ns += (uint64_t) (t0 - s->t_queued);
+        const moeoff_source & source = table.source_of(*r.of, r.matrix);
+        uint8_t *             dst    = table.destination(r);
+        const int64_t         t0     = now_ns();
+        stats.queue_wait_ns += (uint64_t) (t0 - r.of->t_queued[(size_t) r.matrix]);
         lock.unlock();
 
         bool        direct = false;
         std::string message;
         int         err;
         try {
-            err = reader(s->source, dst, &s->cancel, direct, message);
+            err = reader(source, dst, &r.of->cancel, direct, message);
         } catch (const std::bad_alloc &) {
             err     = ENOMEM;
             message = "out of memory"; // short enough to be stored in the string itself
@@ -59,22 +60,23 @@ void io_threads::run() {
         stats.reads++;
         stats.direct_reads += direct;
         if (err == 0) {
-            stats.bytes_read += s->source.nbytes;
-            stats.low_bytes_read += s->version == LOW ? s->source.nbytes : 0;
+            stats.bytes_read += source.nbytes;
+            stats.low_bytes_read += r.of->version == LOW ? source.nbytes : 0;
         }
         if (flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_LOG_READS) {
-            log_read(*s, t0, t1, err);
+            log_read(r, t0, t1, err);
         }
-        table.end_read(*s, err, message);
+        table.end_read(r, err, message);
     }
 }
 
-void io_threads::log_read(const slice & s, int64_t t_start, int64_t t_done, int err) {
+void io_threads::log_read(const read_request & r, int64_t t_start, int64_t t_done, int err) {
+    const size_t m = (size_t) r.matrix;
     if (read_log.size() == n_read_log) {
         read_log.pop_front();
     }
     try {
-        read_log.push_back({ ++n_logged, s.t_queued, t_start, t_done, s.source.nbytes, table.tensor_of(s), s.expert, s.version, s.level, err });
+        read_log.push_back({ ++n_logged, r.of->t_queued[m], t_start, t_done, table.source_of(*r.of, r.matrix).nbytes, table.tensor_of(r), r.of->expert, r.of->version, r.of->level[m], err });
     } catch (const std::bad_alloc &) {
         // the gap in seq tells
     }

@@ -3,7 +3,7 @@
 // The threads that read slices. Each takes the most urgent request that can get a slot, reads it without the mutex, and reports
 // how it ended. Knows nothing of experts; the log of reads is kept here.
 
-#include "moeoff-slice-table.h"
+#include "moeoff-expert-table.h"
 
 #include <deque>
 #include <functional>
@@ -19,7 +19,7 @@ using slice_reader = std::function<int(const moeoff_source &, uint8_t * dst, con
 
 class io_threads {
   public:
-    io_threads(slice_table & table, monitor & sync, const std::atomic<uint32_t> & flags) : table(table), sync(sync), flags(flags) {}
+    io_threads(expert_table & table, monitor & sync, const std::atomic<uint32_t> & flags) : table(table), sync(sync), flags(flags) {}
 
     void start(int n, slice_reader reader) EXCLUDES(store_mutex);
     // after table.stop(): what is being read is read to its end, or given up
@@ -28,11 +28,11 @@ class io_threads {
 
   private:
     void run() EXCLUDES(store_mutex);
-    void log_read(const slice & s, int64_t t_start, int64_t t_done, int err) REQUIRES(store_mutex);
+    void log_read(const read_request & r, int64_t t_start, int64_t t_done, int err) REQUIRES(store_mutex);
 
     static constexpr size_t n_read_log = 65536; // finished reads that may wait to be taken
 
-    slice_table &                 table;
+    expert_table &                 table;
     monitor &                     sync;
     const std::atomic<uint32_t> & flags;   // moeoff_flag
     slice_reader                  reader;  // set before the threads start

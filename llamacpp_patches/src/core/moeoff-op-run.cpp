@@ -21,11 +21,12 @@ op_run::op_run(store & owner, const tensor & t, uint64_t graph, op_item * items,
 }
 
 const uint8_t * op_run::data_of(const op_item & item) const {
-    const slice & s = slice_of(item);
-    if (!s.data) {
+    const slice     s    = slice_of(item);
+    const uint8_t * data = s.data();
+    if (!data) {
         owner.fail(graph, s);
     }
-    return s.data;
+    return data;
 }
 
 // this thread has done its share of what was resident
@@ -47,7 +48,7 @@ op_item * op_run::next() {
         int32_t        n_parts = 0, n_to_come = 0;
         for (int32_t i = n_resident; i < n_items; i++) {
             op_item &     item    = items[i];
-            const slice & s       = slice_of(item);
+            const slice   s       = slice_of(item);
             const bool    is_here = s.settled(); // before what is left: what has been released does not count as to come
             const int32_t left    = item.n_parts - item.next_part.load(std::memory_order_relaxed);
             if (left <= 0) {

@@ -62,7 +62,7 @@ class op_run {
     }
 
   private:
-    const slice &   slice_of(const op_item & item) const { return owner.at(t, item.expert, (uint8_t) item.version); }
+    slice           slice_of(const op_item & item) const { return owner.at(t, item.expert, (uint8_t) item.version); }
     const uint8_t * data_of(const op_item & item) const;
     template <typename F> void take_parts(op_item & item, const F & f) {
         int32_t n = 0, part;

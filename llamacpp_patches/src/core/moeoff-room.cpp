@@ -8,81 +8,58 @@ namespace moeoff {
 
 // --- pool ---
 
-bool pool::reserve(size_t n_slices, uint64_t limit_bytes) {
-    resident.reserve(n_slices);
-    if (n_slices > 0) {
-        order.resize(all.firsts.size(), (size_t) all.n_experts);
-        is_changed.assign(all.firsts.size() * (size_t) all.n_experts, 0);
-        resident_matrices.assign(is_changed.size(), 0);
-        changed.reserve(n_changed_max);
+bool pool::reserve(size_t n_experts, uint64_t limit_bytes) {
+    resident.reserve(n_experts);
+    if (n_experts > 0) {
+        order.resize((size_t) all.n_high / (size_t) all.n_experts, (size_t) all.n_experts);
     }
     return slots.reserve(limit_bytes);
 }
 
-void pool::enter(slice & s) {
-    s.resident_i = (int32_t) resident.size();
-    resident.push_back(all.index_of(s));
-    resident_matrices[leaf_of(s)] |= (uint8_t) (1u << s.matrix);
-    reconsider(s);
+bool pool::take_slot(expert_state & x, bool borrows) {
+    x.slot = slots.take(x.size_class, borrows);
+    if (x.slot >= 0) {
+        x.data = slots.data(x.size_class, x.slot);
+    }
+    return x.slot >= 0;
 }
 
-void pool::leave(slice & s) {
+void pool::give_slot(expert_state & x) {
+    slots.give(x.size_class, x.slot);
+    x.slot = -1;
+    x.data = nullptr;
+}
+
+void pool::enter(expert_state & x, int32_t matrix) {
+    if (x.resident_i < 0) {
+        x.resident_i = (int32_t) resident.size();
+        resident.push_back(all.index_of(x));
+    }
+    n_ready++;
+    x.ended.store((uint8_t) (x.ended.load(std::memory_order_relaxed) | set_of(matrix)), std::memory_order_release);
+    reconsider(x);
+}
+
+void pool::leave(expert_state & x) {
+    n_ready -= (uint64_t) n_in(x.resident());
     const uint32_t last = resident.back();
-    resident[s.resident_i]          = last;
-    all.slices[last].resident_i     = s.resident_i;
+    resident[(size_t) x.resident_i] = last;
+    all.experts[last].resident_i    = x.resident_i;
     resident.pop_back();
-    s.resident_i = -1;
-    resident_matrices[leaf_of(s)] &= (uint8_t) ~(1u << s.matrix);
-    reconsider(s);
+    x.resident_i = -1;
+    x.ended.store((uint8_t) (x.ended.load(std::memory_order_relaxed) & ~x.has), std::memory_order_release);
+    reconsider(x);
 }
 
-void pool::give_slot(slice & s) {
-    if (s.slot >= 0) {
-        slots.give(s.size_class, s.slot);
-        s.slot = -1;
-        s.data = nullptr;
+eviction_rank pool::rank_of(const expert_state & x) const {
+    if (x.resident_i < 0 || x.pins > 0 || x.loading != 0 || all.wanted(x)) {
+        return {};
     }
+    const bool is_spare = all.on_device[all.leaf_of(x)] || all.is_superfluous(x);
+    return { x.expected ? eviction_rank::expected : is_spare ? eviction_rank::spare : all.keys[all.leaf_of(x)], all.index_of(x), x.last_use };
 }
 
-eviction_rank pool::rank_of(size_t leaf) const {
-    const size_t  gate = leaf / (size_t) all.n_experts, expert = leaf % (size_t) all.n_experts;
-    eviction_rank best;
-    for (int matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
-        if (!(resident_matrices[leaf] & (1u << matrix))) {
-            continue;
-        }
-        const size_t  index = (size_t) all.firsts[gate][(size_t) matrix] + expert + (v == LOW ? all.n_high : 0);
-        const slice & s     = all.slices[index];
-        if (s.pins > 0 || all.wanted(s)) {
-            continue;
-        }
-        const bool is_spare = all.on_device[leaf] || (v == LOW && all.low_spare && all.slices[index - all.n_high].resident_i >= 0);
-        const eviction_rank rank = { s.expected ? eviction_rank::expected : is_spare ? eviction_rank::spare : all.keys[leaf], (uint32_t) index, s.last_use };
-        if (rank < best) {
-            best = rank;
-        }
-    }
-    return best;
-}
-
-void pool::reconsider(const slice & s) {
-    const size_t leaf = leaf_of(s);
-    if (!is_changed[leaf]) {
-        if (changed.size() == n_changed_max) {
-            update_order();
-        }
-        is_changed[leaf] = 1;
-        changed.push_back((uint32_t) leaf);
-    }
-}
-
-void pool::update_order() {
-    for (const uint32_t leaf : changed) {
-        order.set(leaf, rank_of(leaf));
-        is_changed[leaf] = 0;
-    }
-    changed.clear();
-}
+void pool::reconsider(const expert_state & x) { order.set(all.leaf_of(x), rank_of(x)); }
 
 void pool::reorder(size_t gate) {
     if (!order.empty()) {
@@ -92,49 +69,42 @@ void pool::reorder(size_t gate) {
 
 void pool::check_invariants() const {
 #ifndef NDEBUG
-    size_t n_bits = 0;
+    uint64_t n_bits = 0;
     for (size_t i = 0; i < resident.size(); i++) {
-        const slice & s = all.slices[resident[i]];
-        assert(s.resident_i == (int32_t) i && resident_matrices[leaf_of(s)] & (1u << s.matrix));
-        n_bits++;
+        const expert_state & x = all.experts[resident[i]];
+        assert(x.resident_i == (int32_t) i && x.resident() != 0 && x.slot >= 0);
+        n_bits += (uint64_t) n_in(x.resident());
     }
-    for (size_t leaf = 0; leaf < is_changed.size(); leaf++) {
-        for (int matrix = 0; matrix < MOEOFF_N_MATRIX; matrix++) {
-            n_bits -= resident_matrices[leaf] >> matrix & 1u;
-        }
-        assert(is_changed[leaf] || order.at(leaf) == rank_of(leaf));
+    assert(n_bits == n_ready);
+    for (size_t leaf = 0; !order.empty() && leaf < all.n_high; leaf++) {
+        assert(order.at(leaf) == rank_of(all.experts[leaf + (v == LOW ? all.n_high : 0)]));
     }
-    assert(n_bits == 0 && order.is_consistent());
+    assert(order.is_consistent());
     assert(slots.free_bytes() <= slots.committed_bytes() && slots.committed_bytes() <= slots.peak_bytes());
 #endif
 }
 
-slice * pool::victim_below(const eviction_rank & rank) {
-    if (order.empty()) {
-        return nullptr;
-    }
-    update_order();
-    return order.first() < rank ? &all.slices[order.first().index] : nullptr;
+expert_state * pool::victim_below(const eviction_rank & rank) {
+    return !order.empty() && order.first() < rank ? &all.experts[order.first().index] : nullptr;
 }
 
-slice * pool::victim(request_level level) {
+expert_state * pool::victim(request_level level) {
     if (order.empty()) {
         return nullptr;
     }
-    update_order();
     const eviction_rank & first = order.first();
     if (first.key != eviction_rank::none && !(level == PREFETCH && first.key == eviction_rank::expected)) {
-        return &all.slices[first.index];
+        return &all.experts[first.index];
     }
     if (level != DEMAND) {
         return nullptr;
     }
-    // everything left is wanted: what the graph will use last is evicted first. That is one layer for each context, not more
-    slice * best = nullptr;
+    // everything left is wanted: that goes of which the least has to be read again. It is one layer for each context, not more
+    expert_state * best = nullptr;
     for (const uint32_t i : resident) {
-        slice & s = all.slices[i];
-        if (s.pins == 0 && (!best || s.matrix > best->matrix)) {
-            best = &s;
+        expert_state & x = all.experts[i];
+        if (x.pins == 0 && x.loading == 0 && (!best || n_in(x.resident() & x.wanted) < n_in(best->resident() & best->wanted))) {
+            best = &x;
         }
     }
     return best;
@@ -145,39 +115,35 @@ slice * pool::victim(request_level level) {
 bool room::start(uint64_t high_limit, uint64_t low_limit) {
     checked_lock   publisher(publishing);
     store_lock     lock(sync);
-    const uint32_t n      = map.n_slices();
+    const uint32_t n      = (uint32_t) (map.n_gates() * map.n_experts());
     const int      n_used = map.has_low() ? 2 : 1; // pools
     all.n_high    = n;
     all.n_experts = map.n_experts();
-    all.slices    = std::vector<slice>((size_t) n_used * n);
-    all.firsts.assign((size_t) map.n_gates(), { -1, -1, -1, -1 });
-    written.assign((size_t) map.n_gates() * map.n_experts(), 0.0f);
-    all.keys.assign(written.size(), eviction_rank::key_of(0.0f));
-    published.assign(written.size(), 0.0f);
-    all.on_device.assign(written.size(), 0);
+    all.experts   = std::vector<expert_state>((size_t) n_used * n);
+    written.assign(n, 0.0f);
+    all.keys.assign(n, eviction_rank::key_of(0.0f));
+    published.assign(n, 0.0f);
+    all.on_device.assign(n, 0);
     keys_of_row.resize((size_t) all.n_experts);
     for (auto & list : wants) {
-        list.reserve(all.slices.size());
+        list.reserve(all.experts.size());
     }
-    for (int32_t i = 0; i < map.n_tensors(); i++) {
-        const tensor & t = map.tensor_at(i);
-        all.firsts[(size_t) t.info.gate][(size_t) t.info.matrix] = t.first;
-        for (int v = 0; v < n_used; v++) {
-            const auto & sources = map.sources_of(i, (version) v);
-            for (int32_t e = 0; e < (int32_t) sources.size(); e++) {
-                slice & s = all.slices[t.first + (uint32_t) e + (v == LOW ? n : 0)];
-                s.source  = sources[e];
-                s.version = (uint8_t) v;
-                s.gate    = t.info.gate;
-                s.expert  = e;
-                s.matrix  = t.info.matrix;
-                if (s.source.type < 0) {
-                    s.state = READY;
-                } else {
-                    s.size_class = pools[v].slots.add_class(s.source.nbytes, 1);
-                }
+    for (uint32_t i = 0; i < all.experts.size(); i++) {
+        expert_state & x = all.experts[i];
+        x.version = i < n ? HIGH : LOW;
+        x.gate    = (int32_t) (i % n) / all.n_experts;
+        x.expert  = (int32_t) (i % n) % all.n_experts;
+        uint64_t bytes = 0; // of its slot so far
+        for (const int32_t matrix : graph_order) {
+            const moeoff_source * source = map.source_of(map.gate_at(x.gate), matrix, x.expert, (version) x.version);
+            if (source && source->type >= 0) {
+                x.has |= set_of(matrix);
+                x.at[(size_t) matrix] = (uint32_t) (bytes / page_size);
+                bytes += arena::slot_bytes(source->nbytes);
             }
         }
+        x.ended      = (uint8_t) (((1u << MOEOFF_N_MATRIX) - 1) & ~x.has);
+        x.size_class = x.has ? pools[x.version].slots.add_class(bytes, 1) : -1;
     }
     return pools[HIGH].reserve(n, high_limit) && pools[LOW].reserve(n_used > 1 ? n : 0, low_limit);
 }
@@ -207,42 +173,39 @@ void room::next_event() {
     all.n_events++;
     auto & ended = wants[all.n_events % catalog::want_window];
     for (const uint32_t i : ended) {
-        reconsider(all.slices[i]);
+        reconsider(all.experts[i]);
     }
     ended.clear();
 }
 
-void room::want(slice & s) {
-    s.want_seq = all.n_events;
-    if (s.want_noted != all.n_events) {
-        s.want_noted = all.n_events;
-        wants[all.n_events % catalog::want_window].push_back(all.index_of(s));
+void room::want(expert_state & x, matrix_set matrices) {
+    x.wanted  |= matrices;
+    x.want_seq = all.n_events;
+    if (x.want_noted != all.n_events) {
+        x.want_noted = all.n_events;
+        wants[all.n_events % catalog::want_window].push_back(all.index_of(x));
     }
-    reconsider(s);
+    reconsider(x);
 }
 
 void room::set_low_spare(bool spare) {
     all.low_spare = spare;
     for (const uint32_t i : pools[LOW].residents()) {
-        reconsider(all.slices[i]);
+        reconsider(all.experts[i]);
     }
 }
 
-void room::reconsider_low(const slice & high) {
+void room::reconsider_low(const expert_state & high) {
     if (high.version == HIGH && all.has_low()) {
-        reconsider(all.slices[all.index_of(high) + all.n_high]);
+        reconsider(all.experts[all.index_of(high) + all.n_high]);
     }
 }
 
 void room::set_on_device(const gate & g, int32_t expert, bool is_there) {
     all.on_device[leaf_of(g, expert)] = is_there;
-    for (const int32_t ti : g.tensors) {
-        if (ti >= 0) {
-            const slice & high = all.slices[map.tensor_at(ti).first + (uint32_t) expert];
-            reconsider(high);
-            reconsider_low(high);
-        }
-    }
+    const expert_state & high = all.experts[leaf_of(g, expert)];
+    reconsider(high);
+    reconsider_low(high);
 }
 
 void room::clear_on_device() {
@@ -257,18 +220,18 @@ void room::clear_on_device() {
 
 void room::residency(version v, uint8_t * out) const {
     memset(out, 0, written.size());
-    std::copy(pools[v].matrices().begin(), pools[v].matrices().end(), out);
+    for (const uint32_t i : pools[v].residents()) {
+        out[all.leaf_of(all.experts[i])] = all.experts[i].resident();
+    }
     for (size_t leaf = 0; v == HIGH && leaf < all.on_device.size(); leaf++) {
-        for (int matrix = 0; all.on_device[leaf] && matrix < MOEOFF_N_MATRIX; matrix++) {
-            out[leaf] |= (uint8_t) (all.firsts[leaf / (size_t) all.n_experts][(size_t) matrix] >= 0 ? 1u << matrix : 0u);
-        }
+        out[leaf] = all.on_device[leaf] ? all.experts[leaf].has : out[leaf];
     }
 }
 
 void room::add_stats(moeoff_stats & out) const {
     out.arena_committed     = pools[HIGH].slots.committed_bytes() + pools[LOW].slots.committed_bytes();
     out.arena_peak          = pools[HIGH].slots.peak_bytes() + pools[LOW].slots.peak_bytes();
-    out.resident_slices     = pools[HIGH].residents().size() + pools[LOW].residents().size();
+    out.resident_slices     = pools[HIGH].n_slices() + pools[LOW].n_slices();
     out.low_arena_committed = pools[LOW].slots.committed_bytes();
 }
 

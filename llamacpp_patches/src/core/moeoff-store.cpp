@@ -185,18 +185,12 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
 // room is left
 void store::announce(const gate & g, std::vector<upload> & all) {
     for (const upload & u : all) {
-        for (const int32_t ti : g.tensors) {
-            if (ti >= 0) {
-                table.hold(table.slice_at(map.tensor_at(ti), u.expert, HIGH));
-            }
-        }
+        table.hold(table.state_of(g, u.expert, HIGH));
         uploads.announce();
     }
     for (upload & u : all) {
-        for (int32_t m = 0; m < MOEOFF_N_MATRIX && u.displaced >= 0 && get_flags() & MOEOFF_FLAG_KEEP; m++) {
-            if (g.tensors[m] >= 0 && table.begin_download(table.slice_at(map.tensor_at(g.tensors[m]), u.displaced, HIGH))) {
-                u.kept |= 1u << m;
-            }
+        if (u.displaced >= 0 && get_flags() & MOEOFF_FLAG_KEEP) {
+            u.kept = table.begin_download(table.state_of(g, u.displaced, HIGH));
         }
     }
 }
@@ -207,20 +201,16 @@ void store::bring_down(const gate & g, const upload & u) {
         if (!(u.kept & (1u << m))) {
             continue;
         }
-        uint8_t *     dst;
-        slice &       s  = table.slice_at(map.tensor_at(g.tensors[m]), u.displaced, HIGH);
-        const int64_t t0 = now_ns();
-        {
-            store_lock lock(sync);
-            dst = table.destination(s) + s.source.offset % page_size;
-        }
-        slots->read(g.index, m, u.slot, dst, s.source.nbytes);
+        const read_request    r      = { &table.state_of(g, u.displaced, HIGH), m };
+        const moeoff_source & source = table.source_of(*r.of, m);
+        const int64_t         t0     = now_ns();
+        slots->read(g.index, m, u.slot, table.destination(r) + source.offset % page_size, source.nbytes);
         store_lock lock(sync);
         moeoff_stats & stats = table.counters();
         stats.device_downloads++;
-        stats.device_bytes_down  += s.source.nbytes;
+        stats.device_bytes_down  += source.nbytes;
         stats.device_download_ns += (uint64_t) (now_ns() - t0);
-        table.end_read(s, 0, {});
+        table.end_read(r, 0, {});
         table.wake_workers(); // it may serve what could get no slot
     }
 }
@@ -231,12 +221,12 @@ bool store::upload_expert(gate & g, const upload & u, bool is_held) {
     uint64_t nbytes = 0, ns = 0;
     bool is_complete = true;
     bring_down(g, u);
-    for (int32_t m = 0; m < MOEOFF_N_MATRIX && (is_complete || is_held); m++) {
+    for (int32_t m = 0; m < MOEOFF_N_MATRIX && is_complete; m++) {
         if (g.tensors[m] < 0) {
             continue;
         }
         const tensor & t = map.tensor_at(g.tensors[m]);
-        const slice &  s = at(t, u.expert, v);
+        const slice    s = at(t, u.expert, v);
         if (!is_held) {
             pin(t, &u.expert, &v, 1);
         }
@@ -249,21 +239,22 @@ bool store::upload_expert(gate & g, const upload & u, bool is_held) {
         } else {
             fail(graph_of_this_thread(), s);
         }
-        is_complete = is_complete && !is_cancelled && s.data != nullptr;
+        const uint8_t * data = s.data();
+        is_complete = !is_cancelled && data != nullptr;
         if (is_complete) {
             const int64_t t0 = now_ns();
-            slots->write(g.index, m, u.slot, s.data, s.source.nbytes);
+            slots->write(g.index, m, u.slot, data, s.source.nbytes);
             ns     += (uint64_t) (now_ns() - t0);
             nbytes += s.source.nbytes;
         }
-        if (is_held) {
-            store_lock lock(sync);
-            table.release(table.slice_at(t, u.expert, v), get_flags() & MOEOFF_FLAG_KEEP);
-        } else {
+        if (!is_held) {
             unpin(t, u.expert, v);
         }
     }
     store_lock lock(sync);
+    if (is_held) {
+        table.release(table.state_of(g, u.expert, HIGH), get_flags() & MOEOFF_FLAG_KEEP);
+    }
     device.finish(g, u, is_complete, table);
     if (is_complete) {
         moeoff_stats & stats = table.counters();
@@ -292,7 +283,7 @@ void store::pin(const tensor & t, const int32_t * experts, const uint8_t * versi
 void store::unpin(const tensor & t, int32_t expert, uint8_t v) {
     if (v != SKIP) {
         store_lock lock(sync);
-        table.unpin(table.slice_at(t, expert, v), get_flags() & MOEOFF_FLAG_KEEP);
+        table.unpin(t, expert, v, get_flags() & MOEOFF_FLAG_KEEP);
     }
 }
 
@@ -311,7 +302,7 @@ void store::release(const tensor & t, op_item * items, int32_t n, running_op * e
         if (!item.is_released && (ended || item.is_done())) {
             item.is_released = true;
             if (item.version != SKIP) {
-                table.unpin(table.slice_at(t, item.expert, (uint8_t) item.version), keep);
+                table.unpin(t, item.expert, (uint8_t) item.version, keep);
             }
         }
     }
@@ -354,7 +345,7 @@ void store::fail(uint64_t graph, const char * message) {
 }
 
 void store::fail(uint64_t graph, const slice & s) {
-    if (s.state.load(std::memory_order_acquire) == FAILED) {
+    if (s.has_failed()) {
         store_lock lock(sync);
         failures.add(graph, table.failure_of(s));
     }
@@ -427,11 +418,33 @@ int32_t store::prefetch(int32_t gi, const int32_t * experts, int32_t n, int32_t 
         if (device.is_on()) {
             ahead.reserve(max_pending_uploads); // a slot that is taken is then written to
         }
+        for (int32_t i = 0; i < n && expected; i++) { // what is resident is protected first: no read may evict it
+            if (!table.space.on_device(g, experts[i])) {
+                table.expect(table.state_of(g, experts[i], v));
+            }
+        }
+        // The first few take what the limit leaves, each with all its matrices as far as it goes: each costs a slot
+        const auto absent = [&](int32_t i) REQUIRES(store_mutex) {
+            return table.space.on_device(g, experts[i]) ? (matrix_set) 0 : table.to_prefetch(table.state_of(g, experts[i], v), (matrix_set) matrices);
+        };
+        int32_t    n_read_now = 0, left = limit;
+        matrix_set of_last    = 0; // of the last of them
+        while (n_read_now < std::min(n, n_read) && left != 0) {
+            of_last = 0;
+            for (const int32_t m : graph_order) {
+                if (absent(n_read_now) & set_of(m) && left != 0) {
+                    of_last |= set_of(m);
+                    left--;
+                }
+            }
+            n_read_now++;
+        }
         bool may_evict[n_pools] = { true, true };
-        for (const bool may_queue : { false, true }) { // what is resident is protected first: no read may evict it
-            for (int32_t m = 0; m < MOEOFF_N_MATRIX; m++) {
-                for (int32_t i = 0; i < (may_queue ? std::min(n, n_read) : n) && g.tensors[m] >= 0 && matrices & (1u << m); i++) {
-                    n_queued += table.space.on_device(g, experts[i]) ? 0 : table.prefetch(table.slice_at(map.tensor_at(g.tensors[m]), experts[i], v), expected, may_queue && n_queued != limit, may_evict);
+        for (const int32_t m : graph_order) {
+            for (int32_t i = 0; i < n_read_now; i++) {
+                if (absent(i) & set_of(m) && (i < n_read_now - 1 || of_last & set_of(m))) {
+                    table.prefetch(table.state_of(g, experts[i], v), m, expected, may_evict);
+                    n_queued++;
                 }
             }
         }

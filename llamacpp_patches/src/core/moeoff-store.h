@@ -3,8 +3,8 @@
 // The expert store of one model: what its parts do together. One mutex guards them all:
 //
 //     expert_map     tensors, gates, sources: written during set-up, then read by all
-//     slice_table    states of slices, requests, eviction          guarded
-//     room           which slices are in memory, and their order   guarded, but for what a policy writes
+//     expert_table   states of experts, requests, eviction         guarded
+//     room           which experts are in memory, and their order  guarded, but for what a policy writes
 //     gate_events    what follows when a router has selected       guarded
 //     device_tier    which experts are on devices                  guarded
 //     slot_memory    their bytes: exchanged between decodes, written by who got the slot
@@ -15,7 +15,7 @@
 //     embedding      rows of the token embedding                   has a mutex of its own
 //
 // Lock order: the store's mutex before the others. Today no thread holds two, and callbacks run under none. What compute
-// threads look at without the mutex is atomic (state, cancel, generation) or published by it (data), see moeoff-slice.h.
+// threads look at without the mutex is atomic (ended, cancel, generation) or published by it (data), see moeoff-expert-state.h.
 //
 // A store is set up by one thread, started once, and stopped once; after the stop graphs fail. In a copy of the process that it was made
 // in it does nothing: graphs fail there too, and nobody waits for threads that are not there (moeoff-forks.h).
@@ -29,7 +29,7 @@
 #include "moeoff-gate-events.h"
 #include "moeoff-graph-failures.h"
 #include "moeoff-io-thread.h"
-#include "moeoff-slice-table.h"
+#include "moeoff-expert-table.h"
 #include "moeoff-uploader.h"
 
 #include <atomic>
@@ -86,7 +86,7 @@ class store {
     // the op uses these slices: they are requested, and none is evicted until it is unpinned
     void pin(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
     void unpin(const tensor & t, int32_t expert, uint8_t v);
-    const slice & at(const tensor & t, int32_t expert, uint8_t v) const { return table.at(t, expert, v); }
+    slice at(const tensor & t, int32_t expert, uint8_t v) const { return table.at(t, expert, v); }
     // the same for an op that op_run computes: its threads are woken when one of the slices has settled
     running_op & begin_op(const tensor & t, const int32_t * experts, const uint8_t * version_of, int32_t n);
     // unpins those of the n items that are done, each once; all of them if the op has ended
@@ -160,7 +160,7 @@ class store {
     mutable monitor            sync;
     expert_map                 map;
     files                      sources;
-    slice_table                table { map, sync };
+    expert_table                table { map, sync };
     mutable device_tier        device;
     gate_events                events { map, table, device };
     graph_failures             failures;

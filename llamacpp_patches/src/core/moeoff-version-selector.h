@@ -3,7 +3,7 @@
 // Which version serves each expert that a gate has chosen: the thresholds of HOBBIT §3.2 where tokens are decoded, the share of
 // Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
 
-#include "moeoff-slice.h"
+#include "moeoff-expert-state.h"
 
 #include <deque>
 #include <functional>
