@@ -347,6 +347,7 @@ void expert_table::drop_preloads() {
         const read_request r = numbered(i);
         if (!r.of->expected) {
             unqueue(*r.of, r.matrix);
+            r.of->prefetched &= (matrix_set) ~set_of(r.matrix);
             give_idle_slot(*r.of);
         }
     }
