@@ -126,7 +126,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 14
+ABI_VERSION = 15
 MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2

@@ -16,6 +16,7 @@ import struct
 import zlib
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -75,9 +76,29 @@ class TraceHeader:
     def n_experts(self) -> int:
         return max(t.n_experts for t in self.tensors)
 
+    @cached_property
+    def n_matrices(self) -> list[int]:
+        """[n_gates]: of an expert."""
+        return [sum(t.gate == gate for t in self.tensors) for gate in range(self.n_gates)]
+
+    @cached_property
+    def expert_bytes(self) -> list[int]:
+        """[n_gates]: of one expert, all matrices together."""
+        return [sum(t.nbytes for t in self.tensors if t.gate == gate) for gate in range(self.n_gates)]
+
+    @cached_property
+    def expert_slots(self) -> list[int]:
+        """[n_gates]: bytes that an expert takes in the arena."""
+        return [sum(t.slot_bytes for t in self.tensors if t.gate == gate) for gate in range(self.n_gates)]
+
+    @property
+    def arena_floor(self) -> int:
+        """The smallest arena that can make progress."""
+        return 2 * max(self.expert_slots)
+
     @property
     def full_bytes(self) -> int:
-        """The arena that holds every slice."""
+        """The arena that holds every expert."""
         return sum(t.slot_bytes * t.n_experts for t in self.tensors)
 
     def to_json(self) -> str:

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -127,7 +127,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
         on_disk=on_disk,
         process=planned_process(rss()),
         kept=kept,
-        arena_floor=2 * max((slot_bytes(kind.nbytes) for kind in kinds), default=0),
+        arena_floor=2 * max(_expert_slots(model_index), default=0),
         arena_full=sum(slot_bytes(kind.nbytes) * kind.count for kind in kinds),
     )
 
@@ -219,6 +219,15 @@ def slice_kinds(model_index: ModelIndex) -> list[SliceKind]:
         role, n_expert = parse_tensor_name(span.name), max(span.shape[2], 1)
         counts[role.matrix_name + (" (chexps)" if role.chunk else ""), span.type, span.nbytes // n_expert] += n_expert
     return [SliceKind(matrix, type_name(kind), nbytes, n) for (matrix, kind, nbytes), n in counts.most_common()]
+
+
+def _expert_slots(model_index: ModelIndex) -> Iterable[int]:
+    """Bytes that an expert takes in the arena, with all its matrices, for each router."""
+    slots: Counter[tuple[int, bool]] = Counter()
+    for span in model_index.experts.values():
+        role, n_expert = parse_tensor_name(span.name), max(span.shape[2], 1)
+        slots[role.layer, role.chunk] += slot_bytes(span.nbytes // n_expert)
+    return slots.values()
 
 
 def token_bytes(model_index: ModelIndex) -> int:

@@ -334,7 +334,7 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
         if key not in known:
             product = 1.0
             for share in shares:
-                arena = max(int(trace.model.full_bytes * share), 2 * max(t.slot_bytes for t in trace.model.tensors))
+                arena = max(int(trace.model.full_bytes * share), trace.model.arena_floor)
                 options: dict[str, Any] = dict(zip(NAMES, key, strict=True))
                 product *= replay(part, "hobbit", arena, cost=cost, actual=True, **options).miss_penalty + 1e-9
             known[key] = product

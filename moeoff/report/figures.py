@@ -211,7 +211,7 @@ def more_memory(session: Session) -> list[MoreMemory]:
     trace, full = session.trace, session.trace.model.full_bytes
     n, seconds = session.n_tokens[1], session.seconds[1]
     stall, mb = session.decode.stall_seconds, session.decode.bytes_read / 1e6 / n
-    floor = 2 * max(t.slot_bytes for t in trace.model.tensors)
+    floor = trace.model.arena_floor
     rest = session.decode.budget_bytes - session.arena if session.decode.budget_bytes else 0
 
     here = min(session.arena, full)

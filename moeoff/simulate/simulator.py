@@ -4,8 +4,9 @@ The same objects, the same order: a policy gets an event only after its gate has
 policy kept up with it evicts exactly what the run evicted. Where the arena cannot hold one gate's selection (large
 prompts) the native order depends on the reads' timing, and the replay takes one possible order.
 
-The arena has the order of moeoff-store.cpp: a gate counts its slices as hits or misses, stamps them, and evicts for those that are
-absent the lowest (priority, last use, index) that it has not selected itself. It knows nothing of policies: it is given their table.
+The arena has the order of moeoff-store.cpp: a gate counts the slices of its experts as hits or misses, stamps the experts, and evicts for
+those that are absent the lowest (priority, last use, index) that it has not selected itself. It knows nothing of policies: it is given
+their table.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -28,54 +28,45 @@ from .rerouting import Rerouting
 
 
 class SimulatedArena:
-    """Slices of a model in an arena of `arena_bytes`: hits, misses and victims of one gate after the other.
+    """Experts of a model in an arena of `arena_bytes`: hits, misses and victims of one gate after the other.
 
-    Slices are numbered as natively, tensor after tensor, in a grid [n_tensors, n_experts] as wide as the widest tensor.
+    Experts are numbered as natively, gate after gate, in a grid [n_gates, n_experts] as wide as the widest gate. They come and go whole.
     """
 
     def __init__(self, model: TraceHeader, arena_bytes: int):
-        floor = 2 * max(t.slot_bytes for t in model.tensors)
+        floor = model.arena_floor
         if arena_bytes < floor:
             raise BudgetError(f"{format_size(arena_bytes)} for experts is too small: a replay needs at least {format_size(floor)}", hint={"memory": floor})
         self.width, self.limit = model.n_experts, arena_bytes
-        n = len(model.tensors) * self.width
-        self.nbytes = np.repeat([t.nbytes for t in model.tensors], self.width)
-        self.slot = np.repeat([t.slot_bytes for t in model.tensors], self.width)
-        self.one_class = len({t.slot_bytes for t in model.tensors}) == 1
-        self.tensor_gate = np.array([t.gate for t in model.tensors])
-        # the order the graph uses a gate's matrices in; equal matrices cannot be
-        order = sorted(range(len(model.tensors)), key=lambda i: model.tensors[i].matrix)
-        self.firsts = [np.array([i * self.width for i in order if model.tensors[i].gate == g])[:, None] for g in range(model.n_gates)]
+        self.slot = model.expert_slots  # by gate
+        self.one_class = len(set(self.slot)) == 1
+        n = model.n_gates * self.width
         self.resident = np.zeros(n, bool)
         self.last_use = np.zeros(n, np.int64)
         self.clock = 0
-        self.free: dict[int, int] = dict.fromkeys((t.slot_bytes for t in model.tensors), 0)  # committed slots without a slice
+        self.free = dict.fromkeys(self.slot, 0)  # committed slots without an expert
         self.spare = arena_bytes // 128  # arena::spare_bytes
         self.committed = 0
-        self.evictions = 0
 
-    def gate(self, gate: int, chosen: np.ndarray, table: np.ndarray) -> tuple[int, np.ndarray]:
-        """One gate event; returns the number of resident slices and the absent ones (now resident)."""
+    def gate(self, gate: int, chosen: np.ndarray, table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """One gate event; returns the experts of the gate that were absent (and are resident now), and the numbers of those that were evicted."""
         self.clock += 1
-        want = (self.firsts[gate] + chosen).ravel()
+        want = gate * self.width + chosen
         self.last_use[want] = self.clock
-        here = self.resident[want]
-        n_hit = int(np.count_nonzero(here))
-        missing = want[~here]
+        missing = want[~self.resident[want]]
+        victims: list[int] = []
         if missing.size:
-            self._admit(missing, want, table)
-        return n_hit, missing
+            self._admit(gate, missing, want, table, victims)
+        return missing % self.width, np.array(victims, np.int64)
 
     def resident_experts(self, gate: int) -> np.ndarray:
-        """[n_experts] bool: all matrices of the expert are in."""
-        rows: np.ndarray = self.resident.reshape(-1, self.width)[self.firsts[gate].ravel() // self.width]
-        whole: np.ndarray = np.all(rows, axis=0)
-        return whole
+        """[n_experts] bool."""
+        here: np.ndarray = self.resident[gate * self.width : (gate + 1) * self.width]
+        return here
 
-    def _admit(self, missing: np.ndarray, want: np.ndarray, table: np.ndarray) -> None:
-        victims = None
+    def _admit(self, gate: int, missing: np.ndarray, want: np.ndarray, table: np.ndarray, out: list[int]) -> None:
+        stride = self.slot[gate]
         if self.one_class:
-            stride = int(self.slot[0])
             room = (self.limit - self.committed) // stride
             need = missing.size - room
             self.committed += min(missing.size, room) * stride
@@ -84,29 +75,29 @@ class SimulatedArena:
                 return
             victims = self._victims(want, table, int(need))
             self.resident[victims] = False
-            self.evictions += len(victims)
+            out.extend(victims.tolist())
             fits = missing.size - (need - len(victims))
             self.resident[missing[:fits]] = True
-            self._squeeze(missing[fits:], want)
+            self._squeeze(stride, missing[fits:], want, out)
             return
         queue = self._in_order(want, table)
         for at, index in enumerate(missing):
-            if not self._take_slot(int(self.slot[index]), queue):
-                self._squeeze(missing[at:], want)
+            if not self._take_slot(stride, queue, out):
+                self._squeeze(stride, missing[at:], want, out)
                 return
             self.resident[index] = True
 
     def _in_order(self, want: np.ndarray, table: np.ndarray) -> Iterator[int]:
         """All victims, told when the first is asked for."""
-        yield from self._victims(want, table, int(self.resident.sum()))
+        yield from self._victims(want, table, int(self.resident.sum())).tolist()
 
-    def _take_slot(self, stride: int, queue: Iterator[int]) -> bool:
-        """slice_table::take_slot: a slot, after evictions if need be; with nothing left to evict, of spare ones too."""
+    def _take_slot(self, stride: int, queue: Iterator[int], out: list[int]) -> bool:
+        """expert_table::take_slot: a slot, after evictions if need be; with nothing left to evict, of spare ones too."""
         while not self._take(stride):
             victim = next(queue, None)
             if victim is None:
                 return self._take(stride, borrows=True)
-            self._evict(victim)
+            self._evict(victim, out)
         return True
 
     def _take(self, stride: int, borrows: bool = False) -> bool:
@@ -125,20 +116,19 @@ class SimulatedArena:
         self.committed += stride
         return True
 
-    def _evict(self, index: int) -> None:
+    def _evict(self, index: int, out: list[int]) -> None:
         self.resident[index] = False
-        self.free[int(self.slot[index])] += 1
-        self.evictions += 1
+        self.free[self.slot[index // self.width]] += 1
+        out.append(index)
 
     def _victims(self, want: np.ndarray, table: np.ndarray, n: int) -> np.ndarray:
         """The `n` lowest residents outside `want`, in order if there is more than one size class."""
-        rank = np.take(table, self.tensor_gate, axis=0).ravel()
         mask = self.resident.copy()
         mask[want] = False
         candidates: np.ndarray = np.flatnonzero(mask)
         if candidates.size <= n and self.one_class:
             return candidates
-        rank = rank[candidates]
+        rank = table.ravel()[candidates]
         if n < candidates.size:
             kth = np.partition(rank, n - 1)[n - 1]
             keep = rank <= kth
@@ -148,21 +138,21 @@ class SimulatedArena:
         candidates = candidates[np.lexsort((candidates, self.last_use[candidates], rank))[:n]]
         return candidates
 
-    def _squeeze(self, late: np.ndarray, want: np.ndarray) -> None:
-        """The choice of one gate does not fit: each late slice takes the place of one that is computed already, or needed last."""
+    def _squeeze(self, stride: int, late: np.ndarray, want: np.ndarray, out: list[int]) -> None:
+        """The choice of one gate does not fit: each late expert takes the place of one that is computed already, or needed last."""
         for index in late:
             place = want.tolist().index(index)
-            done = [i for i in want[:place] if self.resident[i]]
-            ahead = [i for i in want[place + 1 :] if self.resident[i]]
+            done = [i for i in want[:place].tolist() if self.resident[i]]
+            ahead = [i for i in want[place + 1 :].tolist() if self.resident[i]]
             queue = iter([*done, *reversed(ahead)])
             if self.one_class:
                 victim = next(queue, None)
                 if victim is not None:
                     self.resident[victim] = False
-                    self.evictions += 1
+                    out.append(victim)
                     self.resident[index] = True
                 continue
-            if self._take_slot(int(self.slot[index]), queue):
+            if self._take_slot(stride, queue, out):
                 self.resident[index] = True
 
 
@@ -175,7 +165,7 @@ class Result:
         bytes_read: of slices, what disks would have given.
         miss_penalty: HOBBIT §3.4, in misses of a whole expert in high precision; low ones cost B_l/B_h, skipped ones nothing.
         event_hits: [n_events], with `events=True` only.
-        resident: [n_slices] bool at the end.
+        resident: [n_gates * n_experts] bool at the end.
         rerouted: experts of tokens in the place of others that the router had chosen.
     """
 
@@ -233,15 +223,16 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     arena_bytes = min(arena_bytes, model.full_bytes)
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, arena_bytes), seed=seed, **options)
-    if rerouting is None and policy.static and type(policy).update is Policy.update and len({t.slot_bytes for t in model.tensors}) == 1:
+    if rerouting is None and policy.static and type(policy).update is Policy.update and len(set(model.expert_slots)) == 1:
         return _simulate_lru(trace, policy.name, arena_bytes, events, cost, progress)
     policy.prepare(trace.events)
     replay = SimulatedArena(model, arena_bytes)
     table = policy.priorities if lag == "event" else policy.priorities.copy()
     last = model.n_gates - 1
+    n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
-    bytes_read, penalty, n_changed = 0, 0.0, 0
+    evictions, penalty, n_changed = 0, 0.0, 0
     costs = _costs(trace, cost)
     sequences = {0}  # so far
     for n, event in enumerate(trace.events):
@@ -253,14 +244,15 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         if rerouting is not None:
             event = rerouting.apply(event, replay.resident_experts(event.gate))
             n_changed += 0 if event.router_ids is None else int(np.count_nonzero(event.ids != event.router_ids))
-        n_hit, missing = replay.gate(event.gate, event.demand(), table)
-        hits[event.gate] += n_hit
+        chosen = event.demand()
+        missing, victims = replay.gate(event.gate, chosen, table)
+        hits[event.gate] += chosen.size - missing.size
         if missing.size:
             misses[event.gate] += missing.size
-            bytes_read += int(replay.nbytes[missing].sum())
-            penalty += costs[n][missing % replay.width].sum() / len(replay.firsts[event.gate])
+            evictions += int(n_matrices[victims // replay.width].sum())
+            penalty += costs[n][missing].sum()
         if event_hits is not None:
-            event_hits[n] = n_hit
+            event_hits[n] = (chosen.size - missing.size) * n_matrices[event.gate]
         policy.update(event)
         if event.sequences is not None:
             sequences.update(event.sequences.tolist())
@@ -268,83 +260,52 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
             table[:] = policy.priorities
         if progress and n % 4096 == 0:
             progress(n)
-    return Result(policy.name, arena_bytes, trace.n_tokens, hits, misses, replay.evictions, bytes_read, float(penalty), replay.resident, event_hits, n_changed)
+    return Result(policy.name, arena_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
+                  replay.resident, event_hits, n_changed)  # fmt: skip
 
 
 def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, cost: MissCost, progress: Callable[[int], None] | None) -> Result:
     """All priorities equal, all slots of one size: what was used last is in.
 
-    The slices that one event used are equally recent and go by their index: tensor after tensor, expert after expert. So all
-    experts are whole, the first in an ordered dictionary going next, but those of the one event that is half evicted.
+    The experts that one event used are equally recent and go by their index.
     """
     model = trace.model
-    width, capacity = model.n_experts, arena_bytes // model.tensors[0].slot_bytes
-    firsts = [[i * width for i, t in enumerate(model.tensors) if t.gate == g] for g in range(model.n_gates)]
-    if any(len(np.unique(e.ids)) * len(firsts[e.gate]) > capacity for e in trace.events if len(e.ids) > 1) or capacity < max(
-        model.n_used * len(f) for f in firsts
-    ):
+    width, capacity = model.n_experts, arena_bytes // model.expert_slots[0]
+    if capacity < model.n_used or any(len(np.unique(e.ids)) > capacity for e in trace.events if len(e.ids) > 1):
         return simulate(trace, _Zero(CacheShape.of(model, arena_bytes)), arena_bytes, events=events, cost=cost, progress=progress)
-    nbytes = [t.nbytes for t in model.tensors]
-    whole = [sum(nbytes[f // width] for f in first) for first in firsts]
+    n_matrices = model.n_matrices
     hits, misses = [0] * model.n_gates, [0] * model.n_gates
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
-    recent: OrderedDict[int, int] = OrderedDict()  # gate and expert, whole: the event that used it last
-    half: dict[int, None] = {}  # what is left of the oldest event's slices, in eviction order
-    n_resident, bytes_read, penalty, evictions = 0, 0, 0.0, 0
+    recent: OrderedDict[int, None] = OrderedDict()  # experts, what goes next first
+    penalty, evictions = 0.0, 0
     costs = _costs(trace, cost)
     touch, pop = recent.move_to_end, recent.popitem
     for n, event in enumerate(trace.events):
         gate = event.gate
-        first = firsts[gate]
-        n_matrix = len(first)
         n_hit = n_miss = 0
-        for expert in event.ids[0].tolist() if len(event.ids) == 1 else np.unique(event.ids).tolist():
+        for expert in sorted(event.ids[0].tolist()) if len(event.ids) == 1 else np.unique(event.ids).tolist():
             key = gate * width + expert
             if key in recent:
                 touch(key)
-                n_hit += n_matrix
-                recent[key] = n
-                continue
-            recent[key] = n
-            absent = n_matrix
-            bytes_read += whole[gate]
-            if half:
-                for f in first:
-                    if f + expert in half:
-                        del half[f + expert]
-                        absent -= 1
-                        bytes_read -= nbytes[f // width]
-                n_hit += n_matrix - absent
-            if absent:
-                n_miss += absent
-                penalty += costs[n, expert] * absent / n_matrix
+                n_hit += 1
+            else:
+                recent[key] = None
+                n_miss += 1
+                penalty += costs[n, expert]
         hits[gate] += n_hit
         misses[gate] += n_miss
-        n_resident += n_miss
-        while n_resident > capacity:
-            if not half:
-                oldest, used = pop(False)
-                owner, experts = oldest // width, [oldest % width]
-                while recent[key := next(iter(recent))] == used:
-                    pop(False)
-                    experts.append(key % width)
-                experts.sort()
-                half = {f + expert: None for f in firsts[owner] for expert in experts}
-            gone = min(n_resident - capacity, len(half))
-            if gone == len(half):
-                half = {}
-            else:
-                for index in list(islice(half, gone)):
-                    del half[index]
-            evictions += gone
-            n_resident -= gone
+        while len(recent) > capacity:
+            evictions += n_matrices[pop(False)[0] // width]
         if event_hits is not None:
-            event_hits[n] = n_hit
+            event_hits[n] = n_hit * n_matrices[gate]
         if progress and n % 4096 == 0:
             progress(n)
-    resident = np.zeros(len(model.tensors) * width, bool)
-    resident[[f + key % width for key in recent for f in firsts[key // width]] + list(half)] = True
-    return Result(name, arena_bytes, trace.n_tokens, np.array(hits), np.array(misses), evictions, bytes_read, float(penalty), resident, event_hits)
+    resident = np.zeros(model.n_gates * width, bool)
+    resident[list(recent)] = True
+    bytes_read = sum(n * nbytes for n, nbytes in zip(misses, model.expert_bytes, strict=True))
+    per_slice = np.array(n_matrices)
+    return Result(name, arena_bytes, trace.n_tokens, np.array(hits) * per_slice, np.array(misses) * per_slice, evictions, bytes_read, float(penalty),
+                  resident, event_hits)  # fmt: skip
 
 
 class _Zero(Policy):

@@ -3,7 +3,8 @@
 // moeoff: the C interface of the expert buffer, which Python drives through ctypes.
 //
 // An expert buffer holds the routed experts of one model. It knows where every slice (one matrix of one expert) lies
-// in which file, keeps some of them in an arena of bounded size, and reads the others when a layer asks for them.
+// in which file, keeps some experts in an arena of bounded size, each in a slot of its own, and reads the others slice by slice when a layer
+// asks for them.
 // Every function may be called from any thread unless its comment says otherwise. Functions returning int give 0 on success;
 // those that return -1, or NULL for a pointer, have failed, and moeoff_last_error() of the calling thread says why. No function
 // lets an exception out.
@@ -26,13 +27,13 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 14
+#define MOEOFF_ABI_VERSION 15
 #define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
 
 enum moeoff_flag {
-    MOEOFF_FLAG_KEEP       = 1, // slices stay resident after use (a cache); without it each use reads them again
+    MOEOFF_FLAG_KEEP       = 1, // experts stay resident after use (a cache); without it each use reads them again
     MOEOFF_FLAG_EAGER      = 2, // the gate event queues the slices of all matrices; without it each matrix op queues its own
     MOEOFF_FLAG_DIRECT_IO  = 4, // try O_DIRECT; files that refuse it are read through the page cache
     MOEOFF_FLAG_GATE_INPUT = 8, // the gate node also takes the router's input (costs a copy on GPU backends)
@@ -42,7 +43,7 @@ enum moeoff_flag {
 };
 
 enum moeoff_matrix {
-    MOEOFF_MATRIX_GATE_UP = 0, // fused, in the order the graph computes them
+    MOEOFF_MATRIX_GATE_UP = 0, // fused
     MOEOFF_MATRIX_UP      = 1,
     MOEOFF_MATRIX_GATE    = 2,
     MOEOFF_MATRIX_DOWN    = 3,
@@ -248,16 +249,16 @@ MOEOFF_API int     moeoff_set_low_sources(moeoff_expert_buffer * eb, int32_t i, 
 MOEOFF_API int     moeoff_embedding(const moeoff_expert_buffer * eb, struct moeoff_tensor_info * info);
 // the whole tensor; its hash is not looked at
 MOEOFF_API int     moeoff_set_embedding_source(moeoff_expert_buffer * eb, struct moeoff_source source);
-// the smallest arena for a version that can make progress, 0 if there are no such versions; needs all sources
+// the smallest arena for a version that can make progress, two experts; 0 if there are no such versions; needs all sources
 MOEOFF_API uint64_t moeoff_arena_floor(const moeoff_expert_buffer * eb, int32_t version);
-// the arena that holds every slice of a version
+// the arena that holds every expert in a version
 MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t version);
 // once; a start that fails for want of memory or threads is final
 MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
 // between decodes: shrinking evicts at once. Each version has an arena of its own; low may be 0 while the thresholds select no low version
 MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
 MOEOFF_API int     moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
-// evicts every resident slice that is neither pinned nor wanted by a recent gate event
+// evicts every resident expert that is neither pinned nor wanted by a recent gate event
 MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 
 // --- devices ---
@@ -281,7 +282,7 @@ MOEOFF_API float * moeoff_priorities(moeoff_expert_buffer * eb, int32_t * n_gate
 // anything. Writing and publishing are up to one thread at a time
 MOEOFF_API void moeoff_publish(moeoff_expert_buffer * eb);
 // these experts are expected: what is resident of them stays, until the router has selected; what is absent of the first n_read
-// is queued, up to limit slices (-1: all); matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued. What is in host
+// is queued, expert by expert up to limit slices (-1: all); matrices is a bit mask of 1 << moeoff_matrix; returns how many slices were queued. What is in host
 // memory of these, and on no device that helps (MOEOFF_DEVICE_COOPERATIVE), is uploaded, if it ranks above what would give way.
 // Low versions of what is resident in high precision are left out, unless the thresholds are blind
 MOEOFF_API int32_t moeoff_prefetch(moeoff_expert_buffer * eb, int32_t gate, const int32_t * experts, int32_t n, int32_t n_read, uint32_t matrices, int32_t version, int32_t limit);
