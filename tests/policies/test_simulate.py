@@ -19,7 +19,7 @@ from moeoff.simulate.simulator import simulate
 from moeoff.trace import TensorInfo, Trace, TraceHeader
 
 ONE = TraceHeader("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
-TWO = TraceHeader("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (m == 3)) for g in range(3) for m in (2, 1, 3)))
+TWO = TraceHeader("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (g == 1 and m == 3)) for g in range(3) for m in (2, 1, 3)))
 
 
 def random_trace(model, n=400, seed=0):
@@ -35,21 +35,20 @@ def random_trace(model, n=400, seed=0):
 
 
 def brute(trace, policy, arena):
-    """Native's rules one slice at a time: moeoff-store.cpp's take_slot and moeoff-arena.cpp's take."""
-    tensors, e = trace.model.tensors, trace.model.n_experts
+    """Native's rules one expert at a time: expert_table::take_slot and moeoff-arena.cpp's take."""
+    model = trace.model
     resident, last, hits, evictions, nbytes = set(), {}, [], 0, 0
-    committed, free = 0, dict.fromkeys((t.slot_bytes for t in tensors), 0)
+    committed, free = 0, dict.fromkeys(model.expert_slots, 0)
     policy.prepare(trace.events)
     for n, event in enumerate(trace.events):
         if trace.starts[n]:
             policy.reset_sequence()
-        order = sorted((i for i, t in enumerate(tensors) if t.gate == event.gate), key=lambda i: tensors[i].matrix)
-        want = [i * e + int(x) for i in order for x in event.ids[0]]
-        hits.append(sum(s in resident for s in want))
-        for s in want:
-            last[s] = n
-        for s in [s for s in want if s not in resident]:
-            stride = tensors[s // e].slot_bytes
+        want = [(event.gate, int(x)) for x in event.ids[0]]
+        hits.append(sum(x in resident for x in want) * model.n_matrices[event.gate])
+        for x in want:
+            last[x] = n
+        for x in [x for x in want if x not in resident]:
+            stride = model.expert_slots[event.gate]
             while True:
                 if free[stride]:
                     free[stride] -= 1
@@ -61,12 +60,12 @@ def brute(trace, policy, arena):
                 if committed + stride <= arena:
                     committed += stride
                     break
-                victim = min(resident - set(want), key=lambda v: (policy.priorities[tensors[v // e].gate, v % e], last[v], v))
+                victim = min(resident - set(want), key=lambda v: (policy.priorities[v], last[v], v))
                 resident.remove(victim)
-                free[tensors[victim // e].slot_bytes] += 1
-                evictions += 1
-            resident.add(s)
-            nbytes += tensors[s // e].nbytes
+                free[model.expert_slots[victim[0]]] += 1
+                evictions += model.n_matrices[victim[0]]
+            resident.add(x)
+            nbytes += model.expert_bytes[event.gate]
         policy.update(event)
     return hits, evictions, nbytes, resident
 
@@ -75,14 +74,14 @@ def brute(trace, policy, arena):
 @pytest.mark.parametrize("name", policy_names())
 @pytest.mark.parametrize("share", [0.3, 0.6])
 def test_brute_force(model, name, share):
-    """Hits, evictions and bytes of every policy; the slices in the arena fit into it, and none is lost."""
+    """Hits, evictions and bytes of every policy; the experts in the arena fit into it, and none is lost."""
     trace, arena = random_trace(model), int(model.full_bytes * share)
     result = simulate(trace, name, arena, events=True)
     hits, evictions, nbytes, resident = brute(trace, get_policy(name)(CacheShape.of(model, arena)), arena)
     assert result.event_hits.tolist() == hits and (result.evictions, result.bytes_read) == (evictions, nbytes)
-    assert set(np.flatnonzero(result.resident)) == resident
-    assert result.gate_hits.sum() == sum(hits) and result.gate_misses.sum() - result.evictions == len(resident)
-    assert sum(model.tensors[i // model.n_experts].slot_bytes for i in resident) <= arena
+    assert set(zip(*np.nonzero(result.resident.reshape(model.n_gates, -1)))) == resident
+    assert result.gate_hits.sum() == sum(hits) and result.gate_misses.sum() - result.evictions == 3 * len(resident)
+    assert sum(model.expert_slots[gate] for gate, _ in resident) <= arena
 
 
 def test_nothing_beats_belady_on_one_size_class():
@@ -116,7 +115,7 @@ class GeneralLru(Policy):
 @pytest.mark.parametrize("trace", [Trace.read(SMALL_TRACE), batches()], ids=["small", "batches"])
 @pytest.mark.parametrize("share", [0.05, 0.12, 0.333, 0.37, 0.5, 0.83, 0.99])
 def test_fast_path_is_the_general_one(trace, share):
-    arena = max(int(trace.model.full_bytes * share), 3 * 12288)
+    arena = max(int(trace.model.full_bytes * share), trace.model.arena_floor)
     fast = simulate(trace, "lru", arena, events=True)
     general = simulate(trace, GeneralLru(CacheShape.of(trace.model, arena)), arena, events=True)
     assert (fast.event_hits == general.event_hits).all() and fast.evictions == general.evictions
@@ -161,7 +160,7 @@ def test_batches_larger_than_the_arena():
     events = [GateEvent(g, np.arange(8).reshape(4, 2), np.ones((4, 2), np.float32)) for g in (0, 1, 2)] * 3
     for model in (ONE, TWO):
         trace = Trace(model, events, np.zeros(9, bool))
-        for arena in (3 * 16384, model.full_bytes // 4, model.full_bytes):
+        for arena in (model.arena_floor, model.full_bytes // 4, model.full_bytes):
             result = simulate(trace, "decay", arena)
             assert result.gate_hits.sum() + result.gate_misses.sum() == 9 * 24
         assert result.gate_misses.sum() == 72
@@ -259,8 +258,8 @@ def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path, name):
 
 def residency_of(trace, result):
     out = np.zeros((trace.model.n_gates, trace.model.n_experts), np.uint8)
-    for t, row in zip(trace.model.tensors, result.resident.reshape(len(trace.model.tensors), -1), strict=True):
-        out[t.gate] |= (row << t.matrix).astype(np.uint8)
+    for t in trace.model.tensors:
+        out[t.gate] |= (result.resident.reshape(out.shape)[t.gate] << t.matrix).astype(np.uint8)
     return out
 
 
