@@ -26,7 +26,7 @@ _UNITS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
 
 
 def slot_bytes(slice_bytes: int) -> int:
-    """Bytes of an arena that a slice takes: whole pages, and one for a start inside a page (moeoff-arena)."""
+    """Bytes of a slot that a slice takes: whole pages, and one for a start inside a page (moeoff-arena)."""
     return -(-slice_bytes // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE
 
 

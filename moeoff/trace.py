@@ -56,7 +56,7 @@ class TensorInfo:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes that the slice takes in the arena."""
+        """Bytes that the slice takes of its slot in the arena."""
         return slot_bytes(self.nbytes)
 
 

@@ -76,7 +76,7 @@ def _print(r: Report) -> None:
     floor.add_row("work area", format_size(r.work_bytes))
     floor.add_row("outputs", format_size(r.output_bytes))
     floor.add_row("reserve", format_size(r.reserve_bytes))
-    floor.add_row("two slots for slices", format_size(r.arena_floor_bytes))
+    floor.add_row("slots of two experts", format_size(r.arena_floor_bytes))
     floor.add_row("smallest --memory", format_size(r.floor_bytes), style="bold")
     floor.add_row("available here", format_size(r.available_bytes))
     console.print(floor)

@@ -71,7 +71,7 @@ class ExpertBuffer:
 
     Args:
         io_threads: I/O threads, 1 to 64.
-        keep: False drops every slice after its use.
+        keep: False drops every expert after its use.
         eager: False lets each matrix op ask for its own slices instead of the gate for all of them.
         direct_io: reads around the page cache where the file system can.
         gate_input: gate events carry the router's input.
@@ -226,7 +226,7 @@ class ExpertBuffer:
         self._slots[native.LOW if low else native.HIGH][tensor] = np.array([slot_bytes(s.nbytes) if s.type >= 0 else 0 for s in sources], np.int64)
 
     def slots(self, *, low: bool = False) -> list[np.ndarray]:
-        """[n_experts] int64 for each tensor: bytes that each expert's slice takes in the arena. Empty if there are no such versions."""
+        """[n_experts] int64 for each tensor: bytes that each expert's slice takes of its slot in the arena. Empty if there are no such versions."""
         slots = self._slots[native.LOW if low else native.HIGH]
         return [slots[tensor] for tensor in sorted(slots)]
 
@@ -237,7 +237,7 @@ class ExpertBuffer:
 
     @property
     def arena_full(self) -> int:
-        """Bytes of the arena that holds every slice in its high version."""
+        """Bytes of the arena that holds every expert in its high version."""
         return int(native.arena_full(self.handle, native.HIGH))
 
     @property
@@ -291,7 +291,7 @@ class ExpertBuffer:
         return int(native.device_slot_bytes(self.handle, device, gate, n_slots, n_used))
 
     def clear(self) -> None:
-        """Drops every resident slice."""
+        """Drops every resident expert."""
         native.clear(self.handle)
 
     # --- policy ---
@@ -347,7 +347,7 @@ class ExpertBuffer:
         return out
 
     def resident_bytes(self) -> int:
-        """Bytes of slots in whose slices there is something; other slots of the arenas may never have been written to."""
+        """Bytes of slots behind slices that are there; the rest of the arenas may never have been written to."""
         held = 0
         for low in (False, True):
             rows = zip(self.tensors, self.slots(low=low))  # no slots: no low versions

@@ -69,9 +69,7 @@ def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
         counts: [n_gates, n_experts] uses.
         arena: bytes.
     """
-    sizes = np.zeros(counts.shape, np.int64)
-    for info, nbytes in zip(buffer.tensors, buffer.slots()):
-        sizes[info.gate, : len(nbytes)] += nbytes
+    sizes = _expert_slots(buffer)
     order = np.argsort(-counts, axis=None, kind="stable")
     order = order[(sizes.ravel()[order] > 0) & (counts.ravel()[order] > 0)]
     n = int(np.searchsorted(np.cumsum(sizes.ravel()[order]), arena, "right"))
@@ -117,11 +115,19 @@ def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) 
 
 def _preload(buffer: ExpertBuffer, residency: np.ndarray, room: int, low: bool) -> int:
     queued = 0
-    for info, nbytes in sorted(zip(buffer.tensors, buffer.slots(low=low)), key=lambda pair: (pair[0].gate, pair[0].matrix)):
-        experts = np.flatnonzero(residency[info.gate, : len(nbytes)] & (1 << info.matrix))
-        taken = np.cumsum(nbytes[experts])
+    for gate, row in enumerate(_expert_slots(buffer, low)):
+        experts = np.flatnonzero((residency[gate] != 0) & (row > 0))
+        taken = np.cumsum(row[experts])
         n = int(np.searchsorted(taken, room, "right"))
         if n:
             room -= int(taken[n - 1])
-            queued += buffer.preload(info.gate, experts[:n].tolist(), 1 << info.matrix, low=low)
+            queued += buffer.preload(gate, experts[:n].tolist(), low=low)
     return queued
+
+
+def _expert_slots(buffer: ExpertBuffer, low: bool = False) -> np.ndarray:
+    """[n_gates, n_experts] int64: bytes that each expert takes in the arena."""
+    sizes = np.zeros(buffer.priorities.shape, np.int64)
+    for info, nbytes in zip(buffer.tensors, buffer.slots(low=low)):
+        sizes[info.gate, : len(nbytes)] += nbytes
+    return sizes

@@ -1,7 +1,7 @@
 """Contracts of cache policies and predictors, and options of their fits.
 
 A cache policy is a table of priorities that gate events change. It never evicts: it writes `priorities` [n_gates, n_experts], and the owner
-of the slices (the native buffer live, `moeoff.simulate` offline) evicts the lowest, among equals the least recently used. A predictor turns
+of the experts (the native buffer live, `moeoff.simulate` offline) evicts the lowest, among equals the least recently used. A predictor turns
 gate events into scores of the experts of coming gates. Neither knows files, slots or threads.
 
 Invariant: the table that an event leaves behind is read when the *next* gate misses, so a policy that depends on the layer

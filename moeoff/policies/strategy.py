@@ -22,7 +22,7 @@ class Strategy:
     """A cache policy, a predictor, and how their experts are read.
 
     Attributes:
-        keep: slices stay after their use until others need the room; the priorities are the eviction order.
+        keep: experts stay after their use until others need the room; the priorities are the eviction order.
         eager: the slices of all matrices are requested when the router has selected, not by each matrix's op.
         policy: name of the cache policy that writes the priorities, or None.
         predictor: name of the predictor, or None.

@@ -27,10 +27,10 @@ class Block:
     """A MoE block of two matrices in a file, each expert in two versions, and the same in memory for ggml's own kernel.
 
     Args:
-        n_slots, n_low: the arenas in slots of the largest slice of their version.
+        n_slots, n_low: the arenas in experts.
     """
 
-    def __init__(self, path, rng, high=Q8_0, low=Q4_0, n_slots=6, n_low=6, **options):
+    def __init__(self, path, rng, high=Q8_0, low=Q4_0, n_slots=3, n_low=3, **options):
         self.types = (high, low)
         self._context = Context()
         self.buffer = ExpertBuffer(**options)
@@ -53,7 +53,7 @@ class Block:
         for i in range(len(MATRICES)):
             self.buffer.set_sources(i, sources[HIGH][i])
             self.buffer.set_sources(i, sources[LOW][i], low=True)
-        self.slots = [slot_bytes(s[0][0].nbytes) for s in (sources[HIGH], sources[LOW])]
+        self.slots = [len(MATRICES) * slot_bytes(s[0][0].nbytes) for s in (sources[HIGH], sources[LOW])]
         self.buffer.start(n_slots * self.slots[HIGH], n_low * self.slots[LOW])
         self.events = []
         self.buffer.set_gate_callback(self.events.append)
@@ -160,7 +160,7 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
     """Decisions equal a brute-force rule's, and results the stock kernel's on the versions decided, in arenas that evict all the time."""
     rng = np.random.default_rng(1)
     seen = np.zeros(3, int)
-    with Block(tmp_path / "experts", rng, *types, n_slots=8, n_low=6) as block:
+    with Block(tmp_path / "experts", rng, *types, n_slots=4, n_low=3) as block:
         for n_tokens in (1, 2, 9):
             with Graph(block, n_tokens) as graph:
                 for i in range(400 if n_tokens == 1 else 60):
@@ -235,7 +235,7 @@ def test_forced_decisions(tmp_path, backend):
 def test_two_graphs_in_the_same_block(tmp_path, backend):
     """Each graph's ops get what its own gate event decided, though another event of the same gate came between."""
     rng = np.random.default_rng(4)
-    with Block(tmp_path / "experts", rng, n_slots=16, n_low=16) as block, Graph(block, 3) as a, Graph(block, 3) as b:
+    with Block(tmp_path / "experts", rng, n_slots=8, n_low=8) as block, Graph(block, 3) as a, Graph(block, 3) as b:
         different = 0
         for _ in range(10):
             a.choose(rng)
@@ -253,7 +253,7 @@ def test_two_graphs_in_the_same_block(tmp_path, backend):
 def test_prefetch_by_version(tmp_path, backend):
     """A prefetch counts as useful if the gate chose that version, and is given up if it chose the other."""
     rng = np.random.default_rng(5)
-    with Block(tmp_path / "experts", rng, n_slots=16, n_low=16) as block, Graph(block, 1) as graph:
+    with Block(tmp_path / "experts", rng, n_slots=8, n_low=8) as block, Graph(block, 1) as graph:
         buffer = block.buffer
 
         def settle():
@@ -286,7 +286,7 @@ def test_prefetch_by_version(tmp_path, backend):
 def test_low_versions_of_resident_experts_go_first(tmp_path, backend):
     """What is resident in high precision does not need its low version: of a full low pool that one is evicted."""
     rng = np.random.default_rng(6)
-    with Block(tmp_path / "experts", rng, n_slots=16, n_low=2 * N_USED) as block, Graph(block, 1) as graph:
+    with Block(tmp_path / "experts", rng, n_slots=8, n_low=N_USED) as block, Graph(block, 1) as graph:
         buffer = block.buffer
 
         def use(ids, version):
@@ -309,7 +309,7 @@ def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
     decoded, and not in a prompt."""
     rng = np.random.default_rng(8)
     seen, predicted_late, earlier = np.zeros(2, int), 0, -1
-    with Block(tmp_path / "experts", rng, n_slots=8, n_low=6) as block, Graph(block, n_tokens) as graph:
+    with Block(tmp_path / "experts", rng, n_slots=4, n_low=3) as block, Graph(block, n_tokens) as graph:
         buffer = block.buffer
         buffer.set_thresholds(mispredicted_low=True)
         for i in range(300):
@@ -336,18 +336,18 @@ def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
 
 
 def test_native_refusals(tmp_path):
-    with Block(tmp_path / "experts", np.random.default_rng(7), n_slots=4, n_low=4) as block:
+    with Block(tmp_path / "experts", np.random.default_rng(7), n_slots=2, n_low=2) as block:
         buffer = block.buffer
         for rule in [(0.5, 0.4), (-0.1, 1), (0, 1.1), (0, 1, 1.5), (math.nan, 1)]:
             with pytest.raises(OptionError, match="0 <= t1 <= t2 <= 1"):
                 buffer.set_thresholds(*rule)
-        assert buffer.low_arena_floor == 2 * block.slots[LOW] and buffer.low_arena_full == len(MATRICES) * N_EXPERT * block.slots[LOW]
+        assert buffer.low_arena_floor == 2 * block.slots[LOW] and buffer.low_arena_full == N_EXPERT * block.slots[LOW]
         buffer.set_thresholds(0, 1)
         for low in (0, 2 * block.slots[LOW] - 1):
             with pytest.raises(MoeoffError, match="for low versions is below the floor"):
-                buffer.set_arena_bytes(4 * block.slots[HIGH], low)
+                buffer.set_arena_bytes(2 * block.slots[HIGH], low)
         buffer.set_thresholds(0, 0)  # skips, and needs no low versions
-        buffer.set_arena_bytes(4 * block.slots[HIGH], 0)
+        buffer.set_arena_bytes(2 * block.slots[HIGH], 0)
         for rule in [{"t1": 0.0}, {"mispredicted_low": True}]:
             with pytest.raises(OptionError, match="need low versions"):
                 buffer.set_thresholds(**rule)
