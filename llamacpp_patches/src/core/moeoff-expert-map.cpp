@@ -109,9 +109,9 @@ uint64_t expert_map::slot_bytes(const gate & g, int32_t expert, version v) const
 
 uint64_t expert_map::arena_full(version v) const {
     uint64_t sum = 0;
-    for (const auto & g : gates) {
-        for (int32_t e = 0; e < g->n_expert; e++) {
-            sum += slot_bytes(*g, e, v);
+    for (const auto & list : sources[v]) {
+        for (const auto & s : list) {
+            sum += s.type < 0 ? 0 : arena::slot_bytes(s.nbytes);
         }
     }
     return sum;
