@@ -1,0 +1,176 @@
+// The expert as the unit: one slot, evicted whole, wanted until the last op of its block; read and waited for matrix by matrix.
+
+#include "check.h"
+#include "slice_file.h"
+
+#include "moeoff-op-run.h"
+
+#include <array>
+#include <mutex>
+
+using namespace moeoff;
+
+static constexpr int      n_expert = 5;
+static constexpr uint64_t nbytes   = 5000;
+static constexpr std::array<int32_t, 3> used { MOEOFF_MATRIX_GATE, MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN }; // as a graph does
+
+// One layer of three matrices, added in an order of their own. A read waits until its matrix is released
+struct one_layer {
+    slice_file file { 1 << 17 };
+    store      s { { MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER, 1, 0, page_size } };
+    std::array<std::atomic<bool>, MOEOFF_N_MATRIX> released {};
+    std::array<const tensor *, MOEOFF_N_MATRIX>    tensors {};
+    std::mutex       mutex;
+    std::vector<int> reads; // matrix * n_expert + expert
+
+    explicit one_layer(int n_slots, bool release = true) {
+        std::string error;
+        REQUIRE(s.add_file(file.path, error) == 0);
+        for (const int32_t matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_DOWN, MOEOFF_MATRIX_GATE }) {
+            tensors[(size_t) matrix] = s.add_tensor(tensor_info(0, matrix, n_expert), false);
+            std::vector<moeoff_source> sources;
+            for (int e = 0; e < n_expert; e++) {
+                sources.push_back({ 0, 1, (uint64_t) (matrix * n_expert + e) * nbytes, nbytes, 0 });
+            }
+            REQUIRE(s.set_sources(s.experts().n_tensors() - 1, HIGH, sources.data(), n_expert, error));
+            released[(size_t) matrix] = release;
+        }
+        const uint64_t slot = 3 * arena::slot_bytes(nbytes);
+        REQUIRE(s.experts().arena_floor(HIGH) == 2 * slot && s.experts().arena_full(HIGH) == n_expert * slot);
+        REQUIRE(s.set_limits((uint64_t) n_slots * slot, 0, error));
+        const slice_reader plain = s.reader();
+        s.set_reader([this, plain](const moeoff_source & source, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
+            const int number = (int) (source.offset / nbytes);
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+                reads.push_back(number);
+            }
+            wait_until([&] { return released[(size_t) (number / n_expert)].load(); });
+            return plain(source, dst, cancel, direct, message);
+        });
+        REQUIRE(s.start(error));
+    }
+
+    void event(std::vector<int32_t> ids) {
+        std::vector<float> weights(ids.size(), 1.0f);
+        moeoff_gate_event e = {};
+        e.n_tokens = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
+        s.gate_event(s.experts().gate_at(0), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float) });
+    }
+
+    void compute(int32_t matrix, const std::vector<int32_t> & ids) {
+        const std::vector<uint8_t> versions(ids.size(), HIGH);
+        std::vector<op_item>       items(ids.size());
+        for (size_t i = 0; i < ids.size(); i++) {
+            items[i].expert  = ids[i];
+            items[i].version = HIGH;
+            items[i].n_rows  = items[i].n_parts = 1;
+        }
+        op_run run(s, *tensors[(size_t) matrix], graph_of_this_thread(), items.data(), ids.data(), versions.data(), (int32_t) ids.size(), 1);
+        run.compute(0, [&](const op_item &, const slice & sl, const uint8_t * data, int32_t) {
+            REQUIRE(data && sl.matrix == matrix);
+            for (uint64_t b = 0; b < nbytes; b++) {
+                REQUIRE(data[b] == byte_at(sl.source.offset + b));
+            }
+        });
+        s.check_invariants();
+    }
+
+    void compute_all(const std::vector<int32_t> & ids) {
+        event(ids);
+        for (const int32_t matrix : used) {
+            compute(matrix, ids);
+        }
+    }
+
+    slice_state state(int32_t matrix, int32_t expert) const { return state_of(s.at(*tensors[(size_t) matrix], expert, HIGH)); }
+
+    // of all matrices, if they have the same
+    slice_state state(int32_t expert) const {
+        for (const int32_t matrix : used) {
+            REQUIRE(state(matrix, expert) == state(MOEOFF_MATRIX_UP, expert));
+        }
+        return state(MOEOFF_MATRIX_UP, expert);
+    }
+
+    moeoff_stats stats() {
+        moeoff_stats out;
+        s.get_stats(out);
+        return out;
+    }
+};
+
+TEST(reads_follow_the_order_in_which_the_graph_uses_them) {
+    one_layer x(n_expert);
+    x.event({ 3, 1 });
+    wait_until([&] { return x.state(MOEOFF_MATRIX_DOWN, 1) == READY; });
+    std::vector<int> expected;
+    for (const int32_t matrix : used) {
+        expected.push_back(matrix * n_expert + 3);
+        expected.push_back(matrix * n_expert + 1);
+    }
+    REQUIRE(x.reads == expected);
+    REQUIRE(x.stats().demand_misses == 6 && x.stats().resident_slices == 6); // counted in slices
+}
+
+TEST(an_op_waits_for_its_own_matrix_alone) {
+    one_layer x(n_expert, false);
+    x.released[MOEOFF_MATRIX_GATE] = true;
+    x.event({ 0, 2 });
+    x.compute(MOEOFF_MATRIX_GATE, { 0, 2 });
+    REQUIRE(x.state(MOEOFF_MATRIX_UP, 0) == LOADING && x.state(MOEOFF_MATRIX_DOWN, 0) == QUEUED);
+    x.released[MOEOFF_MATRIX_UP] = x.released[MOEOFF_MATRIX_DOWN] = true;
+    x.compute(MOEOFF_MATRIX_UP, { 0, 2 });
+    x.compute(MOEOFF_MATRIX_DOWN, { 0, 2 });
+    REQUIRE(x.stats().reads == 6 && x.stats().demand_misses == 6 && x.stats().demand_hits == 0);
+}
+
+TEST(an_expert_is_evicted_whole) {
+    one_layer x(2);
+    x.compute_all({ 0 });
+    x.compute_all({ 1 });
+    x.compute_all({ 2 });
+    REQUIRE(x.state(0) == ABSENT && x.state(1) == READY && x.state(2) == READY);
+    REQUIRE(x.stats().evictions == 3 && x.stats().arena_committed == 2 * 3 * arena::slot_bytes(nbytes));
+    x.s.clear();
+    REQUIRE(x.state(1) == ABSENT && x.state(2) == ABSENT && x.stats().resident_slices == 0 && x.stats().evictions == 3);
+}
+
+TEST(an_expert_is_wanted_until_the_last_op_of_its_block) {
+    one_layer x(2);
+    x.event({ 0, 1 });
+    for (const int32_t matrix : { MOEOFF_MATRIX_GATE, MOEOFF_MATRIX_UP }) {
+        x.compute(matrix, { 0, 1 });
+    }
+    const int32_t guess = 2;
+    REQUIRE(x.s.prefetch(0, &guess, 1, 1, ~0u, HIGH, true, -1) == 3);
+    wait_until([&] { return x.state(0) == READY && x.state(1) == READY; });
+    REQUIRE(x.state(2) == QUEUED); // no slot for it
+    x.compute(MOEOFF_MATRIX_DOWN, { 0, 1 });
+    wait_until([&] { return x.state(MOEOFF_MATRIX_DOWN, 2) == READY; });
+    REQUIRE(x.state(0) == ABSENT && x.state(1) == READY && x.state(2) == READY);
+}
+
+// All of an event's experts but one take turns in one slot, matrix by matrix, and what is read ahead of its op stays for it
+TEST(the_smallest_arena_computes_a_layer_of_many_experts) {
+    one_layer x(2);
+    for (int i = 0; i < 20; i++) {
+        x.compute_all({ 0, 1, 2, 3, 4 });
+    }
+    REQUIRE(x.stats().reads <= 20 * 15 + 20 * 2 && x.stats().read_errors == 0); // but for what was read ahead of the first op
+}
+
+TEST(a_limit_of_prefetched_slices_takes_whole_experts) {
+    one_layer x(n_expert, false);
+    const int32_t guess[] = { 4, 2, 0 };
+    REQUIRE(x.s.prefetch(0, guess, 3, 3, ~0u, HIGH, true, 4) == 4);
+    REQUIRE(x.state(MOEOFF_MATRIX_GATE, 4) != ABSENT && x.state(MOEOFF_MATRIX_UP, 4) == QUEUED && x.state(MOEOFF_MATRIX_DOWN, 4) == QUEUED);
+    REQUIRE(x.state(MOEOFF_MATRIX_GATE, 2) == QUEUED && x.state(MOEOFF_MATRIX_UP, 2) == ABSENT && x.state(0) == ABSENT);
+    REQUIRE(x.stats().arena_committed == 2 * 3 * arena::slot_bytes(nbytes));
+    REQUIRE(x.s.prefetch_cancel(0) == 4);
+    for (auto & r : x.released) {
+        r = true;
+    }
+    wait_until([&] { return x.stats().reads == 1; }); // what was in flight
+    x.s.check_invariants();
+}
