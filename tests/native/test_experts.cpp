@@ -118,7 +118,8 @@ TEST(an_op_waits_for_its_own_matrix_alone) {
     x.released[MOEOFF_MATRIX_GATE] = true;
     x.event({ 0, 2 });
     x.compute(MOEOFF_MATRIX_GATE, { 0, 2 });
-    REQUIRE(x.state(MOEOFF_MATRIX_UP, 0) == LOADING && x.state(MOEOFF_MATRIX_DOWN, 0) == QUEUED);
+    wait_until([&] { return x.state(MOEOFF_MATRIX_UP, 0) == LOADING; });
+    REQUIRE(x.state(MOEOFF_MATRIX_DOWN, 0) == QUEUED);
     x.released[MOEOFF_MATRIX_UP] = x.released[MOEOFF_MATRIX_DOWN] = true;
     x.compute(MOEOFF_MATRIX_UP, { 0, 2 });
     x.compute(MOEOFF_MATRIX_DOWN, { 0, 2 });
@@ -167,6 +168,7 @@ TEST(a_limit_of_prefetched_slices_takes_whole_experts) {
     REQUIRE(x.state(MOEOFF_MATRIX_GATE, 4) != ABSENT && x.state(MOEOFF_MATRIX_UP, 4) == QUEUED && x.state(MOEOFF_MATRIX_DOWN, 4) == QUEUED);
     REQUIRE(x.state(MOEOFF_MATRIX_GATE, 2) == QUEUED && x.state(MOEOFF_MATRIX_UP, 2) == ABSENT && x.state(0) == ABSENT);
     REQUIRE(x.stats().arena_committed == 2 * 3 * arena::slot_bytes(nbytes));
+    wait_until([&] { return x.state(MOEOFF_MATRIX_GATE, 4) == LOADING; });
     REQUIRE(x.s.prefetch_cancel(0) == 4);
     for (auto & r : x.released) {
         r = true;
