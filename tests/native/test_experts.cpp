@@ -145,7 +145,7 @@ TEST(an_expert_is_wanted_until_the_last_op_of_its_block) {
     }
     const int32_t guess = 2;
     REQUIRE(x.s.prefetch(0, &guess, 1, 1, ~0u, HIGH, true, -1) == 3);
-    wait_until([&] { return x.state(0) == READY && x.state(1) == READY; });
+    wait_until([&] { return x.state(MOEOFF_MATRIX_DOWN, 0) == READY && x.state(MOEOFF_MATRIX_DOWN, 1) == READY; });
     REQUIRE(x.state(2) == QUEUED); // no slot for it
     x.compute(MOEOFF_MATRIX_DOWN, { 0, 1 });
     wait_until([&] { return x.state(MOEOFF_MATRIX_DOWN, 2) == READY; });
