@@ -267,6 +267,18 @@ struct ollama_routes {
     }
 };
 
+// OpenAI's route for one model, which llama-server has not.
+server_http_res_ptr get_model(const handler_t & models, const server_http_req & req) {
+    const std::string wanted = req.get_param("model");
+    const json        known  = facts(models, req);
+    for (const json & entry : known.at("data")) {
+        if (json_value(entry, "id", std::string()) == wanted) {
+            return answer_with(safe_json_to_str(entry));
+        }
+    }
+    return answer_with(safe_json_to_str(json{{"error", format_error_response("no such model: " + wanted, ERROR_TYPE_NOT_FOUND)}}), 404);
+}
+
 } // namespace
 
 void server_add_ollama_routes(const server_http_context & http, const server_routes & routes,
@@ -278,6 +290,7 @@ void server_add_ollama_routes(const server_http_context & http, const server_rou
         wrapper(routes.post_chat_completions), wrapper(routes.post_completions), wrapper(routes.post_infill),
         wrapper(routes.post_embeddings_oai),   wrapper(routes.get_props),        wrapper(routes.get_models),
     });
+    http.get ("/v1/models/:model", [to](const server_http_req & req) { return get_model(to->models, req); });
     http.post("/api/chat",       guarded([to](const server_http_req & req) { return to->post_chat(req); }));
     http.post("/api/generate",   guarded([to](const server_http_req & req) { return to->post_generate(req); }));
     http.post("/api/embed",      guarded([to](const server_http_req & req) { return to->post_embed(req, "input", false); }));
@@ -285,6 +298,13 @@ void server_add_ollama_routes(const server_http_context & http, const server_rou
     http.post("/api/show",       guarded([to](const server_http_req & req) { return to->post_show(req); }));
     http.get ("/api/tags",       guarded([to](const server_http_req & req) { return to->get_tags(req); }));
     http.get ("/api/ps",         guarded([to](const server_http_req & req) { return to->get_ps(req); }));
+    const handler_t one_model = [](const server_http_req &) {
+        return answer_with(ollama_error_text(json(std::string("this server has one model, which is given when it starts"))), 501);
+    };
+    for (const char * path : { "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete" }) {
+        http.post(path, one_model);
+    }
+    http.del("/api/delete", one_model);
     http.get ("/api/version",    guarded([](const server_http_req &) { return answer_with(safe_json_to_str(json{{"version", OLLAMA_VERSION}})); }));
 }
 

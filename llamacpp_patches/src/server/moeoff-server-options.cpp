@@ -3,7 +3,9 @@
 #include "moeoff-server-hooks.h"
 
 #include "arg.h"
+#include "chat.h"
 #include "common.h"
+#include "moeoff/moeoff-templates.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -51,8 +53,7 @@ static void set_option(const common_arg & option, common_params & params, bool p
     }
 }
 
-static void check_options(int argc, char ** argv) {
-    common_params params;
+static void check_options(int argc, char ** argv, common_params & params) {
     common_params_context known = common_params_parser_init(params, LLAMA_EXAMPLE_SERVER);
     std::map<std::string, std::pair<const common_arg *, bool>> options;
     for (const common_arg & option : known.options) {
@@ -94,9 +95,27 @@ static void check_options(int argc, char ** argv) {
     }
 }
 
+// llama.cpp ends the process over a template that it cannot read.
+static void check_template(const common_params & params) {
+    if (!params.chat_template.empty() && params.use_jinja && !common_chat_verify_template(params.chat_template, true)) {
+        std::string why = "it cannot be read";
+        moeoff::begin_template_request();
+        try {
+            moeoff::summarize_template(params.chat_template);
+            why = "it fails with an ordinary conversation";
+        } catch (const std::exception & e) {
+            why = e.what();
+        }
+        moeoff::end_idle_templates();
+        throw std::invalid_argument("the chat template cannot be used: " + why);
+    }
+}
+
 bool moeoff_server_check(int argc, char ** argv, char * message, size_t size) {
     try {
-        check_options(argc, argv);
+        common_params params;
+        check_options(argc, argv, params);
+        check_template(params);
         return true;
     } catch (const std::exception & e) {
         snprintf(message, size, "%s", e.what());
