@@ -276,7 +276,7 @@ server_http_res_ptr get_model(const handler_t & models, const server_http_req & 
             return answer_with(safe_json_to_str(entry));
         }
     }
-    return answer_with(safe_json_to_str(json{{"error", format_error_response("no such model: " + wanted, ERROR_TYPE_NOT_FOUND)}}), 404);
+    return answer_with("", 404); // llama-server puts its own words for it
 }
 
 } // namespace
