@@ -30,6 +30,7 @@ class Hooks(Structure):
     _fields_ = [
         ("buffer", c_void_p),
         ("overrides", POINTER(native.BuftOverride)),
+        ("ending", POINTER(c_int32)),
         ("drafting", POINTER(c_int32)),
         ("loaded", Loaded),
         ("ready", Ready),

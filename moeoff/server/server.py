@@ -109,7 +109,7 @@ class Server:
         self._batch_error: Exception | None = None
         self._between = threading.Lock()  # what happens between decodes, on the serving thread and on others
         self._judge = DraftJudge() if self._options.drafts else None
-        self._drafting = c_int32(1)
+        self._ending, self._drafting = c_int32(0), c_int32(1)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._n_tokens, self._computes = 0, 0, False
@@ -183,6 +183,7 @@ class Server:
     def stop(self) -> None:
         """Ends every answer, then the server. May be called twice, and from any thread."""
         self._stopping = True
+        self._ending.value = 1
         if self._thread.is_alive():
             self.engine.buffer.set_cancelled(True)
             while self._thread.is_alive():  # a stop that comes before there is something to stop is lost
@@ -256,6 +257,7 @@ class Server:
             hooks = Hooks(
                 engine.buffer.handle,
                 overrides,
+                ctypes.pointer(self._ending),
                 ctypes.pointer(self._drafting),
                 Loaded(self._guarded(self._on_loaded, 1)),
                 Ready(self._guarded(self._on_ready, 1)),

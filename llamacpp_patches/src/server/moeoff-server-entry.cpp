@@ -17,12 +17,20 @@
 int  llama_server(common_params & params, int argc, char ** argv);
 void llama_server_terminate();
 
+// llama.cpp takes a graph that was ended for one that has failed.
+static void log_unless_it_ends(ggml_log_level level, const char * text, void * user_data) {
+    if (level != GGML_LOG_LEVEL_ERROR || !moeoff::server_ends_on_purpose()) {
+        common_log_default_callback(level, text, user_data);
+    }
+}
+
 int moeoff_serve(int argc, char ** argv, const moeoff_server_hooks * hooks) {
     int result = 1;
     try {
         std::setlocale(LC_NUMERIC, "C");
         common_params params;
         common_init();
+        llama_log_set(log_unless_it_ends, nullptr);
         server_stream_session_manager_start();
         if (moeoff::server_parse(argc, argv, params)) {
             // what the buffer needs, whatever arguments and environment say

@@ -8,6 +8,7 @@
 #include "mtmd.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <mutex>
 #include <stdexcept>
@@ -28,6 +29,8 @@ static std::string                 no_drafts; // why
 static std::mutex    tasks_mutex;
 static std::set<int> tasks_in_progress;
 static bool          abandoned = false;
+
+static std::atomic<bool> ended_for_nobody = false; // the decode of now, or the one that has just ended
 
 void server_attach(const moeoff_server_hooks * hooks) {
     server_hooks  = hooks;
@@ -139,6 +142,7 @@ void server_decode::before() {
     {
         std::lock_guard<std::mutex> lock(tasks_mutex);
         tasks_in_progress = std::move(tasks);
+        ended_for_nobody  = false;
     }
     if (!seen) { // what warmed the model up is nobody's
         moeoff_get_stats(server_hooks->buffer, &seen.emplace());
@@ -319,6 +323,10 @@ bool server_drafting() {
     return server_hooks == nullptr || *server_hooks->drafting != 0;
 }
 
+bool server_ends_on_purpose() {
+    return server_hooks != nullptr && (*server_hooks->ending != 0 || ended_for_nobody);
+}
+
 void server_abandon(const std::unordered_set<int> & ids) {
     if (server_hooks == nullptr) {
         return;
@@ -331,7 +339,8 @@ void server_abandon(const std::unordered_set<int> & ids) {
         tasks_in_progress.erase(id);
     }
     if (tasks_in_progress.empty()) {
-        abandoned = true;
+        abandoned        = true;
+        ended_for_nobody = true;
         moeoff_set_cancelled(server_hooks->buffer, true);
     }
 }

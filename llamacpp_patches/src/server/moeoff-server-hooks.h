@@ -141,6 +141,7 @@ void        server_drafts_loaded(bool can_draft, llama_context * ctx); // null: 
 void        server_drafts_failed(const char * why);
 bool        server_ready(llama_context * ctx, const std::string & url);
 bool        server_drafting();
+bool        server_ends_on_purpose(); // a stop, or a batch that nobody waits for: no error, and nothing to log. Any thread
 std::string server_metrics();
 
 // Nobody waits for these tasks any more: if that is true of all that are computed, the computation ends within a layer. Any thread.

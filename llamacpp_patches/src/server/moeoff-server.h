@@ -23,6 +23,8 @@ struct moeoff_server_hooks {
 
     const struct llama_model_tensor_buft_override * overrides; // ended by an empty one; come before the user's own
 
+    const int32_t * ending; // not 0: what is computed is ended, and then the server
+
     const int32_t * drafting; // 0: no drafts are made now, though there is something to make them with
 
     // The model is loaded and nothing has been computed; nonzero refuses it.
