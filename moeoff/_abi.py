@@ -126,7 +126,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 15
+ABI_VERSION = 16
 MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -162,6 +162,7 @@ class Thresholds(Structure):
         ("t2", c_float),
         ("prefill_low_fraction", c_float),
         ("flags", c_uint32),
+        ("tau", c_float),
     ]
 
 

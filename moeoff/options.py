@@ -369,8 +369,8 @@ class Config:
     this process may use by default, and `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
 
     Attributes:
-        precision: which experts may be served in lower precision, not at all, or by others; the default is lossless. `t1`, `t2`, `prefill_low_fraction`,
-            `reroute`, `mispredicted_low` and `low_tier` are the same in single options.
+        precision: which experts may be served in lower precision, not at all, or by others; the default is lossless. `tau`, `t1`, `t2`,
+            `prefill_low_fraction`, `reroute`, `mispredicted_low` and `low_tier` are the same in single options.
         direct_io: False reads through the page cache.
         gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
             tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
@@ -418,6 +418,8 @@ class Config:
     trace: Path | None = option("--trace", metavar="FILE", parse=os.fspath, is_file=True, group="Experts", commands="run",
                                 help="Record which experts the router selected, for simulate; appends to FILE.")  # fmt: skip
 
+    tau: float | None = option("--tau", metavar="W", parse=_number(0), group=_SHARE["group"], commands=_SHARE["commands"],
+                               help="Leave out absent experts whose weight is below W (what --max-loss measures and sets).")  # fmt: skip
     t1: float | None = option("--t1", metavar="S", help="Read absent experts whose unimportance is above S in low precision (HOBBIT's T1).",
                               **_SHARE)  # fmt: skip
     t2: float | None = option("--t2", metavar="S", help="Skip absent experts whose unimportance is above S (HOBBIT's T2).", **_SHARE)
@@ -609,7 +611,7 @@ class Config:
 
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
-THRESHOLDS = ("t1", "t2", "prefill_low_fraction", "reroute", "mispredicted_low", "low_tier")
+THRESHOLDS = ("tau", "t1", "t2", "prefill_low_fraction", "reroute", "mispredicted_low", "low_tier")
 _HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it quantizes them
 
 

@@ -42,7 +42,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
 def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
-    reroute: float = 0.0, **penalty: Any,
+    reroute: float = 0.0, tau: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace`, or route traces of other programs (.csv, .csv.gz), through strategies: what each would have had in memory, and read."""
     from ..policies.hobbit import MissCost
@@ -62,7 +62,7 @@ def simulate(
     names = [name for name in names if name not in without]
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:
-        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), cost=cost, progress=progress)
+        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), tau=tau, cost=cost, progress=progress)
     if plot:
         from ..simulate.comparison import plot as draw
 

@@ -68,6 +68,7 @@ class Quality:
             precision.t1,
             precision.t2,
             precision.prefill_low_fraction,
+            tau=precision.tau,
             blind=self._config.deterministic,
             mispredicted_low=precision.mispredicted_low,
         )

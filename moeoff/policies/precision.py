@@ -23,6 +23,8 @@ class Precision:
         t1, t2: for tokens that are decoded, each by itself (HOBBIT §3.2). An expert's unimportance s is the sum of the larger gate weights of the same
             token, all scaled to 1 (equation 2): s <= t1 is read in high precision, t1 < s <= t2 in low, s > t2 is skipped. The
             first expert is always read in high precision.
+        tau: for tokens that are decoded, in the place of t1 and t2: an expert whose weight, the factor of its output, lies below it and that is not
+            on its way either is left out; the other weights stay as they are. docs/guides/precision.md has the rule. 0: none is left out.
         prefill_low_fraction: for a prompt's batch (Fate §4.5). Of the experts chosen, this share is read in low precision: those
             that the fewest tokens chose, rounded down. Nothing is skipped.
         mispredicted_low: for tokens that are decoded, instead of t1 and t2: an expert that is neither resident nor asked for by a prefetch is
@@ -49,9 +51,10 @@ class Precision:
     reroute_margin: float = 1.0
     resident: float = 0.0
     mispredicted_low: bool = False
+    tau: float = 0.0
 
     def __post_init__(self) -> None:
-        numbers = (self.t1, self.t2, self.prefill_low_fraction, self.low_share, self.reroute, self.reroute_margin, self.resident)
+        numbers = (self.t1, self.t2, self.prefill_low_fraction, self.low_share, self.reroute, self.reroute_margin, self.resident, self.tau)
         if not all(math.isfinite(x) for x in numbers):
             raise OptionError(f"precision: thresholds and shares are numbers: {self}")
         if not 0 <= self.t1 <= self.t2 <= 1:
@@ -64,6 +67,8 @@ class Precision:
             raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
         if self.mispredicted_low and self.t1 < 1:
             raise OptionError("`mispredicted_low` has no use for `t1` and `t2`: give one or the other")
+        if self.tau < 0 or (self.tau > 0 and (self.t1 < 1 or self.reroute > 0 or self.mispredicted_low)):
+            raise OptionError("`tau` is a weight of at least 0, and excludes `t1`, `t2`, `reroute` and `mispredicted_low`")
         if self.uses_low and not self.tier:
             raise OptionError("low precision needs a tier of the sidecar that is read, as Q2_K", hint={"low_tier": ...})
 
@@ -75,7 +80,7 @@ class Precision:
     @property
     def lossless(self) -> bool:
         """Every token gets the experts of its router, in their own precision."""
-        return self.t1 >= 1 and self.prefill_low_fraction <= 0 and self.reroute <= 0 and not self.mispredicted_low
+        return self.t1 >= 1 and self.tau <= 0 and self.prefill_low_fraction <= 0 and self.reroute <= 0 and not self.mispredicted_low
 
 
 LOSSLESS = Precision()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,7 @@ from ..errors import BudgetError
 from ..gate_event import GateEvent
 from ..memory import format_size
 from ..policies import CacheShape, Policy, get_policy
-from ..policies.hobbit import PAPERS_COST, MissCost
+from ..policies.hobbit import HIGH, PAPERS_COST, SKIP, MissCost
 from ..trace import Trace, TraceHeader
 from .rerouting import Rerouting
 
@@ -167,6 +167,7 @@ class Result:
         event_hits: [n_events], with `events=True` only.
         resident: [n_gates * n_experts] bool at the end.
         rerouted: experts of tokens in the place of others that the router had chosen.
+        skipped: experts of tokens that were left out.
     """
 
     policy: str
@@ -180,6 +181,7 @@ class Result:
     resident: np.ndarray
     event_hits: np.ndarray | None = None
     rerouted: int = 0
+    skipped: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -198,12 +200,13 @@ class Result:
             "bytes_per_token": self.bytes_read / n,
             "miss_penalty_per_token": self.miss_penalty / n,
             "rerouted_per_token": self.rerouted / n,
+            "skipped_per_token": self.skipped / n,
             "hit_rate_by_layer": per_layer.round(6).tolist(),
         }
 
 
 def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", events: bool = False,
-             rerouting: Rerouting | None = None, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+             rerouting: Rerouting | None = None, tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
@@ -212,6 +215,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before.
         events: also returns hits of each event.
         rerouting: what routers chose is changed by what is in the simulated arena; what follows in the trace stays as it was recorded.
+        tau: of `Precision`: what is absent and weighs less is left out; what follows in the trace stays as it was recorded.
         cost: of misses, for the penalty.
         progress: called with the number of events done, now and then.
 
@@ -223,7 +227,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     arena_bytes = min(arena_bytes, model.full_bytes)
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, arena_bytes), seed=seed, **options)
-    if rerouting is None and policy.static and type(policy).update is Policy.update and len(set(model.expert_slots)) == 1:
+    if rerouting is None and not tau and policy.static and type(policy).update is Policy.update and len(set(model.expert_slots)) == 1:
         return _simulate_lru(trace, policy.name, arena_bytes, events, cost, progress)
     policy.prepare(trace.events)
     replay = SimulatedArena(model, arena_bytes)
@@ -232,7 +236,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
-    evictions, penalty, n_changed = 0, 0.0, 0
+    evictions, penalty, n_changed, n_skipped = 0, 0.0, 0, 0
     costs = _costs(trace, cost)
     sequences = {0}  # so far
     for n, event in enumerate(trace.events):
@@ -245,6 +249,11 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
             event = rerouting.apply(event, replay.resident_experts(event.gate))
             n_changed += 0 if event.router_ids is None else int(np.count_nonzero(event.ids != event.router_ids))
         chosen = event.demand()
+        if tau and event.decode:
+            event = leave_out(event, replay.resident_experts(event.gate), tau)
+            assert event.versions is not None
+            n_skipped += int(np.count_nonzero(event.versions))
+            chosen = chosen[np.isin(chosen, event.ids[event.versions == HIGH])]
         missing, victims = replay.gate(event.gate, chosen, table)
         hits[event.gate] += chosen.size - missing.size
         if missing.size:
@@ -261,7 +270,14 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         if progress and n % 4096 == 0:
             progress(n)
     return Result(policy.name, arena_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
-                  replay.resident, event_hits, n_changed)  # fmt: skip
+                  replay.resident, event_hits, n_changed, n_skipped)  # fmt: skip
+
+
+def leave_out(event: GateEvent, resident: np.ndarray, tau: float) -> GateEvent:
+    """A recorded event as `Precision.tau` would have had it, with these experts [n_experts] bool in memory: an expert that one token wants is there for all."""
+    wanted = resident.copy()
+    wanted[event.ids[event.weights >= tau]] = True
+    return replace(event, versions=np.where(wanted[event.ids], HIGH, SKIP).astype(np.uint8))
 
 
 def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, cost: MissCost, progress: Callable[[int], None] | None) -> Result:

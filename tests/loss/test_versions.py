@@ -185,6 +185,57 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
         assert (seen > 20).all() and stats.evictions > 50 and 0 < stats.low_bytes_read < stats.bytes_read
 
 
+def leave_out(graph: Graph, tau: float, blind: bool) -> np.ndarray:
+    """The rule of `Precision.tau` in numpy, from what is resident now: [n_tokens, n_used]. Nothing is read between two of these events."""
+    wanted = np.zeros(N_EXPERT, bool) if blind else graph.block.resident(False)
+    if len(graph.ids) == 1:
+        wanted[graph.ids[graph.weights >= np.float32(tau)]] = True
+    else:
+        wanted[graph.ids] = True
+    return np.where(wanted[graph.ids], HIGH, SKIP)
+
+
+@pytest.mark.parametrize("blind", [False, True])
+def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
+    """Of tokens that are decoded alone; the first expert has no privilege, a weight that equals tau is enough, and what is left out is not read."""
+    rng = np.random.default_rng(3)
+    seen = np.zeros(3, int)
+    with Block(tmp_path / "experts", rng, n_slots=8, n_low=0) as block:
+        for n_tokens in (1, 4):
+            with Graph(block, n_tokens) as graph:
+                for _ in range(200 if n_tokens == 1 else 20):
+                    graph.choose(rng)
+                    tau = rng.choice([0.1, 0.3, 0.6, float(graph.weights[0, 1])])
+                    block.buffer.set_thresholds(tau=tau, blind=blind)
+                    expected = leave_out(graph, tau, blind)
+                    before = block.buffer.stats()
+                    versions = graph.speak(backend)
+                    np.testing.assert_array_equal(versions, expected)
+                    graph.compute(backend, versions)
+                    after = block.buffer.stats()
+                    assert after.skipped - before.skipped == (versions == SKIP).sum()
+                    assert after.reads - before.reads <= 2 * len(np.unique(graph.ids[versions == HIGH]))
+                    seen += np.bincount(versions.ravel(), minlength=3)
+        assert seen[HIGH] > 100 and seen[SKIP] > 100 and not seen[LOW]
+
+
+def test_what_is_on_its_way_is_not_left_out(tmp_path, backend):
+    rng = np.random.default_rng(4)
+    with Block(tmp_path / "experts", rng, n_low=0) as block, Graph(block, 1) as graph:
+        block.buffer.set_thresholds(tau=2.0)
+        graph.choose(rng)
+        block.buffer.prefetch(0, graph.ids[0, :2].tolist())
+        versions = graph.speak(backend)
+        np.testing.assert_array_equal(versions[0], np.where(np.arange(N_USED) < 2, HIGH, SKIP))
+        graph.compute(backend, versions)
+
+
+@pytest.mark.parametrize("rule", [{"tau": -0.1}, {"tau": math.nan}, {"tau": math.inf}, {"tau": 0.1, "t1": 0.5}, {"tau": 0.1, "mispredicted_low": True}])
+def test_no_such_tau(rule, tmp_path):
+    with Block(tmp_path / "experts", np.random.default_rng(0)) as block, pytest.raises(OptionError):
+        block.buffer.set_thresholds(**rule)
+
+
 def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
     """A threshold that equals an expert's score keeps it high, the next smaller number does not."""
     rng = np.random.default_rng(6)

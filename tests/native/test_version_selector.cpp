@@ -47,7 +47,7 @@ struct batch {
 
 static version_selector selector_of(float t1, float t2, float share, uint32_t flags = 0) {
     version_selector s;
-    s.thresholds = { t1, t2, share, flags };
+    s.thresholds = { t1, t2, share, flags, 0.0f };
     return s;
 }
 

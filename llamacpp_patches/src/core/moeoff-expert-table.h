@@ -122,6 +122,7 @@ class expert_table {
     void    wake_workers() REQUIRES(store_mutex);
     bool    has_requests() const REQUIRES(store_mutex) { return !queue.empty(); }
     bool    is_resident(const gate & g, int32_t expert, version v) const REQUIRES(store_mutex); // with all its matrices; in high precision also on a device
+    bool    is_coming(const gate & g, int32_t expert) const REQUIRES(store_mutex); // the same, or all that is not has been asked for
     bool    is_expected(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).expected; } // a prefetch has asked for its high version
     bool    is_in_memory(const gate & g, int32_t expert) const REQUIRES(store_mutex) { return state_of(g, expert, HIGH).is_whole(); }
     // counts the use of an expert that a router has selected and a device serves

@@ -92,7 +92,7 @@ void gate_events::route_token(gate & g, const router_output & r, int32_t t, uint
     if (routes.active() && r.scores) {
         stats.rerouted += (uint64_t) routes.exchange(row(r.scores, r.scores_stride, t), r.n_expert, ids, r.n_used, is_resident, stats.rerouted_margin);
     }
-    if (!is_simulated || !versions) {
+    if (!versions) {
         return;
     }
     const float * probs = row(r.probs, r.probs_stride, t);
@@ -107,13 +107,24 @@ void gate_events::route_token(gate & g, const router_output & r, int32_t t, uint
     }
 }
 
+// the simulated cache has seen this token; versions: what serves its experts, nullptr: all high
+void gate_events::follow(gate & g, const int32_t * ids, const uint8_t * versions, int32_t n_used, bool decode) {
+    is_read.assign(n_used, 1);
+    for (int32_t k = 0; k < n_used; k++) {
+        is_read[k] = !versions || versions[k] == HIGH;
+        table.counters().simulated_misses += decode && is_read[k] && !simulated.has(g.index, ids[k]);
+    }
+    simulated.use(g.index, g.n_expert, ids, is_read.data(), n_used);
+}
+
 void gate_events::route(gate & g, const router_output & r, bool decode) {
     if (!forced.empty()) {
         take_forced(r);
         return;
     }
-    uint8_t * versions = nullptr;
-    if (decode && simulated.is_on() && select.active() && r.probs) {
+    const bool is_simulated = simulated.is_on() && !select.by_own_weight();
+    uint8_t *  versions     = nullptr;
+    if (decode && is_simulated && select.active() && r.probs) {
         decision & d = decision_of(g, r.ids);
         d.graph      = r.ids;
         d.is_early   = true;
@@ -125,14 +136,8 @@ void gate_events::route(gate & g, const router_output & r, bool decode) {
         if (decode) {
             route_token(g, r, t, of_token);
         }
-        if (simulated.is_on()) {
-            const int32_t * ids = r.ids + (size_t) t * r.n_used;
-            is_read.assign(r.n_used, 1);
-            for (int32_t k = 0; k < r.n_used; k++) {
-                is_read[k] = !of_token || of_token[k] == HIGH;
-                table.counters().simulated_misses += decode && is_read[k] && !simulated.has(g.index, ids[k]);
-            }
-            simulated.use(g.index, r.n_expert, ids, is_read.data(), r.n_used);
+        if (is_simulated) {
+            follow(g, r.ids + (size_t) t * r.n_used, of_token, r.n_used, decode);
         }
     }
 }
@@ -145,6 +150,26 @@ void gate_events::forget_others(gate & g, const void * graph, const void * ops) 
     g.decisions.erase(std::remove_if(g.decisions.begin(), g.decisions.end(), is_stale), g.decisions.end());
 }
 
+// each token as if it were decoded alone behind the ones before it
+void gate_events::decide_by_row(gate & g, const choice & c, std::vector<uint8_t> & versions) {
+    const int32_t n = c.event.n_used;
+    versions.resize((size_t) c.event.n_tokens * (size_t) n);
+    weights.resize(n);
+    ids.resize(n);
+    for (int32_t t = 0; t < c.event.n_tokens; t++) {
+        uint8_t * const of_token = versions.data() + (size_t) t * (size_t) n;
+        for (int32_t k = 0; k < n; k++) {
+            ids[k]     = c.id(t, k);
+            weights[k] = c.weight(t, k);
+        }
+        select.of_token(weights.data(), n, of_token);
+        for (int32_t k = 0; k < n; k++) {
+            of_token[k] = simulated.has(g.index, ids[k]) ? (uint8_t) HIGH : of_token[k];
+        }
+        follow(g, ids.data(), of_token, n, true);
+    }
+}
+
 // fills version_of for the chosen experts and keeps it for the ops of this graph
 void gate_events::decide(gate & g, const choice & c, selection & all, const void * ops) {
     decision & d = decision_of(g, c.event.ids);
@@ -152,9 +177,23 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
     d.ops   = ops;
     d.seq   = table.n_events();
     all.versions.clear();
-    const bool is_early = d.is_early && c.event.decode && simulated.is_on() && d.by_row.size() == (size_t) c.event.n_tokens * c.event.n_used;
+    bool is_by_row = d.is_early && c.event.decode && simulated.is_on() && d.by_row.size() == (size_t) c.event.n_tokens * c.event.n_used;
     d.is_early = false;
-    if (is_early) { // what was decided for each row
+    if (simulated.is_on() && select.by_own_weight() && select.n_forced() == 0) {
+        is_by_row = c.event.decode;
+        if (is_by_row) {
+            decide_by_row(g, c, d.by_row);
+        } else {
+            ids.resize(c.event.n_used);
+            for (int32_t t = 0; t < c.event.n_tokens; t++) {
+                for (int32_t k = 0; k < c.event.n_used; k++) {
+                    ids[k] = c.id(t, k);
+                }
+                follow(g, ids.data(), nullptr, c.event.n_used, false);
+            }
+        }
+    }
+    if (is_by_row) { // what was decided for each row
         for (const int32_t e : all.chosen) {
             all.is_chosen[e] = 0;
         }
@@ -169,7 +208,9 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
         return;
     }
     d.by_row.clear();
-    const auto is_resident = [&](int32_t e, version v) REQUIRES(store_mutex) { return (v == HIGH || table.has_low()) && table.is_resident(g, e, v); };
+    const auto is_resident = [&](int32_t e, version v) REQUIRES(store_mutex) {
+        return v == HIGH && select.by_own_weight() ? table.is_coming(g, e) : (v == HIGH || table.has_low()) && table.is_resident(g, e, v);
+    };
     const auto is_predicted = [&](int32_t e) REQUIRES(store_mutex) { return table.is_expected(g, e); };
     select.select(c, all.chosen, is_resident, is_predicted, all.version_of.data());
     d.version_of.assign(g.n_expert, HIGH);

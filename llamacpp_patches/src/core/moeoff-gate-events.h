@@ -48,7 +48,8 @@ class gate_events {
 
     // Whether route() would change anything, or has to see it
     bool is_routed() const REQUIRES(store_mutex) { return routes.active() || simulated.is_on() || !forced.empty(); }
-    // Before the weights: the experts that the block uses. Behind a simulated cache their versions are decided here, too
+    // Before the weights: the experts that the block uses. Behind a simulated cache their versions are decided here, too, unless that takes
+    // the weights themselves
     void route(gate & g, const router_output & r, bool decode) REQUIRES(store_mutex);
     // Fills what event says of hits and misses, and its versions. eager: the slices are requested; the caller wakes the workers.
     // device_ops: the indices that the ops of the graph have if a device computes with it, else nullptr; it then gets at most n_uploads
@@ -69,6 +70,8 @@ class gate_events {
     void decide(gate & g, const choice & c, selection & all, const void * ops) REQUIRES(store_mutex);
     decision & decision_of(gate & g, const void * graph) REQUIRES(store_mutex);
     void route_token(gate & g, const router_output & r, int32_t t, uint8_t * versions) REQUIRES(store_mutex);
+    void follow(gate & g, const int32_t * ids, const uint8_t * versions, int32_t n_used, bool decode) REQUIRES(store_mutex);
+    void decide_by_row(gate & g, const choice & c, std::vector<uint8_t> & versions) REQUIRES(store_mutex);
     void forget_others(gate & g, const void * graph, const void * ops) REQUIRES(store_mutex);
     void take_forced(const router_output & r) REQUIRES(store_mutex);
 
@@ -82,6 +85,7 @@ class gate_events {
     simulated_cache      simulated GUARDED_BY(store_mutex);
     std::deque<int32_t>  forced GUARDED_BY(store_mutex);
     std::vector<float>   weights GUARDED_BY(store_mutex); // scratch
+    std::vector<int32_t> ids GUARDED_BY(store_mutex);
     std::vector<uint8_t> is_read GUARDED_BY(store_mutex);
     std::atomic<bool>    decided {false}; // some gate may have decisions
 };

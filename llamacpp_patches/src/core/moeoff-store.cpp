@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <cmath>
 #include <cstring>
 
 namespace moeoff {
@@ -509,6 +510,10 @@ bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
 bool store::set_thresholds(const moeoff_thresholds & next, std::string & error) {
     if (!(0.0f <= next.t1 && next.t1 <= next.t2 && next.t2 <= 1.0f && 0.0f <= next.prefill_low_fraction && next.prefill_low_fraction <= 1.0f)) {
         error = "thresholds need 0 <= t1 <= t2 <= 1 and a share between 0 and 1";
+        return false;
+    }
+    if (!(next.tau >= 0.0f && std::isfinite(next.tau)) || (next.tau > 0.0f && (next.t1 < 1.0f || next.flags & MOEOFF_THRESHOLDS_MISPREDICTED))) {
+        error = "tau is a weight of at least 0, and in the place of t1, t2 and what was not predicted";
         return false;
     }
     if (next.flags & MOEOFF_THRESHOLDS_MISPREDICTED && (next.t1 < 1.0f || next.flags & MOEOFF_THRESHOLDS_BLIND)) {

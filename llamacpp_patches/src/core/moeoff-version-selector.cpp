@@ -8,6 +8,10 @@ namespace moeoff {
 // HOBBIT §3.2, equation 2: an expert's unimportance is the sum of the larger weights of the same token, all scaled to 1.
 // Among equal weights the one that the router lists first counts as the larger.
 void version_selector::of_token(const float * w, int32_t n, uint8_t * out) {
+    if (by_own_weight()) {
+        std::transform(w, w + n, out, [this](float weight) { return (uint8_t) (weight < thresholds.tau ? SKIP : HIGH); });
+        return;
+    }
     order.resize(n);
     std::iota(order.begin(), order.end(), 0);
     std::stable_sort(order.begin(), order.end(), [w](int32_t a, int32_t b) { return w[a] > w[b]; });

@@ -1,7 +1,7 @@
 #pragma once
 
-// Which version serves each expert that a gate has chosen: the thresholds of HOBBIT §3.2 where tokens are decoded, the share of
-// Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
+// Which version serves each expert that a gate has chosen: a threshold on its weight or those of HOBBIT §3.2 where tokens are decoded, the
+// share of Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
 
 #include "moeoff-expert-state.h"
 
@@ -22,10 +22,11 @@ struct choice {
 
 class version_selector {
   public:
-    moeoff_thresholds thresholds = { 1.0f, 1.0f, 0.0f, 0 };
+    moeoff_thresholds thresholds = { 1.0f, 1.0f, 0.0f, 0, 0.0f };
 
     // false: all is served in high precision, select() need not be called
-    bool active() const { return thresholds.t1 < 1.0f || uses_low() || !forced.empty(); }
+    bool active() const { return thresholds.t1 < 1.0f || by_own_weight() || uses_low() || !forced.empty(); }
+    bool by_own_weight() const { return thresholds.tau > 0.0f; }
     bool uses_low() const { return uses_low(thresholds); }
     static bool uses_low(const moeoff_thresholds & t) { return t.t1 < t.t2 || t.prefill_low_fraction > 0.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED; }
 
@@ -33,7 +34,7 @@ class version_selector {
     void   force(const uint8_t * versions, size_t n) { forced.insert(forced.end(), versions, versions + n); }
     size_t n_forced() const { return forced.size(); }
 
-    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY? predicted(e): has a
+    // Fills version_of[e] for each expert in chosen. resident(e, version): are all its slices of that version READY (with tau: or on their way)? predicted(e): has a
     // prefetch asked for its high version? Experts that no token chose keep what they had.
     void select(const choice & c, const std::vector<int32_t> & chosen, const std::function<bool(int32_t, version)> & resident,
                 const std::function<bool(int32_t)> & predicted, uint8_t * version_of);

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 15
+#define MOEOFF_ABI_VERSION 16
 #define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
@@ -83,12 +83,15 @@ enum moeoff_thresholds_flag {
 // of the larger gate weights of the same token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped; an
 // expert that several tokens chose gets the best of what they say. In a prompt (Fate §4.5): of the experts chosen, this share
 // is served low, those that the fewest tokens chose.
-// Nothing is lost at t1 = 1, prefill_low_fraction = 0 and without flags, the default.
+// tau, in the place of t1 and t2: where tokens are decoded, an expert is served high if its weight, the factor of its output, is at least tau
+// for one of the tokens, or if it is on its way; else it is skipped.
+// Nothing is lost at t1 = 1, prefill_low_fraction = 0, tau = 0 and without flags, the default.
 struct moeoff_thresholds {
     float    t1;
     float    t2;
     float    prefill_low_fraction;
     uint32_t flags;        // moeoff_thresholds_flag
+    float    tau;
 };
 
 // Where tokens are decoded, an expert that is resident may take the place of a chosen one that is not. The router's scores are those
