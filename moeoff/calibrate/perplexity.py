@@ -7,6 +7,7 @@ Knows a `Llama` and its logits; how it came by its experts is not known here. Me
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import os
 import shutil
@@ -104,6 +105,7 @@ class Reference:
         self.nll = np.full((n_windows, n_tokens), np.nan)
         self.top = np.zeros((n_windows, n_tokens), np.int32)
         self._shape = (n_windows, n_tokens, n_vocab)
+        self._stored = range(n_windows)  # where each window lies in the file
         needed, folder = 2 * n_windows * n_tokens * n_vocab, tempfile.gettempdir()
         free = shutil.disk_usage(folder).free
         if needed > free:
@@ -139,7 +141,13 @@ class Reference:
         return log_probs(np.frombuffer(data, "<f2").reshape(n, n_vocab).astype(np.float32))
 
     def _offset(self, window: int, row: int) -> int:
-        return 2 * self._shape[2] * (window * self._shape[1] + row)
+        return 2 * self._shape[2] * (self._stored[window] * self._shape[1] + row)
+
+    def part(self, windows: range) -> Reference:
+        """Those of some windows, as long as this one is open."""
+        out = copy.copy(self)
+        out.nll, out.top, out._stored = self.nll[windows], self.top[windows], windows
+        return out
 
     def close(self) -> None:
         self._file.close()

@@ -16,8 +16,6 @@ from scipy.special import stdtrit
 
 __all__ = ["Distance", "Estimate", "Quality", "Scores", "divergence", "interval", "log_probs", "student", "upper_loss"]
 
-AT_ONCE = 84  # precisions, at most, that a search tries
-
 
 def log_probs(logits: np.ndarray) -> np.ndarray:
     """[n, n_vocab] float32 logits to natural logarithms of probabilities. As in llama-perplexity the sum is a double."""
@@ -132,13 +130,17 @@ class Quality:
         return Distance(self.loss, self.kl, self.top1)
 
 
-def upper_loss(loss: Estimate, n_windows: int) -> float:
-    """The loss that is not exceeded, with 95 % confidence in `AT_ONCE` precisions at once: a search that tries many and keeps the best
-    must not be flattered by chance. Infinite if one window cannot tell."""
+def upper_loss(loss: Estimate, n_windows: int, at_once: int = 1) -> float:
+    """The loss that is not exceeded, with 95 % confidence (one-sided). Infinite if one window cannot tell.
+
+    Args:
+        at_once: so many such bounds hold together with that confidence (Bonferroni). A sequence of ever bolder tries that ends at the first
+            whose bound is too high counts as one: the next is looked at only where all before it hold.
+    """
     if loss.high is None:
         return math.inf
     centre, half = math.log1p(loss.value), math.log1p(loss.high) - math.log1p(loss.value)
-    return math.expm1(centre + half * student(n_windows, AT_ONCE) / student(n_windows))
+    return math.expm1(centre + half * float(stdtrit(n_windows - 1, 1 - 0.05 / at_once)) / student(n_windows))
 
 
 def interval(estimate: Estimate, form: str) -> str:

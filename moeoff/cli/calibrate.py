@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from ..calibrate.statistics import Quality
 
 _RESIDENT = (0.1, 0.25, 0.5, 0.75, 0.9)
-# options that one kind of calibration has alone
-_OPTIONS_OF = {"--max-loss": ("tier", "thresholds", "no_rerouting", "experts"), "--bits-plan": ("tolerance", "types", "measure"), "": ("seed", "minutes")}
+# options that not every kind of calibration has
+_OPTIONS_OF = {("--max-loss",): ("tier", "experts"), ("--bits-plan",): ("tolerance", "types", "measure"), ("",): ("seed",), ("", "--max-loss"): ("minutes",)}
 
 
 @command()
@@ -35,13 +35,11 @@ _OPTIONS_OF = {"--max-loss": ("tier", "thresholds", "no_rerouting", "experts"), 
 @own("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
 @own("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
 @own("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
-     help="Writing and reading the text takes no longer than about this: fewer tokens if it would.")  # fmt: skip
+     help="It takes no longer than about this: fewer tokens if it would. Not with --bits-plan.")  # fmt: skip
 @takes("calibrate")
 @own("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
-@own("--max-loss", metavar="PERCENT", help="Instead: measure what rerouting, skipping and a sidecar's low precision cost, for run --max-loss, as 1%.")
+@own("--max-loss", metavar="PERCENT", help="Instead: measure what may be left out, and what a sidecar's tiers cost, for run --max-loss, as 1%.")
 @own("--tier", metavar="NAME", help="With --max-loss: the sidecar's low precision. Default: all of them are tried.")
-@own("--thresholds", is_flag=True, help="With --max-loss: also measure thresholds in their worst case, as if nothing were in memory. Slow.")
-@own("--no-rerouting", is_flag=True, help="With --max-loss: measure low precision alone.")
 @own("--experts", type=click.Path(dir_okay=False), metavar="FILE", help="With --max-loss: the sidecar. Default: MODEL.experts.gguf.")
 @own("--bits-plan", is_flag=True, help="Instead: choose a type for each expert and write a plan for convert --bits, by default MODEL.bits.json.")
 @own("--tolerance", metavar="PERCENT", default="5%", show_default=True, help="With --bits-plan: perplexity that may be lost.")
@@ -55,10 +53,10 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
     if max_loss and bits_plan:
         raise OptionError("give --max-loss or --bits-plan, not both")
     chosen = "--max-loss" if max_loss else "--bits-plan" if bits_plan else ""
-    for kind, names in _OPTIONS_OF.items():
-        for name in names if kind != chosen else ():
+    for kinds, names in _OPTIONS_OF.items():
+        for name in names if chosen not in kinds else ():
             if click.get_current_context().get_parameter_source(name) is not click.core.ParameterSource.DEFAULT:
-                raise OptionError(f"--{name.replace('_', '-')} has no effect {f'without {kind}' if kind else f'with {chosen}'}")
+                raise OptionError(f"--{name} has no effect {f'with {chosen}' if '' in kinds else f'without {kinds[0]}'}")
             del options[name]
     if bits_plan:
         plan = _write_plan(model, **options)
@@ -91,7 +89,8 @@ def _announce(estimate: CalibrationEstimate) -> None:
     if estimate.written:
         note(f"the model writes its own text, about {estimate.n_tokens:,} tokens: with reading them once at most about {time}")
         return
-    note(f"{estimate.n_tokens:,} tokens: about {time}, and {format_size(estimate.nbytes)} of memory for the fits that follow")
+    memory = f", and {format_size(estimate.nbytes)} of memory for the fits that follow" if estimate.nbytes else ""
+    note(f"{estimate.n_tokens:,} tokens: about {time}{memory}")
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
@@ -106,25 +105,22 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console(width=None if sys.stdout.isatty() else 140).print(table)
 
 
-def _search(model: str, *, text: tuple[str, ...], max_loss: str, no_rerouting: bool, experts: str | None, **options: Any) -> SearchResult:
+def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, **options: Any) -> SearchResult:
     """Measures, writes the profile, and prints a table of what was tried."""
     from ..calibrate.precision_search import search_precision
     from ..calibrate.statistics import interval
 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
-        done = search_precision(
-            model, text, bound, rerouting=not no_rerouting, experts=experts or "auto", progress=progress, announce=_announce, warn=note, **options
-        )
+        done = search_precision(model, text, bound, experts=experts or "auto", progress=progress, announce=_announce, warn=note, **options)
     contract = done.contract
     rows = []
     for c in done.measured:
         limit = f"{c.upper_loss:+.2%}" + ("" if c.upper_loss <= bound else " no")
-        resident = f"{c.resident:.0%}" if c.resident else "none"
-        rows.append([_name(c), resident, f"{c.low:.1%}", f"{c.rerouted:.1%}", f"{c.skipped:.1%}", f"{c.cost:.1%}",
+        rows.append([_name(c), f"{c.resident:.0%}" if c.resident else "", f"{c.skipped:.1%}", f"{c.cost:.1%}",
                      interval(c.distance.loss, "{:+.2%}"), limit, interval(c.distance.kl, "{:.4f}"), f"{c.distance.top1.value:.1%}"])  # fmt: skip
     title = f"{os.path.basename(model)}, {contract.n_tokens} tokens scored; resident: experts in memory, bytes: of the lossless model's with as many"
-    _table(title, ["precision", "resident", "low", "rerouted", "skipped", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
+    _table(title, ["precision", "resident", "left out", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
     for share in _RESIDENT:
         found = contract.choose(bound, share)
         click.echo(f"with {share:.0%} of the experts in memory: {_name(found) if found else 'lossless'}", err=True)
@@ -132,17 +128,10 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, no_rerouting: b
 
 
 def _name(c: Candidate) -> str:
-    if c.resident:
-        parts = [f"all in {c.tier}"] if c.whole else []
-        parts += [f"rerouting {c.reroute:g}"] if c.reroute else []
-        if c.t1 < c.t2:
-            parts.append(f"T1 {c.t1:g}, T2 {c.t2:g}, {c.tier}")
-        elif c.t2 < 1:
-            parts.append(f"T {c.t2:g}")
-        return ", ".join(parts)
-    if c.whole:
-        return f"all experts in {c.tier}"
-    return f"decode: T1 {c.t1:g}, T2 {c.t2:g}, p {c.share:g}, {c.tier}" if c.decode else f"batches: p {c.share:g}, {c.tier}"
+    from ..sidecar.file import ORIGINAL
+
+    parts = [f"all in {c.tier}"] if c.tier != ORIGINAL else []
+    return ", ".join(parts + ([f"τ {c.tau:.3g}"] if c.tau else []))
 
 
 def _write_plan(

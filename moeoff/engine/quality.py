@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
-from ..budget.loss_contract import USUAL_SHARE, Candidate, LossContract, SelectedPrecision
+from ..budget.loss_contract import USUAL_SHARE, LossContract, SelectedPrecision
 from ..gguf.model_index import ModelIndex
 from ..options import Config
 from ..policies.precision import Precision
@@ -88,13 +88,7 @@ class Quality:
         before = self.selected
         if self._contract is None or before is None or self._config.deterministic:
             return
-        low = self.low_source.tier if self.low_source else None
-
-        def can(c: Candidate) -> bool:
-            """With the files and the graph that there are."""
-            return (c.tier if c.whole else ORIGINAL) == before.tier and (self.routing or not c.reroute) and c.precision.tier in (None, low)
-
-        found = self._contract.select(before.max_loss, self._share(budget), can)
+        found = self._contract.select(before.max_loss, self._share(budget), lambda c: c.tier == before.tier)
         # all experts are and stay in the tier, for which what was promised with more given up holds
         self.selected = found if found.tier == before.tier else replace(before, precision=Precision())
         self.use(self.selected.precision)

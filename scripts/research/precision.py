@@ -1,9 +1,8 @@
-"""Quality that lower precision and rerouting cost, and what they spare: docs/results/loss.md, bit-plans.md, rerouting.md.
+"""Quality that lossy rules cost, and what they spare: docs/results/loss.md, bit-plans.md.
 
-usage: precision.py bits       -m MODEL --calib FILE --text FILE                    EdgeMoE's plans, and one type for all experts
-       precision.py loss       -m MODEL --text FILE --lower Q4_0 --precision T1,T2,P  what precisions lose, every expert taken for a miss
-       precision.py rerouting  -m MODEL --text FILE                                 quality behind a simulated cache, as calibrate prices it
-       precision.py live       -m MODEL --text FILE --memory 1045M,760M             rerouting by what is resident in truth: speed and quality, cold
+usage: precision.py bits      -m MODEL --calib FILE --text FILE            EdgeMoE's plans, and one type for all experts
+       precision.py frontier  -m MODEL --text FILE                         loss and bytes of every rule behind a simulated cache
+       precision.py live      -m MODEL --text FILE --memory 1045M,760M     rules on what is resident in truth: speed and quality, cold
 
 --calib and --text may be given several times; losses are on --text, which nothing was chosen by. Speed of lower precision is measured by speed.py.
 """
@@ -11,13 +10,13 @@ usage: precision.py bits       -m MODEL --calib FILE --text FILE                
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,7 @@ from cgroup import disk_cgroup
 from moeoff.bench.run import drop_from_page_cache
 from moeoff.calibrate.bit_allocation import Planner
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
-from moeoff.calibrate.precision_search import PrecisionEvaluator
-from moeoff.calibrate.rerouting_search import MeasuredCandidate, ReroutingEvaluator
+from moeoff.calibrate.precision_search import RuleEvaluator
 from moeoff.calibrate.statistics import Distance, Quality, interval
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.memory import format_size, parse_size
@@ -47,9 +45,17 @@ TEXT = click.option("--text", multiple=True, required=True, type=FILE)
 WINDOWS = click.option("--windows", default=32, show_default=True, help="Of each text.")
 CTX = click.option("--ctx", default=256, show_default=True, help="Tokens of a window.")
 THREADS = click.option("-t", "--threads", default=2, show_default=True)
-LOWER = click.option("--lower", required=True, help="The lower type.")
+TAUS = click.option(
+    "--tau",
+    "taus",
+    multiple=True,
+    type=float,
+    default=(0.04, 0.06, 0.08, 0.1, 0.12, 0.16, 0.2),
+    show_default=True,
+    help="τ, on the scale of the model's weights.",
+)
 SHARES = click.option("--share", "shares", multiple=True, type=float, default=(0.02, 0.05, 0.1, 0.15, 0.2, 0.3), show_default=True, help="λ.")
-RESIDENT = click.option("--resident", multiple=True, type=float, default=(0.25, 0.5, 0.75), show_default=True)
+RESIDENT = click.option("--resident", multiple=True, type=float, default=(0.25, 0.34, 0.5), show_default=True)
 PLAN = (
     click.option("--calib-windows", default=8, show_default=True, help="Of each calibration text."),
     click.option("--types", help="To choose from, as Q4_0,Q2_0."),
@@ -125,76 +131,51 @@ def bits(model: str, text: Sequence[str], windows: int, calib: Sequence[str], ct
             row(f"plan, {percent:g} %: {p.upper}, {p.lower}", f"{len(p.low)} of {n}", p.n_bytes, p.quality, p.upper, dict.fromkeys(p.low, p.lower))
 
 
-# a lower precision for what is missing
-
-
-@contextlib.contextmanager
-def evaluator(model: str, text: Sequence[str], ctx: int, windows: int, lower: str, threads: int) -> Iterator[PrecisionEvaluator]:
-    """Of precisions with one lower type, in a sidecar that lasts as long."""
-    with tempfile.TemporaryDirectory(prefix="moeoff-precision-") as folder:
-        sidecar = Sidecar(convert(model, output=os.path.join(folder, "lower.experts.gguf"), tiers=lower).path)
-        options = {"experts": sidecar, "tier": ORIGINAL, "precision": Precision(tier=lower), "deterministic": True, "flash_attn": True}
-        with open_model(model, ctx, expert_memory=EVERYTHING, n_threads=threads, **options) as llm:
-            parts = read_windows(llm, text, ctx, windows)
-            print(f"{len(parts)} windows of {ctx} tokens, {lower}", file=sys.stderr)
-            yield PrecisionEvaluator(llm, parts, lower, relative_bytes(ModelIndex.read(model), sidecar, lower))
-
-
-@command(TEXT, WINDOWS, CTX, THREADS, LOWER, click.option("--precision", "precisions", multiple=True, required=True, metavar="T1,T2,P"))
-def loss(model: str, text: Sequence[str], windows: int, ctx: int, threads: int, lower: str, precisions: Sequence[str], json_file: str | None) -> None:
-    """What precisions lose, every expert taken for a miss."""
-    wanted = [tuple(float(x) for x in one.split(",")) for one in precisions]
-
-    def cells(c: MeasuredCandidate) -> list[str]:
-        return [f"{c.low:.1%}", f"{c.skipped:.1%}" if c.decode else "", f"{c.cost:.1%}", *quality(c.distance)]
-
-    with ResultsFile(json_file) as results, evaluator(model, text, ctx, windows, lower, threads) as found:
-        table = results.table("loss", f"Losses with {lower}", ["precision", "low", "skipped", "bytes", *QUALITY])
-        if shares := sorted({p for _, _, p in wanted if p}, reverse=True):
-            with found.reference("prefill") as reference:
-                for p in shares:
-                    table.row(f"batches, p {p:g}", *cells(found.measure(reference, 1.0, 1.0, p, decode=False)))
-        with found.reference("decode") as reference:
-            for t1, t2, p in wanted:
-                table.row(f"T1 {t1:g}, T2 {t2:g}, p {p:g}", *cells(found.measure(reference, t1, t2, p, decode=True)))
-
-
-# another expert for what is missing
+# rules for what is missing
 
 
 def ctx_of(model: str) -> int:
     return min(512, ModelIndex.read(model).n_ctx_train or 512)
 
 
-def rerouting_model(model: str, ctx: int) -> Any:
-    return open_model(model, ctx, precision=REROUTES, deterministic=True, flash_attn=True, profile=False)
-
-
-@command(TEXT, WINDOWS, SHARES, RESIDENT, click.option("--skip", "skips", multiple=True, type=float, default=(1.0,), show_default=True,
-         help="T: what lies beyond it is skipped if it is absent."))  # fmt: skip
-def rerouting(model: str, text: Sequence[str], windows: int, shares: Sequence[float], resident: Sequence[float], skips: Sequence[float],
-              json_file: str | None) -> None:  # fmt: skip
-    """Quality and misses behind a simulated cache, in batches."""
+@command(TEXT, WINDOWS, THREADS, RESIDENT, TAUS, SHARES,
+         click.option("--hobbit", "ts", multiple=True, type=float, default=(0.9, 0.8, 0.7, 0.6, 0.5), show_default=True, help="T, beyond which is skipped."),
+         click.option("--lower", help="A type: what lies beyond T is read in it, too."))  # fmt: skip
+def frontier(model: str, text: Sequence[str], windows: int, threads: int, resident: Sequence[float], taus: Sequence[float], shares: Sequence[float],
+             ts: Sequence[float], lower: str | None, json_file: str | None) -> None:  # fmt: skip
+    """Loss and bytes of every rule behind a simulated cache, in batches."""
     ctx = ctx_of(model)
-    with rerouting_model(model, ctx) as llm, ResultsFile(json_file) as results:
-        found = ReroutingEvaluator(llm, read_windows(llm, text, ctx, windows), ORIGINAL, 1.0)
-        with found.reference() as reference:
-            for room in resident:
-                columns = ["λ", "T", "misses, of lossless", "rerouted", "skipped", *QUALITY]
-                table = results.table(f"cache-{room:g}", f"{room:.0%} of each layer's experts in a simulated cache", columns)
-                for reroute, t in itertools.product(shares, skips):
-                    c = found.measure(reference, reroute, t, t, room)
-                    table.row(f"{reroute:g}", f"{t:g}", f"{c.cost:.2f}", f"{c.rerouted:.1%}", f"{c.skipped:.1%}", *quality(c.distance))
+    rules = {f"τ {tau:g}": Precision(tau=tau) for tau in taus} | {f"λ {share:g}": Precision(reroute=share) for share in shares}
+    rules |= {f"T {t:g}": Precision(t, t) for t in ts} | ({f"T {t:g}, {lower}": Precision(t, 1.0, tier=lower) for t in ts} if lower else {})
+    opens = replace(REROUTES, t1=0.0, tier=lower) if lower else REROUTES
+    with contextlib.ExitStack() as stack:
+        results = stack.enter_context(ResultsFile(json_file))
+        options: dict[str, Any] = {"experts": False}
+        size = 0.0
+        if lower:
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-precision-"))
+            sidecar = Sidecar(convert(model, output=os.path.join(folder, "lower.experts.gguf"), tiers=lower).path)
+            options, size = {"experts": sidecar, "tier": ORIGINAL}, relative_bytes(ModelIndex.read(model), sidecar, lower)
+        llm = stack.enter_context(open_model(model, ctx, precision=opens, deterministic=True, flash_attn=True, profile=False, n_threads=threads, **options))
+        found = RuleEvaluator(llm, read_windows(llm, text, ctx, windows), low_size=size)
+        reference = stack.enter_context(found.reference())
+        for room in resident:
+            columns = ["rule", "bytes, of lossless", "left out", "rerouted", "low", *QUALITY]
+            table = results.table(f"frontier-{room:g}", f"{room:.0%} of each layer's experts in a simulated cache", columns)
+            for name, rule in rules.items():
+                c = found.measure(reference, replace(rule, resident=room))
+                table.row(name, f"{c.cost:.3f}", f"{c.skipped:.1%}", f"{c.rerouted:.1%}", f"{c.low:.1%}", *quality(c.distance))
 
 
-@command(TEXT, click.option("--windows", default=8, show_default=True, help="Of each text."), SHARES, click.option("--memory", required=True),
+@command(TEXT, click.option("--windows", default=8, show_default=True, help="Of each text."), TAUS, SHARES, click.option("--memory", required=True),
          click.option("--max-loss", help="Also what the model's contract finds within this."), click.option("--rounds", default=5, show_default=True),
          click.option("--disk", type=int, metavar="MB/S", help="No faster than this (root)."))  # fmt: skip
-def live(model: str, text: Sequence[str], windows: int, shares: Sequence[float], memory: str, max_loss: str | None, rounds: int, disk: int | None,
+def live(model: str, text: Sequence[str], windows: int, taus: Sequence[float], shares: Sequence[float], memory: str, max_loss: str | None, rounds: int, disk: int | None,
          json_file: str | None) -> None:  # fmt: skip
     """Token by token, cold, with what is resident in truth; the rules in turn, each with the model opened anew."""
     ctx, console = ctx_of(model), Console(stderr=True)
-    rules: dict[str, dict[str, Any]] = {"lossless": {}} | {f"λ {share:g}": {"precision": Precision(reroute=share)} for share in shares}
+    rules: dict[str, dict[str, Any]] = {"lossless": {}} | {f"τ {tau:g}": {"precision": Precision(tau=tau)} for tau in taus}
+    rules |= {f"λ {share:g}": {"precision": Precision(reroute=share)} for share in shares}
     if max_loss:
         rules[f"--max-loss {max_loss}"] = {"max_loss": max_loss}
     common = {"flash_attn": True, "n_batch": ctx, "n_ubatch": ctx}

@@ -13,6 +13,7 @@ from statistics import NormalDist
 
 import numpy as np
 import pytest
+from moeoff.calibrate.rerouting_search import lost, score, write_freely
 
 import moeoff
 from helpers.rewrite_experts import requantize_experts
@@ -23,7 +24,6 @@ from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
 from moeoff.calibrate import precision_search, rerouting_search
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.calibrate.precision_search import search_precision
-from moeoff.calibrate.rerouting_search import lost, score, write_freely
 from moeoff.calibrate.statistics import AT_ONCE, Estimate, upper_loss
 from moeoff.cli.options import sentence
 from moeoff.gguf.model_index import ModelIndex
