@@ -132,7 +132,7 @@ class LossContract:
         require_arrays(s, _LAYOUT)
         if s.get("tier", s["tau"]).dtype.kind != "U" or s["tier"].shape != s["tau"].shape or np.isnan(s["upper_loss"].astype(float)).any():
             raise WrongArrays("'tier' or 'upper_loss' is no list of names, or of bounds")
-        rows = [{name: s[name][i].item() for name in _FIELDS} for i in range(len(s["t1"]))]
+        rows = [{name: s[name][i].item() for name in _FIELDS} for i in range(len(s["tau"]))]
         facts = {name: int(s[name]) for name in ("sidecar", "text", "n_windows", "n_tokens", "ctx")}
         return cls(candidates=tuple(Candidate(**row) for row in rows), **facts)
 

@@ -155,7 +155,7 @@ class RuleEvaluator:
         scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n))
         stats = self._llm.stats()
         uses = max(stats.expert_uses // 2, 1)  # the other half is the prompt's
-        low = 0 if precision.lossless else stats.served_low
+        low = stats.served_low if precision.uses_low else 0
         read = self._size * stats.simulated_misses + self._low_size * low
         found = scores.quality().distance
         return MeasuredCandidate(
@@ -176,7 +176,7 @@ class RuleEvaluator:
         return lost(written, score(self._llm, written))
 
     def own_text_seconds(self, n_tokens: int = OWN_TOKENS) -> float:
-        """That `own_text_loss` will take, once: a token at a time, and then in batches."""
+        """That `own_text_loss` takes, about: a token at a time, and then in batches."""
         tokens = list(self.windows[0].tokens)
         self._llm.clear_context()
         self._llm.decode_batch(tokens[:OPENING], 0, OPENING - 1)
@@ -237,12 +237,12 @@ def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, 
             if found[-1][-1].upper_loss > max_loss:
                 break
             least, tau = tau, tau * STEP
-    while held := [c for of_share in found for c in of_share if c.upper_loss <= max_loss]:
-        best = max((c for c in held if c.resident == USUAL_SHARE), default=held[-1], key=lambda c: c.tau)
-        own = evaluator.own_text_loss(best, own_tokens)
+    while boldest := [held[-1] for of_share in found if (held := [c for c in of_share if c.upper_loss <= max_loss])]:
+        own = evaluator.own_text_loss(next((c for c in boldest if c.resident == USUAL_SHARE), boldest[-1]), own_tokens)
         if own.low is None or own.low <= max_loss:
             break
-        found = [[c for c in of_share if c.tau < best.tau] for of_share in found]
+        least_of = {c.resident: c.tau for c in boldest}
+        found = [[c for c in of_share if c.tau < least_of.get(c.resident, math.inf)] for of_share in found]
     return list(itertools.chain(*found))
 
 
@@ -269,7 +269,7 @@ def search_precision(
             what was measured.
         tier: the only one of the sidecar that is tried. Default: all of them.
         tokens: in all, as many from each text; each step computes all of them.
-        minutes: fewer tokens where all would take longer than about this, but never fewer than an interval needs.
+        minutes: fewer tokens where all would take longer than about this, half of it for those that are written, but never fewer than an interval needs.
         output: the profile; by default where opening the model finds it.
         announce: is told what writing the text and measuring will take, before each starts; an interrupted search has what it wrote and measured when
             it is called again.
@@ -324,22 +324,24 @@ def search_precision(
             call(evaluator.weights)  # the sample: how fast this is
             passes = len(SHARES) * _EXPECTED_STEPS * (2 if tiers else 1) + len(tiers) + 2
             seconds = (time.monotonic() - began) * len(windows) / len(evaluator.sample) * passes
-            if seconds > 60 * minutes:
-                n = max(int(len(windows) * 60 * minutes / seconds), MIN_WINDOWS)
+            if seconds > 30 * minutes:
+                n = max(int(len(windows) * 30 * minutes / seconds), MIN_WINDOWS)
                 seconds *= n / len(windows)
                 windows = evaluator.windows = [windows[i * len(windows) // n] for i in range(n)]
+            writing = call(evaluator.own_text_seconds)
+            own_tokens = int(OWN_TOKENS * min(60 * minutes / (2 * writing), 1.0))
             if announce:
-                announce(CalibrationEstimate(len(windows) * ctx, seconds + call(evaluator.own_text_seconds), 0, resumed=checkpoint.has(_STARTED)))
+                announce(CalibrationEstimate(len(windows) * ctx, seconds + writing * own_tokens / OWN_TOKENS, 0, resumed=checkpoint.has(_STARTED)))
             checkpoint.save(_STARTED, {})
             reference = stack.enter_context(call(evaluator.reference))
-            found += call(search_tau, evaluator, reference, max_loss, once=kept(ORIGINAL))
+            found += call(search_tau, evaluator, reference, max_loss, own_tokens, kept(ORIGINAL))
         best: str | None = None
         for name in sorted(tiers, key=lambda name: sizes[name]):
             with opened(name, files) as (evaluator, call):
                 found.append(call(evaluator.measure, reference, Precision()))
                 if best is None and found[-1].upper_loss <= max_loss:
                     best = name
-                    found += call(search_tau, evaluator, reference, max_loss, once=kept(name))
+                    found += call(search_tau, evaluator, reference, max_loss, own_tokens, kept(name))
     identity = sidecar.identity if sidecar else 0
     contract = LossContract(identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx), ctx, tuple(c.without_intervals() for c in found))
     Profile.write(path, model_index, {SECTION: contract.to_section()})

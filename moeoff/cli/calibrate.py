@@ -191,7 +191,7 @@ def eval_(
         done = evaluate_model(model, text, ctx=ctx, mode=mode, max_loss=max_loss, precision=precision, progress=progress, **options)
     stats = done.stats
     if as_json:
-        from_stats = "tier expert_uses served_low skipped rerouted rerouted_margin max_loss estimated_loss strategy budget_bytes arena_bytes".split()
+        from_stats = "tier tau expert_uses served_low skipped rerouted rerouted_margin max_loss estimated_loss strategy budget_bytes arena_bytes".split()
         result = {
             "model": model, "mode": mode, "ctx": ctx, **_fields(done.quality),
             "texts": [{"file": path, **_fields(quality)} for path, quality in zip(text, done.texts)],

@@ -478,6 +478,7 @@ class Engine:
             model=self.config.model_path,
             strategy=self.config.strategy.name,
             tier=self.quality.source.tier,
+            tau=self.quality.precision.tau,
             budget_bytes=plan.budget,
             peak_rss_bytes=peak_rss(),
             direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,

@@ -35,7 +35,7 @@ class Stats:
 
     hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
     tier is the sidecar's that all experts are read in, "original" the model's own precision. expert_uses counts what gates chose, an
-    expert for a token; of these served_low were computed in low precision (in another tier than "original" all of them), skipped not at all, and rerouted by
+    expert for a token; of these served_low were computed in low precision (in another tier than "original" all of them), skipped not at all (with tau, those that were missing and weighed less), and rerouted by
     a resident expert in the place of the router's; rerouted_margin is the most that one of these scored below the other, as a share of the range
     of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was
     promised for that, estimated_loss what it was measured to cost; None: no promise.
@@ -88,6 +88,7 @@ class Stats:
     tier: str = ORIGINAL
     served_low: int = 0
     skipped: int = 0
+    tau: float = 0.0
     rerouted: int = 0
     rerouted_margin: float = 0.0
     simulated_misses: int = 0
@@ -138,6 +139,8 @@ class Stats:
             parts.append(f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped")
         elif self.skipped:
             parts.append(f"{self.skipped / uses:.1%} skipped")
+        if self.skipped and self.tau:
+            parts[-1] = f"{self.skipped / uses:.1%} of experts left out below a weight of {self.tau:.3g}"
         if self.rerouted:
             parts.append(f"{self.rerouted / uses:.1%} rerouted, by at most {self.rerouted_margin:.1%} of the scores' range")
         if not parts:

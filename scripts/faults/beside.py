@@ -109,8 +109,8 @@ def write_contract(folder: Path, sidecar: str) -> None:
     from moeoff.sidecar.profile import Profile
 
     shutil.copy(folder / "m.profile.npz", folder / "contract.npz")
-    candidates = [Candidate("Q4_0", t, 1.0, share, decode, 0.001, 0.002, 0.001, 0.6, 0.5, 0.0, resident=resident)
-                  for t, share, decode, resident in ((0.5, 0.0, True, 0.0), (0.5, 0.5, False, 0.0), (0.5, 0.0, True, 0.25), (0.5, 0.0, True, 0.75))]  # fmt: skip
+    candidates = [Candidate("original", 0.1, share, 0.001, 0.002, 0.001, 0.6) for share in (0.1, 0.25, 0.75)]
+    candidates.append(Candidate("Q4_0", 0.0, 0.0, 0.001, 0.002, 0.001, 0.6, size=0.6))
     contract = LossContract(Sidecar(sidecar).identity, 1, 8, 4096, 512, tuple(candidates))
     Profile.write(folder / "contract.npz", ModelIndex.read(folder / "m.gguf"), {"precision": contract.to_section()})
 

@@ -246,11 +246,11 @@ def test_profiles_with_wrong_arrays(calibrated, tmp_path):
     assert tried > 15 and refused > 0.4 * tried
 
 
-@pytest.mark.parametrize("name, wrong", [("t1", np.zeros(2)), ("tier", np.zeros(1)), ("loss", np.array([np.nan])), ("ctx", np.zeros(2, int)), ("kl", None)])
+@pytest.mark.parametrize("name, wrong", [("tau", np.zeros(2)), ("tier", np.zeros(1)), ("loss", np.array([np.nan])), ("ctx", np.zeros(2, int)), ("kl", None)])
 def test_contracts_with_wrong_arrays(demo, tmp_path, name, wrong):
     from moeoff.budget.loss_contract import Candidate, LossContract
 
-    candidate = Candidate("original", 0.5, 0.9, 0.0, True, 0.001, 0.002, 0.001, 0.8, 0.0, 0.1, resident=0.5)
+    candidate = Candidate("original", 0.1, 0.5, 0.001, 0.002, 0.001, 0.8)
     good = LossContract(0, 1, 8, 100, 64, (candidate,)).to_section()
     assert LossContract.from_section(good).candidates == (candidate,)
     index, path = ModelIndex.read(demo), tmp_path / "p.npz"

@@ -1,4 +1,4 @@
-"""Rerouting on real models: the rule against NumPy for every kind of router, lossless without it, repeatable, replayed and priced."""
+"""Rerouting and leaving out on real models: the rule against NumPy for every kind of router, lossless without it, repeatable, replayed and priced."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from moeoff.trace import Trace
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 2
 OPTIONS = {"n_ctx": 64, "n_threads": 2, "logits_all": True}
 HALF = Precision(reroute=0.3, resident=0.5)
+TAU = Precision(tau=0.1, resident=0.5)
 MUCH = Precision(reroute=1.0, resident=0.25)  # for random routers, which use few experts
 
 
@@ -135,15 +136,16 @@ def test_fewer_reads(demo):
     np.testing.assert_array_equal(lossy[: len(PROMPT)], lossless[: len(PROMPT)])  # a prompt is not rerouted
 
 
-def test_deterministic(demo):
+@pytest.mark.parametrize("rule", [HALF, TAU], ids=["reroute", "tau"])
+def test_deterministic(demo, rule):
     """The same bits at every budget and with other strategies, whatever was asked before."""
-    first, stats = logits(demo, precision=HALF, deterministic=True)
-    assert stats.rerouted > 20
+    first, stats = logits(demo, precision=rule, deterministic=True)
+    assert stats.rerouted + stats.skipped > 20
     own, _ = logits(demo)
     assert (first != own).any()
     for options in ({"expert_memory": "1M"}, {"expert_memory": "1G", "io_threads": 1}, {"strategy": "lru", "expert_memory": "700K"}):
-        assert_bit_equal(logits(demo, precision=HALF, deterministic=True, **options)[0], first)
-    alive, _ = logits(demo, precision=HALF)
+        assert_bit_equal(logits(demo, precision=rule, deterministic=True, **options)[0], first)
+    alive, _ = logits(demo, precision=rule)
     assert (alive != first).any()  # what is resident in truth is something else
 
 
@@ -173,13 +175,16 @@ def test_replay(demo, tmp_path):
         logits(demo, prompt=PROMPT[::-1], replay=trace, precision=precision)
 
 
-@pytest.mark.parametrize("t1, t2", [pytest.param(1.0, 1.0, marks=pytest.mark.slow), (0.6, 0.6), (0.4, 0.8)])
-def test_batches_are_priced_token_by_token(demo, text, t1, t2, tmp_path):
+RULES = [pytest.param(Precision(reroute=0.2, resident=0.4), marks=pytest.mark.slow), Precision(0.6, 0.6, reroute=0.2, resident=0.4),
+         Precision(0.4, 0.8, tier="Q4_0", reroute=0.2, resident=0.4), Precision(tau=0.12, resident=0.4)]  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", RULES, ids=["reroute", "T", "T, low", "tau"])
+def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
     """ "simulated" computes in batches what a deterministic run computes one by one: the same choices, and so the same loss."""
-    model, low = shutil.copy(demo, tmp_path), "Q4_0" if t1 < t2 else None
-    if low:
-        convert(model, tiers=low)
-    precision = Precision(t1, t2, tier=low, reroute=0.2, resident=0.4)
+    model = shutil.copy(demo, tmp_path)
+    if precision.tier:
+        convert(model, tiers=precision.tier)
     with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
         windows, found = read_windows(llm, [text], 128, 6), {}
         for mode in ("decode", "simulated"):
@@ -191,7 +196,11 @@ def test_batches_are_priced_token_by_token(demo, text, t1, t2, tmp_path):
             stats = llm.stats()
             found[mode] = scores.nll, (stats.rerouted, stats.skipped, stats.served_low, stats.simulated_misses)
     one, many = found["decode"], found["simulated"]
-    assert one[1][0] > 200 and (one[1][1] > 100) == (t2 < 1) and (one[1][2] > 200) == bool(low)
+    assert (
+        (one[1][0] > 200) == (precision.reroute > 0)
+        and (one[1][1] > 100) == (precision.t2 < 1 or precision.tau > 0)
+        and (one[1][2] > 200) == bool(precision.tier)
+    )
     np.testing.assert_allclose(many[1], one[1], rtol=0.01)  # a sum may round otherwise in a batch, and two scores change places
     assert abs(many[0].mean() - one[0].mean()) < 2e-3
 
@@ -209,15 +218,31 @@ def test_simulator(demo, tmp_path):
     assert simulate(trace, "score", arena, rerouting=Rerouting(0.5)).to_dict() == simulate(trace, "score", arena).to_dict()
 
 
+def test_replay_of_what_was_left_out(demo, tmp_path):
+    """From its trace, whatever is resident; and the simulator leaves out the same in the same arena."""
+    recorded, stats = logits(demo, n=60, precision=Precision(tau=0.1), strategy="lru", io_threads=1, trace=tmp_path / "trace")
+    assert stats.skipped > 40
+    again, replayed = logits(demo, n=60, precision=Precision(tau=0.1), strategy="lru", replay=tmp_path / "trace", expert_memory="1M")
+    assert_bit_equal(again, recorded)
+    assert replayed.skipped == stats.skipped
+    trace = Trace.read(tmp_path / "trace")
+    found = simulate(trace, "lru", stats.arena_bytes, tau=0.1)
+    assert (found.skipped, found.bytes_read) == (stats.skipped, stats.bytes_read)
+    assert simulate(trace, "lru", stats.arena_bytes, tau=0.05).skipped < found.skipped < simulate(trace, "lru", stats.arena_bytes, tau=0.2).skipped
+
+
 def test_simulate_command(demo, tmp_path, moeoff_command):
     logits(demo, trace=tmp_path / "trace")
     plain, rerouted = (moeoff_command("simulate", str(tmp_path / "trace"), "--memory", "30%", *more).stdout for more in ((), ("--reroute", "0.2")))
     assert plain != rerouted and "belady" in rerouted
+    left_out = moeoff_command("simulate", str(tmp_path / "trace"), "--memory", "30%", "--tau", "0.1").stdout
+    assert left_out not in (plain, rerouted) and "belady" in left_out
     run = moeoff_command("simulate", str(tmp_path / "trace"), "--reroute", "2")
     assert run.returncode == 1 and "--reroute: 0 to 1, not 2" in run.stderr
 
 
-@pytest.mark.parametrize("fields", [{"reroute": -0.1}, {"reroute": 1.1}, {"reroute_margin": 2}, {"resident": -1}, {"reroute": float("nan")}])
+@pytest.mark.parametrize("fields", [{"reroute": -0.1}, {"reroute": 1.1}, {"reroute_margin": 2}, {"resident": -1}, {"reroute": float("nan")},
+                                    {"tau": -1}, {"tau": float("inf")}, {"tau": 0.1, "t1": 0.5}, {"tau": 0.1, "reroute": 0.1}])  # fmt: skip
 def test_bad_rules(fields):
     with pytest.raises(OptionError, match="precision"):
         Precision(**fields)

@@ -24,7 +24,7 @@ from moeoff.files import demo_model
 DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_seconds prompt_tps gen_tokens gen_seconds gen_tps hit_rate demand_hits
 demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
-expert_uses tier served_low skipped rerouted rerouted_margin simulated_misses low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain drafts_on drafts_gain
+expert_uses tier served_low skipped tau rerouted rerouted_margin simulated_misses low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain drafts_on drafts_gain
 prediction_accuracy fetch_rate good_pred device_hits device_uploads device_bytes device_upload_seconds device_downloads device_bytes_down
 device_download_seconds device_wait_seconds device_experts device_memory device_mode device_gain
  events_dropped direct_io strategy memory embedding_disk_bytes io_threads io_threads_reason micro_batch micro_batch_reason""".split()
@@ -122,7 +122,7 @@ except SystemExit as end:
     "options, words",
     [
         (["--tier", "Q4_0"], "--tier has no effect without --max-loss"),
-        (["--thresholds"], "--thresholds has no effect without --max-loss"),
+        (["--minutes", "5", "--bits-plan"], "--minutes has no effect with --bits-plan"),
         (["--experts", "x.gguf"], "--experts has no effect without --max-loss"),
         (["--types", "Q4_K"], "--types has no effect without --bits-plan"),
         (["--tolerance", "5%"], "--tolerance has no effect without --bits-plan"),
