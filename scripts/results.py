@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 CHART = ROOT / "docs" / "img" / "speed.svg"
+FRONTIER = ROOT / "docs" / "img" / "frontier.svg"
 STOCK, PLAIN = "stock llama.cpp", "stock, plain"  # with its repacked kernels, and without
 BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 HEAD = ("command", "machine", "date", "commit")
@@ -208,6 +209,41 @@ def chart(data: dict) -> str:
     return "\n".join([*out, "</svg>"]) + "\n"
 
 
+def frontier(data: dict, name: str = "frontier-0.34") -> str:
+    """Loss against bytes of each rule, in one simulated cache."""
+    table = next(t for t in data["tables"] if t["name"] == name)
+    rules = {"τ": ("weight below τ left out (--max-loss)", "#2f81f7"), "λ": ("rerouted, λ", "#bf8700"), "T": ("HOBBIT's sum of weights above T skipped", "#8250df")}
+    found: dict[str, list[tuple[float, float, str]]] = {sign: [] for sign in rules}
+    for rule, nbytes, *_, loss, _kl, _top in table["rows"]:
+        sign, value = rule.split(" ", 1)
+        found[sign].append((float(nbytes), float(loss.split(" ", 1)[0]), value))
+    most = max(y for points in found.values() for _, y, _ in points)
+    left, top, width, height = 60, 90, 580, 260
+
+    def at(x: float, y: float) -> tuple[float, float]:
+        return left + width * x, top + height * (1 - max(y, 0) / most)
+
+    out = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 400" width="680" height="400" role="img" font-family="sans-serif" font-size="13" fill="#6e7781">',
+        f"<title>Loss of perplexity against bytes read, by rule: {table['title']}</title>",
+    ]
+    for i, (sign, (words, colour)) in enumerate(rules.items()):
+        out.append(f'<rect x="{left}" y="{10 + 20 * i}" width="12" height="12" fill="{colour}"/><text x="{left + 20}" y="{21 + 20 * i}">{words}</text>')
+    for x in (0, 0.25, 0.5, 0.75, 1):
+        out.append(f'<text x="{at(x, 0)[0]:.0f}" y="{top + height + 18}" text-anchor="middle">{x:.0%}</text>')
+    out.append(f'<text x="{left + width / 2:.0f}" y="{top + height + 38}" text-anchor="middle">bytes read, of the lossless model\'s</text>')
+    for y in range(int(most) + 1):
+        here = at(0, y)[1]
+        out.append(f'<line x1="{left}" x2="{left + width}" y1="{here:.1f}" y2="{here:.1f}" stroke="#6e7781" stroke-opacity="0.3"/>')
+        out.append(f'<text x="{left - 8}" y="{here + 4:.1f}" text-anchor="end">+{y} %</text>')
+    for sign, points in found.items():
+        colour, places = rules[sign][1], [at(x, y) for x, y, _ in points]
+        out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
+        for (x, y), (_, _, value) in zip(places, points):
+            out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/><text x="{x + 6:.1f}" y="{y - 6:.1f}" font-size="11">{value}</text>')
+    return "\n".join([*out, "</svg>"]) + "\n"
+
+
 def _number(cell: str) -> float:
     """0 for a run that did not end."""
     try:
@@ -218,7 +254,7 @@ def _number(cell: str) -> float:
 
 def pages() -> dict[Path, str]:
     """Every generated file and the text it should have."""
-    made = {CHART: chart(read("real-qwen3"))}
+    made = {CHART: chart(read("real-qwen3")), FRONTIER: frontier(read("loss-frontier"))}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):

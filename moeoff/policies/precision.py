@@ -31,7 +31,7 @@ class Precision:
             served low, whatever its weight; what was predicted is read as it is (Fate §5.3).
         reroute: for tokens that are decoded, what being resident adds to an expert's score, as a share of the range of the token's scores: an
             expert of the router's choice that is not resident gives its place to a resident one that scored almost as high. The
-            first of the choice stays. 0: none. docs/guides/rerouting.md has the rule.
+            first of the choice stays. 0: none. docs/guides/precision.md has the rule.
         reroute_margin: how far such an expert may lie below the last of the router's choice, as the same share.
         resident: of a deterministic run, the share of each layer's experts that its decisions take for resident: those that a
             simulated cache would hold, whatever is in memory. 0: none.

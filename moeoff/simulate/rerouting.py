@@ -1,4 +1,4 @@
-"""The rule by which a resident expert takes the place of a chosen one that is not (docs/guides/rerouting.md), as the native buffer has it."""
+"""The rule by which a resident expert takes the place of a chosen one that is not (docs/guides/precision.md), as the native buffer has it."""
 
 from __future__ import annotations
 
