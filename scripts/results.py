@@ -227,7 +227,7 @@ def frontier(data: dict, name: str = "frontier-0.34") -> str:
         '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 400" width="680" height="400" role="img" font-family="sans-serif" font-size="13" fill="#6e7781">',
         f"<title>Loss of perplexity against bytes read, by rule: {table['title']}</title>",
     ]
-    for i, (sign, (words, colour)) in enumerate(rules.items()):
+    for i, (words, colour) in enumerate(rules.values()):
         out.append(f'<rect x="{left}" y="{10 + 20 * i}" width="12" height="12" fill="{colour}"/><text x="{left + 20}" y="{21 + 20 * i}">{words}</text>')
     for x in (0, 0.25, 0.5, 0.75, 1):
         out.append(f'<text x="{at(x, 0)[0]:.0f}" y="{top + height + 18}" text-anchor="middle">{x:.0%}</text>')
