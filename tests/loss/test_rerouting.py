@@ -244,7 +244,7 @@ def test_simulate_command(demo, tmp_path, moeoff_command):
 @pytest.mark.parametrize("fields", [{"reroute": -0.1}, {"reroute": 1.1}, {"reroute_margin": 2}, {"resident": -1}, {"reroute": float("nan")},
                                     {"tau": -1}, {"tau": float("inf")}, {"tau": 0.1, "t1": 0.5}, {"tau": 0.1, "reroute": 0.1}])  # fmt: skip
 def test_bad_rules(fields):
-    with pytest.raises(OptionError, match="precision|`tau` is a weight"):
+    with pytest.raises(OptionError, match="precision|tau is a weight"):
         Precision(**fields)
 
 
