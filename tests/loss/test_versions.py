@@ -200,7 +200,7 @@ def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
     """Of tokens that are decoded alone; the first expert has no privilege, a weight that equals tau is enough, and what is left out is not read."""
     rng = np.random.default_rng(3)
     seen = np.zeros(3, int)
-    with Block(tmp_path / "experts", rng, n_slots=8, n_low=0) as block:
+    with Block(tmp_path / "experts", rng, n_slots=4, n_low=0) as block:
         for n_tokens in (1, 4):
             with Graph(block, n_tokens) as graph:
                 for _ in range(200 if n_tokens == 1 else 20):
