@@ -212,7 +212,11 @@ def chart(data: dict) -> str:
 def frontier(data: dict, name: str = "frontier-0.34") -> str:
     """Loss against bytes of each rule, in one simulated cache."""
     table = next(t for t in data["tables"] if t["name"] == name)
-    rules = {"τ": ("weight below τ left out (--max-loss)", "#2f81f7"), "λ": ("rerouted, λ", "#bf8700"), "T": ("HOBBIT's sum of weights above T skipped", "#8250df")}
+    rules = {
+        "τ": ("weight below τ left out (--max-loss)", "#2f81f7"),
+        "λ": ("rerouted, λ", "#bf8700"),
+        "T": ("HOBBIT's sum of weights above T skipped", "#8250df"),
+    }
     found: dict[str, list[tuple[float, float, str]]] = {sign: [] for sign in rules}
     for rule, nbytes, *_, loss, _kl, _top in table["rows"]:
         sign, value = rule.split(" ", 1)
