@@ -127,7 +127,7 @@ def test_fewer_reads(demo):
     lossless, stats = logits(demo, n=40, strategy="lru")
     before = stats.demand_misses
     assert stats.precision_summary == "" and (stats.prompt_tokens, stats.gen_tokens) == (len(PROMPT), 40) and stats.gen_tps > 0
-    for share in (0.2, 0.5, 1.0):
+    for share in (0.1, 0.2, 0.5):
         lossy, stats = logits(demo, n=40, strategy="lru", precision=Precision(reroute=share))
         assert stats.demand_misses < before and 0 < stats.rerouted_margin <= share + 1e-6 and stats.rerouted > 0
         assert "rerouted, by at most" in stats.precision_summary
