@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import moeoff
-from moeoff.binding import PatchedLlama, api
+from moeoff.binding import api
 from moeoff.calibrate.writer import ParallelLlama
 from moeoff.engine.batch import MAYBE, NO, YES, BatchRows, OneSequence, Span, UbatchOrder, is_decode, spans_of
 from moeoff.gate_event import GateEvent
@@ -77,14 +77,7 @@ def test_what_a_server_tells_of_a_batch():
 class UnifiedLlama(ParallelLlama):
     """As llama-server's: all sequences in one cache."""
 
-    @property
-    def context_params(self):
-        return PatchedLlama.context_params.fget(self)
-
-    @context_params.setter
-    def context_params(self, params):
-        params.kv_unified = True
-        PatchedLlama.context_params.fset(self, params)
+    _unified = True
 
 
 def selections(llm):

@@ -19,10 +19,7 @@ SUCCESS, ABORTED = 0, 1  # enum ggml_status
 
 
 def _function(name: str, result, *arguments):
-    function = getattr(lib, name)
-    function.restype = result
-    function.argtypes = arguments
-    return function
+    return ctypes.CFUNCTYPE(result, *arguments)((name, lib))  # of its own: the library's attribute has the types that the package gave it
 
 
 class _InitParams(Structure):

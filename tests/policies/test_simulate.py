@@ -167,7 +167,7 @@ def test_batches_larger_than_the_arena():
 
 
 def test_below_the_floor():
-    with pytest.raises(BudgetError, match="below the floor"):
+    with pytest.raises(BudgetError, match="a replay needs at least"):
         simulate(random_trace(ONE, 3), "lfu", 100)
 
 

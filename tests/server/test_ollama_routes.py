@@ -297,7 +297,7 @@ def test_requests_that_are_no_good(served):
     assert "template" in error(post(served, "/api/generate", prompt="x", template="{{ .Prompt }}"), 400)
     assert "images" in error(post(served, "/api/generate", prompt="x", raw=True, images=["aGk="]), 400)
     assert "Infill" in error(post(served, "/api/generate", prompt="def f(", suffix="return"), 501)  # the demo model has no tokens for it
-    assert "image" in error(post(served, "/api/chat", messages=[{"role": "user", "content": "What is this?", "images": ["aGk="]}]), 500)
+    assert "image" in error(post(served, "/api/chat", messages=[{"role": "user", "content": "What is this?", "images": ["aGk="]}]), 400)
 
 
 @pytest.mark.parametrize("stream", [True, False])
