@@ -312,9 +312,7 @@ def test_a_disk_too_small(large, tmp_path):
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
-@pytest.mark.parametrize(
-    "mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: nothing can be written in")]
-)
+@pytest.mark.parametrize("mode, message", [(0o600, "m.gguf: cannot be read: Permission denied"), (0o644, "m.experts.gguf: nothing can be written in")])
 def test_without_rights(mode, message):
     """Not root's: a model that cannot be read, a folder that cannot be written."""
     with tempfile.TemporaryDirectory() as name:  # pytest's own folders are closed to others
