@@ -228,16 +228,16 @@ def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
 
 def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
     """As of a warm start that a prompt has ended: what they do not hold is not what the process does not need."""
-    options = OPTIONS | {"n_batch": 64, "n_ubatch": 64}
+    options = OPTIONS | {"n_batch": 64, "n_ubatch": 64, "n_ctx": 256}  # little to lend: the arena stays far below what could fill
     with moeoff.Llama(grown, memory="4G", **options) as llm:
         fixed = llm.engine.plan.fixed
-    with moeoff.Llama(grown, memory=fixed + ROOM, **options) as llm:
+    with moeoff.Llama(grown, memory=fixed + ROOM // 2, **options) as llm:
         for n in (20, *[1] * 8):
             llm.eval(tokens(n))
         buffer = llm.engine.buffer
         buffer.clear()
         before = buffer.stats()
-        assert llm.engine.plan.arena_full - before.arena_bytes > before.arena_committed > 8 * MIB
+        assert llm.engine.plan.arena_full - before.arena_bytes > before.arena_committed > 4 * MIB
         monkeypatch.setattr(arena_sizer, "rss", lambda: rss() - before.arena_committed)
         llm.engine.sizer.fit_budget()
         assert buffer.stats().arena_bytes == before.arena_bytes

@@ -43,8 +43,8 @@ def compare(writer, folder, architecture: str, kind: str) -> None:
             continue
         n_graphs = (1 if architecture in WITHOUT_MEMORY else 2) + N_STEPS
         assert stats.gate_events == n_gates * n_graphs
-        if floor:  # some of these random routers use so few experts that a layer's arena holds them all
-            assert stats.evictions > n_graphs
+        if floor:  # some of these random routers use so few experts that an arena of two holds most of what they need
+            assert stats.evictions > n_graphs // 3
 
 
 @pytest.mark.parametrize("kind", [pytest.param("F32", marks=pytest.mark.slow), "4-bit"])
