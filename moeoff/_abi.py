@@ -54,6 +54,7 @@ __all__ = [
     "THRESHOLDS_MISPREDICTED",
     "Thresholds",
     "Routing",
+    "Options",
     "Params",
     "Source",
     "TensorInfo",
@@ -82,7 +83,8 @@ __all__ = [
     "arena_full",
     "start",
     "set_arena_bytes",
-    "set_flags",
+    "get_options",
+    "set_options",
     "clear",
     "set_device_slots",
     "set_device_mode",
@@ -93,14 +95,9 @@ __all__ = [
     "preload",
     "prefetch_cancel",
     "residency",
-    "set_thresholds",
     "force_versions",
-    "set_routing",
-    "set_simulated_cache",
     "force_experts",
     "set_gate_callback",
-    "set_gate_rows",
-    "set_batch_kind",
     "drain",
     "take_reads",
     "get_stats",
@@ -126,7 +123,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 16
+ABI_VERSION = 17
 MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -174,6 +171,19 @@ class Routing(Structure):
         ("margin", c_float),
         ("n_candidates", c_int32),
         ("n_kept", c_int32),
+    ]
+
+
+class Options(Structure):
+    """struct moeoff_options"""
+
+    _fields_ = [
+        ("flags", c_uint32),
+        ("batch_kind", c_int32),
+        ("max_gate_rows", c_int32),
+        ("simulated_share", c_float),
+        ("thresholds", Thresholds),
+        ("routing", Routing),
     ]
 
 
@@ -307,6 +317,7 @@ class Read(Structure):
 STRUCTS: dict[str, type[Structure]] = {
     "moeoff_thresholds": Thresholds,
     "moeoff_routing": Routing,
+    "moeoff_options": Options,
     "moeoff_params": Params,
     "moeoff_source": Source,
     "moeoff_tensor_info": TensorInfo,
@@ -358,8 +369,10 @@ arena_full = function("moeoff_arena_full", c_uint64, c_void_p, c_int32)
 start = function("moeoff_start", c_int, c_void_p)
 # int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
 set_arena_bytes = function("moeoff_set_arena_bytes", c_int, c_void_p, c_uint64, c_uint64)
-# int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
-set_flags = function("moeoff_set_flags", c_int, c_void_p, c_uint32)
+# void moeoff_get_options(const moeoff_expert_buffer * eb, struct moeoff_options * options);
+get_options = function("moeoff_get_options", None, c_void_p, POINTER(Options))
+# int moeoff_set_options(moeoff_expert_buffer * eb, const struct moeoff_options * options);
+set_options = function("moeoff_set_options", c_int, c_void_p, POINTER(Options))
 # void moeoff_clear(moeoff_expert_buffer * eb);
 clear = function("moeoff_clear", None, c_void_p)
 # int moeoff_set_device_slots(moeoff_expert_buffer * eb, int32_t mode, const uint64_t * devices, const int32_t * n_slots, int32_t n_gates, int32_t n_spare, int32_t n_uploads);
@@ -380,22 +393,12 @@ preload = function("moeoff_preload", c_int32, c_void_p, c_int32, POINTER(c_int32
 prefetch_cancel = function("moeoff_prefetch_cancel", c_int32, c_void_p, c_int32)
 # int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
 residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
-# int moeoff_set_thresholds(moeoff_expert_buffer * eb, struct moeoff_thresholds thresholds);
-set_thresholds = function("moeoff_set_thresholds", c_int, c_void_p, Thresholds)
 # int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
-# int moeoff_set_routing(moeoff_expert_buffer * eb, struct moeoff_routing routing);
-set_routing = function("moeoff_set_routing", c_int, c_void_p, Routing)
-# int moeoff_set_simulated_cache(moeoff_expert_buffer * eb, float share);
-set_simulated_cache = function("moeoff_set_simulated_cache", c_int, c_void_p, c_float)
 # int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n);
 force_experts = function("moeoff_force_experts", c_int64, c_void_p, POINTER(c_int32), c_int64)
 # int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
 set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
-# void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows);
-set_gate_rows = function("moeoff_set_gate_rows", None, c_void_p, c_int32)
-# int moeoff_set_batch_kind(moeoff_expert_buffer * eb, int32_t kind);
-set_batch_kind = function("moeoff_set_batch_kind", c_int, c_void_p, c_int32)
 # void moeoff_drain(moeoff_expert_buffer * eb);
 drain = function("moeoff_drain", None, c_void_p)
 # int32_t moeoff_take_reads(moeoff_expert_buffer * eb, struct moeoff_read * out, int32_t n);

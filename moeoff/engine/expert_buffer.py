@@ -13,6 +13,7 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,7 +85,7 @@ class ExpertBuffer:
 
     def __init__(self, *, io_threads: int = 4, keep: bool = True, eager: bool = True, direct_io: bool = True,
                  gate_input: bool = False, gate_logits: bool = False, routing: bool = False):  # fmt: skip
-        flags = (
+        self._flags = (
             (native.FLAG_KEEP if keep else 0)
             | (native.FLAG_EAGER if eager else 0)
             | (native.FLAG_DIRECT_IO if direct_io else 0)
@@ -92,8 +93,7 @@ class ExpertBuffer:
             | (native.FLAG_GATE_LOGITS if gate_logits else 0)
             | (native.FLAG_ROUTING if routing else 0)
         )
-        self._flags = flags
-        params = native.Params(flags=flags, n_io_threads=io_threads, arena_bytes=0, read_chunk=READ_CHUNK)
+        params = native.Params(flags=self._flags, n_io_threads=io_threads, arena_bytes=0, read_chunk=READ_CHUNK)
         self._handle: int = native.expert_buffer_init(params)
         if not self._handle:
             raise OptionError(native.last_error().decode())
@@ -366,7 +366,7 @@ class ExpertBuffer:
         """
         flags = (native.THRESHOLDS_BLIND if blind else 0) | (native.THRESHOLDS_MISPREDICTED if mispredicted_low else 0)
         thresholds = native.Thresholds(t1, t2, prefill_low_fraction, flags, tau)
-        self._require(native.set_thresholds(self.handle, thresholds) == 0)
+        self._set_options(thresholds=thresholds)
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
         """Appends decisions that the next gate events take instead of the thresholds'; returns how many are left.
@@ -394,16 +394,18 @@ class ExpertBuffer:
         Raises:
             OptionError: out of range, or a buffer that was made without `routing`.
         """
-        self._require(native.set_routing(self.handle, native.Routing(reroute, margin, n_candidates, n_kept)) == 0)
+        self._set_options(routing=native.Routing(reroute, margin, n_candidates, n_kept))
 
     def simulate_cache(self, share: float | None) -> None:
         """Where tokens are decoded, routing and thresholds take for resident what a simulated cache with this share of each gate's experts
-        would hold. Empties it. None: what is resident in truth.
+        would hold, empty at first. None: what is resident in truth.
 
         Raises:
             OptionError: out of range, or a buffer that was made without `routing`.
         """
-        self._require(native.set_simulated_cache(self.handle, -1.0 if share is None else share) == 0)
+        self._set_options(simulated_share=-1.0)
+        if share is not None:
+            self._set_options(simulated_share=share)
 
     def force_experts(self, ids: np.ndarray) -> int:
         """Appends experts that the next gate events take instead of the routers' choice; returns how many are left.
@@ -452,12 +454,11 @@ class ExpertBuffer:
 
     def set_gate_rows(self, max_rows: int = 0) -> None:
         """For larger batches, events carry gate input and logits of at most `max_rows` tokens, evenly spread; 0: of all, as at first."""
-        native.set_gate_rows(self.handle, max_rows)
+        self._set_options(max_gate_rows=max_rows)
 
     def set_batch_kind(self, decode: bool | None = None) -> None:
         """Tells if the tokens of the batches to come are decoded, or a prompt's; None: a single one is decoded, several are a prompt."""
-        kind = native.BATCH_BY_SIZE if decode is None else native.BATCH_DECODE if decode else native.BATCH_PROMPT
-        self._check(native.set_batch_kind(self.handle, kind))
+        self._set_options(batch_kind=native.BATCH_BY_SIZE if decode is None else native.BATCH_DECODE if decode else native.BATCH_PROMPT)
 
     def drain(self) -> None:
         """Returns when every event posted so far has been delivered."""
@@ -482,8 +483,7 @@ class ExpertBuffer:
 
     def log_reads(self, on: bool = True) -> None:
         """Keeps finished reads for `take_reads()`, or no longer."""
-        self._flags = self._flags | native.FLAG_LOG_READS if on else self._flags & ~native.FLAG_LOG_READS
-        self._check(native.set_flags(self.handle, self._flags))
+        self._set_options(flags=self._flags | (native.FLAG_LOG_READS if on else 0))
 
     def take_reads(self) -> np.ndarray:
         """The reads that ended since the last call, the oldest first: fields of `native.Read` (C struct `moeoff_read`).
@@ -512,6 +512,15 @@ class ExpertBuffer:
         out = np.zeros(n_gates, np.uint64)
         self._check(native.get_stall(self.handle, out.ctypes.data_as(ctypes.POINTER(ctypes.c_uint64)), n_gates))
         return out
+
+    def _set_options(self, **changed: Any) -> None:
+        """Changes fields of struct moeoff_options; the others stay as they are."""
+        with self._closing:  # two threads would undo each other's
+            options = native.Options()
+            native.get_options(self.handle, options)
+            for name, value in changed.items():
+                setattr(options, name, value)
+            self._require(native.set_options(self.handle, options) == 0)
 
     @staticmethod
     def _require(done: bool) -> None:

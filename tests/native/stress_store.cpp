@@ -354,14 +354,17 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                     std::string e;
                     const float t[] = { 0.0f, 0.3f, 0.4f, 0.9f, 1.0f };
                     const size_t i = r() % 5, j = i + r() % (5 - i);
-                    const bool done = s.set_thresholds({ t[i], t[j], (float) (r() % 3) / 2, (uint32_t) (r() % 2 * MOEOFF_THRESHOLDS_BLIND) }, e);
-                    REQUIRE(done || !two_versions);
+                    moeoff_options options = s.get_options();
+                    options.thresholds = { t[i], t[j], (float) (r() % 3) / 2, (uint32_t) (r() % 2 * MOEOFF_THRESHOLDS_BLIND), 0.0f };
+                    REQUIRE(s.set_options(options, e) || !two_versions);
                     break;
                 }
                 case 3: {
                     std::string e;
-                    REQUIRE(s.set_routing({ (float) (r() % 3) / 2, (float) (r() % 2), (int32_t) (r() % 8), (int32_t) (r() % 3) }, e));
-                    REQUIRE(s.set_simulated_cache(r() % 2 ? (float) (r() % 5) / 4 : -1.0f, e));
+                    moeoff_options options = s.get_options();
+                    options.routing         = { (float) (r() % 3) / 2, (float) (r() % 2), (int32_t) (r() % 8), (int32_t) (r() % 3) };
+                    options.simulated_share = r() % 2 ? (float) (r() % 5) / 4 : -1.0f;
+                    REQUIRE(s.set_options(options, e));
                     const int32_t forced[4] = { 0, n_expert - 1, 1, n_expert }; // the last is none
                     if (r() % 4 == 0) {
                         REQUIRE(s.force_experts(forced, 4, e) > 0);
@@ -370,10 +373,12 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                     REQUIRE(s.force(v, 1 + r() % 6, e) > 0);
                     break;
                 }
-                case 4: s.set_gate_rows((int32_t) (r() % 4)); break;
-                case 5: {
+                case 4: {
                     std::string e;
-                    REQUIRE(s.set_batch_kind((int32_t) (r() % 3), e));
+                    moeoff_options options = s.get_options();
+                    options.max_gate_rows = (int32_t) (r() % 4);
+                    options.batch_kind    = (int32_t) (r() % 3);
+                    REQUIRE(s.set_options(options, e));
                     break;
                 }
                 default: s.prefetch(gate, experts, 2, (int32_t) (r() % 3), r() % 16, r() % 3 ? HIGH : LOW, r() % 4 != 0, (int32_t) (r() % 8) - 1); break;

@@ -133,7 +133,10 @@ TEST(what_runs_while_the_model_computes_takes_no_memory) {
     char                   message[64];
 
     allocations_left = 0;
-    REQUIRE(moeoff_set_thresholds(b.eb, { 0.3f, 0.6f, 0.5f, 0, 0.0f }) == 0);
+    moeoff_options options;
+    moeoff_get_options(b.eb, &options);
+    options.thresholds = { 0.3f, 0.6f, 0.5f, 0, 0.0f };
+    REQUIRE(moeoff_set_options(b.eb, &options) == 0);
     REQUIRE(moeoff_prefetch(b.eb, 0, experts, n_expert, n_expert, ~0u, 1, -1) == n_expert);
     s.pin(t, experts, versions, n_expert);
     for (int i = 0; i < n_expert; i++) {

@@ -69,7 +69,7 @@ static experts content(const simulated_cache & cache) {
 TEST(a_simulated_cache_keeps_what_is_used_most) {
     simulated_cache cache;
     REQUIRE(!cache.is_on());
-    cache.reset(0.5f, 1);
+    cache.set_share(0.5f, 1);
     REQUIRE(cache.is_on() && content(cache).empty());
     use(cache, { 0, 1 });
     use(cache, { 0, 2 });
@@ -78,17 +78,19 @@ TEST(a_simulated_cache_keeps_what_is_used_most) {
     use(cache, { 4, 2 }); // 1 is the oldest of those used once
     REQUIRE(content(cache) == (experts { 0, 2, 3, 4 }));
     use(cache, { 5, 6 }, { 1, 0 }); // 6 is not read
+    cache.set_share(0.5f, 1);
     REQUIRE(content(cache) == (experts { 0, 2, 4, 5 }));
-    cache.reset(0.0f, 1);
+    cache.set_share(0.0f, 1); // another one: it is empty
+    REQUIRE(content(cache).empty());
     use(cache, { 0, 1 });
     REQUIRE(cache.is_on() && content(cache).empty());
-    cache.reset(0.125f, 1); // of one: what a token uses itself does not go for it
+    cache.set_share(0.125f, 1); // of one: what a token uses itself does not go for it
     use(cache, { 0, 1 });
     REQUIRE(content(cache) == (experts { 0 }));
     for (int i = 0; i < 20000; i++) { // counts stay finite
         use(cache, { i % 8, (i + 1) % 8 });
     }
     REQUIRE(content(cache).size() == 1);
-    cache.reset(-1.0f, 1);
+    cache.set_share(-1.0f, 1);
     REQUIRE(!cache.is_on());
 }

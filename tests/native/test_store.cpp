@@ -6,6 +6,8 @@
 #include "moeoff-store.h"
 
 #include <cerrno>
+#include <cmath>
+#include <cstring>
 #include <functional>
 #include <map>
 
@@ -312,13 +314,16 @@ TEST(events_tell_the_kind_of_their_batch_and_every_nth_row) {
         e.logits   = logits.data();
         x.s.gate_event(x.s.experts().gate_at(0), e, { sizeof(int32_t), sizeof(float), sizeof(float), 0, n_expert * sizeof(float) });
     };
-    std::string error;
+    std::string    error;
+    moeoff_options options = x.s.get_options();
     post(1);
     post(10);
-    x.s.set_gate_rows(4);
-    REQUIRE(x.s.set_batch_kind(MOEOFF_BATCH_DECODE, error));
+    options.max_gate_rows = 4;
+    options.batch_kind    = MOEOFF_BATCH_DECODE;
+    REQUIRE(x.s.set_options(options, error));
     post(10);
-    REQUIRE(x.s.set_batch_kind(MOEOFF_BATCH_PROMPT, error) && !x.s.set_batch_kind(3, error));
+    options.batch_kind = MOEOFF_BATCH_PROMPT;
+    REQUIRE(x.s.set_options(options, error));
     post(1);
     x.s.drain();
     x.s.set_gate_callback(nullptr, nullptr, 0);
@@ -328,4 +333,40 @@ TEST(events_tell_the_kind_of_their_batch_and_every_nth_row) {
         REQUIRE((std::array<int32_t, 3> { e.decode, e.row_step, e.n_rows }) == expected[i]);
         REQUIRE(got.first[i] == (float) ((e.n_rows - 1) * e.row_step));
     }
+}
+
+TEST(options_are_taken_as_a_whole_or_not_at_all) {
+    scripted_store       x(1);
+    std::string          error;
+    const moeoff_options before = x.s.get_options();
+    REQUIRE(before.flags == (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER) && before.batch_kind == MOEOFF_BATCH_BY_SIZE && before.max_gate_rows == 0);
+    REQUIRE(before.simulated_share < 0.0f && before.thresholds.t1 == 1.0f && before.routing.lambda == 0.0f);
+    const auto same = [&](const moeoff_options & other) { // no padding
+        const moeoff_options now = x.s.get_options();
+        return memcmp(&now, &other, sizeof(now)) == 0;
+    };
+    const std::vector<std::pair<std::function<void(moeoff_options &)>, std::string>> wrong {
+        { [](auto & o) { o.flags |= MOEOFF_FLAG_DIRECT_IO; }, "may change after init" },
+        { [](auto & o) { o.batch_kind = 3; }, "no kind of batch: 3" },
+        { [](auto & o) { o.thresholds.t2 = 0.5f; }, "0 <= t1 <= t2 <= 1" },
+        { [](auto & o) { o.thresholds.prefill_low_fraction = NAN; }, "0 <= t1 <= t2 <= 1" },
+        { [](auto & o) { o.thresholds.t1 = 0.5f; }, "need low versions" },
+        { [](auto & o) { o.thresholds.tau = -1.0f; }, "tau is a weight" },
+        { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_MISPREDICTED | MOEOFF_THRESHOLDS_BLIND; }, "was not predicted" },
+        { [](auto & o) { o.routing.lambda = 2.0f; }, "routing needs" },
+        { [](auto & o) { o.routing.lambda = 1.0f; }, "MOEOFF_FLAG_ROUTING" },
+        { [](auto & o) { o.simulated_share = NAN; }, "at most 1" },
+        { [](auto & o) { o.simulated_share = 0.5f; }, "MOEOFF_FLAG_ROUTING" },
+    };
+    moeoff_options right = before;
+    right.flags          = MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS;
+    right.batch_kind     = MOEOFF_BATCH_DECODE;
+    right.max_gate_rows  = 7;
+    right.routing.n_kept = 2;
+    for (const auto & [change, complaint] : wrong) {
+        moeoff_options next = right;
+        change(next);
+        REQUIRE(!x.s.set_options(next, error) && error.find(complaint) != std::string::npos && same(before));
+    }
+    REQUIRE(x.s.set_options(right, error) && same(right));
 }

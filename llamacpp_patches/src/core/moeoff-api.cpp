@@ -123,8 +123,10 @@ int moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t lo
     return guarded(-1, [&] { return eb->store->set_limits(high, low, last_error()) ? 0 : -1; });
 }
 
-int moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags) {
-    return guarded(-1, [&] { return eb->store->set_flags(flags, last_error()) ? 0 : -1; });
+void moeoff_get_options(const moeoff_expert_buffer * eb, moeoff_options * options) { *options = eb->store->get_options(); }
+
+int moeoff_set_options(moeoff_expert_buffer * eb, const moeoff_options * options) {
+    return guarded(-1, [&] { return eb->store->set_options(*options, last_error()) ? 0 : -1; });
 }
 
 void moeoff_clear(moeoff_expert_buffer * eb) { eb->store->clear(); }
@@ -166,22 +168,8 @@ int moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t *
     });
 }
 
-int moeoff_set_thresholds(moeoff_expert_buffer * eb, moeoff_thresholds thresholds) {
-    return guarded(-1, [&] { return eb->store->set_thresholds(thresholds, last_error()) ? 0 : -1; });
-}
-
 int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n) {
     return guarded((int64_t) -1, [&] { return eb->store->force(versions, n, last_error()); });
-}
-
-// --- routing ---
-
-int moeoff_set_routing(moeoff_expert_buffer * eb, moeoff_routing routing) {
-    return guarded(-1, [&] { return eb->store->set_routing(routing, last_error()) ? 0 : -1; });
-}
-
-int moeoff_set_simulated_cache(moeoff_expert_buffer * eb, float share) {
-    return guarded(-1, [&] { return eb->store->set_simulated_cache(share, last_error()) ? 0 : -1; });
 }
 
 int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n) {
@@ -195,12 +183,6 @@ int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback cal
         eb->store->set_gate_callback(callback, user, max_bytes);
         return 0;
     });
-}
-
-void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows) { eb->store->set_gate_rows(max_rows); }
-
-int moeoff_set_batch_kind(moeoff_expert_buffer * eb, int32_t kind) {
-    return guarded(-1, [&] { return eb->store->set_batch_kind(kind, last_error()) ? 0 : -1; });
 }
 
 void moeoff_drain(moeoff_expert_buffer * eb) { eb->store->drain(); }

@@ -61,8 +61,11 @@ class gate_events {
     bool versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const REQUIRES(store_mutex);
 
     version_selector & selector() REQUIRES(store_mutex) { return select; }
+    const version_selector & selector() const REQUIRES(store_mutex) { return select; }
     moeoff_routing &   rule() REQUIRES(store_mutex) { return routes.rule; }
-    void               simulate(float share) REQUIRES(store_mutex) { simulated.reset(share, map.n_gates()); }
+    const moeoff_routing & rule() const REQUIRES(store_mutex) { return routes.rule; }
+    float              simulated_share() const REQUIRES(store_mutex) { return simulated.share(); }
+    void               simulate(float share) REQUIRES(store_mutex) { simulated.set_share(share, map.n_gates()); }
     // appends experts [n_tokens, n_used] of gate events to come; returns how many are left
     size_t             force(const int32_t * ids, size_t n) REQUIRES(store_mutex);
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cassert>
 #include <cstring>
+#include <utility>
 
 namespace moeoff {
 
@@ -189,7 +190,9 @@ void room::want(expert_state & x, matrix_set matrices) {
 }
 
 void room::set_low_spare(bool spare) {
-    all.low_spare = spare;
+    if (std::exchange(all.low_spare, spare) == spare) {
+        return;
+    }
     for (const uint32_t i : pools[LOW].residents()) {
         reconsider(all.experts[i]);
     }

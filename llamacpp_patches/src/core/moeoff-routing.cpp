@@ -65,9 +65,11 @@ int32_t routing::exchange(const float * scores, int32_t n_expert, int32_t * ids,
 static constexpr float kept_by_token = 0.98f; // of a count, from one token to the next
 static constexpr float largest_unit  = 1e18f; // of a float with room to add
 
-void simulated_cache::reset(float s, int32_t n_gates) {
-    share = s;
-    gates.assign(is_on() ? (size_t) n_gates : 0, {});
+void simulated_cache::set_share(float share, int32_t n_gates) {
+    if (share != kept) {
+        gates.assign(share >= 0.0f ? (size_t) n_gates : 0, {});
+        kept = share;
+    }
 }
 
 void simulated_cache::use(int32_t gate, int32_t n_expert, const int32_t * experts, const uint8_t * is_read, int32_t n) {
@@ -79,7 +81,7 @@ void simulated_cache::use(int32_t gate, int32_t n_expert, const int32_t * expert
     for (int32_t i = 0; i < n; i++) {
         g.count[experts[i]] += g.unit;
     }
-    const int32_t room = (int32_t) std::lround(share * (float) n_expert);
+    const int32_t room = (int32_t) std::lround(kept * (float) n_expert);
     for (int32_t i = 0; i < n; i++) {
         const int32_t e = experts[i];
         if (g.is_in[e] || !is_read[i]) {

@@ -31,9 +31,10 @@ class routing {
 // if it were driven by the routers alone: no read is late in it, and nothing else is in memory.
 class simulated_cache {
   public:
-    // empties it; a negative share: there is none
-    void reset(float share, int32_t n_gates);
-    bool is_on() const { return share >= 0.0f; }
+    // another one empties it; negative: there is none
+    void  set_share(float share, int32_t n_gates);
+    float share() const { return kept; }
+    bool  is_on() const { return kept >= 0.0f; }
 
     bool has(int32_t gate, int32_t expert) const { return (size_t) expert < gates[gate].is_in.size() && gates[gate].is_in[expert]; }
     // a token has used n experts of a gate; those that is_read leaves out are not brought in
@@ -47,7 +48,7 @@ class simulated_cache {
         float                unit = 1.0f;
     };
 
-    float            share = -1.0f;
+    float            kept = -1.0f; // of each gate's experts
     std::vector<row> gates;
 };
 

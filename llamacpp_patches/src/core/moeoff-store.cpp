@@ -155,7 +155,7 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
         event.on_device = all.on_device.data();
     }
     if (driver.running()) {
-        const int32_t max_rows = gate_rows.load(std::memory_order_relaxed);
+        const int32_t max_rows = max_gate_rows.load(std::memory_order_relaxed);
         event.row_step = max_rows > 0 ? (event.n_tokens + max_rows - 1) / max_rows : 1;
         event.n_rows   = (event.n_tokens + event.row_step - 1) / event.row_step;
         driver.post(event, strides);
@@ -507,26 +507,49 @@ bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
     return true;
 }
 
-bool store::set_thresholds(const moeoff_thresholds & next, std::string & error) {
-    if (!(0.0f <= next.t1 && next.t1 <= next.t2 && next.t2 <= 1.0f && 0.0f <= next.prefill_low_fraction && next.prefill_low_fraction <= 1.0f)) {
-        error = "thresholds need 0 <= t1 <= t2 <= 1 and a share between 0 and 1";
-        return false;
-    }
-    if (!(next.tau >= 0.0f && std::isfinite(next.tau)) || (next.tau > 0.0f && (next.t1 < 1.0f || next.flags & MOEOFF_THRESHOLDS_MISPREDICTED))) {
-        error = "tau is a weight of at least 0, and in the place of t1, t2 and what was not predicted";
-        return false;
-    }
-    if (next.flags & MOEOFF_THRESHOLDS_MISPREDICTED && (next.t1 < 1.0f || next.flags & MOEOFF_THRESHOLDS_BLIND)) {
-        error = "what serves an expert that was not predicted depends on neither thresholds nor the gates alone";
-        return false;
-    }
+moeoff_options store::get_options() const {
     store_lock lock(sync);
-    if (version_selector::uses_low(next) && limits[LOW] == 0) {
+    return { get_flags(), batch_kind, max_gate_rows, events.simulated_share(), events.selector().thresholds, events.rule() };
+}
+
+bool store::check_options(const moeoff_options & o, std::string & error) const {
+    const moeoff_thresholds & t = o.thresholds;
+    const moeoff_routing &    r = o.routing;
+    const uint32_t fixed = ~(uint32_t) (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS);
+    if ((o.flags & fixed) != (get_flags() & fixed)) {
+        error = "only KEEP, EAGER and LOG_READS may change after init";
+    } else if (o.batch_kind < MOEOFF_BATCH_BY_SIZE || o.batch_kind > MOEOFF_BATCH_DECODE) {
+        error = "no kind of batch: " + std::to_string(o.batch_kind);
+    } else if (!(0.0f <= t.t1 && t.t1 <= t.t2 && t.t2 <= 1.0f && 0.0f <= t.prefill_low_fraction && t.prefill_low_fraction <= 1.0f)) {
+        error = "thresholds need 0 <= t1 <= t2 <= 1 and a share between 0 and 1";
+    } else if (!(t.tau >= 0.0f && std::isfinite(t.tau)) || (t.tau > 0.0f && (t.t1 < 1.0f || t.flags & MOEOFF_THRESHOLDS_MISPREDICTED))) {
+        error = "tau is a weight of at least 0, and in the place of t1, t2 and what was not predicted";
+    } else if (t.flags & MOEOFF_THRESHOLDS_MISPREDICTED && (t.t1 < 1.0f || t.flags & MOEOFF_THRESHOLDS_BLIND)) {
+        error = "what serves an expert that was not predicted depends on neither thresholds nor the gates alone";
+    } else if (version_selector::uses_low(t) && limits[LOW] == 0) {
         error = "the thresholds need low versions and an arena for them";
+    } else if (!(r.lambda >= 0.0f && r.lambda <= 1.0f && r.margin >= 0.0f && r.margin <= 1.0f) || r.n_candidates < 0 || r.n_kept < 0) {
+        error = "routing needs a lambda and a margin between 0 and 1, and counts";
+    } else if (!(o.simulated_share <= 1.0f)) {
+        error = "a simulated cache holds a share of the experts, at most 1";
+    } else {
+        return (r.lambda == 0.0f && o.simulated_share < 0.0f) || check_routing(error);
+    }
+    return false;
+}
+
+bool store::set_options(const moeoff_options & o, std::string & error) {
+    store_lock lock(sync);
+    if (!check_options(o, error)) {
         return false;
     }
-    events.selector().thresholds = next;
-    table.space.set_low_spare(!(next.flags & MOEOFF_THRESHOLDS_BLIND));
+    events.simulate(o.simulated_share); // first: it may take memory
+    events.selector().thresholds = o.thresholds;
+    events.rule()                = o.routing;
+    table.space.set_low_spare(o.simulated_share < 0.0f && !(o.thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
+    flags         = o.flags;
+    batch_kind    = o.batch_kind;
+    max_gate_rows = o.max_gate_rows;
     return true;
 }
 
@@ -551,33 +574,6 @@ bool store::check_routing(std::string & error) const {
     return true;
 }
 
-bool store::set_routing(const moeoff_routing & rule, std::string & error) {
-    if (!(rule.lambda >= 0.0f && rule.lambda <= 1.0f && rule.margin >= 0.0f && rule.margin <= 1.0f) || rule.n_candidates < 0 || rule.n_kept < 0) {
-        error = "routing needs a lambda and a margin between 0 and 1, and counts";
-        return false;
-    }
-    if (rule.lambda > 0.0f && !check_routing(error)) {
-        return false;
-    }
-    store_lock lock(sync);
-    events.rule() = rule;
-    return true;
-}
-
-bool store::set_simulated_cache(float share, std::string & error) {
-    if (!(share <= 1.0f)) {
-        error = "a simulated cache holds a share of the experts, at most 1";
-        return false;
-    }
-    if (share >= 0.0f && !check_routing(error)) {
-        return false;
-    }
-    store_lock lock(sync);
-    events.simulate(share);
-    table.space.set_low_spare(share < 0.0f && !(events.selector().thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
-    return true;
-}
-
 int64_t store::force_experts(const int32_t * ids, int64_t n, std::string & error) {
     if (!check_routing(error)) {
         return -1;
@@ -586,26 +582,7 @@ int64_t store::force_experts(const int32_t * ids, int64_t n, std::string & error
     return (int64_t) events.force(ids, (size_t) std::max<int64_t>(n, 0));
 }
 
-bool store::set_flags(uint32_t next, std::string & error) {
-    const uint32_t fixed = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_GATE_INPUT | MOEOFF_FLAG_GATE_LOGITS | MOEOFF_FLAG_ROUTING;
-    if ((next & fixed) != (get_flags() & fixed)) {
-        error = "DIRECT_IO, GATE_INPUT, GATE_LOGITS and ROUTING are fixed at init";
-        return false;
-    }
-    flags = next;
-    return true;
-}
-
 // --- watching ---
-
-bool store::set_batch_kind(int32_t kind, std::string & error) {
-    if (kind < MOEOFF_BATCH_BY_SIZE || kind > MOEOFF_BATCH_DECODE) {
-        error = "no kind of batch: " + std::to_string(kind);
-        return false;
-    }
-    batch_kind.store(kind, std::memory_order_relaxed);
-    return true;
-}
 
 void store::set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes) {
     if (callback) {

@@ -122,18 +122,14 @@ class store {
     int32_t prefetch_cancel(int32_t gate);
     void    clear();
     bool    set_limits(uint64_t high, uint64_t low, std::string & error);
-    bool    set_thresholds(const moeoff_thresholds & thresholds, std::string & error);
+    moeoff_options get_options() const;
+    bool    set_options(const moeoff_options & options, std::string & error);
     int64_t force(const uint8_t * versions, int64_t n, std::string & error);
-    bool    set_routing(const moeoff_routing & rule, std::string & error);
-    bool    set_simulated_cache(float share, std::string & error);
     int64_t force_experts(const int32_t * ids, int64_t n, std::string & error);
-    bool    set_flags(uint32_t flags, std::string & error);
     void    set_cancelled(bool on); // by the user, until taken back: ends graphs, and their waits for what is being read
 
     // --- watching ---
     void    set_gate_callback(moeoff_gate_callback callback, void * user, uint64_t max_bytes);
-    void    set_gate_rows(int32_t max_rows) { gate_rows.store(max_rows, std::memory_order_relaxed); }
-    bool    set_batch_kind(int32_t kind, std::string & error);
     void    drain() { driver.drain(); }
     void    residency(version v, uint8_t * out) const;
     int32_t take_reads(moeoff_read * out, int32_t n);
@@ -152,6 +148,7 @@ class store {
     void bring_down(const gate & g, const upload & u);
     int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
+    bool check_options(const moeoff_options & options, std::string & error) const REQUIRES(store_mutex);
     bool check_routing(std::string & error) const;
     bool is_decode(int32_t n_tokens) const;
 
@@ -174,7 +171,7 @@ class store {
     slice_reader               read;
     std::atomic<uint8_t>       phase {SETUP};
     std::atomic<bool>          cancelled {false};
-    std::atomic<int32_t>       gate_rows {0};
+    std::atomic<int32_t>       max_gate_rows {0};
     std::atomic<int32_t>       batch_kind {MOEOFF_BATCH_BY_SIZE};
     uint64_t                   limits[n_pools] GUARDED_BY(store_mutex); // bytes of the arenas
     std::vector<std::atomic<uint64_t>> stall_ns; // by gate

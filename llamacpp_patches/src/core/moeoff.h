@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 16
+#define MOEOFF_ABI_VERSION 17
 #define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
@@ -85,7 +85,7 @@ enum moeoff_thresholds_flag {
 // is served low, those that the fewest tokens chose.
 // tau, in the place of t1 and t2: where tokens are decoded, an expert is served high if its weight, the factor of its output, is at least tau
 // for one of the tokens, or if it is on its way; else it is skipped.
-// Nothing is lost at t1 = 1, prefill_low_fraction = 0, tau = 0 and without flags, the default.
+// Nothing is lost at t1 = 1, prefill_low_fraction = 0, tau = 0 and without flags, the default. Without EAGER every expert is served high.
 struct moeoff_thresholds {
     float    t1;
     float    t2;
@@ -104,6 +104,20 @@ struct moeoff_routing {
     float    margin;
     int32_t  n_candidates; // 0: twice as many as serve a token
     int32_t  n_kept;
+};
+
+// What may change while the buffer runs
+struct moeoff_options {
+    uint32_t flags;           // moeoff_flag: those of init, but for KEEP, EAGER and LOG_READS
+    int32_t  batch_kind;      // moeoff_batch_kind: what the tokens of the graphs to come are
+    int32_t  max_gate_rows;   // of a larger batch, events carry the gate input and logits of at most so many tokens, evenly spread; 0, the default: of all
+    // Routing and thresholds take for resident, where tokens are decoded, what a simulated cache would hold that keeps this share of each
+    // gate's experts, those of the highest decayed counts of uses. It is empty when the share changes: from then on they depend on the
+    // gates alone. Each token of a batch is decided by itself, in its place behind those before it. Negative, the default: what is
+    // resident in truth
+    float    simulated_share;
+    struct moeoff_thresholds thresholds;
+    struct moeoff_routing    routing;
 };
 
 struct moeoff_params {
@@ -143,7 +157,7 @@ struct moeoff_gate_event {
     int32_t         n_used;      // experts for each token
     int32_t         n_embd;      // 0: no gate input
     int32_t         n_expert;    // 0: no logits
-    int32_t         n_rows;      // of gate input and logits: of every row_step-th token, from the first (moeoff_set_gate_rows)
+    int32_t         n_rows;      // of gate input and logits: of every row_step-th token, from the first (moeoff_options.max_gate_rows)
     int32_t         row_step;
     int32_t         n_hit;       // slices resident when the router had selected
     int32_t         n_miss;
@@ -260,7 +274,9 @@ MOEOFF_API uint64_t moeoff_arena_full(const moeoff_expert_buffer * eb, int32_t v
 MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
 // between decodes: shrinking evicts at once. Each version has an arena of its own; low may be 0 while the thresholds select no low version
 MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
-MOEOFF_API int     moeoff_set_flags(moeoff_expert_buffer * eb, uint32_t flags);
+MOEOFF_API void    moeoff_get_options(const moeoff_expert_buffer * eb, struct moeoff_options * options);
+// All of them, or none: -1 if one is out of range, needs MOEOFF_FLAG_ROUTING (routing, simulated_share) or low versions and an arena for them
+MOEOFF_API int     moeoff_set_options(moeoff_expert_buffer * eb, const struct moeoff_options * options);
 // evicts every resident expert that is neither pinned nor wanted by a recent gate event
 MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
 
@@ -295,24 +311,11 @@ MOEOFF_API int32_t moeoff_prefetch_cancel(moeoff_expert_buffer * eb, int32_t gat
 // [n_gates, n_experts] u8, bit 1 << moeoff_matrix set where that slice's version is resident; the high one also where a device holds it
 MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, int32_t version, uint8_t * out);
 
-// --- precision; without EAGER every expert is served high ---
-
-// fails if they would need low versions and there are none, or no arena for them
-MOEOFF_API int     moeoff_set_thresholds(moeoff_expert_buffer * eb, struct moeoff_thresholds thresholds);
 // The next gate events take their versions from here, not from the thresholds: appends n of them, in the order and shape of
 // moeoff_gate_event.versions. Returns how many are left in all, or -1. They are dropped when an event needs more than are left.
 MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
-
-// --- routing; needs MOEOFF_FLAG_ROUTING ---
-
-MOEOFF_API int     moeoff_set_routing(moeoff_expert_buffer * eb, struct moeoff_routing routing);
-// From now on routing and thresholds take for resident, where tokens are decoded, what a simulated cache would hold that keeps this
-// share of each gate's experts, so that they depend on the gates since this call alone, which empties it: those of the highest
-// decayed counts of uses. Each token of a batch is decided by itself, in its place behind those before it. A negative share: what is
-// resident in truth
-MOEOFF_API int     moeoff_set_simulated_cache(moeoff_expert_buffer * eb, float share);
 // The next gate events take their experts from here instead of the router's choice: appends n of them, in the order and shape of
-// moeoff_gate_event.ids. Returns how many are left in all, or -1. They are dropped when an event needs more than are left
+// moeoff_gate_event.ids. Returns how many are left in all, or -1: without MOEOFF_FLAG_ROUTING. They are dropped when an event needs more than are left
 MOEOFF_API int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n);
 
 // --- events ---
@@ -320,10 +323,6 @@ MOEOFF_API int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t
 // starts the driver thread, which calls back for every gate event; NULL stops it. Not from the callback. max_bytes bounds what may
 // wait for it, but a few events may always; memory is taken for what waits only
 MOEOFF_API int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
-// of a larger batch, events carry the gate input and logits of at most so many tokens, evenly spread; 0, the default: of all
-MOEOFF_API void moeoff_set_gate_rows(moeoff_expert_buffer * eb, int32_t max_rows);
-// what the tokens of the graphs to come are: a moeoff_batch_kind
-MOEOFF_API int moeoff_set_batch_kind(moeoff_expert_buffer * eb, int32_t kind);
 // returns when every event posted so far has been delivered
 MOEOFF_API void moeoff_drain(moeoff_expert_buffer * eb);
 
