@@ -51,6 +51,7 @@ HF_REPO = own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from H
     help="Continue the prompt as it is, without the model's chat template.",
 )
 @own("-st", "--single-turn", "single_turn", hidden=True, is_flag=True, help="Ends after one answer, as it does with -p anyway.")
+@own("--live", group="Prompt and answer", is_flag=True, help="Draw hits by layer, reads, tok/s and memory under the answer as it comes.")
 @own("--json", "as_json", group="Prompt and answer", is_flag=True, help="Print one JSON object: text, finish_reason, usage, stats.")
 @own("--stats-json", group="Prompt and answer", type=click.Path(dir_okay=False, writable=True), metavar="FILE", help="Write statistics to FILE.")
 @own("--prompt-cache", group="Prompt and answer", type=click.Path(dir_okay=False), metavar="FILE",
@@ -60,7 +61,7 @@ HF_REPO = own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from H
 @takes_llama_cli
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, chat_template: str | None,
-    chat_template_file: str | None, raw: bool, single_turn: bool, as_json: bool, stats_json: str | None,
+    chat_template_file: str | None, raw: bool, single_turn: bool, live: bool, as_json: bool, stats_json: str | None,
     prompt_cache: str | None, prompt_cache_all: bool, prompt_cache_ro: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
@@ -81,6 +82,8 @@ def run(
         others = [other for name, other in outputs.items() if name != flag]
         require_new(path, [*files_beside(model), file, *given_files(options, "trace"), *others], flag)
     chat = prompt is None and not raw and not as_json and _is_terminal(sys.stdin) and _is_terminal(sys.stdout)
+    if live and (as_json or not _is_terminal(sys.stdout)):
+        raise OptionError("--live draws under the answer: standard output must be a terminal, and --json left out; --stats-json FILE has the numbers")
     if single_turn and chat:
         raise OptionError("-st: give the question with -p")
     if prompt is None and not chat:
@@ -107,6 +110,10 @@ def run(
     if 0 < trained < llm.n_ctx() and not options.keys() & {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}:
         note(f"a context of {llm.n_ctx()}: the model was trained for {trained} tokens, and what it writes behind them may make no sense")
     with llm, Completer(llm, sampling, cache) as completer:
+        if live:
+            from .live import Live
+
+            completer.live = Live(llm)
         if prompt is None:
             from .chat import Chat
 

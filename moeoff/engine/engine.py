@@ -49,7 +49,7 @@ from .expert_buffer import ExpertBuffer
 from .micro_batch import USUAL, MicroBatch, PromptMeter, choose, keep_rates, recall_rates
 from .prefetcher import SAMPLE
 from .quality import Quality
-from .stats import Stats, Timing
+from .stats import LayerHits, Stats, Timing
 from .warm_start import fill, read_ahead, recall, remember
 
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
@@ -158,6 +158,7 @@ class Engine:
         self._timing = Timing()
         self.driver: Driver | None = None
         self._listener: Callable[[GateEvent], None] | None = None
+        self._layer_hits: LayerHits | None = None
         self.budget = int(available() * DEFAULT_SHARE) if config.memory is None and config.expert_memory is None else config.memory
         model_index.require_experts()
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
@@ -435,7 +436,7 @@ class Engine:
         self.quality.choose_again(memory)
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
-            self.set_gate_callback(self._listener)
+            self._listen()
 
     def set_vram(self, vram: str | int) -> None:
         """Moves the bound of what is allocated on each device, between answers.
@@ -452,6 +453,26 @@ class Engine:
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """A user's own; the driver keeps its."""
         self._listener = callback
+        self._listen()
+
+    def count_layers(self) -> LayerHits:
+        """Hits and misses of each layer since the first call: before it, nothing is told where no strategy needs it."""
+        if self._layer_hits is None:
+            layers = {t.gate: t.layer for t in self.buffer.tensors}
+            self._layer_hits = LayerHits([layers[gate] for gate in sorted(layers)])
+            self._listen()
+        return self._layer_hits
+
+    def _listen(self) -> None:
+        parts = [] if self._listener is None else [self._listener]
+        if self._layer_hits is not None:
+            parts.append(self._layer_hits.observe)
+
+        def each(event: GateEvent) -> None:
+            for part in parts:
+                part(event)
+
+        callback = each if parts else None
         if self.driver is not None and self.driver.needed:
             self.driver.set_listener(callback)
         else:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
+
 from .. import native
+from ..gate_event import GateEvent, Observer
 from ..sidecar.file import ORIGINAL
 
 
@@ -27,6 +30,25 @@ class Timing:
         else:
             self.prompt_tokens += n_tokens
             self.prompt_seconds += seconds
+
+
+class LayerHits(Observer):
+    """Hits and misses of each layer.
+
+    Args:
+        layers: of each gate, the layer's number.
+
+    Attributes:
+        layers: the same.
+        counts: [n_gates, 2] slices that were resident when their gate chose them, and that were not.
+    """
+
+    def __init__(self, layers: Sequence[int]):
+        self.layers = layers
+        self.counts = np.zeros((len(layers), 2), np.int64)
+
+    def observe(self, event: GateEvent) -> None:
+        self.counts[event.gate] += event.n_hit, event.n_miss
 
 
 @dataclass(frozen=True)

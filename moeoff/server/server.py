@@ -23,7 +23,7 @@ from ..budget.memory_plan import MemoryPlan
 from ..chat_sandbox import growing
 from ..engine.batch import MAYBE, NO, YES, BatchRows, UbatchOrder, is_decode, spans_of
 from ..engine.engine import Engine
-from ..engine.stats import Stats
+from ..engine.stats import LayerHits, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
 from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, share_malloc_arenas, trim
@@ -399,7 +399,11 @@ class Server:
         return 0
 
     def _metrics(self, text: int, size: int) -> None:
-        write_text(text, size, metrics_text(self.stats()))
+        layers = None
+        if self._ready.is_set():
+            with self._between:
+                layers = self.engine.count_layers()
+        write_text(text, size, metrics_text(self.stats(), layers))
 
 
 def batch_rows(order: UbatchOrder, slots: list[int], is_prompt: list[int]) -> BatchRows | None:
@@ -425,7 +429,7 @@ def _check_address(hosts: str, port: int) -> None:
             raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", hint={"host": ..., "port": ...}) from None
 
 
-def metrics_text(stats: Stats) -> str:
+def metrics_text(stats: Stats, layers: LayerHits | None = None) -> str:
     """Counters since the server started and gauges of now, in Prometheus' text format."""
     lines = []
 
@@ -459,7 +463,15 @@ def metrics_text(stats: Stats) -> str:
     for name, on in (("prefetch", stats.prefetch_on), ("drafts", stats.drafts_on)):
         if on is not None:
             metric(f"{name}_on", f"Whether {name} pays at the moment, as measured.", int(on))
+    metric("prompt_tokens_total", "Tokens of prompts that were computed.", stats.prompt_tokens)
+    metric("decoded_tokens_total", "Tokens that were decoded, of all answers.", stats.gen_tokens)
+    metric("read_seconds_total", "Time that reads took, summed over them: its rate is the mean number of reads in flight.", stats.lane_busy_seconds)
+    metric("io_threads", "Reads that may be in flight at a time.", stats.io_threads)
     metric("arena_bytes", "Memory that experts may take.", stats.arena_bytes)
     metric("resident_memory_bytes", "Resident memory of the process.", rss())
     metric("budget_bytes", "The bound given by --memory; 0 where only the experts are bounded.", stats.budget_bytes)
+    if layers is not None:  # from the first look at them on
+        for i, (name, text) in enumerate((("hits", "resident when they were asked for"), ("misses", "that had to be read"))):
+            by_layer: dict[str, float] = {f'{{layer="{layer}"}}': count for layer, count in zip(layers.layers, layers.counts[:, i].tolist())}
+            metric(f"layer_{name}_total", f"Expert slices of a layer {text}.", by_layer)
     return "\n".join(lines) + "\n"

@@ -17,6 +17,7 @@ MISTAKES = [
     (f"run {M} -m {M} -p x", 1, "give MODEL or -m, not both"),
     (f"run {M} -hf a/b -p x", 1, "give -m or -hf, not both"),
     ("run -hf nonsense -p x", 1, "expected ORG/REPO"),
+    ("run --live -p x", 1, "standard output must be a terminal"),
     (f"run {M}", 1, "give a prompt with -p, with -f or on standard input"),
     ("inspect", 2, "Missing MODEL: the GGUF, as MODEL or -m MODEL"),
     ("calibrate", 2, "Missing MODEL"),
