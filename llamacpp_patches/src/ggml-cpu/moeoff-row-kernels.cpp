@@ -10,7 +10,6 @@
 #include "ggml-impl.h"
 #include "simd-mappings.h"
 
-#include <algorithm>
 #include <array>
 #include <cmath>
 #include <cstring>
@@ -86,12 +85,12 @@ template <class K, int RowsAhead = 8, int To = nearest> static constexpr kernel_
 #endif
 
 // Of several for a type the first that has vec_dot's bits is used.
-// Not q8_0: vec_dot is as fast as memory. q6_K nearly is: asking for so many bytes into the nearest cache takes twice as long.
+// Not q8_0: vec_dot is as fast as memory. So are the k types nearly: into the nearest cache their bytes come slower (Zen 4; q6_K's at half the speed).
 static const std::initializer_list<kernel_of_type> built = {
 #ifdef MOEOFF_AVX512
-    entry<k4_rows<block_q4_K>>(GGML_TYPE_Q4_K),
-    entry<k4_rows<block_q5_K>>(GGML_TYPE_Q5_K),
-    entry<q6_K_rows, 16, next_nearest>(GGML_TYPE_Q6_K),
+    entry<k4_rows<block_q4_K>, 8, next_nearest>(GGML_TYPE_Q4_K),
+    entry<k4_rows<block_q5_K>, 8, next_nearest>(GGML_TYPE_Q5_K),
+    entry<q6_K_rows, 8, next_nearest>(GGML_TYPE_Q6_K),
     entry<q3_K_rows>(GGML_TYPE_Q3_K),
     entry<q2_K_rows>(GGML_TYPE_Q2_K),
     entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
@@ -233,21 +232,19 @@ row_products::row_products(ggml_type type) : vec_dot(ggml_get_type_traits_cpu(ty
     }
 }
 
-#ifdef MOEOFF_NEON
-static bool has_least_byte(const void *, int64_t) { return false; } // it is multiplied as any other
-#else
+#if defined(MOEOFF_AVX512) || defined(MOEOFF_AVX2)
 // Numbers are converted to -127 ... 127. What is infinite or no number becomes -128, which vec_dot multiplies as if it were 128 where the weight is
-// negative: not worth a kernel that does, too.
+// negative: not worth a kernel that does, too. Written out, because it is asked for every few rows, and a compiler may take a byte at a time.
 static bool has_least_byte(const void * column, int64_t n) {
-    int8_t least[QK8_0] = {}; // of each place in a block, so that the compiler takes a block at a time
+    const __m256i least = _mm256_set1_epi8(-128);
+    __m256i       found = _mm256_setzero_si256();
     for (int64_t i = 0; i < n / QK8_0; i++) {
-        const int8_t * q = ((const block_q8_0 *) column)[i].qs;
-        for (int k = 0; k < QK8_0; k++) {
-            least[k] = std::min(least[k], q[k]);
-        }
+        found = _mm256_or_si256(found, _mm256_cmpeq_epi8(load32(((const block_q8_0 *) column)[i].qs), least));
     }
-    return *std::min_element(least, least + QK8_0) == -128;
+    return !_mm256_testz_si256(found, found);
 }
+#else
+static bool has_least_byte(const void *, int64_t) { return false; } // it is multiplied as any other
 #endif
 
 void row_products::operator()(int64_t n, float * s, const void * rows, size_t stride, const void * column, int64_t n_rows) const {
