@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from ctypes import POINTER, c_float, c_int, c_size_t, c_void_p
 from pathlib import Path
@@ -126,6 +127,25 @@ def test_bits_of_vec_dot_on_arm():
     done = subprocess.run(["bash", script, "20000", *target], env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert {line.split()[0].upper() for line in done.stdout.splitlines()} == {"Q4_K", "Q6_K", "Q4_0", "IQ4_NL", "MXFP4"}
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "Q4_0", "IQ4_NL"])
+def test_a_column_is_looked_at_in_little_time(name):
+    """Prompts multiply 16 rows with each column: what is done for a column as a whole, once for them, must not be what takes the time."""
+    rng = np.random.default_rng(1)
+    x = rng.standard_normal((64, 2880), np.float32)
+
+    def cost(n_rows: int) -> float:
+        """CPU seconds of a row."""
+        rows = quantized(rng.standard_normal((1, n_rows, x.shape[1]), np.float32), TYPES[name]).reshape(n_rows, -1)
+        times = []
+        for _ in range(20):
+            began = time.thread_time()
+            products(TYPES[name], rows, x)
+            times.append(time.thread_time() - began)
+        return min(times) / n_rows
+
+    assert cost(16) < 1.8 * cost(256)
 
 
 def test_no_kernel_is_refused():
