@@ -167,6 +167,18 @@ def workload(
     return decorate
 
 
+@contextlib.contextmanager
+def neighbours(n: int) -> Iterator[None]:
+    """Endless loops in sessions of their own, as programs of two terminals or containers are: the kernel shares the cores between sessions first."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(n)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
 def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
@@ -261,20 +273,10 @@ def precision(bench: Bench, experts: str | None, low: str | None, precisions: Se
           click.option("--memory", help="As moeoff run has it. Default: all experts in memory."), click.option("--limit", type=int, help="MiB of a memory cgroup."),
           click.option("--seconds", default=4.0, show_default=True, help="Of decoding.")])  # fmt: skip
 def threads(bench: Bench, memory: str | None, limit: int | None, seconds: float) -> dict[str, list[Comparison]]:
-    """Compute threads bound to cores and not (OMP_PROC_BIND=false, OpenMP's own default). Neighbours are endless loops in sessions of their own, as programs
-    of two terminals or containers have: the kernel shares the cores between sessions first."""
+    """Compute threads bound to cores and not (OMP_PROC_BIND=false, OpenMP's own default), beside busy processes."""
     job = bench.job(limit and limit << 20, n_ctx=4096, **({"memory": memory} if memory else {"expert_memory": EVERYTHING}))
     job = replace(job, tests=prompt_then_tokens(bench.n_prompt, 4000), seconds=seconds)
     jobs = {"unbound": replace(job, environment={"OMP_PROC_BIND": "false"}), "bound": job}
-
-    @contextlib.contextmanager
-    def neighbours(n: int) -> Iterator[None]:
-        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"], start_new_session=True) for _ in range(n)]
-        try:
-            yield
-        finally:
-            for process in busy:
-                process.kill()
 
     out = {}
     for name, n_busy in (("idle machine", 0), ("1 busy process", 1), ("2 busy processes", 2)):
@@ -351,8 +353,9 @@ def take_turns(turns: Mapping[str, Turn], rounds: int) -> list[Comparison]:
 
 
 @workload("This checkout over an earlier one", 256, options=[LIMITS, click.option("--strategy", default="auto", show_default=True),
-          click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`.")])  # fmt: skip
-def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str, list[Comparison]]:
+          click.option("--checkout", required=True, type=click.Path(exists=True, file_okay=False), help="The earlier one, set up with `make env`."),
+          click.option("--busy", default=0, show_default=True, help="Busy processes beside each run.")])  # fmt: skip
+def before(bench: Bench, limits: str, strategy: str, checkout: str, busy: int) -> dict[str, list[Comparison]]:
     """`moeoff bench` of both, each with its own library, in a memory cgroup; a limit of 0: everything in memory."""
 
     def turn(folder: str, program: str, limit: int) -> Turn:
@@ -362,7 +365,7 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str) -> dict[str,
 
         def measured(_index: int) -> Measurement:
             drop_from_page_cache(bench.model)
-            with memory_cgroup(limit << 20 or EVERYTHING) as group:
+            with memory_cgroup(limit << 20 or EVERYTHING) as group, neighbours(busy):
                 return from_rows(bench.job(), group.run(command, cwd=folder, env=clean, capture_output=True, text=True))
 
         return measured
