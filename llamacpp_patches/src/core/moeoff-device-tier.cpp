@@ -72,7 +72,7 @@ void device_tier::begin_upload(const gate & g, int32_t expert, bool forced, cons
     }
 }
 
-void device_tier::assign(const gate & g, selection & all, expert_table & table, int32_t n_most) {
+void device_tier::assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) {
     const int32_t  n = std::min(n_most, max_uploads);
     device_slots & s = *slots[(size_t) g.index];
     candidates.clear();
@@ -81,7 +81,9 @@ void device_tier::assign(const gate & g, selection & all, expert_table & table, 
     for (const int32_t e : all.chosen) {
         s.use(e);
         all.slot_of[e] = all.is_chosen[e] == 1u << HIGH ? s.find(e) : -1;
-        if (all.slot_of[e] < 0 && all.is_chosen[e] == 1u << HIGH && (uploads_all() || table.is_in_memory(g, e))) {
+        if (all.slot_of[e] >= 0) {
+            table.count_on_device(g, e, event);
+        } else if (all.is_chosen[e] == 1u << HIGH && (uploads_all() || table.is_in_memory(g, e))) {
             candidates.push_back(e);
         }
     }

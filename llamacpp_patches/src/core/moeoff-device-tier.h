@@ -47,9 +47,9 @@ class device_tier {
     // how a graph of this user computes a batch: MOEOFF_DEVICE_OFF without the device. The first one to ask is the user
     moeoff_device_mode mode_for(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) REQUIRES(store_mutex);
 
-    // Fills slot_of of the experts in all.chosen, and all.uploads: of the latter at most so many, unless every chosen expert is uploaded.
-    // Only what is to be served in high precision takes part
-    void assign(const gate & g, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
+    // Fills slot_of of the experts in all.chosen, which event counts as hits, and all.uploads: of the latter at most so many, unless every chosen
+    // expert is uploaded. Only what is to be served in high precision takes part
+    void assign(const gate & g, moeoff_gate_event & event, selection & all, expert_table & table, int32_t n_most) REQUIRES(store_mutex);
     // What a predictor expects of the gate, and host memory has: begins at most n_most uploads of these n experts, the first before the
     // others. None of the expected gives its slot away; an expert that does must rank below the one that gets it, as ever. Between a gate's event and
     // the next one of another gate its device may still read the slots: then there are none

@@ -1,7 +1,5 @@
 #include "moeoff-gate-events.h"
 
-#include "moeoff-device-tier.h"
-
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -226,11 +224,11 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
     decided.store(true, std::memory_order_release);
 }
 
-void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops, int32_t n_uploads) {
+void gate_events::begin(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool is_requested, const void * device_ops) {
     moeoff_stats & stats = table.counters();
     table.next_event();
     forget_others(g, event.ids, device_ops);
-    if (eager && select.active()) {
+    if (is_requested && select.active()) {
         decide(g, c, all, device_ops);
         for (const uint8_t v : all.versions) {
             stats.served_low += v == LOW;
@@ -245,36 +243,29 @@ void gate_events::handle(gate & g, moeoff_gate_event & event, const choice & c, 
         table.cancel_unchosen(g, all.is_chosen.data());
     }
     table.drop_preloads();
-    if (device_ops) {
-        device.assign(g, all, table, n_uploads);
-        for (const int32_t e : all.chosen) {
-            if (all.slot_of[e] >= 0) {
-                table.count_on_device(g, e, event);
-            }
-        }
-    }
-    if (eager) {
-        const auto each_expert = [&](const auto & f) REQUIRES(store_mutex) {
-            for (const int32_t e : all.chosen) {
-                for (const version v : { HIGH, LOW }) {
-                    if (all.slot_of[e] < 0 && all.is_chosen[e] & (1u << v)) {
-                        f(table.state_of(g, e, v));
-                    }
-                }
-            }
-        };
-        bool may_evict[n_pools] = { true, true };
-        // all are marked before the first is requested: none of them may be evicted for another
-        each_expert([&](expert_state & x) REQUIRES(store_mutex) { table.mark_chosen(x, x.has, event); });
-        for (const int32_t matrix : graph_order) {
-            if (g.tensors[(size_t) matrix] >= 0) {
-                each_expert([&](expert_state & x) REQUIRES(store_mutex) { table.request(x, matrix, GATE, may_evict); });
-            }
-        }
-    }
     stats.gate_events++;
     stats.expert_uses += (uint64_t) event.n_tokens * (uint64_t) event.n_used;
     event.seq = table.n_events();
+}
+
+void gate_events::request(gate & g, moeoff_gate_event & event, const selection & all) {
+    const auto each_expert = [&](const auto & f) REQUIRES(store_mutex) {
+        for (const int32_t e : all.chosen) {
+            for (const version v : { HIGH, LOW }) {
+                if (all.slot_of[e] < 0 && all.is_chosen[e] & (1u << v)) {
+                    f(table.state_of(g, e, v));
+                }
+            }
+        }
+    };
+    bool may_evict[n_pools] = { true, true };
+    // all are marked before the first is requested: none of them may be evicted for another
+    each_expert([&](expert_state & x) REQUIRES(store_mutex) { table.mark_chosen(x, x.has, event); });
+    for (const int32_t matrix : graph_order) {
+        if (g.tensors[(size_t) matrix] >= 0) {
+            each_expert([&](expert_state & x) REQUIRES(store_mutex) { table.request(x, matrix, GATE, may_evict); });
+        }
+    }
 }
 
 bool gate_events::versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const {

@@ -14,8 +14,6 @@
 
 namespace moeoff {
 
-class device_tier;
-
 // What the tokens of one event chose together. Of one thread, and used again: a large batch is gone through without the store's mutex
 struct selection {
     std::vector<int32_t> chosen;     // each expert once; of several tokens those that most of them chose first (Fate §4.3)
@@ -44,16 +42,18 @@ struct router_output {
 
 class gate_events {
   public:
-    gate_events(const expert_map & map, expert_table & table, device_tier & device) : map(map), table(table), device(device) {}
+    gate_events(const expert_map & map, expert_table & table) : map(map), table(table) {}
 
     // Whether route() would change anything, or has to see it
     bool is_routed() const REQUIRES(store_mutex) { return routes.active() || simulated.is_on() || !forced.empty(); }
     // Before the weights: the experts that the block uses. Behind a simulated cache their versions are decided here, too, unless that takes
     // the weights themselves
     void route(gate & g, const router_output & r, bool decode) REQUIRES(store_mutex);
-    // Fills what event says of hits and misses, and its versions. eager: the slices are requested; the caller wakes the workers.
-    // device_ops: the indices that the ops of the graph have if a device computes with it, else nullptr; it then gets at most n_uploads
-    void handle(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool eager, const void * device_ops, int32_t n_uploads) REQUIRES(store_mutex);
+    // Decides versions if what is chosen will be requested, and gives up what was expected and is not chosen. device_ops: the indices that the
+    // ops of the graph have if a device computes with it, else nullptr
+    void begin(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool is_requested, const void * device_ops) REQUIRES(store_mutex);
+    // Requests what no slot of a device serves, and fills what event says of hits and misses; the caller wakes the workers
+    void request(gate & g, moeoff_gate_event & event, const selection & all) REQUIRES(store_mutex);
     // false: every expert is served high, in every graph
     bool has_decisions() const { return decided.load(std::memory_order_acquire); }
     // out[e], all high before: what the gate event of this graph decided for each of the tensor's experts. True if it did so for each of
@@ -82,7 +82,6 @@ class gate_events {
 
     const expert_map &   map;
     expert_table &        table;
-    device_tier &        device;
     version_selector     select GUARDED_BY(store_mutex);
     routing              routes GUARDED_BY(store_mutex);
     simulated_cache      simulated GUARDED_BY(store_mutex);

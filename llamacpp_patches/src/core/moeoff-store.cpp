@@ -124,10 +124,17 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
     all.collect(c, map.n_experts());
     event.decode = is_decode(event.n_tokens);
     event.t_ns   = driver.running() ? now_ns() : 0; // before its own requests are queued
-    bool is_inline;
+    const bool is_eager = get_flags() & MOEOFF_FLAG_EAGER;
+    bool       is_inline;
     {
         store_lock lock(sync);
-        events.handle(g, event, c, all, get_flags() & MOEOFF_FLAG_EAGER, out ? out->host : nullptr, max_pending_uploads - uploads.n_pending());
+        events.begin(g, event, c, all, is_eager, out ? out->host : nullptr);
+        if (out) {
+            device.assign(g, event, all, table, max_pending_uploads - uploads.n_pending());
+        }
+        if (is_eager) {
+            events.request(g, event, all);
+        }
         is_inline = device.uploads_all();
         if (!is_inline) {
             announce(g, all.uploads);

@@ -159,7 +159,7 @@ class store {
     files                      sources;
     expert_table                table { map, sync };
     mutable device_tier        device;
-    gate_events                events { map, table, device };
+    gate_events                events { map, table };
     graph_failures             failures;
     std::unique_ptr<slot_memory> slots;
     uploader                   uploads;
