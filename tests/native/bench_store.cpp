@@ -65,10 +65,10 @@ struct bench {
         weights.assign(ids.size(), 1.0f / (float) n_used);
     }
 
-    // the arena is full from the start
+    // the arena is nearly full from the start, and full after a few events; what did not fit would evict what is half read, and never be read
     void fill() {
         std::vector<int32_t> experts;
-        for (int32_t e = 0; e < (int32_t) (share * n_experts) + 1; e++) {
+        for (int32_t e = 0; e < (int32_t) (share * n_experts); e++) {
             experts.push_back(e);
         }
         moeoff_stats stats;
