@@ -89,14 +89,15 @@ def test_gate_events_hold_the_mutex_briefly(tmp_path: Path) -> None:
 @with_gcc
 @pytest.mark.slow
 def test_waiting_wakes_no_more_threads_than_it_must(tmp_path: Path) -> None:
-    """Of each token's 144 ops nearly all wait for some of 466 reads. A thread sleeps about once in each; a read blocks once, and the four
-    threads that read run dry about once a layer. Each thread visiting each slice took 1,030, 3,100 and 8,900 switches."""
+    """Of each token's 144 ops 122 wait for some of 466 reads. A thread sleeps about once in each of those; a read blocks once, the four threads that read
+    run dry about once a layer, and the driver does. Each thread visiting each slice took 1,030, 3,100 and 8,900 switches, 720 of them not the
+    compute threads': of these a third is left."""
     program = bench_switches.build(tmp_path)
-    for n_threads in (1, 4, 16):
+    for n_threads, most in ((1, 1033), (4, 1548), (16, 2967)):
         found = bench_switches.measure(program, n_threads)
         assert 460 < found["misses"] < 470
         assert found["of_computing_threads"] < 144 * (n_threads + 1.5), found
-        assert found["voluntary_switches"] - found["of_computing_threads"] < found["misses"] + 2 * 4 * 48, found
+        assert found["voluntary_switches"] < most, found
     resident = bench_switches.measure(program, 4, hit_rate=1.0)
     assert resident["misses"] == 0 and resident["of_computing_threads"] < 5, resident
     assert resident["locks"] < 48 * (3 * 2 + 1 + 3) + 5, resident  # pin and unpin of each op, the gate event, and the driver's of its own
