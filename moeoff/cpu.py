@@ -1,5 +1,5 @@
-"""The processor: its name, the cores this process may use, and the build of llama.cpp's CPU backend it takes where the installed wheel brings several
-(scripts/build/wheels.py).
+"""The processor: its name, the cores this process may use, the build of llama.cpp's CPU backend it takes where the installed wheel brings several
+(scripts/build/wheels.py), and whether row kernels are used. The environment's wishes about kernels are read here.
 
 A library that is loaded already serves everyone who names it, so the chosen backend has to be loaded before the rest. A fork that was built on this
 machine has one backend, and nothing is done.
@@ -16,9 +16,10 @@ from pathlib import Path
 
 from .errors import OptionError
 
-__all__ = ["LEVEL", "cpu_name", "load", "machine_name", "n_cores"]
+__all__ = ["LEVEL", "cpu_name", "load", "machine_name", "n_cores", "wants_row_kernels"]
 
 ENVIRONMENT = "MOEOFF_CPU_LEVEL"
+ROW_KERNELS = "MOEOFF_ROW_KERNELS"
 _BACKEND = "libggml-cpu.so"
 
 LEVEL: str | None = None  # that was loaded; None: there is one build, or nothing was loaded yet
@@ -62,6 +63,18 @@ def supported(folder: Path) -> list[str]:
     ask.restype = ctypes.c_char_p
     levels: bytes = ask()
     return levels.decode().split()
+
+
+def wants_row_kernels() -> bool:
+    """Whether products are to be computed by our kernels of four rows, as they are unless MOEOFF_ROW_KERNELS is off: slower then, the text is the same.
+
+    Raises:
+        OptionError: it is neither on nor off.
+    """
+    wanted = os.environ.get(ROW_KERNELS) or "on"
+    if wanted not in ("on", "off"):
+        raise OptionError(f"{ROW_KERNELS}={wanted}: expected on or off")
+    return wanted == "on"
 
 
 def n_cores() -> int:

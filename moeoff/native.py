@@ -10,7 +10,7 @@ import ctypes
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
 
-from . import _abi
+from . import _abi, cpu
 from ._abi import *  # noqa: F403
 from ._abi import ABI_VERSION, N_MATRIX, STRUCTS, VERSION_HIGH, VERSION_LOW, VERSION_SKIP, abi_layout, abi_version, function
 from .binding import api, lib
@@ -40,6 +40,7 @@ __all__ = [
     "row_kernel_agrees",
     "row_products",
     "tensor_overrides",
+    "use_row_kernels",
 ]
 
 
@@ -89,10 +90,12 @@ _device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POIN
 # int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
 # -- of moeoff-row-kernels.h
 row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
-# int moeoff_row_kernel(int32_t type);  -- 1: four rows at a time, 0: one, -1: one, since our kernel did not give vec_dot's bits
+# int moeoff_row_kernel(int32_t type);  -- 1: four rows at a time, 0: one, or they are off, -1: one, since our kernel did not give vec_dot's bits
 row_kernel = function("moeoff_row_kernel", c_int, c_int32)
-# bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel);
-row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p)
+# void moeoff_use_row_kernels(bool use);  -- from now on; not while anything computes
+use_row_kernels = function("moeoff_use_row_kernels", None, c_bool)
+# bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns);
+row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p, c_void_p)
 # ggml_backend_buffer_type_t ggml_backend_cpu_buffer_type(void);  -- of ggml-backend.h
 cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
 
@@ -113,3 +116,6 @@ def device_memory_of(ctx: int, device: int) -> int:
     out = (c_uint64 * 3)()
     _device_memory(ctx, device, out)
     return sum(out)
+
+
+use_row_kernels(cpu.wants_row_kernels())

@@ -101,7 +101,9 @@ def _row_kernels() -> Iterator[Finding]:
 
     state = {number: row_kernel(number) for number in range(TYPE_NUMBERS)}
     used, refused = ([type_name(number) for number, found in state.items() if found == wanted] for wanted in (1, -1))
-    if refused:
+    if not cpu.wants_row_kernels():
+        yield Finding("row kernels", WARNING, f"off, as {cpu.ROW_KERNELS} says: slower, the text is the same", f"unset {cpu.ROW_KERNELS}")
+    elif refused:
         text = f"{', '.join(refused)}: ours do not give the bits of llama.cpp's, which are used instead: slower, the text is the same"
         yield Finding("row kernels", WARNING, text, "rebuild the fork with another compiler: CC=... CXX=... make env")
     else:

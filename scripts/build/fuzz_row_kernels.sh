@@ -1,24 +1,48 @@
 #!/usr/bin/env bash
-# Builds the CPU backend for a processor, with a compiler, and compares its row kernels with ggml's vec_dot, which has to give the same bits.
-# usage: [CC=... CXX=...] [RUN=...] fuzz_row_kernels.sh [PRODUCTS of each type [CMAKE ARGUMENT ...]]
+# Compiles the row kernels and ggml's vec_dot for a processor, with a compiler, and compares them: they have to give the same bits. Or their speed.
+# usage: [CC=... CXX=...] [SANITIZE=1] [RUN=...] [TREE=...] fuzz_row_kernels.sh [PRODUCTS of each type|speed [COMPILER FLAG ...]]
 #
-#   CC=clang CXX=clang++ fuzz_row_kernels.sh 100000 -DGGML_AVX2=ON -DGGML_FMA=ON -DGGML_F16C=ON
-#   CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64-static -cpu max" fuzz_row_kernels.sh 100000 \
-#       -DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 -DGGML_CPU_ARM_ARCH=armv8.2-a+dotprod+fp16
+#   CC=clang CXX=clang++ fuzz_row_kernels.sh 100000 -mavx2 -mfma -mf16c
+#   CC=aarch64-linux-gnu-gcc CXX=aarch64-linux-gnu-g++ RUN="qemu-aarch64 -cpu max" fuzz_row_kernels.sh 100000 -march=armv8.2-a+dotprod+fp16
 #
-# RUN runs a program for another processor. PATH has cmake and ninja; ggml-cpu is compiled from nothing, in minutes.
+# Without flags: for this machine. SANITIZE: the kernels are compiled with the address and undefined-behaviour sanitizers. RUN runs a program for another
+# processor. TREE: the fork's sources, as `fork.py tree` writes them, which otherwise are written anew. Only the files that the products need are
+# compiled, in seconds: of the others the linker wants nothing, as no function that is called leads there.
 set -euo pipefail
 
 root=$(cd "$(dirname "$0")/../.." && pwd)
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
-
-"${PYTHON:-python3}" "$root/scripts/build/fork.py" tree "$work/tree" > /dev/null
-ggml=$work/tree/vendor/llama.cpp/ggml
-cmake -G Ninja -S "$work/tree/vendor/llama.cpp" -B "$work/build" -DCMAKE_BUILD_TYPE=Release -DCMAKE_C_COMPILER="${CC:-gcc}" -DCMAKE_CXX_COMPILER="${CXX:-g++}" \
-    -DGGML_NATIVE=OFF -DGGML_OPENMP=OFF -DBUILD_SHARED_LIBS=OFF -DLLAMA_BUILD_{COMMON,TOOLS,SERVER,TESTS,EXAMPLES}=OFF "${@:2}" > "$work/log"
-ninja -C "$work/build" ggml-cpu >> "$work/log" || { tail -n 30 "$work/log" >&2; exit 1; }
-"${CXX:-g++}" -std=c++17 -O2 -static -I"$ggml"/{include,src/ggml-cpu/moeoff} "$root/tests/native/fuzz_row_kernels.cpp" \
-    "$work"/build/ggml/src/libggml-{cpu,base}.a -pthread -ldl -o "$work/fuzz"
+cc=${CC:-gcc} cxx=${CXX:-g++}
+if [ -z "${TREE:-}" ]; then
+    TREE=$work/tree
+    "${PYTHON:-python3}" "$root/scripts/build/fork.py" tree "$TREE" > /dev/null
+fi
+ggml=$(cd "$TREE/vendor/llama.cpp/ggml" && pwd) cpu=$(cd "$TREE/vendor/llama.cpp/ggml/src/ggml-cpu" && pwd)
+case $("$cxx" -dumpmachine) in
+    x86_64*) arch=x86 ;;
+    aarch64* | arm64*) arch=arm ;;
+    *) echo "there are no row kernels for $("$cxx" -dumpmachine)" >&2; exit 1 ;;
+esac
+mkdir "$work/objects"
+cd "$work/objects"
+echo '#define GGML_VERSION ""
+#define GGML_COMMIT ""' > ggml-version.h # else CMake writes it
+flags=(-O3 -DNDEBUG -D_GNU_SOURCE -ffunction-sections -fdata-sections -I. -I"$ggml"/{include,src,src/ggml-cpu} -I"$cpu/moeoff")
+for_cpu=("${@:2}")
+if [ ${#for_cpu[@]} = 0 ]; then
+    for_cpu=(-march=native)
+fi
+ours=(-Wall -Wextra -Wno-unused-function -Wno-psabi) link=(-static) # clang's static libraries have no sanitizers
+if [ -n "${SANITIZE:-}" ]; then
+    ours+=(-g -fsanitize=address,undefined -fno-sanitize-recover=all) link=()
+fi
+theirs=("${flags[@]}" "${for_cpu[@]}" -w) # vec_dot is compiled as in a build of the whole; of what only has to be there -O1 is quicker made
+"$cc" "${theirs[@]}" -O1 -c "$cpu"/{quants.c,ggml-cpu.c} "$ggml"/src/{ggml-quants.c,ggml.c} &
+"$cc" "${theirs[@]}" -c "$cpu/arch/$arch/quants.c" -o arch-quants.o
+"$cxx" -std=gnu++17 "${theirs[@]}" -O1 -c "$cpu/vec.cpp" "$ggml/src/ggml-threading.cpp"
+"$cxx" -std=gnu++17 "${flags[@]}" "${for_cpu[@]}" "${ours[@]}" -c "$cpu/moeoff/moeoff-row-kernels.cpp" "$root/tests/native/fuzz_row_kernels.cpp"
+wait $!
+"$cxx" "${ours[@]}" "${link[@]}" -Wl,--gc-sections ./*.o -pthread -ldl -lm -o fuzz
 # shellcheck disable=SC2086
-${RUN:-} "$work/fuzz" "${1:-100000}"
+${RUN:-} ./fuzz "${1:-100000}"

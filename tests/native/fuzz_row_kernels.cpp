@@ -1,12 +1,15 @@
 // Row kernels against vec_dot, as tests/native/test_row_kernels.py has it, for builds that Python does not run with: other processors, emulated,
 // and other compilers. scripts/build/fuzz_row_kernels.sh builds and runs it.
 //
-// usage: fuzz_row_kernels [PRODUCTS of each type]; fails if one differs, if a kernel was refused, or if there is none at all
+// usage: fuzz_row_kernels [PRODUCTS of each type]; fails if one differs, or if there is no kernel at all. Says which were refused: their products are vec_dot's.
+//        fuzz_row_kernels speed; one thread with kernels and without
 
 #include "ggml-cpu.h"
 #include "ggml.h"
 #include "moeoff-row-kernels.h"
 
+#include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -64,13 +67,13 @@ static std::vector<float> make_columns(int n, int n_cols) {
 }
 
 // whether all are equal
-static bool compare(ggml_type type, long n_products) {
+static bool compare(ggml_type type, long n_products, bool is_refused) {
     const ggml_type_traits_cpu & traits = *ggml_get_type_traits_cpu(type);
     const ggml_from_float_t      convert = ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float;
     long done = 0, different = 0, no_number = 0;
     rng.seed(type);
     while (done < n_products) {
-        const int n_rows = 1 + below(23), n_columns = 1 + below(3), n_cols = (1 + below(13)) * (int) ggml_blck_size(type);
+        const int n_rows = 1 + below(23), n_columns = 1 + below(9), n_cols = (1 + below(13)) * (int) ggml_blck_size(type);
         const auto rows = make_rows(type, n_rows, n_cols);
         const auto x    = make_columns(n_columns, n_cols);
         std::vector<float>   found(n_columns * n_rows);
@@ -90,8 +93,34 @@ static bool compare(ggml_type type, long n_products) {
             }
         }
     }
-    printf("%-7s %ld of %ld differ, %ld are no numbers\n", ggml_type_name(type), different, done, no_number);
+    printf("%-7s %s%ld of %ld differ, %ld are no numbers\n", ggml_type_name(type), is_refused ? "refused; " : "", different, done, no_number);
     return different == 0 && no_number < done * 2 / 3;
+}
+
+// weights times numbers in a nanosecond, without kernels and with them; the best of some turns
+static void measure(ggml_type type, int n_rows, int n_columns) {
+    constexpr int n_cols = 2048, n_different = 64;
+    const size_t  bytes  = ggml_row_size(type, n_cols);
+    std::vector<uint8_t> rows(n_rows * bytes);
+    ggml_get_type_traits_cpu(type)->from_float(numbers((size_t) n_different * n_cols, 1.f).data(), rows.data(), n_different * n_cols);
+    for (int r = n_different; r < n_rows; r += n_different) {
+        memcpy(rows.data() + r * bytes, rows.data(), n_different * bytes);
+    }
+    const auto         x = numbers((size_t) n_columns * n_cols, 1.f);
+    std::vector<float> out((size_t) n_columns * n_rows);
+    const double       n_products = (double) n_rows * n_columns * n_cols;
+    double             best[2]    = {};
+    for (double spent = 0; spent < 0.6;) {
+        for (const bool with : { false, true }) {
+            moeoff_use_row_kernels(with);
+            const auto began = std::chrono::steady_clock::now();
+            moeoff_row_products(type, rows.data(), n_rows, n_cols, x.data(), n_columns, out.data());
+            const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+            best[with] = std::max(best[with], 1e-9 * n_products / seconds);
+            spent += seconds;
+        }
+    }
+    printf(" %.1f %.1f", best[0], best[1]);
 }
 
 int main(int argc, char ** argv) {
@@ -101,9 +130,17 @@ int main(int argc, char ** argv) {
     ggml_cpu_init();
     for (int type = 0; type < GGML_TYPE_COUNT; type++) {
         const int kernel = moeoff_row_kernel(type);
-        if (kernel != 0) {
+        if (kernel != 0 && argc > 1 && !strcmp(argv[1], "speed")) {
             n_types++;
-            is_equal = kernel == 1 && compare((ggml_type) type, n_products) && is_equal;
+            printf("%s", ggml_type_name((ggml_type) type));
+            measure((ggml_type) type, 512, 1);   // in a cache
+            measure((ggml_type) type, 65536, 1); // in memory
+            measure((ggml_type) type, 512, 64);  // of a prompt
+            printf("\n");
+            moeoff_use_row_kernels(true);
+        } else if (kernel != 0) {
+            n_types++;
+            is_equal = compare((ggml_type) type, n_products, kernel == -1) && is_equal;
         }
     }
     return is_equal && n_types > 0 ? 0 : 1;

@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import resource
+import subprocess
 import sys
 
 import pytest
@@ -82,6 +83,16 @@ def test_row_kernels(monkeypatch):
         monkeypatch.setattr(native, "row_kernel", lambda number, numbers=numbers: numbers.get(number, 0))
         found = {finding.name: finding for finding in doctor.check_cpu()}["row kernels"]
         assert found.state == state and text in found.text
+
+
+def test_row_kernels_that_are_off(moeoff_command, demo):
+    found = findings(moeoff_command("doctor", "-m", demo, "--json", env=os.environ | {"MOEOFF_ROW_KERNELS": "off"}))["row kernels"]
+    assert found["state"] == "warning" and "off, as MOEOFF_ROW_KERNELS says" in found["text"] and found["way_out"] == "unset MOEOFF_ROW_KERNELS"
+    show = "from moeoff import native; print({native.row_kernel(number) for number in range(64)})"
+    done = subprocess.run([sys.executable, "-c", show], env=os.environ | {"MOEOFF_ROW_KERNELS": "off"}, capture_output=True, text=True)
+    assert done.stdout == "{0}\n", done.stderr
+    done = moeoff_command("doctor", "-m", demo, env=os.environ | {"MOEOFF_ROW_KERNELS": "no"})
+    assert done.returncode == 1 and "MOEOFF_ROW_KERNELS=no: expected on or off" in done.stdout + done.stderr and "Traceback" not in done.stderr
 
 
 def test_cpu_features(monkeypatch):

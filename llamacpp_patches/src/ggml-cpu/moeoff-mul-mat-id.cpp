@@ -256,13 +256,16 @@ static void dot_chunk(const op_args & a, const op_item & item, const typed_op & 
     const int64_t       block = c1 - c0 > 1 ? 16 : r1 - r0; // of rows
 
     for (int64_t cb = c0; cb < c1; cb += 16) {
+        const void * columns[16];
+        float *      out[16];
+        const int    n_columns = (int) std::min<int64_t>(16, c1 - cb);
+        for (int c = 0; c < n_columns; c++) {
+            const row_mapping m = a.rows[item.first_row + cb + c];
+            columns[c] = src1_rows + (m.i1 % ne11) * src1_stride1 + m.i2 * src1_stride2;
+            out[c]     = (float *) ((char *) op->data + m.i1 * op->nb[1] + m.i2 * op->nb[2]);
+        }
         for (int64_t rb = r0; rb < r1; rb += block) {
-            for (int64_t c = cb; c < std::min(cb + 16, c1); c++) {
-                const row_mapping m   = a.rows[item.first_row + c];
-                const char *      col = src1_rows + (m.i1 % ne11) * src1_stride1 + m.i2 * src1_stride2;
-                float *           out = (float *) ((char *) op->data + m.i1 * op->nb[1] + m.i2 * op->nb[2]) + rb;
-                products(top.src0.ne[0], out, weights + rb * nb01, nb01, col, std::min(block, r1 - rb));
-            }
+            products(top.src0.ne[0], out, rb, weights + rb * nb01, nb01, columns, n_columns, std::min(block, r1 - rb));
         }
     }
 }
@@ -312,7 +315,7 @@ static void compute_part(const op_args & a, const op_item & item, int32_t type, 
     const int64_t  nr0 = top.src0.ne[1];
     const int64_t  nr1 = item.n_rows;
     const int64_t  dr0 = GGML_PAD((nr0 + d.n0 - 1) / d.n0, 4); // rows are multiplied four at a time; the last parts may have none
-    const int64_t  dr1 = (nr1 + d.n1 - 1) / d.n1;
+    const int64_t  dr1 = GGML_PAD((nr1 + d.n1 - 1) / d.n1, 4); // and so are columns
     const int64_t  i0  = part % d.n0;
     const int64_t  i1  = part / d.n0;
     dot_chunk(a, item, top, (const char *) data, src1_rows, stride1, stride2,

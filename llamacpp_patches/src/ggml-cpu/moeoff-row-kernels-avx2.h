@@ -84,52 +84,205 @@ template <class B> struct k4_rows {
     }
 };
 
-// --- q4_0, mxfp4 ---
+// --- q6_K, q3_K, q2_K: sixteen scales, each for 16 weights ---
 
-struct q4_0_values {
-    static constexpr int  bias     = 8;
+// sixteen of them as words: the even ones, then the odd ones, so that each half has its own of any pair at the same place
+inline __m256i words_of(__m128i scales) {
+    return _mm256_cvtepi8_epi16(_mm_shuffle_epi8(scales, _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15)));
+}
+// scales 2 i and 2 i + 1, each in a half
+inline __m256i scale_pair(__m256i words, int i) { return _mm256_shuffle_epi8(words, _mm256_set1_epi16((short) ((2 * i + 1) << 8 | 2 * i))); }
+
+template <class B> struct rows_of_256 {
+    using unit   = B;
+    using column = block_q8_K;
+
+    static constexpr int n_unit = QK_K, n_rows = 2;
+
+    __m256 sums[2] = { _mm256_setzero_ps(), _mm256_setzero_ps() };
+
+    void add_products(int r, float d, __m256i products) { sums[r] = _mm256_fmadd_ps(_mm256_set1_ps(d), _mm256_cvtepi32_ps(products), sums[r]); }
+    void store(float * s) const {
+        s[0] = sum_of_8(sums[0]);
+        s[1] = sum_of_8(sums[1]);
+    }
+};
+
+struct q6_K_rows : rows_of_256<block_q6_K> {
+    void add_row(int r, const block_q6_K & x, const block_q8_K & y) {
+        const __m256i low_bits = _mm256_set1_epi8(15), high_bits = _mm256_set1_epi8(0x30);
+        const __m128i scales   = load16(x.scales);
+        const __m256i words    = words_of(scales);
+        // weights are 0 to 63 here, and 32 too large
+        __m256i sum = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_slli_epi32(_mm256_madd_epi16(load32(y.bsums), _mm256_cvtepi8_epi16(scales)), 5));
+#pragma GCC unroll 2
+        for (int j = 0; j < QK_K / 128; j++) {
+            const __m256i l0 = load32(x.ql + 64 * j), l1 = load32(x.ql + 64 * j + 32), h = load32(x.qh + 32 * j);
+            const __m256i q[4] = {
+                _mm256_or_si256(_mm256_and_si256(l0, low_bits), _mm256_and_si256(_mm256_slli_epi16(h, 4), high_bits)),
+                _mm256_or_si256(_mm256_and_si256(l1, low_bits), _mm256_and_si256(_mm256_slli_epi16(h, 2), high_bits)),
+                _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(l0, 4), low_bits), _mm256_and_si256(h, high_bits)),
+                _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(l1, 4), low_bits), _mm256_and_si256(_mm256_srli_epi16(h, 2), high_bits)),
+            };
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(scale_pair(words, 4 * j + k), _mm256_maddubs_epi16(q[k], load32(y.qs + 128 * j + 32 * k))));
+            }
+        }
+        add_products(r, y.d * _cvtsh_ss(x.d), sum);
+    }
+    void add(const block_q6_K & a, const block_q6_K & b, const block_q8_K & y) {
+        add_row(0, a, y);
+        add_row(1, b, y);
+    }
+};
+
+struct q3_K_rows : rows_of_256<block_q3_K> {
+    // 6 bits each, 32 too large: the low 4 in the first 8 bytes, the high 2 in the other 4
+    static __m256i words_of_scales(const block_q3_K & x) {
+        const __m128i w    = load16((const char *) x.scales - 4); // 16 bytes from there would leave the block
+        const __m128i low  = _mm_srlv_epi32(_mm_shuffle_epi32(w, _MM_SHUFFLE(2, 1, 2, 1)), _mm_setr_epi32(0, 0, 4, 4));
+        const __m128i high = _mm_srlv_epi32(_mm_shuffle_epi32(w, _MM_SHUFFLE(3, 3, 3, 3)), _mm_setr_epi32(0, 2, 4, 6));
+        const __m128i bits = _mm_or_si128(_mm_and_si128(low, _mm_set1_epi8(0xF)), _mm_slli_epi16(_mm_and_si128(high, _mm_set1_epi8(3)), 4));
+        return words_of(_mm_sub_epi8(bits, _mm_set1_epi8(32)));
+    }
+    void add(const block_q3_K & a, const block_q3_K & b, const block_q8_K & y) {
+        const __m256i low_bits = _mm256_set1_epi8(3), third_bit = _mm256_set1_epi8(4);
+        const __m256i words[2] = { words_of_scales(a), words_of_scales(b) };
+        const __m256i hmask[2] = { load32(a.hmask), load32(b.hmask) };
+        __m256i sum[2] = { _mm256_setzero_si256(), _mm256_setzero_si256() };
+#pragma GCC unroll 2
+        for (int j = 0; j < QK_K / 128; j++) {
+            const __m256i low[2] = { load32(a.qs + 32 * j), load32(b.qs + 32 * j) };
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                const int     bit       = 4 * j + k;
+                const __m256i col       = load32(y.qs + 128 * j + 32 * k);
+                const __m256i too_large = _mm256_maddubs_epi16(third_bit, col); // weights are 0 to 7 here, and 4 too large
+#pragma GCC unroll 2
+                for (int r = 0; r < 2; r++) {
+                    const __m256i high     = bit < 2 ? _mm256_slli_epi16(hmask[r], 2 - bit) : _mm256_srli_epi16(hmask[r], bit - 2);
+                    const __m256i q        = _mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(low[r], 2 * k), low_bits), _mm256_and_si256(high, third_bit));
+                    const __m256i products = _mm256_sub_epi16(_mm256_maddubs_epi16(q, col), too_large);
+                    sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(scale_pair(words[r], bit), products));
+                }
+            }
+        }
+        add_products(0, y.d * _cvtsh_ss(a.d), sum[0]);
+        add_products(1, y.d * _cvtsh_ss(b.d), sum[1]);
+    }
+};
+
+struct q2_K_rows : rows_of_256<block_q2_K> {
+    void add_row(int r, const block_q2_K & x, const block_q8_K & y) {
+        const __m128i low = _mm_set1_epi8(0xF), scales_mins = load16(x.scales);
+        const __m256i low_bits = _mm256_set1_epi8(3);
+        const __m256i words    = words_of(_mm_and_si128(scales_mins, low));
+        const __m256i mins     = _mm256_cvtepi8_epi16(_mm_and_si128(_mm_srli_epi16(scales_mins, 4), low));
+        add_products(r, -y.d * _cvtsh_ss((unsigned short) (x.data.dm >> 16)), _mm256_madd_epi16(mins, load32(y.bsums))); // first, as vec_dot adds them to the same lanes
+        __m256i sum = _mm256_setzero_si256();
+#pragma GCC unroll 2
+        for (int j = 0; j < QK_K / 128; j++) {
+            const __m256i bits = load32(x.qs + 32 * j);
+#pragma GCC unroll 4
+            for (int k = 0; k < 4; k++) {
+                const __m256i q = _mm256_and_si256(_mm256_srli_epi16(bits, 2 * k), low_bits);
+                sum = _mm256_add_epi32(sum, _mm256_madd_epi16(scale_pair(words, 4 * j + k), _mm256_maddubs_epi16(q, load32(y.qs + 128 * j + 32 * k))));
+            }
+        }
+        add_products(r, y.d * _cvtsh_ss((unsigned short) (x.data.dm & 0xffff)), sum);
+    }
+    void add(const block_q2_K & a, const block_q2_K & b, const block_q8_K & y) {
+        add_row(0, a, y);
+        add_row(1, b, y);
+    }
+};
+
+// --- q4_0, iq4_nl, mxfp4: blocks of 32 halves of bytes, which stand for numbers ---
+
+// a byte's number times the column's, less the bias's: 16 bits hold a pair of either, and of the difference
+template <int Bias> struct biased {
+    static constexpr int bias = Bias;
+
+    static __m256i of_column(__m256i col) { return _mm256_maddubs_epi16(_mm256_set1_epi8(Bias), col); }
+    static __m256i products(__m256i q, __m256i col, __m256i of_bias) {
+        return _mm256_madd_epi16(_mm256_sub_epi16(_mm256_maddubs_epi16(q, col), of_bias), _mm256_set1_epi16(1));
+    }
+};
+
+struct q4_0_values : biased<8> {
     static constexpr bool two_sums = false;
     static __m256i of(__m256i q) { return q; }
     static float scale(const block_q4_0 & x) { return _cvtsh_ss(x.d); }
 };
 
-struct mxfp4_values {
-    static constexpr int  bias     = 12;
+struct mxfp4_values : biased<12> {
     static constexpr bool two_sums = true;
     static __m256i of(__m256i q) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), q); }
     static float scale(const block_mxfp4 & x) { return GGML_E8M0_TO_FP32_HALF(x.e); }
 };
 
-template <class B, class V> struct nibble_rows {
+// the numbers are too large for a bias: the column's take their signs
+struct iq4_nl_values {
+    static constexpr bool two_sums = true;
+    static __m256i of(__m256i q) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)), q); }
+    static float scale(const block_iq4_nl & x) { return _cvtsh_ss(x.d); }
+    static __m256i of_column(__m256i col) { return col; }
+    static __m256i products(__m256i w, __m256i col, __m256i) {
+        return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_sign_epi8(w, w), _mm256_sign_epi8(col, w)), _mm256_set1_epi16(1));
+    }
+};
+
+template <class V, class B> inline __m256i weights_of(const B & x) {
+    const __m128i bits = load16(x.qs);
+    return V::of(_mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bits, 4), bits), _mm256_set1_epi8(0xF)));
+}
+
+// two rows by as many columns: of a prompt two, so that the weights are unpacked once for both
+template <class B, class V, int NColumns> struct nibble_sums {
     using unit   = pair_of<B>;
     using column = pair_of<block_q8_0>;
 
-    static constexpr int n_unit = 2 * QK8_0, n_rows = 2;
+    static constexpr int n_unit = 2 * QK8_0, n_rows = 2, n_columns = NColumns;
 
-    __m256 sums[2][2] = { { _mm256_setzero_ps(), _mm256_setzero_ps() }, { _mm256_setzero_ps(), _mm256_setzero_ps() } }; // of even and odd blocks
+    __m256 sums[2][NColumns][V::two_sums ? 2 : 1] = {}; // of even and odd blocks
 
-    // A byte's number times the column's is taken less the bias's: 16 bits hold a pair of either, and of the difference.
-    void add_row(__m256 & sum, const B & x, const block_q8_0 & y, __m256i of_bias) {
-        const __m128i bits     = load16(x.qs);
-        const __m256i q        = V::of(_mm256_and_si256(_mm256_set_m128i(_mm_srli_epi16(bits, 4), bits), _mm256_set1_epi8(0xF)));
-        const __m256i products = _mm256_sub_epi16(_mm256_maddubs_epi16(q, load32(y.qs)), of_bias);
-        const __m256  d        = _mm256_set1_ps(V::scale(x) * _cvtsh_ss(y.d));
-        sum = _mm256_fmadd_ps(d, _mm256_cvtepi32_ps(_mm256_madd_epi16(products, _mm256_set1_epi16(1))), sum);
-    }
-    void add(const unit & a, const unit & b, const column & y) {
+    template <class... Y> void add(const unit & a, const unit & b, const Y &... y) {
 #pragma GCC unroll 2
         for (int k = 0; k < 2; k++) {
-            const __m256i of_bias = _mm256_maddubs_epi16(_mm256_set1_epi8(V::bias), load32(y.block[k].qs));
-            add_row(sums[0][V::two_sums ? k : 0], a.block[k], y.block[k], of_bias);
-            add_row(sums[1][V::two_sums ? k : 0], b.block[k], y.block[k], of_bias);
+            const block_q8_0 * col[]  = { &y.block[k]... };
+            const __m256i      w[]    = { weights_of<V>(a.block[k]), weights_of<V>(b.block[k]) };
+            const float        d[]    = { V::scale(a.block[k]), V::scale(b.block[k]) };
+#pragma GCC unroll 2
+            for (int c = 0; c < NColumns; c++) {
+                const __m256i numbers = load32(col[c]->qs), of_column = V::of_column(numbers);
+                const float   column_d = _cvtsh_ss(col[c]->d);
+#pragma GCC unroll 2
+                for (int r = 0; r < 2; r++) {
+                    __m256 & sum = sums[r][c][V::two_sums ? k : 0];
+                    sum = _mm256_fmadd_ps(_mm256_set1_ps(d[r] * column_d), _mm256_cvtepi32_ps(V::products(w[r], numbers, of_column)), sum);
+                }
+            }
         }
     }
+    float total(int r, int c) const { return sum_of_8(V::two_sums ? _mm256_add_ps(sums[r][c][0], sums[r][c][V::two_sums]) : sums[r][c][0]); }
+
     void store(float * s) const {
         for (int r = 0; r < 2; r++) {
-            s[r] = sum_of_8(V::two_sums ? _mm256_add_ps(sums[r][0], sums[r][1]) : sums[r][0]);
+            s[r] = total(r, 0);
+        }
+    }
+    void store(float * const (&s)[NColumns]) const {
+        for (int c = 0; c < NColumns; c++) {
+            for (int r = 0; r < 2; r++) {
+                s[c][r] = total(r, c);
+            }
         }
     }
 };
+
+template <class B, class V> using nibble_rows    = nibble_sums<B, V, 1>;
+template <class B, class V> using nibble_columns = nibble_sums<B, V, 2>;
 
 } // namespace
 } // namespace moeoff

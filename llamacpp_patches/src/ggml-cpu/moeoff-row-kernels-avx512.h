@@ -273,13 +273,21 @@ struct q2_K_rows : rows_of_256<block_q2_K> {
 };
 
 // --- q4_0, iq4_nl, mxfp4: blocks of 32 halves of bytes, which stand for numbers ---
+//
+// A processor with halves of these registers has twice the work with each instruction, and most of it was with scales: those of two blocks of four
+// rows are unpacked together.
 
-// what a half byte stands for is a byte's number less the bias
+template <class U> inline __m256 scales_of_halves(const U & a, const U & b, const U & c, const U & d) {
+    const auto bits = [&](int k) { return (long long) (a.block[k].d | (uint64_t) b.block[k].d << 16 | (uint64_t) c.block[k].d << 32 | (uint64_t) d.block[k].d << 48); };
+    return _mm256_cvtph_ps(_mm_set_epi64x(bits(1), bits(0)));
+}
+
+// what a half byte stands for is a byte's number less the bias; scales are those of the first block of four rows, then of the second
 struct q4_0_values {
     static constexpr int  bias     = 8;
     static constexpr bool two_sums = false;
     static __m512i of(__m512i q) { return q; }
-    static __m128 scales(const block_q4_0 & a, const block_q4_0 & b, const block_q4_0 & c, const block_q4_0 & d) { return four_halves(a.d, b.d, c.d, d.d); }
+    template <class U> static __m256 scales(const U & a, const U & b, const U & c, const U & d) { return scales_of_halves(a, b, c, d); }
 };
 
 struct iq4_nl_values {
@@ -289,7 +297,7 @@ struct iq4_nl_values {
         const __m128i table = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char) 129, (char) 141, (char) 153, (char) 166, (char) 181, (char) 197, (char) 217, (char) 241);
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), q);
     }
-    static __m128 scales(const block_iq4_nl & a, const block_iq4_nl & b, const block_iq4_nl & c, const block_iq4_nl & d) { return four_halves(a.d, b.d, c.d, d.d); }
+    template <class U> static __m256 scales(const U & a, const U & b, const U & c, const U & d) { return scales_of_halves(a, b, c, d); }
 };
 
 struct mxfp4_values {
@@ -300,10 +308,44 @@ struct mxfp4_values {
         return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), q);
     }
     // 2^(e - 128); the two lowest are denormal
-    static __m128 scales(const block_mxfp4 & a, const block_mxfp4 & b, const block_mxfp4 & c, const block_mxfp4 & d) {
-        const __m128i e = _mm_setr_epi32(a.e, b.e, c.e, d.e);
-        const __m128i normal = _mm_slli_epi32(_mm_sub_epi32(e, _mm_set1_epi32(1)), 23), denormal = _mm_sllv_epi32(_mm_set1_epi32(0x00200000), e);
-        return _mm_castsi128_ps(_mm_blendv_epi8(normal, denormal, _mm_cmplt_epi32(e, _mm_set1_epi32(2))));
+    template <class U> static __m256 scales(const U & a, const U & b, const U & c, const U & d) {
+        const auto    bytes = [&](int k) { return a.block[k].e | (uint32_t) b.block[k].e << 8 | (uint32_t) c.block[k].e << 16 | (uint32_t) d.block[k].e << 24; };
+        const __m256i e     = _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long) (bytes(0) | (uint64_t) bytes(1) << 32)));
+        const __m256i normal = _mm256_slli_epi32(_mm256_sub_epi32(e, _mm256_set1_epi32(1)), 23), denormal = _mm256_sllv_epi32(_mm256_set1_epi32(0x00200000), e);
+        return _mm256_castsi256_ps(_mm256_blendv_epi8(normal, denormal, _mm256_cmpgt_epi32(_mm256_set1_epi32(2), e)));
+    }
+};
+
+// the bytes' numbers of two rows
+template <class V, class B> inline __m512i weights_of(const B & a, const B & b) {
+    const __m512i bits = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load16(a.qs)), 0xFF00, load16(b.qs));
+    const __m512i high = _mm512_set_epi64(0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0);
+    return V::of(_mm512_and_si512(_mm512_srlv_epi16(bits, high), _mm512_set1_epi8(0xF)));
+}
+// dpbusd multiplies unsigned bytes with signed ones: the bias times the column's sum is taken off before
+template <class V> inline __m512i minus_bias(__m512i col) {
+    return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8((char) V::bias), col));
+}
+
+// the floats of four rows, of even and of odd blocks
+template <class V> struct sums_of_pairs {
+    sums_of_4 sums[V::two_sums ? 2 : 1];
+
+    // scales of rows I to I + 3
+    template <int I> void add(int k, __m512i ab, __m512i cd, __m512 scales, const block_q8_0 & y) {
+        const __m512i col  = twice(y.qs);
+        const __m512i bias = minus_bias<V>(col);
+        sums_of_4 &   sum  = sums[V::two_sums ? k : 0];
+        sum.ab = _mm512_fmadd_ps(spread<I + 0, I + 1>(scales), _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(bias, ab, col)), sum.ab);
+        sum.cd = _mm512_fmadd_ps(spread<I + 2, I + 3>(scales), _mm512_cvtepi32_ps(_mm512_dpbusd_epi32(bias, cd, col)), sum.cd);
+    }
+    void store(float * s) const {
+        sums_of_4 both = sums[0];
+        if (V::two_sums) {
+            both.ab = _mm512_add_ps(sums[0].ab, sums[V::two_sums].ab);
+            both.cd = _mm512_add_ps(sums[0].cd, sums[V::two_sums].cd);
+        }
+        both.store(s);
     }
 };
 
@@ -313,30 +355,46 @@ template <class B, class V> struct nibble_rows {
 
     static constexpr int n_unit = 2 * QK8_0, n_rows = 4;
 
-    sums_of_4 even, odd;
+    sums_of_pairs<V> sums;
 
-    // dpbusd multiplies unsigned bytes with signed ones: the bias times the column's sum is taken off before
-    static __m512i times(const B & a, const B & b, __m512i col, __m512i minus_bias) {
-        const __m512i bits = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load16(a.qs)), 0xFF00, load16(b.qs));
-        const __m512i high = _mm512_set_epi64(0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0);
-        return _mm512_dpbusd_epi32(minus_bias, V::of(_mm512_and_si512(_mm512_srlv_epi16(bits, high), _mm512_set1_epi8(0xF))), col);
-    }
-    static void add_block(sums_of_4 & sums, const B & a, const B & b, const B & c, const B & d, const block_q8_0 & y) {
-        const __m512i col        = twice(y.qs);
-        const __m512i minus_bias = _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8((char) V::bias), col));
-        sums.add(_mm_mul_ps(V::scales(a, b, c, d), _mm_set1_ps(_cvtsh_ss(y.d))), times(a, b, col, minus_bias), times(c, d, col, minus_bias));
-    }
     void add(const unit & a, const unit & b, const unit & c, const unit & d, const column & y) {
-        add_block(even, a.block[0], b.block[0], c.block[0], d.block[0], y.block[0]);
-        add_block(V::two_sums ? odd : even, a.block[1], b.block[1], c.block[1], d.block[1], y.block[1]);
+        const __m128  column_d = _mm_cvtph_ps(_mm_cvtsi32_si128((int) (y.block[0].d | (uint32_t) y.block[1].d << 16)));
+        const __m256  each     = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(column_d), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+        const __m512  scales   = _mm512_castps256_ps512(_mm256_mul_ps(V::scales(a, b, c, d), each));
+        sums.template add<0>(0, weights_of<V>(a.block[0], b.block[0]), weights_of<V>(c.block[0], d.block[0]), scales, y.block[0]);
+        sums.template add<4>(1, weights_of<V>(a.block[1], b.block[1]), weights_of<V>(c.block[1], d.block[1]), scales, y.block[1]);
     }
-    void store(float * s) const {
-        sums_of_4 both = even;
-        if (V::two_sums) {
-            both.ab = _mm512_add_ps(even.ab, odd.ab);
-            both.cd = _mm512_add_ps(even.cd, odd.cd);
+    void store(float * s) const { sums.store(s); }
+};
+
+// four rows by four columns, of a prompt: the weights are unpacked once for all of them
+template <class B, class V> struct nibble_columns {
+    using unit   = pair_of<B>;
+    using column = pair_of<block_q8_0>;
+
+    static constexpr int n_unit = 2 * QK8_0, n_rows = 4, n_columns = 4;
+
+    sums_of_pairs<V> sums[4];
+
+    void add(const unit & a, const unit & b, const unit & c, const unit & d, const column & y0, const column & y1, const column & y2, const column & y3) {
+        const __m512  rows_d    = _mm512_castps256_ps512(V::scales(a, b, c, d));
+        const __m512  columns_d = _mm512_castps256_ps512(scales_of_halves(y0, y1, y2, y3));
+        const __m512i each      = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+            const __m512i ab = weights_of<V>(a.block[k], b.block[k]), cd = weights_of<V>(c.block[k], d.block[k]);
+            const __m512  rows_of_block = k == 0 ? _mm512_shuffle_f32x4(rows_d, rows_d, 0x00) : _mm512_shuffle_f32x4(rows_d, rows_d, 0x55);
+            const __m512  scales = _mm512_mul_ps(rows_of_block, _mm512_permutexvar_ps(_mm512_add_epi32(each, _mm512_set1_epi32(4 * k)), columns_d)); // of each column in turn
+            sums[0].template add<0>(k, ab, cd, scales, y0.block[k]);
+            sums[1].template add<4>(k, ab, cd, scales, y1.block[k]);
+            sums[2].template add<8>(k, ab, cd, scales, y2.block[k]);
+            sums[3].template add<12>(k, ab, cd, scales, y3.block[k]);
         }
-        both.store(s);
+    }
+    void store(float * const (&s)[4]) const {
+        for (int c = 0; c < 4; c++) {
+            sums[c].store(s[c]);
+        }
     }
 };
 

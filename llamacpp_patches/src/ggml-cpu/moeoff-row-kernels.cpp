@@ -10,7 +10,9 @@
 #include "ggml-impl.h"
 #include "simd-mappings.h"
 
+#include <algorithm>
 #include <array>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <initializer_list>
@@ -41,16 +43,17 @@ namespace moeoff {
 // --- the kernels of this build ---
 
 struct kernel_of_type {
-    ggml_type        type;
-    int              n_unit; // weights of a row that are multiplied together
-    moeoff_four_rows kernel;
+    ggml_type           type;
+    int                 n_unit; // weights of a row that are multiplied together
+    moeoff_four_rows    kernel;
+    moeoff_four_columns four_columns; // or nullptr
 };
 
 #if defined(MOEOFF_AVX512) || defined(MOEOFF_AVX2) || defined(MOEOFF_NEON)
 // Several streams at once are more than a processor looks ahead for: weights that lie in memory would be multiplied at less than half of
 // vec_dot's speed. So those of the rows to come are asked for. Rows follow each other, hence these are one stretch, and each unit asks for as
 // much of it as it uses; past the last row lies what is needed next, or nothing that a prefetch would stumble over.
-constexpr int nearest = 3, next_nearest = 2; // caches, as __builtin_prefetch names them
+[[maybe_unused]] constexpr int nearest = 3, next_nearest = 2; // caches, as __builtin_prefetch names them
 
 template <int To> static inline void fetch_ahead(uintptr_t at, size_t bytes) {
     for (size_t i = 0; i < bytes; i += 64) {
@@ -80,8 +83,35 @@ template <class K, int RowsAhead, int To> static void four_rows(int n, float s[4
 }
 
 template <class K, int RowsAhead = 8, int To = nearest> static constexpr kernel_of_type entry(ggml_type type) {
-    return { type, K::n_unit, four_rows<K, RowsAhead, To> };
+    return { type, K::n_unit, four_rows<K, RowsAhead, To>, nullptr };
 }
+#endif
+
+#if defined(MOEOFF_AVX512) || defined(MOEOFF_AVX2)
+// as many rows and columns as K has under way
+template <class K, size_t... R, size_t... C>
+static inline void some_columns(std::index_sequence<R...>, std::index_sequence<C...>, int n, float * const * s, int first, const char * rows, size_t stride, const void * const * columns) {
+    const typename K::unit *   x[]   = { (const typename K::unit *) (rows + R * stride)... };
+    const typename K::column * y[]   = { (const typename K::column *) columns[C]... };
+    const auto                 ahead = (uintptr_t) rows + 4 * stride;
+    constexpr size_t           bytes = sizeof...(R) * sizeof(typename K::unit);
+    K sums;
+    for (int i = 0; i < n / K::n_unit; i++) {
+        fetch_ahead<nearest>(ahead + i * bytes, bytes);
+        sums.add(x[R][i]..., y[C][i]...);
+    }
+    sums.store({ s[C] + first... });
+}
+
+template <class K> static void four_columns(int n, float * const s[4], const void * rows, size_t stride, const void * const columns[4]) {
+    for (int c = 0; c < 4; c += K::n_columns) {
+        for (int r = 0; r < 4; r += K::n_rows) {
+            some_columns<K>(std::make_index_sequence<K::n_rows>(), std::make_index_sequence<K::n_columns>(), n, s + c, r, (const char *) rows + r * stride, stride, columns + c);
+        }
+    }
+}
+
+template <class K, class C> static constexpr kernel_of_type entry_of_columns(ggml_type type) { return { type, K::n_unit, four_rows<K, 8, nearest>, four_columns<C> }; }
 #endif
 
 // Of several for a type the first that has vec_dot's bits is used.
@@ -93,14 +123,18 @@ static const std::initializer_list<kernel_of_type> built = {
     entry<q6_K_rows, 8, next_nearest>(GGML_TYPE_Q6_K),
     entry<q3_K_rows>(GGML_TYPE_Q3_K),
     entry<q2_K_rows>(GGML_TYPE_Q2_K),
-    entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
-    entry<nibble_rows<block_iq4_nl, iq4_nl_values>>(GGML_TYPE_IQ4_NL),
-    entry<nibble_rows<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
+    entry_of_columns<nibble_rows<block_q4_0, q4_0_values>, nibble_columns<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
+    entry_of_columns<nibble_rows<block_iq4_nl, iq4_nl_values>, nibble_columns<block_iq4_nl, iq4_nl_values>>(GGML_TYPE_IQ4_NL),
+    entry_of_columns<nibble_rows<block_mxfp4, mxfp4_values>, nibble_columns<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
 #elif defined(MOEOFF_AVX2)
     entry<k4_rows<block_q4_K>>(GGML_TYPE_Q4_K),
     entry<k4_rows<block_q5_K>>(GGML_TYPE_Q5_K),
-    entry<nibble_rows<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
-    entry<nibble_rows<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
+    entry<q6_K_rows>(GGML_TYPE_Q6_K),
+    entry<q3_K_rows>(GGML_TYPE_Q3_K),
+    entry<q2_K_rows>(GGML_TYPE_Q2_K),
+    entry_of_columns<nibble_rows<block_q4_0, q4_0_values>, nibble_columns<block_q4_0, q4_0_values>>(GGML_TYPE_Q4_0),
+    entry_of_columns<nibble_rows<block_iq4_nl, iq4_nl_values>, nibble_columns<block_iq4_nl, iq4_nl_values>>(GGML_TYPE_IQ4_NL),
+    entry_of_columns<nibble_rows<block_mxfp4, mxfp4_values>, nibble_columns<block_mxfp4, mxfp4_values>>(GGML_TYPE_MXFP4),
 #elif defined(MOEOFF_NEON)
     entry<q4_K_rows>(GGML_TYPE_Q4_K),
     entry<q6_K_rows>(GGML_TYPE_Q6_K),
@@ -119,8 +153,9 @@ static const std::initializer_list<kernel_of_type> built = {
 // The compiler decides how it rounds where vec_dot does not say, and another release of llama.cpp may add in another order.
 class comparison {
   public:
-    comparison(ggml_type type, int n_unit, moeoff_four_rows kernel)
-        : type(type), traits(*ggml_get_type_traits_cpu(type)), from_float(ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float), n_unit(n_unit), kernel(kernel) {}
+    comparison(ggml_type type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns)
+        : type(type), traits(*ggml_get_type_traits_cpu(type)), from_float(ggml_get_type_traits_cpu(traits.vec_dot_type)->from_float), n_unit(n_unit),
+          kernel(kernel), four_columns(four_columns) {}
 
     bool passes() {
         if (!traits.vec_dot || !traits.from_float || !from_float || n_unit <= 0 || 2 * n_unit > max_weights) {
@@ -134,11 +169,21 @@ class comparison {
                 }
             }
         }
-        return is_equal(longest, NUMBERS, 1.f); // no more of these: quantizing takes most of the time
+        // What is rounded otherwise shows in one product of ten or more, if there are several blocks of one size: many rows of few quantized blocks,
+        // as quantizing takes most of the time.
+        float numbers[max_weights];
+        make_numbers(numbers, max_weights, 1.f);
+        traits.from_float(numbers, blocks, max_weights);
+        for (int i = 0; i < 24; i++) {
+            if (!is_equal(longest, NUMBERS, 1.f)) {
+                return false;
+            }
+        }
+        return true;
     }
 
   private:
-    static constexpr int max_weights = 768;
+    static constexpr int max_weights = 2048;
 
     // what rows are made of: scales that are no numbers and such that are denormal come with the first two
     enum content { ANY_BITS, ALIKE, NUMBERS };
@@ -148,7 +193,10 @@ class comparison {
     ggml_from_float_t            from_float; // of columns
     int                          n_unit;
     moeoff_four_rows             kernel;
+    moeoff_four_columns          four_columns;
     uint32_t                     state = 1;
+    uint8_t                      blocks[max_weights * 2];
+    alignas(64) uint8_t          rows[4 * max_weights * 2], columns[4][max_weights * 2];
 
     uint32_t random() {
         state = state * 1664525 + 1013904223;
@@ -161,39 +209,53 @@ class comparison {
     }
 
     void make_row(uint8_t * row, int n, content of) {
-        if (of == NUMBERS) {
-            float numbers[max_weights];
-            make_numbers(numbers, n, 1.f);
-            traits.from_float(numbers, row, n);
-            return;
-        }
         static constexpr uint8_t edges[] = { 0x00, 0x01, 0x7b, 0x80, 0xff }; // of bytes and of halves
         const size_t block = ggml_type_size(type), bytes = ggml_row_size(type, n);
-        for (size_t i = 0; i < bytes; i++) {
-            row[i] = of == ANY_BITS ? (uint8_t) random() : i % block ? row[i - 1] : edges[random() % 5];
+        for (size_t i = 0; i < bytes; i += of == NUMBERS ? block : 1) {
+            if (of == NUMBERS) {
+                memcpy(row + i, blocks + random() % (max_weights / ggml_blck_size(type)) * block, block);
+            } else {
+                row[i] = of == ANY_BITS ? (uint8_t) random() : i % block ? row[i - 1] : edges[random() % 5];
+            }
         }
     }
 
-    bool is_equal(int n, content of, float size) {
-        alignas(64) float   numbers[max_weights];
-        alignas(64) uint8_t rows[4 * max_weights * 2], column[max_weights * 2];
-        const size_t stride = ggml_row_size(type, n);
-        for (int r = 0; r < 4; r++) {
-            make_row(rows + r * stride, n, of);
-        }
-        make_numbers(numbers, n, size);
-        from_float(numbers, column, n);
-        float expected[4], found[4];
-        for (int r = 0; r < 4; r++) {
-            traits.vec_dot(n, expected + r, 0, rows + r * stride, 0, column, 0, 1);
-        }
-        kernel(n, found, rows, stride, column);
-        for (int r = 0; r < 4; r++) {
-            if (memcmp(expected + r, found + r, sizeof(float)) != 0 && !(std::isnan(expected[r]) && std::isnan(found[r]))) {
+    static bool are_equal(const float * a, const float * b, int n) {
+        for (int i = 0; i < n; i++) {
+            if (memcmp(a + i, b + i, sizeof(float)) != 0 && !(std::isnan(a[i]) && std::isnan(b[i]))) {
                 return false;
             }
         }
         return true;
+    }
+
+    bool is_equal(int n, content of, float size) {
+        const int    n_columns = four_columns ? 4 : 1;
+        const size_t stride    = ggml_row_size(type, n);
+        for (int r = 0; r < 4; r++) {
+            make_row(rows + r * stride, n, of);
+        }
+        float expected[4][4], found[4][4];
+        for (int c = 0; c < n_columns; c++) {
+            float numbers[max_weights];
+            make_numbers(numbers, n, size);
+            from_float(numbers, columns[c], n);
+            for (int r = 0; r < 4; r++) {
+                traits.vec_dot(n, &expected[c][r], 0, rows + r * stride, 0, columns[c], 0, 1);
+            }
+            kernel(n, found[c], rows, stride, columns[c]);
+        }
+        if (!are_equal(expected[0], found[0], 4 * n_columns)) {
+            return false;
+        }
+        if (!four_columns) {
+            return true;
+        }
+        float * const      s[]       = { found[0], found[1], found[2], found[3] };
+        const void * const column[4] = { columns[0], columns[1], columns[2], columns[3] };
+        memset(found, 0, sizeof(found));
+        four_columns(n, s, rows, stride, column);
+        return are_equal(expected[0], found[0], 16);
     }
 };
 
@@ -208,7 +270,7 @@ static const checked_kernel & checked(ggml_type type) {
         std::array<checked_kernel, GGML_TYPE_COUNT> found;
         for (const kernel_of_type & k : built) {
             if (!found[k.type].is_used) {
-                found[k.type] = { &k, comparison(k.type, k.n_unit, k.kernel).passes() };
+                found[k.type] = { &k, comparison(k.type, k.n_unit, k.kernel, k.four_columns).passes() };
             }
         }
         for (const checked_kernel & k : found) {
@@ -223,12 +285,18 @@ static const checked_kernel & checked(ggml_type type) {
 
 // --- products ---
 
+static std::atomic<bool> is_switched_off = { false };
+
 row_products::row_products(ggml_type type) : vec_dot(ggml_get_type_traits_cpu(type)->vec_dot) {
+    if (is_switched_off.load(std::memory_order_relaxed)) {
+        return;
+    }
     const checked_kernel & k = checked(type);
     if (k.is_used) {
-        four_rows = k.entry->kernel;
-        n_unit    = k.entry->n_unit;
-        of_q8_0   = ggml_get_type_traits_cpu(type)->vec_dot_type == GGML_TYPE_Q8_0;
+        four_rows    = k.entry->kernel;
+        four_columns = k.entry->four_columns;
+        n_unit       = k.entry->n_unit;
+        of_q8_0      = ggml_get_type_traits_cpu(type)->vec_dot_type == GGML_TYPE_Q8_0;
     }
 }
 
@@ -260,6 +328,35 @@ void row_products::operator()(int64_t n, float * s, const void * rows, size_t st
     }
 }
 
+void row_products::operator()(int64_t n, float * const * s, int64_t first, const void * rows, size_t stride, const void * const * columns, int n_columns, int64_t n_rows) const {
+    const int64_t n_fours = four_columns && n % n_unit == 0 ? n_rows / 4 * 4 : 0;
+    const auto    row     = [&](int64_t r) { return (const char *) rows + r * stride; };
+    for (int c = 0; c < n_columns; c += 4) {
+        const int n_left = std::min(4, n_columns - c);
+        bool      any    = false;
+        for (int i = 0; i < n_left; i++) {
+            any = any || (of_q8_0 && n_fours > 0 && has_least_byte(columns[c + i], n));
+        }
+        const int64_t n_done = n_left > 1 && !any ? n_fours : 0;
+        // of two or three the last stands for the missing ones, too: that is quicker than one by one
+        float                unused[4];
+        const void *         four[4];
+        float *              out[4];
+        for (int i = 0; i < 4; i++) {
+            four[i] = columns[c + std::min(i, n_left - 1)];
+        }
+        for (int64_t r = 0; r < n_done; r += 4) {
+            for (int i = 0; i < 4; i++) {
+                out[i] = i < n_left ? s[c + i] + first + r : unused;
+            }
+            four_columns((int) n, out, row(r), stride, four);
+        }
+        for (int i = 0; i < n_left && n_done < n_rows; i++) {
+            (*this)(n, s[c + i] + first + n_done, row(n_done), stride, four[i], n_rows - n_done);
+        }
+    }
+}
+
 } // namespace moeoff
 
 // --- moeoff-row-kernels.h ---
@@ -275,26 +372,37 @@ int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t
     if (!traits->vec_dot || n_cols % ggml_blck_size((ggml_type) type) || n_cols % ggml_blck_size(other) || (other != GGML_TYPE_F32 && !convert)) {
         return -1;
     }
+    const size_t         bytes = other == GGML_TYPE_F32 ? 0 : ggml_row_size(other, n_cols);
+    constexpr int32_t    n_together = 4; // columns
     std::vector<uint8_t> converted;
     try {
-        converted.resize(ggml_row_size(other, n_cols));
+        converted.resize(n_together * bytes);
     } catch (const std::bad_alloc &) {
         return -1;
     }
     const moeoff::row_products products((ggml_type) type);
-    for (int32_t i = 0; i < n_x; i++) {
-        const void * column = x + (size_t) i * n_cols;
-        if (other != GGML_TYPE_F32) {
-            convert((const float *) column, converted.data(), n_cols);
-            column = converted.data();
+    for (int32_t i = 0; i < n_x; i += n_together) {
+        const int32_t n = std::min(n_together, n_x - i);
+        const void *  columns[n_together];
+        float *       s[n_together];
+        for (int32_t c = 0; c < n; c++) {
+            const float * column = x + (size_t) (i + c) * n_cols;
+            columns[c] = column;
+            s[c]       = out + (size_t) (i + c) * n_rows;
+            if (other != GGML_TYPE_F32) {
+                convert(column, converted.data() + c * bytes, n_cols);
+                columns[c] = converted.data() + c * bytes;
+            }
         }
-        products(n_cols, out + (size_t) i * n_rows, rows, ggml_row_size((ggml_type) type, n_cols), column, n_rows);
+        products(n_cols, s, 0, rows, ggml_row_size((ggml_type) type, n_cols), columns, n, n_rows);
     }
     return 0;
 }
 
+void moeoff_use_row_kernels(bool use) { moeoff::is_switched_off = !use; }
+
 int moeoff_row_kernel(int32_t type) {
-    if (type < 0 || type >= GGML_TYPE_COUNT) {
+    if (type < 0 || type >= GGML_TYPE_COUNT || moeoff::is_switched_off) {
         return 0;
     }
     ggml_cpu_init();
@@ -302,7 +410,7 @@ int moeoff_row_kernel(int32_t type) {
     return k.is_used ? 1 : k.entry ? -1 : 0;
 }
 
-bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel) {
+bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns) {
     ggml_cpu_init();
-    return type >= 0 && type < GGML_TYPE_COUNT && moeoff::comparison((ggml_type) type, n_unit, kernel).passes();
+    return type >= 0 && type < GGML_TYPE_COUNT && moeoff::comparison((ggml_type) type, n_unit, kernel, four_columns).passes();
 }
