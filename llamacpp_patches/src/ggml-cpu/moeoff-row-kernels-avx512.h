@@ -274,8 +274,7 @@ struct q2_K_rows : rows_of_256<block_q2_K> {
 
 // --- q4_0, iq4_nl, mxfp4: blocks of 32 halves of bytes, which stand for numbers ---
 //
-// A processor with halves of these registers has twice the work with each instruction, and most of it was with scales: those of two blocks of four
-// rows are unpacked together.
+// Half of the work is with scales: those of two blocks of four rows are unpacked together.
 
 template <class U> inline __m256 scales_of_halves(const U & a, const U & b, const U & c, const U & d) {
     const auto bits = [&](int k) { return (long long) (a.block[k].d | (uint64_t) b.block[k].d << 16 | (uint64_t) c.block[k].d << 32 | (uint64_t) d.block[k].d << 48); };
@@ -287,26 +286,27 @@ struct q4_0_values {
     static constexpr int  bias     = 8;
     static constexpr bool two_sums = false;
     static __m512i of(__m512i q) { return q; }
+    static __m256i of(__m256i q) { return q; }
     template <class U> static __m256 scales(const U & a, const U & b, const U & c, const U & d) { return scales_of_halves(a, b, c, d); }
 };
 
 struct iq4_nl_values {
     static constexpr int  bias     = 128;
     static constexpr bool two_sums = true;
-    static __m512i of(__m512i q) {
-        const __m128i table = _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char) 129, (char) 141, (char) 153, (char) 166, (char) 181, (char) 197, (char) 217, (char) 241);
-        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), q);
+    static __m128i table() {
+        return _mm_setr_epi8(1, 24, 45, 63, 79, 93, 106, 118, (char) 129, (char) 141, (char) 153, (char) 166, (char) 181, (char) 197, (char) 217, (char) 241);
     }
+    static __m512i of(__m512i q) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table()), q); }
+    static __m256i of(__m256i q) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table()), q); }
     template <class U> static __m256 scales(const U & a, const U & b, const U & c, const U & d) { return scales_of_halves(a, b, c, d); }
 };
 
 struct mxfp4_values {
     static constexpr int  bias     = 12;
     static constexpr bool two_sums = true;
-    static __m512i of(__m512i q) {
-        const __m128i table = _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0);
-        return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), q);
-    }
+    static __m128i table() { return _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0); }
+    static __m512i of(__m512i q) { return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table()), q); }
+    static __m256i of(__m256i q) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table()), q); }
     // 2^(e - 128); the two lowest are denormal
     template <class U> static __m256 scales(const U & a, const U & b, const U & c, const U & d) {
         const auto    bytes = [&](int k) { return a.block[k].e | (uint32_t) b.block[k].e << 8 | (uint32_t) c.block[k].e << 16 | (uint32_t) d.block[k].e << 24; };
@@ -349,22 +349,46 @@ template <class V> struct sums_of_pairs {
     }
 };
 
+// With a register of half the size for each row a scale is broadcast as it is read from memory, and nothing is merged: faster where these
+// registers are the processor's own size (Zen 4).
 template <class B, class V> struct nibble_rows {
     using unit   = pair_of<B>;
     using column = pair_of<block_q8_0>;
 
     static constexpr int n_unit = 2 * QK8_0, n_rows = 4;
 
-    sums_of_pairs<V> sums;
+    __m256 sums[4][V::two_sums ? 2 : 1] = {}; // of even and odd blocks
 
-    void add(const unit & a, const unit & b, const unit & c, const unit & d, const column & y) {
-        const __m128  column_d = _mm_cvtph_ps(_mm_cvtsi32_si128((int) (y.block[0].d | (uint32_t) y.block[1].d << 16)));
-        const __m256  each     = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(column_d), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
-        const __m512  scales   = _mm512_castps256_ps512(_mm256_mul_ps(V::scales(a, b, c, d), each));
-        sums.template add<0>(0, weights_of<V>(a.block[0], b.block[0]), weights_of<V>(c.block[0], d.block[0]), scales, y.block[0]);
-        sums.template add<4>(1, weights_of<V>(a.block[1], b.block[1]), weights_of<V>(c.block[1], d.block[1]), scales, y.block[1]);
+    static __m256i weights(const B & x) {
+        const __m256i bits = _mm256_broadcastsi128_si256(load16(x.qs));
+        const __m256i high = _mm256_set_epi64x(0x0004000400040004, 0x0004000400040004, 0, 0);
+        return V::of(_mm256_and_si256(_mm256_srlv_epi16(bits, high), _mm256_set1_epi8(0xF)));
     }
-    void store(float * s) const { sums.store(s); }
+    void add(const unit & a, const unit & b, const unit & c, const unit & d, const column & y) {
+        const __m128 column_d = _mm_cvtph_ps(_mm_cvtsi32_si128((int) (y.block[0].d | (uint32_t) y.block[1].d << 16)));
+        const __m256 each     = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(column_d), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
+        alignas(32) float scales[8];
+        _mm256_store_ps(scales, _mm256_mul_ps(V::scales(a, b, c, d), each));
+        asm("" : "+m"(scales)); // else a compiler takes them from the register, with more work
+        const unit * rows[4] = { &a, &b, &c, &d };
+#pragma GCC unroll 2
+        for (int k = 0; k < 2; k++) {
+            const __m256i col  = load32(y.block[k].qs);
+            const __m256i bias = _mm256_sub_epi32(_mm256_setzero_si256(), _mm256_dpbusd_epi32(_mm256_setzero_si256(), _mm256_set1_epi8((char) V::bias), col));
+#pragma GCC unroll 4
+            for (int r = 0; r < 4; r++) {
+                __m256 & sum = sums[r][V::two_sums ? k : 0];
+                sum = _mm256_fmadd_ps(_mm256_set1_ps(scales[4 * k + r]), _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(bias, weights(rows[r]->block[k]), col)), sum);
+            }
+        }
+    }
+    void store(float * s) const {
+        const auto  total = [&](int r) { return V::two_sums ? _mm256_add_ps(sums[r][0], sums[r][V::two_sums]) : sums[r][0]; };
+        sums_of_4 all;
+        all.ab = _mm512_insertf32x8(_mm512_castps256_ps512(total(0)), total(1), 1);
+        all.cd = _mm512_insertf32x8(_mm512_castps256_ps512(total(2)), total(3), 1);
+        all.store(s);
+    }
 };
 
 // four rows by four columns, of a prompt: the weights are unpacked once for all of them

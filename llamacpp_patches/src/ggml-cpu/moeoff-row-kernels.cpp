@@ -27,7 +27,7 @@ template <class B> struct pair_of {
 };
 } // namespace moeoff
 
-#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VNNI__) && defined(__F16C__)
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__AVX512VL__) && defined(__AVX512VNNI__) && defined(__F16C__)
 #define MOEOFF_AVX512
 #include "moeoff-row-kernels-avx512.h"
 #elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
