@@ -210,23 +210,30 @@ template <int Bias> struct biased {
     }
 };
 
+// scales are those of the first block of two rows, then of the second
+template <class U> inline __m128 scales_of_halves(const U & a, const U & b) {
+    return _mm_cvtph_ps(_mm_cvtsi64_si128((long long) (a.block[0].d | (uint64_t) b.block[0].d << 16 | (uint64_t) a.block[1].d << 32 | (uint64_t) b.block[1].d << 48)));
+}
+
 struct q4_0_values : biased<8> {
     static constexpr bool two_sums = false;
     static __m256i of(__m256i q) { return q; }
-    static float scale(const block_q4_0 & x) { return _cvtsh_ss(x.d); }
+    template <class U> static __m128 scales(const U & a, const U & b) { return scales_of_halves(a, b); }
 };
 
 struct mxfp4_values : biased<12> {
     static constexpr bool two_sums = true;
     static __m256i of(__m256i q) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0)), q); }
-    static float scale(const block_mxfp4 & x) { return GGML_E8M0_TO_FP32_HALF(x.e); }
+    template <class U> static __m128 scales(const U & a, const U & b) {
+        return _mm_setr_ps(GGML_CPU_E8M0_TO_FP32_HALF(a.block[0].e), GGML_CPU_E8M0_TO_FP32_HALF(b.block[0].e), GGML_CPU_E8M0_TO_FP32_HALF(a.block[1].e), GGML_CPU_E8M0_TO_FP32_HALF(b.block[1].e));
+    }
 };
 
 // the numbers are too large for a bias: the column's take their signs
 struct iq4_nl_values {
     static constexpr bool two_sums = true;
     static __m256i of(__m256i q) { return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_setr_epi8(-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)), q); }
-    static float scale(const block_iq4_nl & x) { return _cvtsh_ss(x.d); }
+    template <class U> static __m128 scales(const U & a, const U & b) { return scales_of_halves(a, b); }
     static __m256i of_column(__m256i col) { return col; }
     static __m256i products(__m256i w, __m256i col, __m256i) {
         return _mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_sign_epi8(w, w), _mm256_sign_epi8(col, w)), _mm256_set1_epi16(1));
@@ -248,19 +255,25 @@ template <class B, class V, int NColumns> struct nibble_sums {
     __m256 sums[2][NColumns][V::two_sums ? 2 : 1] = {}; // of even and odd blocks
 
     template <class... Y> void add(const unit & a, const unit & b, const Y &... y) {
+        const column * columns[] = { &y... };
+        const __m128   rows_d    = V::scales(a, b);
+        alignas(16) float scales[NColumns][4];
+#pragma GCC unroll 2
+        for (int c = 0; c < NColumns; c++) {
+            const __m128 d = _mm_cvtph_ps(_mm_cvtsi32_si128((int) (columns[c]->block[0].d | (uint32_t) columns[c]->block[1].d << 16)));
+            _mm_store_ps(scales[c], _mm_mul_ps(rows_d, _mm_shuffle_ps(d, d, _MM_SHUFFLE(1, 1, 0, 0))));
+        }
+        asm("" : "+m"(scales)); // they are broadcast from memory: a compiler would take them from a register, with more work
 #pragma GCC unroll 2
         for (int k = 0; k < 2; k++) {
-            const block_q8_0 * col[]  = { &y.block[k]... };
-            const __m256i      w[]    = { weights_of<V>(a.block[k]), weights_of<V>(b.block[k]) };
-            const float        d[]    = { V::scale(a.block[k]), V::scale(b.block[k]) };
+            const __m256i w[] = { weights_of<V>(a.block[k]), weights_of<V>(b.block[k]) };
 #pragma GCC unroll 2
             for (int c = 0; c < NColumns; c++) {
-                const __m256i numbers = load32(col[c]->qs), of_column = V::of_column(numbers);
-                const float   column_d = _cvtsh_ss(col[c]->d);
+                const __m256i numbers = load32(columns[c]->block[k].qs), of_column = V::of_column(numbers);
 #pragma GCC unroll 2
                 for (int r = 0; r < 2; r++) {
                     __m256 & sum = sums[r][c][V::two_sums ? k : 0];
-                    sum = _mm256_fmadd_ps(_mm256_set1_ps(d[r] * column_d), _mm256_cvtepi32_ps(V::products(w[r], numbers, of_column)), sum);
+                    sum = _mm256_fmadd_ps(_mm256_set1_ps(scales[c][2 * k + r]), _mm256_cvtepi32_ps(V::products(w[r], numbers, of_column)), sum);
                 }
             }
         }
