@@ -39,7 +39,8 @@ void dense_product(const ggml_compute_params * params, ggml_tensor * op) {
 
     const row_products products(w->type);
     const bool         is_small = w->ne[1] < 64 * 4 * nth || ggml_is_numa();
-    const int64_t      chunk    = is_small ? GGML_PAD((w->ne[1] + nth - 1) / nth, 4) : 64;
+    const int64_t      n_chunks = is_small ? nth : std::max<int64_t>(n_streams(w->type, w->ne[0], w->ne[1]), 2 * nth);
+    const int64_t      chunk    = GGML_PAD((w->ne[1] + n_chunks - 1) / n_chunks, 4);
     for (int64_t r = ith * chunk; r < w->ne[1]; r = ggml_threadpool_chunk_add(params->threadpool, 1) * chunk) {
         products(w->ne[0], (float *) op->data + r, (const char *) w->data + r * w->nb[1], w->nb[1], params->wdata, std::min(chunk, w->ne[1] - r));
     }

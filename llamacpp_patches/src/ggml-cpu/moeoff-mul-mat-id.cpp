@@ -124,8 +124,8 @@ static int32_t id_at(const ggml_tensor * ids, int64_t i1, int64_t i2) {
     return *(const int32_t *) ((const char *) ids->data + i2 * ids->nb[1] + i1 * ids->nb[0]);
 }
 
-// How an item is divided, as ggml-cpu does it: chunks of n0 x n1, or groups of weight rows for the tiled kernel. The results do not
-// depend on it.
+// How an item is divided, as ggml-cpu does it: chunks of n0 x n1, or groups of weight rows for the tiled kernel. A token's weights are read from memory
+// once: where ggml-cpu has chunks of 64 rows, those of a stream follow each other. The results do not depend on it.
 struct division {
     int64_t n0 = 1, n1 = 1;
 };
@@ -142,6 +142,9 @@ static division division_of(const ggml_tensor * op, int32_t type, int64_t n_rows
     }
     const int64_t nr0        = op->src[0]->ne[1];
     const int64_t chunk_size = nr0 == 1 || n_rows == 1 ? 64 : 16;
+    if (n_rows == 1 && nr0 >= chunk_size * n_threads * 4 && !ggml_is_numa()) {
+        return { std::max<int64_t>(n_streams((ggml_type) type, op->src[0]->ne[0], nr0), n_threads * 2), 1 };
+    }
     const division d = { (nr0 + chunk_size - 1) / chunk_size, (n_rows + chunk_size - 1) / chunk_size };
     if (d.n0 * d.n1 < n_threads * 4 || ggml_is_numa()) {
         return nr0 > n_rows ? division { n_threads, 1 } : division { 1, n_threads };

@@ -63,6 +63,14 @@ class row_products {
     bool                of_q8_0      = false;   // columns are
 };
 
+// Into how many parts rows are divided that are multiplied with one column: a thread reads what follows in memory faster than what lies elsewhere, of
+// which neither the processor nor a kernel has asked for the beginning.
+inline int64_t n_streams(ggml_type type, int64_t n_cols, int64_t n_rows) {
+    constexpr int64_t bytes = 1 << 18, least_rows = 64;
+    const int64_t     most  = (n_rows + least_rows - 1) / least_rows, wanted = ((int64_t) ggml_row_size(type, n_cols) * n_rows + bytes - 1) / bytes;
+    return wanted < most ? wanted : most;
+}
+
 // MUL_MAT of one column with dense weights of a model that an expert buffer serves
 bool is_dense_product(const ggml_tensor * op);
 void dense_product(const ggml_compute_params * params, ggml_tensor * op);
