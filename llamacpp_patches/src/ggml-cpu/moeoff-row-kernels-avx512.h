@@ -272,7 +272,7 @@ struct q2_K_rows : rows_of_256<block_q2_K> {
     }
 };
 
-// --- q4_0, iq4_nl, mxfp4: blocks of 32 halves of bytes, which stand for numbers ---
+// --- q4_0, iq4_nl, mxfp4, q5_0: blocks of 32 halves of bytes, which stand for numbers, and of q8_0: bytes ---
 //
 // Half of the work is with scales: those of two blocks of four rows are unpacked together.
 
@@ -288,6 +288,14 @@ struct q4_0_values {
     static __m512i of(__m512i q) { return q; }
     static __m256i of(__m256i q) { return q; }
     template <class U> static __m256 scales(const U & a, const U & b, const U & c, const U & d) { return scales_of_halves(a, b, c, d); }
+};
+
+struct q5_0_values : q4_0_values {
+    static constexpr int bias = 16;
+};
+
+struct q8_0_values : q4_0_values {
+    static constexpr int bias = 128;
 };
 
 struct iq4_nl_values {
@@ -316,12 +324,32 @@ struct mxfp4_values {
     }
 };
 
-// the bytes' numbers of two rows
+inline uint32_t fifth_bits(const block_q5_0 & x) {
+    uint32_t bits;
+    memcpy(&bits, x.qh, sizeof(bits));
+    return bits;
+}
+
+// the bytes' numbers of a row
+template <class V, class B> inline __m256i weights_of(const B & x) {
+    const __m256i high = _mm256_set_epi64x(0x0004000400040004, 0x0004000400040004, 0, 0);
+    return V::of(_mm256_and_si256(_mm256_srlv_epi16(_mm256_broadcastsi128_si256(load16(x.qs)), high), _mm256_set1_epi8(0xF)));
+}
+template <class V> inline __m256i weights_of(const block_q5_0 & x) {
+    const __m256i low = weights_of<V, block_q5_0>(x);
+    return _mm256_mask_add_epi8(low, fifth_bits(x), low, _mm256_set1_epi8(16));
+}
+// and of two rows
 template <class V, class B> inline __m512i weights_of(const B & a, const B & b) {
     const __m512i bits = _mm512_mask_broadcast_i32x4(_mm512_broadcast_i32x4(load16(a.qs)), 0xFF00, load16(b.qs));
     const __m512i high = _mm512_set_epi64(0x0004000400040004, 0x0004000400040004, 0, 0, 0x0004000400040004, 0x0004000400040004, 0, 0);
     return V::of(_mm512_and_si512(_mm512_srlv_epi16(bits, high), _mm512_set1_epi8(0xF)));
 }
+template <class V> inline __m512i weights_of(const block_q5_0 & a, const block_q5_0 & b) {
+    const __m512i low = weights_of<V, block_q5_0>(a, b);
+    return _mm512_mask_add_epi8(low, fifth_bits(a) | (uint64_t) fifth_bits(b) << 32, low, _mm512_set1_epi8(16));
+}
+template <class V> inline __m512i weights_of(const block_q8_0 & a, const block_q8_0 & b) { return _mm512_xor_si512(two(a.qs, b.qs), _mm512_set1_epi8((char) 0x80)); }
 // dpbusd multiplies unsigned bytes with signed ones: the bias times the column's sum is taken off before
 template <class V> inline __m512i minus_bias(__m512i col) {
     return _mm512_sub_epi32(_mm512_setzero_si512(), _mm512_dpbusd_epi32(_mm512_setzero_si512(), _mm512_set1_epi8((char) V::bias), col));
@@ -359,11 +387,6 @@ template <class B, class V> struct nibble_rows {
 
     __m256 sums[4][V::two_sums ? 2 : 1] = {}; // of even and odd blocks
 
-    static __m256i weights(const B & x) {
-        const __m256i bits = _mm256_broadcastsi128_si256(load16(x.qs));
-        const __m256i high = _mm256_set_epi64x(0x0004000400040004, 0x0004000400040004, 0, 0);
-        return V::of(_mm256_and_si256(_mm256_srlv_epi16(bits, high), _mm256_set1_epi8(0xF)));
-    }
     void add(const unit & a, const unit & b, const unit & c, const unit & d, const column & y) {
         const __m128 column_d = _mm_cvtph_ps(_mm_cvtsi32_si128((int) (y.block[0].d | (uint32_t) y.block[1].d << 16)));
         const __m256 each     = _mm256_permutevar8x32_ps(_mm256_castps128_ps256(column_d), _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1));
@@ -378,7 +401,7 @@ template <class B, class V> struct nibble_rows {
 #pragma GCC unroll 4
             for (int r = 0; r < 4; r++) {
                 __m256 & sum = sums[r][V::two_sums ? k : 0];
-                sum = _mm256_fmadd_ps(_mm256_set1_ps(scales[4 * k + r]), _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(bias, weights(rows[r]->block[k]), col)), sum);
+                sum = _mm256_fmadd_ps(_mm256_set1_ps(scales[4 * k + r]), _mm256_cvtepi32_ps(_mm256_dpbusd_epi32(bias, weights_of<V>(rows[r]->block[k]), col)), sum);
             }
         }
     }
