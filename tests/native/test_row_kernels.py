@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Iterable
 from ctypes import POINTER, c_float, c_int, c_size_t, c_void_p
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 
 import moeoff
+from fork import Fork, cache_root, patched_tree, pinned_sdist
 from grow_model import Growth, grow_model
 from helpers import ggml_api
 from helpers.files import DEMO, ROOT
@@ -129,8 +129,8 @@ def test_bits_of_vec_dot_of_many(name):
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory) -> Path:
     """The fork's sources."""
-    path = tmp_path_factory.mktemp("sources") / "tree"
-    subprocess.run([sys.executable, str(ROOT / "scripts" / "build" / "fork.py"), "tree", str(path)], check=True, stdout=subprocess.DEVNULL)
+    path, fork = tmp_path_factory.mktemp("sources") / "tree", Fork.load()
+    patched_tree(fork, pinned_sdist(fork, cache_root()), path)
     return path
 
 
