@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import BudgetError, OptionError
-from ..memory import MIB, format_size, parse_percent, parse_size
+from ..memory import MIB, available, format_size, parse_percent, parse_size, rss
 
 RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
 _PROCESS = 72 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
@@ -119,6 +119,24 @@ class MemoryPlan:
             f"{format_size(self.computing)} for computing, {kept}{format_size(self.process + RESERVE)} for Python and a reserve, "
             f"and at least {format_size(self.arena_floor)} for experts",
             hint={"memory": needed} | ({"n_ctx": n_ctx} if n_ctx >= _CTX_STEP else {}),
+        )
+
+
+def require_header_room(path: str, header_memory: int, budget: int | None) -> None:
+    """Before llama.cpp reads a file's header, be it only to plan with it.
+
+    Args:
+        header_memory: of the file's `ModelIndex`.
+        budget: of the process; None: what is available.
+
+    Raises:
+        BudgetError: it takes more than there is room for.
+    """
+    room = (budget or available()) - rss()
+    if header_memory > max(room, RESERVE):
+        raise BudgetError(
+            f"{path}: what its header says takes about {format_size(header_memory)} to read, and there is room for {format_size(max(room, 0))}",
+            hint={"memory": rss() + header_memory},
         )
 
 

@@ -27,13 +27,13 @@ from ..binding import api
 from ..budget.disk_probe import IO_THREADS, IoThreads, choose_io_threads
 from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.memory_plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan
+from ..budget.memory_plan import ALLOCATED, DeviceBound, MemoryPlan, require_header_room
 from ..chat_sandbox import growing
 from ..devices import devices
-from ..errors import BudgetError, Cancelled, OptionError
+from ..errors import Cancelled, OptionError
 from ..gate_event import GateEvent
-from ..gguf.model_index import ModelIndex
-from ..memory import DEFAULT_SHARE, available, format_size, peak_rss, rss
+from ..gguf.model_index import ModelIndex, loaded_whole
+from ..memory import DEFAULT_SHARE, available, peak_rss, rss
 from ..npz import require_arrays
 from ..options import Config
 from ..policies import get_predictor
@@ -190,13 +190,9 @@ class Engine:
         config.check_model(model_index)
         self.tensor_buffers = tensor_buffers(config.override_tensor, model_index)
         self.keywords = config.keywords
-        room = (self.budget or available()) - rss()
-        if model_index.header_memory > max(room, RESERVE):
-            raise BudgetError(
-                f"{model_index.files[0]}: what its header says takes about {format_size(model_index.header_memory)} to read, and there is room for "
-                f"{format_size(max(room, 0))}",
-                hint={"memory": rss() + model_index.header_memory},
-            )
+        require_header_room(model_index.files[0], model_index.header_memory, self.budget)
+        if adapter := config.llama_cpp.get("lora_path"):
+            self._loaded += sum(loaded_whole(adapter))
         self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
         self._plan_more()
         self.planned.within(self.budget or available())

@@ -58,7 +58,7 @@ def chat_template(model_path: str, given: str | None = None) -> str | None:
     import jinja2
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    from ..gguf.file import ModelFile
+    from ..gguf.file import LONGEST_TEMPLATE, ModelFile
 
     source = model_path if given is None else "`chat_template`"
     if given is not None and "{" not in given:
@@ -66,7 +66,7 @@ def chat_template(model_path: str, given: str | None = None) -> str | None:
             raise OptionError(f"`chat_template`: a Jinja template or chatml, not {given!r}; one in a file is given with `chat_template_file`")
         return _CHATML
     if given is None:
-        with ModelFile(model_path) as file:
+        with ModelFile(model_path, longest=LONGEST_TEMPLATE) as file:
             given = str(file.value("tokenizer.chat_template")) if "tokenizer.chat_template" in file.metadata else None
     if not given:
         return None

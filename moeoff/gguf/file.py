@@ -41,6 +41,7 @@ _NAME_LIMIT = 64  # bytes, with a final zero
 _MAX_DIMS = 4
 _MAX_LENGTH = 1 << 30  # of an array, and bytes of a string
 _MAX_KEY = 65535  # bytes, of a key or name: the format's own limit, which ggml does not check; what is longer is not even read
+LONGEST_TEMPLATE = 16 << 20  # bytes of a chat template that is read; what no conversation's budget holds is refused by its size in memory
 _LONGEST_HEADER = 64 << 20  # bytes; a vocabulary of 262,144 tokens and its merges are 17 MiB, the names of 300,000 slices 25
 MAX_TENSORS = 1 << 16  # of a model: llama.cpp reads no more than 512 layers
 _MAX_VALUES = 1 << 12  # llama.cpp compares each key with all others, and llama_cpp walks to each: 100,000 take minutes. Models have less than a hundred

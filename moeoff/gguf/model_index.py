@@ -308,6 +308,12 @@ def _read_file(path: str, index: int) -> _Part:
         return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state, memory, vocabulary_fault(file.metadata))
 
 
+def loaded_whole(path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Bytes of the tensors and `header_memory` of a file that llama.cpp loads as a whole, as an adapter. Raises `ModelError` as `ModelIndex.read`."""
+    part = _read_file(os.fspath(path), 0)
+    return sum(span.nbytes for span in part.spans), part.header_memory
+
+
 class ModelBytes:
     """Ranges of bytes of a model's files, read one by one. A context manager.
 

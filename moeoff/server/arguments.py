@@ -6,15 +6,21 @@ refused, with the reason; the rest is passed on.
 
 from __future__ import annotations
 
+import csv
 import difflib
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import OptionError
-from ..memory import MIB
+from ..files import TEXT, open_file, require_new
+from ..gguf.model_index import loaded_whole
+from ..memory import MIB, format_size
 from ..options import Config, Option, ServerOptions, table_of
+from ..sidecar.file import Sidecar, sidecar_path
+from ..sidecar.profile import profile_path
 from .kept_prompts import KeptPrompts
 from .library import check_arguments
 
@@ -57,6 +63,21 @@ _LEFT_OUT: dict[str, tuple[int, str]] = {
     )
     for name in names.split()
 }  # fmt: skip
+_TEXT, _ADAPTER, _VECTOR, _NGRAMS, _WRITTEN, _FOLDER = range(6)  # kinds of files
+_FILES: dict[str, int] = {
+    name: kind
+    for kind, names in {
+        _TEXT: "--grammar-file -jf --json-schema-file --chat-template-file --ui-config-file --webui-config-file --ssl-key-file --ssl-cert-file",
+        _ADAPTER: "--lora --lora-scaled",  # several each, separated by commas
+        _VECTOR: "--control-vector --control-vector-scaled",
+        _NGRAMS: "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic",
+        _WRITTEN: "--log-file",
+        _FOLDER: "--slot-save-path",  # clients name the files in it
+    }.items()
+    for name in names.split()
+}
+_VECTOR_COPIES = 3  # of the file, of its sums, and of the context
+_NGRAM_COPIES = 10  # bytes for each of the file's: one hash table in another
 _SIMILARITY = 0.5  # of a prompt, what a slot must hold to be taken for it: a shared system prompt alone would cost someone their conversation
 _HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
 _ENVIRONMENT = "LLAMA_ARG_"
@@ -70,6 +91,32 @@ _TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0"
 
 
 @dataclass(frozen=True)
+class PassedFile:
+    """A file, and the option of llama-server's that names it."""
+
+    option: str
+    path: str
+
+    @property
+    def kind(self) -> int:
+        return _FILES[self.option]
+
+    def memory(self) -> int:
+        """Bytes that llama-server takes for it. Raises `MoeoffError` if it is no file, or none of its kind."""
+        if self.kind in (_ADAPTER, _VECTOR):
+            weights, header = loaded_whole(self.path)
+            return header + (_VECTOR_COPIES if self.kind == _VECTOR else 1) * weights
+        try:
+            with open_file(self.path) as file:
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise OptionError(f"{self.option} {self.path}: cannot be read: {error.strerror}") from None
+        if self.kind == _TEXT and size > TEXT:
+            raise OptionError(f"{self.option} {self.path}: it has {format_size(size)}, expected at most {format_size(TEXT)}")
+        return _NGRAM_COPIES * size if self.kind == _NGRAMS else size
+
+
+@dataclass(frozen=True)
 class CommandLine:
     """What a command line of llama-server's means here.
 
@@ -77,11 +124,13 @@ class CommandLine:
         options: of moeoff's, by name in Python.
         passed_on: to llama-server.
         left_out: why something has no effect, a sentence each.
+        files: that what is passed on names.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
     passed_on: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
+    files: list[PassedFile] = field(default_factory=list)
 
     @classmethod
     def read(cls, args: Sequence[str]) -> CommandLine:
@@ -109,8 +158,52 @@ class CommandLine:
                 if reason:
                     out.left_out.append(f"{name} has no effect: {reason}")
             else:
-                out.passed_on.extend([name, *(rest.value(name) for _ in range(_n_values(name)))])
+                values = [rest.value(name) for _ in range(_n_values(name))]
+                out.passed_on.extend([name, *values])
+                out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in _FILES else ()))
         return out
+
+
+def _paths(name: str, value: str) -> list[str]:
+    """The files that an option of llama-server's names."""
+    if _FILES[name] not in (_ADAPTER, _VECTOR):
+        return [value]
+    try:
+        paths = [path for row in csv.reader([value]) for path in row]
+    except csv.Error as error:
+        raise OptionError(f"{name} {value}: {error}") from None
+    return [path.partition(":")[0] for path in paths] if name.endswith("-scaled") else paths
+
+
+def check_files(passed_on: Sequence[PassedFile], others: Sequence[str]) -> int:
+    """Before llama-server opens anything: it waits for whoever writes to a pipe, takes what a header claims to need, and writes over what has the name of
+    its log.
+
+    Args:
+        others: files that are in use.
+
+    Returns:
+        bytes that it takes for these files while it loads.
+
+    Raises:
+        MoeoffError: one is no file, or none of its kind, too long, or would be written over.
+    """
+    read = [file for file in passed_on if file.kind not in (_WRITTEN, _FOLDER)]
+    used = [*others, *(file.path for file in read)]
+    for file in passed_on:
+        if file.kind == _WRITTEN:
+            require_new(file.path, used, file.option)
+        elif file.kind == _FOLDER and any(os.path.realpath(file.path) == os.path.dirname(os.path.realpath(path)) for path in used):
+            raise OptionError(f"{file.option} {file.path}: files lie there that are in use, and clients could write over them: name another folder")
+    return sum(file.memory() for file in read)
+
+
+def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -> list[str]:
+    """A model's files, those that are found beside it by name, and those that moeoff's own options name."""
+    named = [getattr(given, name) for given in (config, options) for name, line in table_of(type(given)).items() if line.is_file]
+    named = [value.path if isinstance(value, Sidecar) else value for value in named]
+    beside = [sidecar_path(model_files[0]), profile_path(model_files[0])]
+    return [*model_files, *beside, *(os.fspath(value) for value in named if isinstance(value, (str, os.PathLike)))]
 
 
 class _Words:

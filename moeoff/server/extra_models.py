@@ -1,6 +1,6 @@
 """Models that a server loads in addition: a projector for pictures and sound, a draft model. What they take, and when drafts pay.
 
-Knows llama.cpp's plans of them and no budget: nothing is loaded here.
+Knows llama.cpp's plans of them, and of the budget only whether it holds their headers: nothing is loaded here.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..budget.dry_load import dry_load_whole, embedding_width
+from ..budget.memory_plan import require_header_room
 from ..engine.batch import Span
 from ..engine.comparison import ABTest
 from ..errors import ModelError, OptionError
@@ -31,7 +32,7 @@ class ExtraModels:
     """Memory and options of a projector and a draft model.
 
     Attributes:
-    resident: bytes once all is loaded.
+    resident: bytes once all is loaded, and of headers until then.
     computing: bytes that come with the first picture, for good.
     spec_type: how drafts are made; None: not at all, or as llama.cpp finds in the draft model.
     nextn: with the model's own next-token layers.
@@ -43,28 +44,31 @@ class ExtraModels:
     nextn: bool = False
 
     @classmethod
-    def of(cls, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions) -> ExtraModels:
+    def of(cls, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, budget: int | None = None) -> ExtraModels:
         """Looks at their files.
 
         Args:
             model_index: of the model.
             keywords: of llama_cpp.Llama, with which the model is opened.
+            budget: of the process; None: what is available.
 
         Raises:
+            BudgetError: it has no room for one of their headers.
             ModelError: a file is missing, damaged, or not for this model.
             OptionError: the model has not what drafts shall be made with.
         """
         resident = computing = 0
         if options.mmproj is not None:
-            resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")))
+            resident, computing = _projector(model_index, options.mmproj, options, bool(keywords.get("flash_attn")), budget)
         spec_type, draft = options.spec_type, None
         if options.draft is not None:
             draft = ModelIndex.read(options.draft)
+            require_header_room(options.draft, draft.header_memory, budget)
             spec_type = spec_type or _spec_type(draft)
         nextn = _OWN_LAYERS in (spec_type or "").split(",")
         if draft is not None:
             shared = {name: keywords[name] for name in ("n_batch", "n_ubatch", "n_threads", "n_threads_batch", "flash_attn") if name in keywords}
-            resident += dry_load_whole(draft, n_ctx, shared, (), options.parallel or 1, nextn).llama_cpp
+            resident += draft.header_memory + dry_load_whole(draft, n_ctx, shared, (), options.parallel or 1, nextn).llama_cpp
         elif nextn and not model_index.n_nextn:
             raise OptionError(f"`spec_type`: {model_index.files[0]} has no next-token layers to make drafts with")
         elif nextn and model_index.architecture in _WANT_SECTIONS and _SECTIONS in model_index.hparams:  # it would abort at the first token
@@ -79,9 +83,10 @@ def _spec_type(draft: ModelIndex) -> str | None:
     return _OWN_LAYERS if draft.n_nextn else _DRAFTS_OF.get(draft.architecture, "draft-simple")
 
 
-def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool) -> tuple[int, int]:
-    """Bytes of its weights, and of what it computes with."""
-    ModelIndex.read(path)  # mtmd reads a file that ends too early without a word
+def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int | None) -> tuple[int, int]:
+    """Bytes of its weights and header, and of what it computes with."""
+    header_memory = ModelIndex.read(path).header_memory  # mtmd reads a file that ends too early without a word
+    require_header_room(path, header_memory, budget)
     if model_index.architecture in _WANT_SECTIONS and _SECTIONS not in model_index.hparams:  # llama.cpp would abort at the first picture
         raise ModelError(f"{model_index.files[0]}: converted for text alone (no {_SECTIONS}): convert the model again to use it with {path}")
     argv = ["llama-server", "-m", model_index.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
@@ -95,7 +100,7 @@ def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash
         raise ModelError(
             f"{path}: makes embeddings of {width} numbers, expected {expected} as in {os.path.basename(model_index.files[0])}: it belongs to another model"
         )
-    return bytes_[0], bytes_[1]
+    return bytes_[0] + header_memory, bytes_[1]
 
 
 class DraftJudge:

@@ -10,10 +10,9 @@ from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int
 
 from .. import native
 from ..errors import ModelError, OptionError
-from ..gguf.file import ModelFile, unpack
+from ..gguf.file import LONGEST_TEMPLATE, ModelFile, unpack
 
 _NAME = "libllama-server-impl.so"
-_LONGEST_TEMPLATE = 16 << 20  # bytes of a header's value; what no conversation's budget holds is refused by its size in memory
 _TEMPLATES = "moeoff-templates"  # the program that runs chat templates
 
 Loaded = CFUNCTYPE(c_int, c_void_p, c_void_p)
@@ -85,7 +84,7 @@ def check_templates(path: str) -> None:
     Raises:
         ModelError: a chat template that crashes, or takes too long or too much, with an ordinary conversation.
     """
-    with ModelFile(path, longest=_LONGEST_TEMPLATE) as file:
+    with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
         found = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
     message = ctypes.create_string_buffer(1024)
     for template in found:

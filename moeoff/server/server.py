@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from ctypes import c_int32
 from dataclasses import fields, replace
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from .. import native
 from ..binding import api
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
-from ..budget.memory_plan import MemoryPlan
+from ..budget.memory_plan import MemoryPlan, require_header_room
 from ..chat_sandbox import growing
 from ..engine.batch import MAYBE, NO, YES, BatchRows, UbatchOrder, is_decode, spans_of
 from ..engine.engine import Engine
@@ -30,7 +30,7 @@ from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, sha
 from ..options import Config, ServerOptions
 from ..threads import CoreBinding
 from ..turns import computes_here
-from .arguments import CommandLine, arguments
+from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels
 from .kept_prompts import KeptPrompts
@@ -94,7 +94,8 @@ class Server:
         options |= given.options | {"args": tuple(given.passed_on)}
         self._remarks = given.left_out
         self._options = ServerOptions.make(**{name: value for name, value in options.items() if name in ours})
-        self.engine = self._open(Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours}))
+        config = Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours})
+        self.engine = self._open(config, given.files)
         self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.kept_prompts)
         self._log = FirstError()
         if not {"--log-file", "--log-disable"} & set(self._options.args):
@@ -117,10 +118,12 @@ class Server:
         self._closing = threading.Event()
         self._idle = threading.Thread(target=self._read_ahead, name="moeoff-idle", daemon=True)
 
-    def _open(self, config: Config) -> _ServedEngine:
+    def _open(self, config: Config, passed_on: Sequence[PassedFile]) -> _ServedEngine:
         options = self._options
         model_index = ModelIndex.read(config.model_path)
         model_index.require_text()
+        loaded = check_files(passed_on, in_use(model_index.files, config, options))
+        require_header_room(config.model_path, model_index.header_memory, config.memory)
         check_templates(config.model_path)
         config = replace(config, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
         size = self._choose_context(config, model_index)
@@ -130,11 +133,11 @@ class Server:
         config = replace(config, n_ctx=n_ctx)
         embedding = model_index.dense.get(EMBEDDING)
         n_vocab = embedding.shape[1] if embedding else _MANY
-        extras = ExtraModels.of(model_index, n_ctx, config.keywords, options)
+        extras = ExtraModels.of(model_index, n_ctx, config.keywords, options, config.memory)
         pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
         self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
         kept = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
-        engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident, nextn=extras.nextn)
+        engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident + loaded, nextn=extras.nextn)
         if engine.quality.simulates:
             raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return engine

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import random
+import re
 import socket
 import stat
 import struct
@@ -19,21 +20,24 @@ import numpy as np
 import pytest
 
 import moeoff
+from companions import write_expert_adapter
 from helpers.files import DEMO, SMALL_TRACE
 from helpers.models import with_template
 from moeoff.calibrate import calibrate
 from moeoff.calibrate.perplexity import read_windows
 from moeoff.calibrate.precision_search import search_precision
 from moeoff.cli.main import main
+from moeoff.engine.engine import Engine
 from moeoff.engine.prompt import PromptCache, Template
 from moeoff.errors import ModelError, MoeoffError, OptionError
 from moeoff.files import open_file, read_file, read_text, require_new
 from moeoff.gguf.file import FileState, ModelFile
 from moeoff.gguf.imatrix import Imatrix
-from moeoff.gguf.model_index import ModelIndex
+from moeoff.gguf.model_index import ModelIndex, loaded_whole
 from moeoff.gguf.writer import ModelWriter
 from moeoff.memory import MIB, available, parse_size, peak_rss, rss
 from moeoff.npz import ArchiveError, WrongArrays, read_npz, require_arrays
+from moeoff.options import Config, ServerOptions
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import Sidecar
 from moeoff.sidecar.profile import Profile
@@ -46,9 +50,9 @@ resource.setrlimit(resource.RLIMIT_DATA, (int(sys.argv[1]) << 20, int(sys.argv[1
 """
 
 
-def with_values(out, **values) -> str:
-    """The demo model with other metadata."""
-    with ModelFile(DEMO) as model, ModelWriter(out, model.metadata | values, list(model.tensors.values())) as writer:
+def with_values(out, source=DEMO, **values) -> str:
+    """The demo model, or another file, with other metadata."""
+    with ModelFile(source) as model, ModelWriter(out, model.metadata | values, list(model.tensors.values())) as writer:
         for name in model.tensors:
             writer.write(model.data(name))
     return str(out)
@@ -88,7 +92,8 @@ def test_what_is_no_file_is_not_waited_for(no_file, tmp_path, demo):
     path, words = no_file
     index = ModelIndex.read(demo)
     readers = [ModelIndex.read, Sidecar, Imatrix.read, Trace.read, read_text, lambda p: Profile.read(p, index), lambda p: moeoff.Llama(demo, profile=p),
-               lambda p: moeoff.Llama(demo, experts=p), lambda p: moeoff.Llama(p), lambda p: moeoff.Llama(demo, strategy="score", replay=p)]  # fmt: skip
+               lambda p: moeoff.Llama(demo, experts=p), lambda p: moeoff.Llama(p), lambda p: moeoff.Llama(demo, strategy="score", replay=p),
+               loaded_whole, lambda p: Engine(Config.make(demo, lora_path=p))]  # fmt: skip
     for read in readers:
         with pytest.raises(MoeoffError, match=words):
             read(path)
@@ -313,6 +318,73 @@ def test_a_header_that_leaves_no_room_is_refused(tmp_path):
     path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
     with pytest.raises(moeoff.BudgetError, match="what its header says takes about 2.. MiB to read, and there is room for"):
         moeoff.Llama(path, memory="200M")
+
+
+PEAK = """
+import sys, moeoff
+from moeoff.memory import peak_rss
+try:
+    {}
+except moeoff.MoeoffError as error:
+    print(error)
+print(peak_rss() >> 20)
+"""
+
+
+def refused_within(code: str, *args: str) -> tuple[str, int]:
+    """What a statement says of files that ask for too much, and the most that the process took, in MiB."""
+    done = subprocess.run([sys.executable, "-c", PEAK.format(code), *args], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    *said, peak = done.stdout.splitlines()
+    return "\n".join(said), int(peak)
+
+
+def with_hole(source: str, out) -> str:
+    """A file's header with a string of 1 GiB in it, which the file has: its bytes take no room on the disk."""
+    raw = open(source, "rb").read()
+    n_values, at, size = *struct.unpack_from("<q", raw, 16), 24, 1 << 30
+    key = b"some.text"
+    with open(out, "wb") as file:
+        file.write(raw[:16] + struct.pack("<q", n_values + 1) + struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, size))
+        file.seek(size, os.SEEK_CUR)
+        file.write(raw[at:])
+    return str(out)
+
+
+def test_adapters_that_ask_for_too_much(demo, tmp_path):
+    """llama.cpp takes several times what a header has, and the weights: 2,113 MiB of 300 for the string of 1 GiB."""
+    small = write_expert_adapter(demo, tmp_path / "small.gguf")
+    large = write_expert_adapter(demo, tmp_path / "large.gguf", rank=240)
+    long = with_values(tmp_path / "long.gguf", small, **{"general.description": "x" * (60 << 20)})
+    code = 'moeoff.Llama(sys.argv[1], n_ctx=256, memory="200M", lora_path=sys.argv[2])'
+    for path, words in ((with_hole(small, tmp_path / "hole.gguf"), "header is damaged: it is longer than"), (long, "a budget of 200 MiB is too small"),
+                        (large, "a budget of 200 MiB is too small")):  # fmt: skip
+        said, peak = refused_within(code, demo, path)
+        assert words in said and peak < 200
+    assert os.path.getsize(large) > 100 << 20
+    assert refused_within(code, demo, small)[0] == ""
+
+
+def test_a_template_is_read_within_bounds(tmp_path):
+    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    said, peak = refused_within("from moeoff.engine.prompt import chat_template; print(chat_template(sys.argv[1]))", path)
+    _, usual = refused_within("from moeoff.engine.prompt import chat_template; chat_template(sys.argv[1])", str(DEMO))
+    assert said and peak - usual < 8
+
+
+def test_headers_of_what_a_server_loads(demo, tmp_path):
+    """Before anything is planned with them: planning reads them, too."""
+    from moeoff.server.extra_models import ExtraModels
+
+    path = with_values(tmp_path / "a.gguf", **{"general.description": "x" * (60 << 20)})
+    words = "what its header says takes about 2.. MiB to read, and there is room for"
+    for code in ('moeoff.Server(sys.argv[2], port=0, memory="200M")', 'moeoff.Server(sys.argv[1], port=0, memory="200M", draft=sys.argv[2])',
+                 'moeoff.Server(sys.argv[1], port=0, memory="200M", mmproj=sys.argv[2])'):  # fmt: skip
+        said, peak = refused_within(code, demo, path)
+        assert re.search(words, said) and peak < 200, code
+    index = ModelIndex.read(demo)
+    usual, long = (ExtraModels.of(index, 256, {}, ServerOptions(draft=draft), 2 << 30).resident for draft in (demo, path))
+    assert long - usual > 3.9 * (60 << 20)
 
 
 @pytest.mark.parametrize("number", [np.float32(-3e38), np.float64(-1e308), np.int64(-(1 << 63))], ids=str)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import gguf
 import httpx
+import numpy as np
 import pytest
 
+import moeoff
+from companions import write_expert_adapter
 from moeoff import OptionError
+from moeoff.files import TEXT
+from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
-from moeoff.server.arguments import REFUSED, CommandLine, of_environment, own_arguments
+from moeoff.server.arguments import _FILES, _FOLDER, _WRITTEN, REFUSED, CommandLine, check_files, of_environment, own_arguments
 
 
 def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():
@@ -99,9 +107,88 @@ def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
     assert answers[0]["content"] == answers[1]["content"] and answers[0]["tokens_predicted"] == 5
 
 
-@pytest.mark.parametrize("args, said", [("--lora /nowhere.gguf", "failed to open '/nowhere.gguf': No such file"), ("--path /nowhere", "static assets path not found: /nowhere"),
+@pytest.mark.parametrize("args, said", [("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file"), ("--path /nowhere", "static assets path not found: /nowhere"),
                                          ("--grammar (((", "failed to parse grammar")])  # fmt: skip
 def test_what_llama_server_ends_for_is_the_error(demo, args, said):
     code = "import sys, moeoff\ntry: moeoff.Server(sys.argv[1], port=0, expert_memory='4M', n_ctx=512, args=sys.argv[2:]).start()\nexcept moeoff.MoeoffError as e: print(e)"
     done = subprocess.run([sys.executable, "-c", code, demo, *args.split()], capture_output=True, text=True, timeout=300)
     assert said in done.stdout and "ended by itself" not in done.stdout
+
+
+# --- files that its own options name ---
+
+EACH = """
+import os, sys, moeoff
+for args in sys.argv[2:]:
+    try:
+        moeoff.Server(sys.argv[1], port=0, expert_memory="4M", n_ctx=256, args=args.split()).start().stop()
+        print("went through:", args)
+    except moeoff.MoeoffError as error:
+        print(error)
+"""
+
+
+def said_of_each(model: str, *args: str) -> list[str]:
+    """What a server says of each of these arguments, before it loads or not."""
+    done = subprocess.run([sys.executable, "-c", EACH, model, *args], capture_output=True, text=True, timeout=300)
+    return done.stdout.splitlines()
+
+
+def test_the_log_replaces_no_file_that_is_in_use(demo, tmp_path):
+    """llama.cpp opens it for writing before it reads anything."""
+    model = tmp_path / "m.gguf"
+    shutil.copy(demo, model)
+    grammar, key, sidecar = tmp_path / "grammar", tmp_path / "keys", tmp_path / "m.experts.gguf"
+    grammar.write_text('root ::= "a"')
+    key.write_text("secret")
+    sidecar.write_bytes(b"x")
+    link = tmp_path / "link"
+    link.symlink_to(model)
+    whole = model.read_bytes()
+    said = said_of_each(str(model), f"--log-file {model}", f"--log_file={link}", f"--grammar-file {grammar} --log-file {grammar}",
+                        f"--api-key-file {key} --log-file {key}", f"--experts none --log-file {sidecar}", f"--slot-save-path {tmp_path}")  # fmt: skip
+    assert len(said) == 6 and all("would replace" in line for line in said[:5]) and "clients could write over them" in said[5]
+    assert model.read_bytes() == whole and grammar.read_text() == 'root ::= "a"' and key.read_text() == "secret" and sidecar.read_bytes() == b"x"
+    log = tmp_path / "log"
+    (tmp_path / "slots").mkdir()
+    assert said_of_each(str(model), f"--experts none --log-file {log} --slot-save-path {tmp_path / 'slots'} --grammar-file {grammar}")[0].startswith("went through")
+    assert log.stat().st_size > 0
+
+
+def test_nobody_is_waited_for(demo, tmp_path):
+    """A pipe without a writer in the place of any file that llama-server reads."""
+    pipe, adapter = tmp_path / "pipe", write_expert_adapter(demo, tmp_path / "a.gguf")
+    os.mkfifo(pipe)
+    reads = [name for name, kind in _FILES.items() if kind not in (_WRITTEN, _FOLDER)]
+    args = [f"{name} {pipe}{':0.5' if name.endswith('-scaled') else ''}" for name in reads] + [f"--lora {adapter},{pipe}"]
+    said = said_of_each(demo, *args)
+    assert len(said) == len(args) and all("cannot be read: a pipe, expected a file" in line for line in said)
+
+
+def test_texts_and_tables_are_weighed_before_they_are_read(demo, tmp_path):
+    path = tmp_path / "long"
+    with open(path, "wb") as file:
+        file.truncate(TEXT + 1)
+    with pytest.raises(OptionError, match=f"--ssl-key-file {path}: it has 16 MiB, expected at most 16 MiB"):
+        check_files(CommandLine.read(["--ssl-key-file", str(path)]).files, [])
+    assert check_files(CommandLine.read(["-lcs", str(path)]).files, []) == 10 * (TEXT + 1)
+
+
+def test_adapters_and_control_vectors_of_a_server_count(demo, tmp_path):
+    """Their weights and what their headers take, before anything is loaded."""
+    adapter, vector = write_expert_adapter(demo, tmp_path / "a.gguf"), tmp_path / "vector.gguf"
+    writer = gguf.GGUFWriter(str(vector), "controlvector")
+    writer.add_string("controlvector.model_hint", "qwen2moe")
+    writer.add_tensor("direction.1", np.zeros(ModelIndex.read(demo).hparams["embedding_length"], np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+    def planned(*args: str) -> int:
+        return moeoff.Server(demo, port=0, memory="1G", n_ctx=256, args=args).engine.planned.kept
+
+    usual = planned()
+    assert planned("--lora", adapter) - usual > 0.9 * os.path.getsize(adapter)
+    assert planned("--lora-scaled", f"{adapter}:0.5,{adapter}:0.1") - usual > 1.8 * os.path.getsize(adapter)
+    assert planned("--control-vector", str(vector)) > usual
