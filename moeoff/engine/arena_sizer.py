@@ -142,6 +142,7 @@ class ArenaSizer:
         else:
             self.plan = replace(plan, arena=min(arena, plan.arena_full))
         self._lender = lender if self.plan.budget else None
+        self._doubt = False  # the arenas may not have the sizes that they should
         self._grown = 0  # bytes that the process takes beyond plan and reserve; below 0: that it leaves of them while batches are small
 
     @property
@@ -152,13 +153,24 @@ class ArenaSizer:
 
     def resize(self) -> None:
         """To what the arenas should have."""
+        self._doubt = True
         self._buffer.set_arena_bytes(*self.arenas)
+        self._doubt = False
+
+    def _change(self, plan: MemoryPlan, grown: int) -> None:
+        """Plan and arenas together, wherever an interrupt comes: both as they were, or both as they will be."""
+        before = self.plan, self._grown
+        try:
+            self.plan, self._grown = plan, grown
+            self.resize()
+        except BaseException:
+            self.plan, self._grown = before
+            self.resize()
+            raise
 
     def _divide(self, budget: int, process: int = 0, kept: int = 0) -> None:
         """Divides a budget where the process takes so many bytes more."""
-        self.plan = replace(self.plan, process=self.plan.process + process, kept=self.plan.kept + kept).within(budget)
-        self._grown = 0
-        self.resize()
+        self._change(replace(self.plan, process=self.plan.process + process, kept=self.plan.kept + kept).within(budget), 0)
 
     def make_room(self, nbytes: int) -> None:
         """Before anything is computed: the process has allocated so many bytes since the plan was made.
@@ -173,7 +185,7 @@ class ArenaSizer:
         """Another budget, between answers: the arenas are resized at once.
 
         Raises:
-            BudgetError: below what the model needs; the old budget stays.
+            BudgetError: below what the model needs; the old budget stays, as after any other exception.
         """
         grown = max(rss() - self._buffer.stats().arena_committed + RESERVE - self.plan.fixed, 0)  # beyond what was planned
         self._divide(budget, process=grown)
@@ -182,11 +194,17 @@ class ArenaSizer:
         """The process needs so many bytes more for a while; negative: no longer.
 
         Raises:
-            BudgetError: too little would be left for experts; nothing has changed.
+            BudgetError: too little would be left for experts; nothing has changed, as after any other exception.
         """
-        if self.plan.budget:
+        if not self.plan.budget:
+            return
+        before = self.plan, self._grown
+        try:
             self._divide(self.plan.budget, kept=nbytes)
             self.fit_budget()
+        except BaseException:
+            self._change(*before)
+            raise
 
     def before(self, n_tokens: int, moves_state: bool = False) -> None:
         """Before a batch is computed: what it will touch and experts have been lent is taken back.
@@ -194,6 +212,8 @@ class ArenaSizer:
         Args:
             moves_state: llama.cpp moves what is in the KV cache, or reads it from elsewhere, as a batch of its own and in any cell.
         """
+        if self._doubt:  # a second interrupt came while the first was answered
+            self.resize()
         if (lender := self._lender) is None:
             return
         changes = lender.touch_state() if moves_state else lender.advance(n_tokens)
@@ -222,5 +242,4 @@ class ArenaSizer:
                 free -= stats.arena_committed - self._buffer.resident_bytes()
                 moves = free > _WORTH
         if moves:
-            self._grown -= free
-            self.resize()
+            self._change(self.plan, self._grown - free)

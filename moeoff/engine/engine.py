@@ -134,6 +134,7 @@ class Engine:
     ubatch_order: UbatchOrder
     _prompt_meter: PromptMeter
     _ends: dict[int, int]  # of each sequence, the position behind its last token
+    _followed = 0  # the budget that precision and driver were last chosen for
     _ran = False  # arenas have their sizes: it may compute
 
     @growing()
@@ -317,7 +318,7 @@ class Engine:
             self.buffer.set_arena_bytes(*self.sizer.arenas)
         else:
             self.buffer.start(*self.sizer.arenas)
-        self._ran = True
+        self._ran, self._followed = True, self.plan.budget
         self._moves, self._ends = config.context_shift, {}
         self._prompt_meter = PromptMeter(self.buffer, self.io_threads.n)
         if not precision.lossless:
@@ -381,6 +382,8 @@ class Engine:
             rows: which is of which sequence, where it holds several (`ubatch_order`).
         """
         self.model_index.check_unchanged()
+        if self._followed != self.plan.budget:
+            self._follow_budget()
         self.sizer.before(len(tokens), self._moves_state(spans))
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
@@ -429,10 +432,17 @@ class Engine:
             BudgetError: below what the model needs; the old budget stays.
         """
         self.sizer.move(memory)
-        self.quality.choose_again(memory)
+        self._follow_budget()
+
+    @growing()
+    def _follow_budget(self) -> None:
+        """What depends on the budget. Where an interrupt came before its end, it comes before the next batch."""
+        budget = self.plan.budget
+        self.quality.choose_again(budget)
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
             self._listen()
+        self._followed = budget
 
     def set_vram(self, vram: str | int) -> None:
         """Moves the bound of what is allocated on each device, between answers.

@@ -247,9 +247,14 @@ class Server:
 
     def _take_for_prompts(self, nbytes: int) -> None:
         """From the experts, before prompts come that are kept."""
-        if nbytes > self._taken:
-            self.engine.sizer.reserve(nbytes - self._taken)
+        if nbytes <= (before := self._taken):
+            return
+        try:
             self._taken = nbytes
+            self.engine.sizer.reserve(nbytes - before)
+        except BaseException:
+            self._taken = before
+            raise
 
     # --- the serving thread ---
 

@@ -11,6 +11,7 @@ import os
 import re
 import zlib
 from collections.abc import Iterator, Mapping
+from io import BufferedIOBase
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -18,6 +19,7 @@ import numpy as np
 from ..errors import OptionError
 from ..files import open_file
 from ..gate_event import GateEvent
+from ..memory import available, format_size, rss
 from ..trace import TensorInfo, Trace, TraceHeader
 
 __all__ = ["read_trace"]
@@ -28,6 +30,9 @@ _COLUMNS = ["turn", "phase", "step", "layer", "slot", "expert", "weight", "resid
 _PROMPT, _ANSWER = 0, 1  # phases
 _LARGEST = 1 << 16  # layers, experts, and experts of a token
 _LARGEST_SLICE = 1 << 40  # bytes
+_LONGEST_LINE = 1 << 13  # bytes; a fact may be a path
+_LONGEST_FACTS = 1 << 20  # bytes; more than 512 layers, as many as llama.cpp reads, have no use for
+_EVENT, _ROW, _CHOICE = 1536, 256, 16  # bytes of memory, of an event, a row until its event is whole, and then
 
 
 class _Row(NamedTuple):
@@ -50,7 +55,7 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
     bytes that the file gives for its layer; `n_hit` and `n_miss` are what the recorded run had.
 
     Raises:
-        OptionError: it cannot be read, or is neither, or is damaged. A last event that was cut is left out.
+        OptionError: it cannot be read, or is neither, or is damaged, or takes more memory than is free. A last event that was cut is left out.
     """
     name = os.fspath(path)
     try:
@@ -62,12 +67,20 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                     if packed.read(len(_FIRST_LINE)) != _FIRST_LINE:
                         raise OptionError(f"{name}: is no route trace")
                     packed.seek(0)
-                    return _read(name, packed)
+                    return _read(name, _lines(name, packed))
             if begin == _FIRST_LINE:
-                return _read(name, file)
+                return _read(name, _lines(name, file))
     except (OSError, EOFError, zlib.error) as error:
         raise OptionError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
     return Trace.read(path)
+
+
+def _lines(name: str, file: BufferedIOBase) -> Iterator[bytes]:
+    """A line after the other, of bounded length: a packed file of a few kB may hold one of GB."""
+    while line := file.readline(_LONGEST_LINE + 1):
+        if len(line) > _LONGEST_LINE:
+            raise OptionError(f"{name}: has a line of more than {_LONGEST_LINE} bytes")
+        yield line
 
 
 def _read(name: str, lines: Iterator[bytes]) -> Trace:
@@ -85,7 +98,11 @@ def _read(name: str, lines: Iterator[bytes]) -> Trace:
 def _facts(name: str, lines: Iterator[bytes]) -> tuple[list[dict[str, str]], int]:
     """The lines of facts, and which line of the file the rows' heading was."""
     facts: list[dict[str, str]] = []
+    length = 0
     for n_line, line in enumerate(lines, 1):
+        length += len(line)
+        if length > _LONGEST_FACTS:
+            raise OptionError(f"{name}: has more than {format_size(_LONGEST_FACTS)} of facts")
         text = line.decode().strip()
         if n_line == 1:
             version = text.removeprefix(_FIRST_LINE.decode())
@@ -93,7 +110,8 @@ def _facts(name: str, lines: Iterator[bytes]) -> tuple[list[dict[str, str]], int
                 raise OptionError(f"{name}: is a route trace of version {version!r}, this moeoff reads v1")
         elif text.startswith("#"):
             # a path may have blanks: a fact ends where the next one begins
-            facts.append(dict(re.findall(r"(\w+)=(.*?)(?=\s+\w+=|$)", text)))
+            found = (part.partition("=") for part in re.split(r"(?<!\s)\s+(?=\w+=)", text.lstrip("# ")))
+            facts.append({key: value for key, equals, value in found if equals})
         elif text.split(",") == _COLUMNS:
             return facts, n_line
         else:
@@ -127,13 +145,16 @@ def _events(name: str, lines: Iterator[bytes], n_heading: int, model: TraceHeade
     rows: list[_Row] = []
     gate = -1  # of the last event
     n_line = n_heading
+    n_events, room = 0, available() - rss()
     for line in lines:
         n_line += 1
+        if n_events * _EVENT + (n_line - n_heading) * _CHOICE + len(rows) * _ROW > room:
+            raise OptionError(f"{name}: {n_line - n_heading} of its rows take more than the {format_size(max(room, 0))} of memory that are free")
         row = _row(name, n_line, line, gate_of, model)
         if rows and _event_of(row) != _event_of(rows[0]):
             yield _event(name, n_line, rows, gate_of, model)
             gate = gate_of[rows[0].layer]
-            rows = []
+            n_events, rows = n_events + 1, []
         if not rows:
             # of a prompt that goes on, the last layers may have nothing to do
             expected = {(gate + 1) % model.n_gates} | ({0} if row.phase == _PROMPT else set())

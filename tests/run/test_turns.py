@@ -16,6 +16,7 @@ import moeoff
 from helpers.interrupts import KINDS, OPTIONS, PROMPTS, Interrupt, Rounds, at_event
 from helpers.waiting import wait_until
 from moeoff import Cancelled, MoeoffError
+from moeoff.memory import rss
 from moeoff.turns import Turns
 
 PROMPT = "User: How many apples?\nAssistant:"
@@ -420,6 +421,43 @@ assert llm.create_completion("Hello", max_tokens=4, temperature=0)["choices"] ==
     assert [line.split(" (")[0] for line in done.stdout.splitlines()] == [
         "1", "the model was opened in another process", "the model was opened in another process", "this process is a copy",
     ]  # fmt: skip
+
+
+def test_a_budget_moves_whole_or_not_at_all(demo):
+    """Wherever the move is interrupted: the arenas have what the plan says, and the next move and answer are as ever."""
+    with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20)}) as llm:
+        text, needs, wrong, nth = answer(llm), llm.engine.plan.fixed, [], 0
+        llm.set_memory(needs + (11 << 20))  # attaches what the first move attaches
+        while True:
+            nth += 1
+            before = llm.engine.plan.budget
+            wanted = llm.engine.plan.fixed + ((6 if nth % 2 else 11) << 20)
+            with contextlib.suppress(Interrupt), at_event(nth) as counted:
+                llm.set_memory(wanted)
+            plan, found = llm.engine.plan, llm.engine.buffer.stats()
+            if plan.budget not in (before, wanted) or found.arena_bytes != sum(llm.engine.sizer.arenas) or found.arena_committed > found.arena_bytes:
+                wrong.append(f"{counted.where}: plan {plan.arena}, arenas {found.arena_bytes}")
+            if counted.where is None:
+                break
+        assert not wrong and nth > 50
+        assert answer(llm) == text
+
+
+def test_what_depends_on_a_budget_follows_it_after_an_interrupt(demo, monkeypatch):
+    """The move is done, and an interrupt comes before the driver is attached."""
+    with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20), "strategy": "fate"}) as llm:
+        text, attach = answer(llm), llm.engine.attach_driver
+        assert llm.engine.driver is None  # all experts fit
+
+        def interrupted():
+            raise Interrupt
+
+        monkeypatch.setattr(llm.engine, "attach_driver", interrupted)
+        with contextlib.suppress(Interrupt):
+            llm.set_memory(llm.engine.plan.fixed + (6 << 20))
+        monkeypatch.setattr(llm.engine, "attach_driver", attach)
+        assert llm.engine.driver is None and answer(llm) == text
+        assert llm.engine.driver is not None
 
 
 def test_an_interrupted_turn_is_not_held():

@@ -136,6 +136,37 @@ def test_a_trace_tells_the_slots_apart(demo, tmp_path):
     assert len(begun) in (3, 4) and begun[-2] == begun[-1]  # the last two share a beginning with what their slot holds; the first two may begin at once
 
 
+def test_a_budget_moves_whole_or_not_at_all(demo):
+    """Wherever the move is interrupted: plan, arenas and what is kept for prompts belong together."""
+    code = textwrap.dedent("""
+        import contextlib, sys
+        import httpx
+        import moeoff
+        from helpers.interrupts import Interrupt, at_event
+        from moeoff.memory import rss
+        with moeoff.Server(sys.argv[1], port=0, memory=rss() + (220 << 20), n_ctx=512, warm=False) as server:
+            engine, nth = server.engine, 0
+            ask = lambda: httpx.post(f"{server.url}/completion", json={"prompt": "One", "n_predict": 8, "temperature": 0}, timeout=300).json()["content"]
+            text = ask()
+            base = engine.plan.kept - server._taken
+            while True:
+                nth += 1
+                server._taken, engine.sizer.plan = 0, engine.sizer.plan.__class__(**{**vars(engine.sizer.plan), "kept": base})  # as at the start
+                engine.sizer.resize()
+                with contextlib.suppress(Interrupt), at_event(nth) as counted:
+                    server.set_memory(engine.plan.fixed + ((12 if nth % 2 else 24) << 20))
+                found = engine.buffer.stats()
+                if found.arena_bytes != sum(engine.sizer.arenas) or engine.plan.kept != base + server._taken or server._between.locked():
+                    print(f"{counted.where}: plan {engine.plan.arena}, arenas {found.arena_bytes}, kept {engine.plan.kept - base}, taken {server._taken}")
+                if counted.where is None:
+                    break
+            print(nth > 50, engine.plan.kept > base, ask() == text)
+    """)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run([sys.executable, "-c", code, demo], capture_output=True, text=True, timeout=300, env=environment)
+    assert done.stdout.split() == ["True", "True", "True"], done.stdout + done.stderr
+
+
 def test_budget_moves_while_answers_are_written(grown):
     code = textwrap.dedent("""
         import itertools, sys, threading
