@@ -68,12 +68,10 @@ nightly: env patches-check lint ## every test, llama-server's too, every fault, 
 
 faults: env ## the n-th fault, damaged files, interrupts, kills, disk trouble, hostile clients, advisories: the figures of docs/results/reliability.md
 	$(PY) scripts/faults/nth_fault.py --json docs/results/data/nth-fault.json
-	$(PY) scripts/faults/damaged.py --headers 30000 --runs 500 --json docs/results/data/damaged.json
-	$(PY) scripts/faults/damaged.py --headers 30000 --runs 500 --no-named --no-values --seed 2
-	$(PY) scripts/faults/beside.py --json docs/results/data/beside.json
-	$(PY) scripts/faults/beside.py --seed 2
-	$(PY) scripts/faults/objects.py --json docs/results/data/objects.json
-	$(PY) scripts/faults/objects.py --seed 2
+	$(PY) scripts/faults/damaged.py --headers 0 --json docs/results/data/damaged.json
+	$(PY) scripts/faults/damaged.py --no-named --no-values --headers 30000 --runs 500 --seed 1 --seed 2 --json docs/results/data/headers.json
+	$(PY) scripts/faults/beside.py --seed 1 --seed 2 --json docs/results/data/beside.json
+	$(PY) scripts/faults/objects.py --seed 1 --seed 2 --json docs/results/data/objects.json
 	$(PY) scripts/faults/places.py --json docs/results/data/places.json
 	$(PY) scripts/faults/kill.py --json docs/results/data/kill.json
 	$(PY) scripts/faults/disk.py --json docs/results/data/disk.json

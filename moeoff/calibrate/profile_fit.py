@@ -19,6 +19,7 @@ from ..files import open_file, require_new
 from ..gguf.model_index import ModelIndex
 from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, trim
 from ..policies import FitOptions
+from ..policies.promoe import COMPONENTS
 from ..policies.recording import Recording
 from ..policies.router import Router
 from ..policies.strategy import fits
@@ -36,6 +37,7 @@ DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing, however long they take
 _SHARE = 0.9  # of what is free, that the fits plan with
+_FIXED = 24 << 20  # bytes that they take however few tokens there are
 _FITS = 192 << 20  # bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred tokens 82
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
 HIDDEN_FACTORS = (2, 4, 8)  # units for each expert; the least, of which training needs that many, even if it costs more
@@ -181,8 +183,11 @@ def fit(
     recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None, only: Collection[str] | None = None,
     checkpoint: Checkpoint | None = None,
 ) -> dict[str, Section]:  # fmt: skip
-    """Sections of a profile: arrays that each of `fits`, or of those `only`, learns from the recording, or has learned before an interruption."""
+    """Sections of a profile: arrays that each of `fits`, or of those `only`, learns from the recording, or has learned before an interruption. From its
+    first tokens, where there is room for no more."""
     options = replace(options, replay=options.replay or simulate)
+    if options.room is not None:
+        recording = recording.first(max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
     sections: dict[str, Section] = {}
     for name, learn in fits().items():
         if only is not None and name not in only:
@@ -192,6 +197,17 @@ def fit(
         if arrays := checkpoint.once(f"fit-{name}", learned) if checkpoint else learned():
             sections[name] = arrays
     return sections
+
+
+def fit_bytes(recording: Recording) -> int:
+    """Bytes that a fit takes at most for each token: who used what, twice; and of one gate at a time numbers for each expert, and, for each token
+    whose inputs are kept, these and what they are projected to, several times."""
+    n, e = recording.router.n_gates, recording.router.n_experts
+    nbytes = 2 * n * (e + 1) + 24 * e
+    if recording.inputs is None:
+        return nbytes
+    width = recording.inputs.shape[2]
+    return nbytes + -(-len(recording.kept) * (16 * width + 24 * (min(width, COMPONENTS) + e)) // max(recording.n_tokens, 1))
 
 
 def cap_hidden(model_index: ModelIndex, router: Router) -> int:

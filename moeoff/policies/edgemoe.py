@@ -100,7 +100,8 @@ def fit_pairs(recording: Recording, options: FitOptions, progress: Progress | No
     if 2 * n * e**3 <= TRIPLES:
         return None
     small = np.uint8 if e <= 256 else np.uint16
-    room = PAIRS // (n * (small().itemsize + 2))  # triples of a gate
+    most = PAIRS if options.room is None else min(PAIRS, options.room // 3)  # in parts, then as a whole
+    room = most // (n * (small().itemsize + 2))  # triples of a gate
     seen, start, base = np.zeros((n, e, e), np.uint32), np.zeros((n, e * e + 1), np.uint32), np.zeros(n, np.int64)
     experts: list[np.ndarray] = []
     counts: list[np.ndarray] = []
@@ -303,9 +304,10 @@ class ActivationPath(Predictor):
         _, n, e = used.shape
         popularity = used.mean(axis=0, dtype=np.float32)
         arrays = {"popularity": popularity, "one": np.zeros((n, e, e), np.float16), "skip": np.zeros((n, e, e), np.float16)}
-        triples = 2 * n * e**3 <= TRIPLES
+        most = TRIPLES if options.room is None else min(TRIPLES, options.room // 2)
+        triples = 2 * n * e**3 <= most
         small = np.uint8 if e <= 256 else np.uint16
-        n_kept = TRIPLES // (n * e * e * (2 + small().itemsize))
+        n_kept = most // (n * e * e * (2 + small().itemsize))
         if triples:
             arrays["two"] = np.zeros((n, e, e, e), np.float16)
         elif n_kept >= LEAST_KEPT:

@@ -95,7 +95,7 @@ class Learned(Predictor):
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none. A network for each of `strides`.
+        """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none, or there is no room for the networks. A network for each of `strides`.
 
         Returns:
             for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s [n_gates, E, hidden], second_bias_s,
@@ -108,6 +108,9 @@ class Learned(Predictor):
             return None
         router, hidden, strides = recording.router, options.hidden, cls.strides
         n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
+        parts = min(d, COMPONENTS) + e
+        if options.room is not None and 2 * len(strides) * n * hidden * (d + e) + 24 * hidden * (parts + e) + 4 * d * parts > options.room:
+            return None
         used = recording.used()[recording.kept]
         train, held = (mask[recording.kept] for mask in recording.split())
         arrays: dict[str, np.ndarray] = {}

@@ -80,6 +80,14 @@ class Recording:
         starts[:: self.model.n_gates] = self.starts[:n]
         return Trace(self.model, events, starts)
 
+    def first(self, n_tokens: int) -> Recording:
+        """The recording of its first tokens alone, without a copy."""
+        n_kept = int(np.searchsorted(self.kept, n_tokens))
+        return Recording(
+            self.model, self.router, self.tokens[:n_tokens], self.starts[:n_tokens], self.ids[:n_tokens], self.weights[:n_tokens],
+            None if self.inputs is None else self.inputs[:n_kept], None if self.probs is None else self.probs[:n_tokens], self.kept[:n_kept],
+        )  # fmt: skip
+
     def take(self, tokens: np.ndarray) -> Recording:
         """The recording of these tokens [n_tokens] bool alone; whole sequences."""
         parts = {name: getattr(self, name)[tokens] for name in ("tokens", "starts", "ids", "weights")}

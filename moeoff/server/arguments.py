@@ -64,7 +64,7 @@ _LEFT_OUT: dict[str, tuple[int, str]] = {
     for name in names.split()
 }  # fmt: skip
 _TEXT, _ADAPTER, _VECTOR, _NGRAMS, _WRITTEN, _FOLDER = range(6)  # kinds of files
-_FILES: dict[str, int] = {
+FILES: dict[str, int] = {
     name: kind
     for kind, names in {
         _TEXT: "--grammar-file -jf --json-schema-file --chat-template-file --ui-config-file --webui-config-file --ssl-key-file --ssl-cert-file",
@@ -99,7 +99,7 @@ class PassedFile:
 
     @property
     def kind(self) -> int:
-        return _FILES[self.option]
+        return FILES[self.option]
 
     def memory(self) -> int:
         """Bytes that llama-server takes for it. Raises `MoeoffError` if it is no file, or none of its kind."""
@@ -160,13 +160,13 @@ class CommandLine:
             else:
                 values = [rest.value(name) for _ in range(_n_values(name))]
                 out.passed_on.extend([name, *values])
-                out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in _FILES else ()))
+                out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in FILES else ()))
         return out
 
 
 def _paths(name: str, value: str) -> list[str]:
     """The files that an option of llama-server's names."""
-    if _FILES[name] not in (_ADAPTER, _VECTOR):
+    if FILES[name] not in (_ADAPTER, _VECTOR):
         return [value]
     try:
         paths = [path for row in csv.reader([value]) for path in row]

@@ -7,7 +7,8 @@ whole, streams, streams that are given up, prompts that are too long, bodies tha
 moves up and down meanwhile, between the smallest and the one where all experts fit, and half of the moves are interrupted at any moment, as by Ctrl-C.
 Memory is said without what experts take, which moves with it. Afterwards every different answer is read by the model alone: each of its tokens must be
 the best one there, or within rounding of the best, since kernels round differently with neighbours in a batch and with the tokens that a batch holds.
-SIGINT ends it before its time. Exit code 1 if anything is not as it should be.
+Such an answer is kept with --json: the prompt, its text, that of the model alone, and how far which of its tokens is behind. SIGINT ends it before its
+time. Exit code 1 if anything is not as it should be.
 """
 
 from __future__ import annotations
@@ -183,7 +184,22 @@ class Soak:
             time.sleep(chance.uniform(0, 0.2))
 
 
-def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Console) -> list[str]:
+@dataclass
+class WrongAnswer:
+    """A token of it is plainly not the best one."""
+
+    prompt: str
+    tokens: list[int]
+    text: str
+    alone: str  # the text of the model alone
+    at: int  # which token
+    behind: float  # logits
+
+    def __str__(self) -> str:
+        return f"{self.prompt!r}: token {self.at} of {self.tokens} is {self.behind:.2f} behind the best one"
+
+
+def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Console) -> list[WrongAnswer]:
     """Answers in which a token is plainly not the best one.
 
     Where it seems so, other ways to round are asked, which the server takes with neighbours: more tokens at once, and the other way of computing
@@ -203,11 +219,15 @@ def check_answers(model: str, answers: Iterable[tuple[str, str]], console: Conso
                 logits = np.asarray(llm.scores[len(asked) - 1 : len(asked) + len(said) - 1])
                 found = logits.max(axis=1) - logits[np.arange(len(said)), said]
                 behind[prompt, tokens] = np.minimum(found, behind.get((prompt, tokens), found))
-    return [
-        f"{prompt!r}: token {far.argmax()} of {tokens} is {far.max():.2f} behind the best one"
-        for (prompt, tokens), far in behind.items()
-        if far.max(initial=0) > NEAR
-    ]
+    doubtful = {key: far for key, far in behind.items() if far.max(initial=0) > NEAR}
+    wrong = []
+    with moeoff.Llama(model, expert_memory="2G", n_ctx=1024, flash_attn=True) if doubtful else contextlib.nullcontext() as llm:
+        for (prompt, text), far in doubtful.items():
+            asked, said = llm.tokenize(prompt.encode(), add_bos=True, special=True), json.loads(text)
+            alone = [token for token, _ in zip(llm.generate(asked, temp=0.0), said)]
+            texts = [llm.detokenize(tokens).decode(errors="replace") for tokens in (said, alone)]
+            wrong.append(WrongAnswer(prompt, said, *texts, int(far.argmax()), float(far.max())))
+    return wrong
 
 
 def rss(pid: int, name: str = "VmRSS") -> int:
@@ -276,7 +296,8 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     load = (used.ru_utime + used.ru_stime) / seconds / (os.cpu_count() or 1)
     before, after = growth(held)
-    wrong = [*soak.wrong, *check_answers(model, list(soak.answers), console)]
+    wrong_answers = check_answers(model, list(soak.answers), console)
+    wrong = [*soak.wrong, *map(str, wrong_answers)]
     wrong += [f"{hung} clients hung"] * bool(hung) + [f"exit code {code}"] * bool(code) + ["over the budget"] * (peak > budget)
     wrong += [f"memory without experts grew from {format_size(before)} to {format_size(after)}"] * (after > FLAT * before and minutes >= LEAST)
     wrong += ["no expert was ever missing"] * (not held or not held[-1]["misses"])
@@ -313,6 +334,11 @@ def main(model: str, minutes: float, memory: str, clients: int, parallel: int, t
         kinds = results.table("soak-kinds", "what was asked", ["what", "requests"])
         for name, n in soak.kinds.most_common():
             kinds.row(name.replace("_", " "), str(n))
+        if wrong_answers:
+            columns = ["prompt", "text", "of the model alone", "token", "behind", "tokens"]
+            answers = results.table("soak-answers", "answers that are not the model's", columns)
+            for one in wrong_answers:
+                answers.row(*map(json.dumps, (one.prompt, one.text, one.alone)), str(one.at), f"{one.behind:.3f}", json.dumps(one.tokens))
     for text in wrong[:20]:
         console.print(text, style="red")
     sys.exit(1 if wrong else 0)

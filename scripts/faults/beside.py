@@ -1,9 +1,11 @@
-"""Damaged files beside a model: sidecar, profile, contract, warm state, prompt cache, plan, importance matrix, trace, adapter, projector, draft, grammar, text.
+"""Damaged files beside a model: sidecar, profile, contract, warm state, prompt cache, plan, importance matrix, traces, adapter, control vector, projector, draft,
+grammar, text.
 
-usage: beside.py [--count N] [--first N] [--seed N] [--only KIND ...] [--json FILE]
+usage: beside.py [--count N] [--first N] [--seed N ...] [--only KIND ...] [--json FILE]
 
 So many damaged files of each kind (fewer where one takes long) are read by what reads them, many in one process. Bytes of them change, or the file is well
-formed and says something else: arrays of other types and shapes, a GGUF's header, JSON, a grammar's words. Where a model stays open meanwhile, its next
+formed and says something else: arrays of other types and shapes, a GGUF's header, JSON, a grammar's words, or what is legal and huge. The first of each kind
+that moeoff opens itself is a pipe without a writer. Where a model stays open meanwhile, its next
 answer must be the right one. A case that is ended by a signal, that takes more memory than its bound, that says more than a sentence, or hangs, is a finding;
 so is any exception that is not the library's own. Exit code 1 if there is one. `--only KIND --first N --count 1` does a case again.
 """
@@ -11,6 +13,7 @@ so is any exception that is not the library's own. Exit code 1 if there is one. 
 from __future__ import annotations
 
 import functools
+import gzip
 import json
 import os
 import random
@@ -32,22 +35,47 @@ from common import (
     Child,
     answer,
     case_rng,
-    findings,
+    findings_by_seed,
     import_all,
     in_workers,
     json_option,
     judged,
     open_model,
+    seeds_option,
+    status_bytes,
     tell_all,
     verdict,
     write_small_model,
 )
 from damaged import MEMORY, OPENED, confined, serve
+from moeoff.errors import MoeoffError
 from moeoff.gguf.file import ModelFile
-from mutants import DEEP, GRAMMAR, SCHEMA, WORDS, Header, mutate, mutate_arrays, mutate_header, mutate_json, mutate_numbers, mutate_text, unpacks_to
+from mutants import (
+    DEEP,
+    GRAMMAR,
+    SCHEMA,
+    WORDS,
+    Header,
+    mutate,
+    mutate_arrays,
+    mutate_header,
+    mutate_json,
+    mutate_numbers,
+    mutate_size,
+    mutate_text,
+    unpacks_to,
+)
 
 sys.path.insert(0, str(ROOT / "scripts" / "models"))
 from companions import write_expert_adapter, write_projector
+
+ROUTES = b"""# route_trace v1
+# model=/some folder/Model.gguf arch=qwen3moe n_layer=2 n_expert=8 n_expert_used=1
+# layer=0 expert_bytes=5000
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
+0,0,0,0,0,1,0.5,1,0
+0,1,1,0,0,2,0.5,0,5000
+"""
 
 
 class Beside(NamedTuple):
@@ -57,12 +85,15 @@ class Beside(NamedTuple):
         name: of the whole one, in the folder that `prepare` fills.
         use: makes what reads one, in the folder; the model is m.gguf there.
         share: how many are tried, of as many as are asked for.
+        allowed: errors of others with which a reader may end.
+        opens: the reader is given a path, and opens it.
     """
 
     name: str
     use: Callable[[Path], Callable[[Path, random.Random], object]]
     share: float = 1.0
     allowed: tuple[type[Exception], ...] = ()
+    opens: bool = True
 
 
 def prepare(folder: Path, names: set[str]) -> None:
@@ -95,7 +126,16 @@ def prepare(folder: Path, names: set[str]) -> None:
     writer.write_tensors_to_file()
     writer.close()
     write_expert_adapter(model, folder / "adapter.gguf")
-    write_projector(folder / "projector.gguf", int(model_index.hparams["embedding_length"]))
+    n_embd = int(model_index.hparams["embedding_length"])
+    write_projector(folder / "projector.gguf", n_embd)
+    writer = gguf.GGUFWriter(folder / "vector.gguf", "controlvector")
+    writer.add_string("controlvector.model_hint", model_index.architecture)
+    writer.add_tensor("direction.1", np.ones(n_embd, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "routes.csv.gz").write_bytes(gzip.compress(ROUTES))
     with open_model(model, **OPENED, warm=True, trace=str(folder / "run.trace")) as llm:
         answer(llm)
         PromptCache(folder / "prompt.bin").save(llm)
@@ -171,6 +211,15 @@ def read_trace(_folder: Path) -> Callable[[Path, random.Random], object]:
     return lambda path, _rng: Trace.read(path).counts()
 
 
+def read_routes(_folder: Path) -> Callable[[Path, random.Random], object]:
+    """In a process that has as much memory as the others may take."""
+    from moeoff.memory import rss
+    from moeoff.simulate import route_trace
+
+    route_trace.available = lambda: rss() + (MEMORY - status_bytes()) // 2
+    return lambda path, _rng: route_trace.read_trace(path).counts()
+
+
 def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Callable[[Path, random.Random], object]]:
     """A model is opened with the file, under one of these strategies, and answers."""
 
@@ -236,14 +285,17 @@ def text(llm: Any, path: Path) -> None:
 
 
 def served(option: str) -> Callable[[Path], Callable[[Path, random.Random], object]]:
-    """A server starts with the file, in a child."""
+    """A server starts with the file, in a child; as an option of its own, or of llama-server's."""
 
     def use(folder: Path) -> Callable[[Path, random.Random], object]:
         def read(path: Path, _rng: random.Random) -> None:
-            child = Child(functools.partial(confined, functools.partial(serve, folder / "m.gguf", **{option: str(path)}), folder))
+            options: dict[str, Any] = {"args": [option, str(path)]} if option.startswith("--") else {option: str(path)}
+            child = Child(functools.partial(confined, functools.partial(serve, folder / "m.gguf", **options), folder))
             code = child.wait(DEADLINE - 10)
             if wrong := verdict(code, child.errors, peak=child.peak, memory=MEMORY, quiet=False):
                 raise AssertionError(wrong)
+            if code:
+                raise MoeoffError(child.errors.strip().splitlines()[-1].removeprefix("Error: "))
 
         return read
 
@@ -259,16 +311,19 @@ BESIDE = {
     "profile": Beside("m.profile.npz", read_profile),
     "profile, open": Beside("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED), 0.3),
     "contract": Beside("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED), 0.2),
-    "warm state": Beside("warm.npz", opened("warm", "lru", "auto"), 0.2),
+    "warm state": Beside("warm.npz", opened("warm", "lru", "auto"), 0.2, opens=False),
     "prompt cache": Beside("prompt.bin", kept_open(prompt_cache)),
     "plan": Beside("plan.json", read_plan),
     "importance matrix": Beside("imatrix.gguf", read_imatrix),
     "trace": Beside("run.trace", read_trace),
-    "adapter": Beside("adapter.gguf", opened("lora_path"), 0.2),
+    "route trace": Beside("routes.csv.gz", read_routes),
+    "adapter": Beside("adapter.gguf", opened("lora_path", **BOUNDED), 0.2),
+    "adapter, served": Beside("adapter.gguf", served("--lora"), 0.03),
+    "control vector": Beside("vector.gguf", served("--control-vector"), 0.03),
     "projector": Beside("projector.gguf", served("mmproj"), 0.03),
     "draft": Beside("m.gguf", served("draft"), 0.03),
-    "grammar": Beside("grammar.gbnf", kept_open(grammar), allowed=_LLAMA_CPP),
-    "JSON schema": Beside("schema.json", kept_open(schema), allowed=_LLAMA_CPP),
+    "grammar": Beside("grammar.gbnf", kept_open(grammar), allowed=_LLAMA_CPP, opens=False),
+    "JSON schema": Beside("schema.json", kept_open(schema), allowed=_LLAMA_CPP, opens=False),
     "text": Beside("text.txt", kept_open(text)),
 }
 ARRAYS_OF = {"m.profile.npz": "popularity/counts", "contract.npz": "precision/t1", "warm.npz": "residency"}
@@ -280,17 +335,29 @@ def named_beside(name: str, whole: bytes) -> list[bytes]:
         return DEEP
     if name.endswith(".npz"):
         return [unpacks_to(whole, f"{ARRAYS_OF[name]}-more", 1 << 30)]
+    if name.endswith(".csv.gz"):
+        row = ROUTES.splitlines(keepends=True)[-1]
+        return [gzip.compress(data, 1) for data in (ROUTES + b"1" * (400 << 20), ROUTES[:20] + b" " * (400 << 20), ROUTES[: -len(row)] + row * 2_000_000)]
     return [word.encode() for word in WORDS] if name.endswith(".gbnf") else []
 
 
-def damage(name: str, whole: bytes, header: Header | None, rng: random.Random) -> bytes:
-    """Bytes that are changed, or a file that is well formed and says something else."""
+def damage(path: Path, name: str, whole: bytes, header: Header | None, rng: random.Random) -> None:
+    """Writes bytes that are changed, or a file that is well formed and says something else."""
+    if header is not None and rng.random() < 0.2:
+        mutate_size(header, rng).write(path, header.whole, whole[len(header.whole) :])
+    else:
+        path.write_bytes(damaged(name, whole, header, rng))
+
+
+def damaged(name: str, whole: bytes, header: Header | None, rng: random.Random) -> bytes:
     if rng.random() < 0.3:
         return mutate(whole, rng)
     if name.endswith(".npz"):
         return mutate_arrays(whole, rng)
     if name.endswith(".json"):
         return mutate_json(whole, rng)
+    if name.endswith(".csv.gz"):
+        return gzip.compress(mutate_text(gzip.decompress(whole), rng), 1)
     if header is not None:
         mutant = rng.choice((mutate_header, mutate_header, lambda *_: mutate_numbers(header, rng)))(header.whole, header.places, rng)
         return mutant.apply(whole)
@@ -298,8 +365,10 @@ def damage(name: str, whole: bytes, header: Header | None, rng: random.Random) -
 
 
 def beside_worker(folder: Path, kind: str, seed: int) -> Callable[[int], tuple[str, str]]:
-    name, use, _, allowed = BESIDE[kind]
-    whole, path = (folder / name).read_bytes(), folder / f"bad{Path(name).suffix}"
+    name, use, _, allowed, opens = BESIDE[kind]
+    whole, path, pipe = (folder / name).read_bytes(), folder / f"bad{Path(name).suffix}", folder / "pipe"
+    if not pipe.exists():
+        os.mkfifo(pipe)
     header = None
     if name.endswith(".gguf"):
         with ModelFile(folder / name) as file:
@@ -308,9 +377,14 @@ def beside_worker(folder: Path, kind: str, seed: int) -> Callable[[int], tuple[s
 
     def check(n: int) -> tuple[str, str]:
         rng = case_rng(seed, n, kind)
-        path.write_bytes(named[n] if n < len(named) else damage(name, whole, header, rng))
-        outcome, problem = judged(lambda: read(path, rng), str(path), allowed=allowed)
-        return outcome, problem
+        if n == 0 and opens:
+            outcome, problem = judged(lambda: read(pipe, rng), str(pipe), allowed=allowed)
+            return outcome, problem or ("" if outcome == "refused" else "a pipe was taken for a file")
+        if 0 < n <= len(named):
+            path.write_bytes(named[n - 1])
+        else:
+            damage(path, name, whole, header, rng)
+        return judged(lambda: read(path, rng), str(path), allowed=allowed)
 
     return check
 
@@ -331,15 +405,17 @@ def check_beside(count: int, first: int, seed: int, only: tuple[str, ...]) -> It
 @click.command()
 @click.option("--count", default=2000, show_default=True, help="Files of each kind.")
 @click.option("--first", default=0, show_default=True, help="Number of the first.")
-@click.option("--seed", default=1, show_default=True)
+@seeds_option
 @click.option("--only", multiple=True, type=click.Choice(list(BESIDE)))
 @json_option
-def main(count: int, first: int, seed: int, only: tuple[str, ...], json_file: str | None) -> None:
+def main(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None) -> None:
     import_all()
     columns = ["what", "files", "refused in one sentence", "accepted", "problems"]
-    with findings(json_file, "beside", f"damaged files beside a model, seed {seed}", columns) as (table, problems), tempfile.TemporaryDirectory() as name:
+    title = "damaged files beside a model"
+    with findings_by_seed(json_file, "beside", title, columns, seeds) as (tables, problems), tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name
-        problems += tell_all(table, "", check_beside(count, first, seed, only), f"--seed {seed}")
+        for seed, table in tables:
+            problems += tell_all(table, "", check_beside(count, first, seed, only), f"--seed {seed}")
 
 
 if __name__ == "__main__":

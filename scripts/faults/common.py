@@ -35,12 +35,13 @@ from results import HELP, ResultsFile, Table
 
 __all__ = [
     "DEMO", "FILE_FAULTS", "NATIVE", "NATIVE_FAULTS", "PROMPT", "READS", "ROOT", "Call", "Case", "Child", "Fault", "Kind", "answer", "case_rng", "findings",
-    "import_all", "in_workers", "is_sentence", "json_option", "judged", "open_model", "preload", "reset_peak", "status_bytes", "tell_all", "verdict",
+    "findings_by_seed", "import_all", "in_workers", "is_sentence", "json_option", "judged", "open_model", "preload", "reset_peak", "seeds_option", "status_bytes", "tell_all", "verdict",
     "write_small_model",
 ]  # fmt: skip
 
 DEMO = str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples has Tom?"
+seeds_option = click.option("--seed", "seeds", type=int, multiple=True, default=(1,), show_default=True, help="May be repeated: all is done with each.")
 json_option = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 
 
@@ -86,9 +87,19 @@ def status_bytes(name: str = "VmRSS", pid: int | str = "self") -> int:
 @contextlib.contextmanager
 def findings(json_file: str | None, name: str, title: str, columns: Sequence[str]) -> Iterator[tuple[Table, list[str]]]:
     """A table, which is kept with --json, and a list for problems: they are told in the end, and the exit code is 1 if there is one."""
+    with findings_by_seed(json_file, name, title, columns, ()) as (tables, problems):
+        yield next(tables)[1], problems
+
+
+@contextlib.contextmanager
+def findings_by_seed(
+    json_file: str | None, name: str, title: str, columns: Sequence[str], seeds: Sequence[int]
+) -> Iterator[tuple[Iterator[tuple[int, Table]], list[str]]]:
+    """The same with a table for each seed, in one file."""
     problems: list[str] = []
     with ResultsFile(json_file) as results:
-        yield results.table(name, title, columns), problems
+        titles = [(seed, f"{title}, seed {seed}") for seed in seeds] or [(0, title)]
+        yield ((seed, results.table(f"{name}-{i}" if i else name, text, columns)) for i, (seed, text) in enumerate(titles)), problems
     for text, n in Counter(problems).most_common(40):
         print(f"{n} x {text}", file=sys.stderr)
     if problems:

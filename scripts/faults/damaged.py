@@ -1,6 +1,6 @@
 """Damaged models: whatever a GGUF says, there is an answer or one sentence, within the memory that was given.
 
-usage: damaged.py [--no-named] [--no-values] [--headers N] [--first N] [--runs N] [--seed N] [--json FILE]
+usage: damaged.py [--no-named] [--no-values] [--headers N] [--first N] [--runs N] [--seed N ...] [--json FILE]
 
 named: what has ended processes elsewhere (no layers, too many, layers for drafts, tensors that overlap, F64, huge strings, hostile chat templates), each
 through `inspect`, `run`, `convert` and `serve`.
@@ -40,12 +40,13 @@ from common import (
     Case,
     Child,
     case_rng,
-    findings,
+    findings_by_seed,
     import_all,
     in_workers,
     json_option,
     judged,
     open_model,
+    seeds_option,
     tell_all,
     verdict,
     write_small_model,
@@ -196,40 +197,43 @@ def check_runs(damaged: Damaged, mutants: Iterable[Mutant], *, all_commands: boo
         damaged.restore(mutant)
 
 
+def check_headers(damaged: Damaged, model: str, seed: int, numbers: Iterable[int], runs: int, accepted: list[int]) -> Iterator[tuple[str, Case]]:
+    """Into `accepted` goes a sample of those that were."""
+    rng = random.Random(seed)
+    for case in in_workers(functools.partial(header_worker, model, seed), numbers, memory=MEMORY, life=1000):
+        if case.outcome == "accepted" and len(accepted) < runs:
+            accepted.append(case.n)
+        elif case.outcome == "accepted" and runs:
+            accepted[rng.randrange(runs)] = case.n
+        yield damaged.recipe(case.n), case
+
+
 @click.command()
 @click.option("--named/--no-named", default=True, show_default=True)
 @click.option("--values/--no-values", default=True, show_default=True)
 @click.option("--headers", default=100_000, show_default=True)
 @click.option("--runs", default=2000, show_default=True)
 @click.option("--first", default=0, show_default=True, help="Number of the first header.")
-@click.option("--seed", default=1, show_default=True)
+@seeds_option
 @json_option
-def main(named: bool, values: bool, headers: int, runs: int, first: int, seed: int, json_file: str | None) -> None:
+def main(named: bool, values: bool, headers: int, runs: int, first: int, seeds: tuple[int, ...], json_file: str | None) -> None:
     import_all()
     columns = ["what", "files", "refused in one sentence", "accepted", "problems"]
-    with findings(json_file, "damaged", f"damaged files, seed {seed}", columns) as (table, wrong), tempfile.TemporaryDirectory() as name:
+    with findings_by_seed(json_file, "damaged", "damaged files", columns, seeds) as (tables, wrong), tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name
-        model, again = f"{name}/small.gguf", f"--no-named --no-values --seed {seed}"
+        model = f"{name}/small.gguf"
         write_small_model(model)
-        damaged = Damaged(Path(name), model, seed)
-        if named:
-            wrong += tell_all(table, "named damage, ", check_runs(damaged, named_mutants(model), all_commands=True), again)
-        if values:
-            wrong += tell_all(table, "numbers, ", check_runs(damaged, value_mutants(model)), again)
-        if headers:
+        for seed, table in tables:
+            again, damaged = f"--no-named --no-values --seed {seed}", Damaged(Path(name), model, seed)
+            if seed == seeds[0]:  # where nothing is left to chance
+                if named:
+                    wrong += tell_all(table, "named damage, ", check_runs(damaged, named_mutants(model), all_commands=True), again)
+                if values:
+                    wrong += tell_all(table, "numbers, ", check_runs(damaged, value_mutants(model)), again)
             accepted: list[int] = []
-
-            def headers_checked() -> Iterator[tuple[str, Case]]:
-                rng = random.Random(seed)
-                for case in in_workers(functools.partial(header_worker, model, seed), range(first, first + headers), memory=MEMORY, life=1000):
-                    if case.outcome == "accepted" and len(accepted) < runs:
-                        accepted.append(case.n)
-                    elif case.outcome == "accepted" and runs:
-                        accepted[rng.randrange(runs)] = case.n
-                    yield damaged.recipe(case.n), case
-
-            wrong += tell_all(table, "GGUF headers, ", headers_checked(), again)
-            if runs:
+            if headers:
+                wrong += tell_all(table, "GGUF headers, ", check_headers(damaged, model, seed, range(first, first + headers), runs, accepted), again)
+            if accepted:
                 wrong += tell_all(table, "accepted headers, ", check_runs(damaged, map(damaged.mutant, accepted)), again)
 
 

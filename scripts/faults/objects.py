@@ -1,6 +1,6 @@
 """A model object in the hands of a program: whatever is done with it, and wherever that is interrupted, the next answer is the one of a fresh process.
 
-usage: objects.py [--count N] [--first N] [--seed N] [--only KIND ...] [--json FILE]
+usage: objects.py [--count N] [--first N] [--seed N ...] [--only KIND ...] [--json FILE]
 
 interrupt: KeyboardInterrupt at any function call or return of Python's, or by a signal at any time, while a model answers, is opened, moves its budget, ...
 callback: a function of the caller's raises. abandon: an answer is left in its middle, or cancelled from another thread.
@@ -33,17 +33,42 @@ from typing import Any
 
 import click
 
-from common import DEADLINE, PROMPT, Child, case_rng, findings, import_all, in_workers, is_sentence, json_option, open_model, tell_all, write_small_model
+from common import (
+    DEADLINE,
+    PROMPT,
+    Child,
+    case_rng,
+    findings_by_seed,
+    import_all,
+    in_workers,
+    is_sentence,
+    json_option,
+    open_model,
+    seeds_option,
+    status_bytes,
+    tell_all,
+    write_small_model,
+)
 
 N_TOKENS = 8
 STAYS = 400  # cases with one variant before the next
-VARIANTS: list[dict[str, Any]] = [
+VARIANTS: list[dict[str, Any]] = [  # room: beyond what the process takes, for a budget
+    {"strategy": "auto", "n_threads": 1, "room": 64 << 20},
     {"strategy": "lru", "n_threads": 1},
     {"strategy": "auto", "n_threads": 2, "n_batch": 16, "n_ubatch": 8},
     {"strategy": "lru", "n_threads": 1, "context_shift": True, "flash_attn": True},
     {"strategy": "hobbit", "n_threads": 1, "logits_all": True},
+    {"strategy": "lru", "n_threads": 1, "embedding": True},
+    {"strategy": "fate", "n_threads": 1, "context_shift": True, "room": 64 << 20},
 ]
 PROMPTS = [PROMPT, PROMPT + " Ann has none, and Bob has two more than Tom.", "Tom", "Once upon a time there was a house on a hill. " * 2]
+
+
+def open_variant(model: str, variant: int) -> Any:
+    options = dict(VARIANTS[variant])
+    if room := options.pop("room", 0):
+        options |= {"memory": status_bytes() + room, "expert_memory": None}
+    return open_model(model, **options)
 
 
 class Subject:
@@ -59,7 +84,7 @@ class Subject:
         if self.llm is None or variant != self.variant:
             if self.llm is not None:
                 self.llm.close()
-            self.llm, self.variant = open_model(self.model, **VARIANTS[variant]), variant
+            self.llm, self.variant = open_variant(self.model, variant), variant
             self.prompts = [self.llm.tokenize(text.encode()) for text in PROMPTS]
 
     def drop(self) -> None:
@@ -90,7 +115,10 @@ class Subject:
                 found = self.answer(which)
         except BaseException as error:
             return f"the next answer: {type(error).__name__}: {error}"
-        return "" if found == wanted else f"the next answer is {found}, expected {wanted}"
+        if found != wanted:
+            return f"the next answer is {found}, expected {wanted}"
+        planned, held = sum(self.llm.engine.sizer.arenas), self.llm.engine.buffer.stats().arena_bytes
+        return "" if planned == held or not self.llm.engine.plan.budget else f"the arenas have {held} bytes, planned {planned}"
 
 
 def taken(tokens: Iterator[int]) -> list[int]:
@@ -117,7 +145,28 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         subject.answer(which)
         llm.load_state(state)
 
-    return {
+    def file() -> None:
+        path = f"{subject.model}.{threading.get_ident()}.context"
+        llm.save_context(path)
+        subject.answer(which)
+        if os.path.exists(path):
+            llm.load_context(path)
+
+    def shift() -> None:
+        llm.clear_context()
+        llm.eval(tokens)
+        llm.shift_context(1, 2)
+        llm.eval([5])
+        llm.clear_context()  # what it holds now is no prompt's
+
+    def memory() -> None:
+        plan = llm.engine.plan
+        if plan.budget:
+            llm.set_memory(rng.choice((plan.floor, plan.floor + (1 << 20), plan.fixed + plan.arena_full, plan.budget)))
+        else:
+            llm.engine.buffer.set_arena_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full)))
+
+    found: dict[str, Callable[[], object]] = {
         "generate": lambda: subject.answer(which),
         "complete": lambda: llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.0),
         "stream": lambda: list(llm.create_completion(text, max_tokens=N_TOKENS, temperature=0.8, stream=True)),
@@ -125,14 +174,19 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
         "eval": lambda: (llm.reset(), llm.eval(tokens), llm.sample(temp=0.0)),
         "batch": lambda: (llm.clear_context(), llm.decode_batch(tokens[:4], 0, len(tokens[:4]) - 1), llm.clear_context()),
         "states": states,
+        "file": file,
+        "shift": shift,
         "tokens": lambda: llm.detokenize(llm.tokenize(text.encode())),
-        "memory": lambda: llm.engine.buffer.set_arena_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full))),
+        "memory": memory,
         "statistics": lambda: (llm.stats(), llm.reset_stats()),
         "open": lambda: open_and_close(subject.model, rng),
     }
+    if VARIANTS[subject.variant].get("embedding"):
+        found["embed"] = lambda: llm.embed(text)
+    return found
 
 
-WEIGHTS = {"generate": 8, "complete": 6, "stream": 4, "chat": 3, "open": 2}
+WEIGHTS = {"generate": 8, "complete": 6, "stream": 4, "chat": 3, "open": 2, "memory": 3, "embed": 4}
 
 
 def chosen(subject: Subject, rng: random.Random, *without: str) -> tuple[str, Callable[[], object]]:
@@ -405,7 +459,7 @@ def forgotten(subject: Subject, rng: random.Random, _measured: Measured) -> tupl
     gc.disable()
     try:
         for _ in range(2):
-            llm = open_model(subject.model, **VARIANTS[subject.variant])
+            llm = open_variant(subject.model, subject.variant)
             if rng.random() < 0.7:
                 taken(llm.generate([1, 2, 3], top_k=1, temp=0.0))
             del llm
@@ -443,7 +497,7 @@ def reference(model: str, variant: int, which: int) -> list[int]:
     """An answer of a fresh process."""
 
     def body() -> None:
-        with open_model(model, **VARIANTS[variant]) as llm:
+        with open_variant(model, variant) as llm:
             print(json.dumps(taken(llm.generate(llm.tokenize(PROMPTS[which].encode()), top_k=1, temp=0.0))))
 
     child = Child(body)
@@ -489,23 +543,24 @@ def worker(model: str, seed: int, only: tuple[str, ...], expected: list[list[lis
 @click.command()
 @click.option("--count", default=10_000, show_default=True, help="Cases.")
 @click.option("--first", default=0, show_default=True, help="Number of the first.")
-@click.option("--seed", default=1, show_default=True)
+@seeds_option
 @click.option("--only", multiple=True, type=click.Choice(list(KINDS)))
 @json_option
-def main(count: int, first: int, seed: int, only: tuple[str, ...], json_file: str | None) -> None:
+def main(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None) -> None:
     import_all()
     columns = ["what", "cases", "ended by what was thrown, or in one sentence", "went through", "problems"]
     with (
-        findings(json_file, "objects", f"a model object, seed {seed}", columns) as (table, problems),
+        findings_by_seed(json_file, "objects", "a model object", columns, seeds) as (tables, problems),
         folder_of_parent() as made,
     ):
         os.environ["XDG_CACHE_HOME"] = made
         model = str(Path(made) / "model.gguf")
         write_small_model(model)
         expected = [[reference(model, variant, which) for which in range(len(PROMPTS))] for variant in range(len(VARIANTS))]
-        again = f"--seed {seed}" + "".join(f" --only {name}" for name in only)
-        cases = in_workers(partial(worker, model, seed, only, expected), range(first, first + count), deadline=DEADLINE)
-        problems += tell_all(table, "", ((kind_of(case.n, seed, only), case) for case in cases), again)
+        for seed, table in tables:
+            again = f"--seed {seed}" + "".join(f" --only {name}" for name in only)
+            cases = in_workers(partial(worker, model, seed, only, expected), range(first, first + count), deadline=DEADLINE)
+            problems += tell_all(table, "", ((kind_of(case.n, seed, only), case) for case in cases), again)  # noqa: B023  # it is read in this turn
 
 
 if __name__ == "__main__":

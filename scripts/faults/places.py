@@ -3,8 +3,9 @@
 usage: places.py [--only COMMAND ...] [--every N] [--json FILE]
 
 Each option of each command that names a file is given each of these, in a child with a deadline and a bound of memory: there is an answer or one sentence,
-and the model is what it was. Then each command is started anew with standard input, output and error closed, full or left by their reader. Options are
-found in the commands themselves: a new one is tried without a word here. Exit code 1 if something is not so.
+and the model is what it was. A server that starts is stopped again. Then each command but that one is started anew with standard input, output and error
+closed, full or left by their reader. Options are found in the commands themselves and in the table of llama-server's: a new one there is tried without a word
+here, a new command is not. Exit code 1 if something is not so.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ import click
 
 from common import PROMPT, Case, Child, findings, import_all, json_option, open_model, tell_all, verdict, write_small_model
 from damaged import OUTCOMES, command, confined
+from moeoff.server.arguments import FILES
 
 DEADLINE = 120
 MEMORY = 300 << 20  # of commands that have a budget
@@ -44,7 +46,7 @@ class Command:
     options: dict[str, int]  # name of the option, and where its value stands in `args`; -1: nowhere
 
     def given(self, option: str, value: str) -> list[str]:
-        at = self.options[option]
+        at, value = self.options[option], f"{value}:0.5" if option.endswith("-scaled") else value
         return [*self.args[:at], value, *self.args[at + 1 :]] if at >= 0 else [*self.args, option, value]
 
 
@@ -76,6 +78,8 @@ def commands(folder: Path) -> dict[str, Command]:
         "simulate": [str(folder / "run.trace"), "--strategy", "lru"],
         "report": ["-m", model, "-o", out, "-p", "8", "-n", "8", *_RUNS],
         "doctor": ["-m", model],
+        "bench": ["-m", model, "-p", "8", "-n", "4", "-r", "1", "--text", text, *_RUNS],
+        "serve": ["-m", model, "--port", "0", "-np", "1", "-c", "256", "--warm", "off", *_RUNS],
     }
     found = {}
     for name, args in lines.items():
@@ -90,8 +94,18 @@ def commands(folder: Path) -> dict[str, Command]:
                     options[param.name] = 0
             else:
                 options[max(param.opts, key=len)] = args.index(flags[0]) + 1 if flags else -1
+        if name == "serve":
+            options |= dict.fromkeys(FILES, -1)  # passed on to llama-server
         found[name] = Command([name, *args], {option: at + 1 if at >= 0 else -1 for option, at in options.items()})
     return found
+
+
+def carried_out(args: list[str]) -> None:
+    """A command; a server that has started is not waited for, which ends it."""
+    from moeoff.server.server import Server
+
+    Server.wait = lambda self, timeout=None: True
+    command(args)
 
 
 # --- what stands there ---
@@ -169,11 +183,12 @@ def check_places(folder: Path, only: tuple[str, ...], every: int) -> Iterator[tu
                 args = line.given(option, value)
                 reader = os.open(folder / "places" / "fifo", os.O_RDONLY | os.O_NONBLOCK)
                 fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, 1 << 20)
-                child = Child(functools.partial(confined, functools.partial(command, args), folder))
+                child = Child(functools.partial(confined, functools.partial(carried_out, args), folder))
                 code = child.wait(DEADLINE)
                 os.close(reader)
+                # doctor's sentence is a line of its table, and bench goes on with its other configurations
                 wrong = verdict(code, child.errors, peak=child.peak, memory=MEMORY if "--memory" in line.args else UNBOUNDED,
-                                quiet=name != "doctor", usage=True)  # fmt: skip  # whose sentence is a line of its table
+                                quiet=name not in ("doctor", "bench"), usage=True)  # fmt: skip
                 if path := written(folder, whole, name, value, args):
                     wrong = wrong or f"it wrote over {path}"
                 yield name, Case(n, OUTCOMES.get(code, "refused" if code == 2 else "ended"), wrong and f"{option} {place!r}: {wrong}")
@@ -197,7 +212,7 @@ DESCRIPTORS = {
 def check_descriptors(folder: Path, only: tuple[str, ...], every: int) -> Iterator[tuple[str, Case]]:
     n = 0
     for name, line in commands(folder).items():
-        if only and name not in only:
+        if name == "serve" or (only and name not in only):
             continue
         for what, redirected in DESCRIPTORS.items():
             n += 1

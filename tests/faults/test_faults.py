@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from beside import BESIDE
 from helpers.files import DEMO, ROOT
 from moeoff.gguf.file import ModelFile
 from mutants import RECIPES, Header, fields
@@ -87,9 +88,11 @@ def test_damaged_headers(tmp_path: Path):
     assert n_files == 60 and n_refused > 20 and n_accepted > 3
 
 
-def test_files_beside_a_model():
-    kinds = ("adapter", "grammar", "JSON schema", "importance matrix", "plan", "prompt cache", "sidecar", "text", "warm state")
-    run("beside", "--count", "4", "--seed", "2", *(word for kind in kinds for word in ("--only", kind)))
+def test_files_beside_a_model(tmp_path: Path):
+    """Of all kinds: a pipe at least, which is no file."""
+    run("beside", "--count", "4", "--seed", "2", "--json", str(tmp_path / "beside.json"))
+    (table,) = json.loads((tmp_path / "beside.json").read_text())["tables"]
+    assert [row[0] for row in table["rows"]] == list(BESIDE)
 
 
 def test_a_model_object(tmp_path: Path):
@@ -101,6 +104,7 @@ def test_a_model_object(tmp_path: Path):
 
 def test_no_ordinary_files():
     run("places", "--only", "run", "--only", "inspect", "--only", "convert", "--every", "20")
+    run("places", "--only", "serve", "--every", "61")
 
 
 def test_known_advisories():

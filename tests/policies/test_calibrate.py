@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -194,6 +196,64 @@ def test_tells_what_it_takes_and_keeps_to_it(demo, tmp_path, monkeypatch):
         done = calibrate(model, text=CALIBRATION_TEXTS, tokens=4096, minutes=minutes, announce=told.append)
         assert done.n_tokens == told[-1].n_tokens <= 256 * n_sequences and told[-1].seconds == 2.0 * n_sequences
     assert [effort.nbytes for effort in told] == kept and min(measured) > 0
+
+
+def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
+    recording, names = random_recording(40_000, n_gates=8, n_experts=32, n_embd=64), ("popularity", "first", "gate", "path", "pairs")
+    room = module._FIXED + (8 << 20)
+    tracemalloc.start()
+    try:
+        found = fit(recording, FitOptions(room=room), only=names)
+        assert tracemalloc.get_traced_memory()[1] < room
+    finally:
+        tracemalloc.stop()
+    assert set(found) == {"popularity", "first", "gate", "path"}
+    assert 256 < found["popularity"]["n_tokens"][0] < 10_000
+    assert fit(recording, FitOptions(), only=("popularity",))["popularity"]["n_tokens"][0] == 40_000
+    assert fit(recording, FitOptions(room=1 << 20), only=("popularity",))["popularity"]["n_tokens"][0] == 256
+    part, whole = recording.first(100), recording.take(np.arange(40_000) < 100)
+    assert all(np.array_equal(getattr(part, name), getattr(whole, name)) for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "kept"))
+    assert get_predictor("learned").fit(recording, FitOptions(hidden=1 << 16, room=room)) is None
+
+
+WITHIN = """
+import sys
+from moeoff.cli.main import main
+from moeoff.memory import peak_rss
+try:
+    main(sys.argv[1:])
+except SystemExit as end:
+    print(end.code, peak_rss() >> 20, file=sys.stderr)
+"""
+
+
+@pytest.mark.parametrize("how", [[], ["--max-loss", "5%"], ["--bits-plan", "--types", "Q4_0,Q2_0", "--tolerance", "20%"]], ids=["plain", "loss", "bits"])
+def test_stays_within_its_budget(demo, tmp_path, how):
+    """The whole process: reading, writing, what is fitted."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    common = ["calibrate", model, "--text", CALIBRATION_TEXTS[0], "--tokens", "1024", "-t", "1", *how]
+
+    def peak(memory: str) -> tuple[str, int, str]:
+        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / memory)}
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", WITHIN, *common, "--memory", memory], capture_output=True, text=True, timeout=600, env=environment
+        )
+        *_, last = done.stderr.splitlines()
+        return last.split()[0], int(last.split()[1]), done.stderr
+
+    code, _, said = peak("1M")
+    least = int(re.search(r"give --memory (\d+)M", said)[1])
+    code, most, said = peak(f"{least + 12}M")
+    assert code == "0" and "Warning" not in said, said
+    assert most <= least + 12
+
+
+@pytest.mark.filterwarnings("error")
+def test_little_text_warns_of_nothing(demo, tmp_path):
+    """Some experts are never chosen, and a layer's inputs may all be the same."""
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    done = calibrate(model, text=CALIBRATION_TEXTS[:1], tokens=512, n_threads=1)
+    assert "learned" in done.sections and done.recall > 0.3
 
 
 def test_another_models_profile_is_in_the_way(demo, tmp_path):

@@ -21,7 +21,7 @@ from moeoff import OptionError
 from moeoff.files import TEXT
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
-from moeoff.server.arguments import _FILES, _FOLDER, _WRITTEN, REFUSED, CommandLine, check_files, of_environment, own_arguments
+from moeoff.server.arguments import _FOLDER, _WRITTEN, FILES, REFUSED, CommandLine, check_files, of_environment, own_arguments
 
 
 def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():
@@ -151,7 +151,9 @@ def test_the_log_replaces_no_file_that_is_in_use(demo, tmp_path):
     assert model.read_bytes() == whole and grammar.read_text() == 'root ::= "a"' and key.read_text() == "secret" and sidecar.read_bytes() == b"x"
     log = tmp_path / "log"
     (tmp_path / "slots").mkdir()
-    assert said_of_each(str(model), f"--experts none --log-file {log} --slot-save-path {tmp_path / 'slots'} --grammar-file {grammar}")[0].startswith("went through")
+    assert said_of_each(str(model), f"--experts none --log-file {log} --slot-save-path {tmp_path / 'slots'} --grammar-file {grammar}")[0].startswith(
+        "went through"
+    )
     assert log.stat().st_size > 0
 
 
@@ -159,7 +161,7 @@ def test_nobody_is_waited_for(demo, tmp_path):
     """A pipe without a writer in the place of any file that llama-server reads."""
     pipe, adapter = tmp_path / "pipe", write_expert_adapter(demo, tmp_path / "a.gguf")
     os.mkfifo(pipe)
-    reads = [name for name, kind in _FILES.items() if kind not in (_WRITTEN, _FOLDER)]
+    reads = [name for name, kind in FILES.items() if kind not in (_WRITTEN, _FOLDER)]
     args = [f"{name} {pipe}{':0.5' if name.endswith('-scaled') else ''}" for name in reads] + [f"--lora {adapter},{pipe}"]
     said = said_of_each(demo, *args)
     assert len(said) == len(args) and all("cannot be read: a pipe, expected a file" in line for line in said)
