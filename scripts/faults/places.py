@@ -104,7 +104,8 @@ def carried_out(args: list[str]) -> None:
     """A command; a server that has started is not waited for, which ends it."""
     from moeoff.server.server import Server
 
-    Server.wait = lambda self, timeout=None: True
+    wait = Server.wait
+    Server.wait = lambda self, timeout=None: wait(self, 0)
     command(args)
 
 

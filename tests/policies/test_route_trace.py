@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from helpers.files import ROUTE_TRACES, SMALL_TRACE
 from moeoff import OptionError
 from moeoff.gate_event import GateEvent
+from moeoff.memory import rss
 from moeoff.simulate import read_trace, simulate
 from moeoff.simulate.comparison import left_out
 from moeoff.trace import TensorInfo, Trace, TraceHeader
@@ -153,3 +155,42 @@ def test_the_heaviest_alone():
     trace = Trace(TraceHeader("m", 3, (TensorInfo(0, 0, 0, 4, 100),)), [event], np.array([True]))
     kept = heaviest(trace, 2)
     assert kept.model.n_used == 2 and kept.events[0].ids.tolist() == [[1, 2]] and kept.events[0].weights == pytest.approx(np.array([[0.625, 0.375]]))
+
+
+# --- what is larger unpacked than it looks ---
+
+
+def test_a_line_is_bounded(tmp_path):
+    """64 MB of a line are 64 kB packed."""
+    path = tmp_path / "a.csv.gz"
+    for text in (TEXT + "1" * (64 << 20), TEXT[:40] + " " * (64 << 20) + TEXT[40:]):
+        path.write_bytes(gzip.compress(text.encode(), 1))
+        tracemalloc.start()
+        try:
+            with pytest.raises(OptionError, match="has a line of more than 8192 bytes"):
+                read_trace(path)
+            assert tracemalloc.get_traced_memory()[1] < 4 << 20
+        finally:
+            tracemalloc.stop()
+
+
+def test_facts_are_bounded(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("# route_trace v1\n" + "# a=b c=d\n" * 200_000)
+    with pytest.raises(OptionError, match=r"has more than 1.00 MiB of facts"):
+        read_trace(path)
+    path.write_text("# route_trace v1\n" + ("#" + " " * 8000 + "\n") * 100 + TEXT.partition("\n")[2])
+    assert read_trace(path).model.name == "Model-Q4_K_M.gguf"
+
+
+@pytest.mark.parametrize("phase", [0, 1], ids=["a prompt", "an answer"])
+def test_rows_that_take_more_than_is_free(tmp_path, monkeypatch, phase):
+    """A prompt's wait for its end; those of an answer are events at once."""
+    path = tmp_path / "a.csv.gz"
+    head = HEAD.replace("n_expert_used=2", "n_expert_used=1").replace("# layer=2 expert_bytes=4000 dense_bytes=7\n", "")
+    text = head + "".join(f"0,{phase},{step},1,0,{step % 8},0.5,0,5000\n" for step in range(30_000))
+    path.write_bytes(gzip.compress(text.encode(), 1))
+    assert len(read_trace(path).events) == (30_000 if phase else 1)
+    monkeypatch.setattr("moeoff.simulate.route_trace.available", lambda: rss() + (4 << 20))
+    with pytest.raises(OptionError, match=r"of its rows take more than the [\d.]+ MiB of memory that are free"):
+        read_trace(path)
