@@ -14,7 +14,6 @@ skip-based one is Fate's.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -132,12 +131,13 @@ class Learned(Predictor):
             fold, shift = _features(x[train], ahead[0])
             x = x @ fold.T - shift
             x_train, y_train, classes = x[train], y[train][:, active].astype(int), np.arange(len(active))
-            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=min(BATCH, len(x_train)), learning_rate_init=RATE, random_state=options.seed)
+            few = x_train[:2], y_train[:2]
+            network = MLPClassifier((hidden,), alpha=ALPHA, batch_size=len(few[0]), learning_rate_init=RATE, random_state=options.seed)
             best: tuple[float, list[np.ndarray], list[np.ndarray]] = (-1.0, [], [])
             # products this small take longer on more threads, and many times longer where other processes want the cores
-            with warnings.catch_warnings(), threadpool_limits(1):
-                warnings.simplefilter("ignore")
-                network.partial_fit(x_train[:2], y_train[:2], classes=classes)
+            with threadpool_limits(1):
+                network.partial_fit(*few, classes=classes)  # makes its layers
+                network.batch_size = min(BATCH, len(x_train))
                 _begin_as_router(network, active, e, y[train].mean(axis=0))
                 for epoch in range(EPOCHS + FINE_EPOCHS):
                     network.partial_fit(x_train, y_train, classes=classes)
