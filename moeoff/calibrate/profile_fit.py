@@ -206,7 +206,7 @@ def fit_bytes(recording: Recording) -> int:
     nbytes = 2 * n * (e + 1) + 24 * e
     if recording.inputs is None:
         return nbytes
-    width = recording.inputs.shape[2]
+    width: int = recording.inputs.shape[2]
     return nbytes + -(-len(recording.kept) * (16 * width + 24 * (min(width, COMPONENTS) + e)) // max(recording.n_tokens, 1))
 
 

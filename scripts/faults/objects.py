@@ -49,6 +49,7 @@ from common import (
     tell_all,
     write_small_model,
 )
+from moeoff.errors import BudgetError
 
 N_TOKENS = 8
 STAYS = 400  # cases with one variant before the next
@@ -161,10 +162,11 @@ def actions(subject: Subject, rng: random.Random) -> dict[str, Callable[[], obje
 
     def memory() -> None:
         plan = llm.engine.plan
-        if plan.budget:
+        with contextlib.suppress(BudgetError):  # what the smallest one is changes with what the process needs beside the model
+            if not plan.budget:
+                llm.engine.buffer.set_arena_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full)))
+                return
             llm.set_memory(rng.choice((plan.floor, plan.floor + (1 << 20), plan.fixed + plan.arena_full, plan.budget)))
-        else:
-            llm.engine.buffer.set_arena_bytes(rng.choice((llm.engine.buffer.arena_floor, llm.engine.buffer.arena_full)))
 
     found: dict[str, Callable[[], object]] = {
         "generate": lambda: subject.answer(which),
