@@ -10,6 +10,7 @@ import csv
 import difflib
 import functools
 import os
+import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -193,9 +194,19 @@ def check_files(passed_on: Sequence[PassedFile], others: Sequence[str]) -> int:
     for file in passed_on:
         if file.kind == _WRITTEN:
             require_new(file.path, used, file.option)
+            if stat.S_ISFIFO(_mode(os.path.realpath(file.path))):  # one without a name, as a shell's >(...), has its reader
+                raise OptionError(f"{file.option} {file.path}: is a pipe, and llama-server would wait for its reader: name a file")
         elif file.kind == _FOLDER and any(os.path.realpath(file.path) == os.path.dirname(os.path.realpath(path)) for path in used):
             raise OptionError(f"{file.option} {file.path}: files lie there that are in use, and clients could write over them: name another folder")
     return sum(file.memory() for file in read)
+
+
+def _mode(path: str) -> int:
+    """Of what is there; 0: nothing."""
+    try:
+        return os.stat(path).st_mode
+    except OSError:
+        return 0
 
 
 def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -> list[str]:

@@ -158,13 +158,14 @@ def test_the_log_replaces_no_file_that_is_in_use(demo, tmp_path):
 
 
 def test_nobody_is_waited_for(demo, tmp_path):
-    """A pipe without a writer in the place of any file that llama-server reads."""
+    """A pipe without a writer in the place of any file that llama-server reads, or without a reader where it writes."""
     pipe, adapter = tmp_path / "pipe", write_expert_adapter(demo, tmp_path / "a.gguf")
     os.mkfifo(pipe)
     reads = [name for name, kind in FILES.items() if kind not in (_WRITTEN, _FOLDER)]
     args = [f"{name} {pipe}{':0.5' if name.endswith('-scaled') else ''}" for name in reads] + [f"--lora {adapter},{pipe}"]
-    said = said_of_each(demo, *args)
+    *said, of_log = said_of_each(demo, *args, f"--log-file {pipe}")
     assert len(said) == len(args) and all("cannot be read: a pipe, expected a file" in line for line in said)
+    assert "is a pipe, and llama-server would wait for its reader" in of_log
 
 
 def test_texts_and_tables_are_weighed_before_they_are_read(demo, tmp_path):
