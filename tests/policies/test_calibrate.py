@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -214,42 +213,6 @@ def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
     part, whole = recording.first(100), recording.take(np.arange(40_000) < 100)
     assert all(np.array_equal(getattr(part, name), getattr(whole, name)) for name in ("tokens", "starts", "ids", "weights", "inputs", "probs", "kept"))
     assert get_predictor("learned").fit(recording, FitOptions(hidden=1 << 16, room=room)) is None
-
-
-WITHIN = """
-import sys
-from moeoff.cli.main import main
-from moeoff.memory import peak_rss
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    print("ended with", end.code, "at", peak_rss() >> 20, file=sys.stderr)
-"""
-
-
-@pytest.mark.parametrize("how", [[], ["--max-loss", "5%"], ["--bits-plan", "--types", "Q4_0,Q2_0", "--tolerance", "20%"]], ids=["plain", "loss", "bits"])
-def test_stays_within_its_budget(demo, tmp_path, how):
-    """The whole process: reading, writing, what is fitted."""
-    model = shutil.copy(demo, tmp_path / "model.gguf")
-    common = ["calibrate", model, "--text", CALIBRATION_TEXTS[0], "--tokens", "1024", "-t", "1", *how]
-
-    def peak(memory: str) -> tuple[str, int, str]:
-        environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path / memory)}
-        done = subprocess.run(
-            [sys.executable, "-W", "error::RuntimeWarning", "-W", "error::UserWarning", "-c", WITHIN, *common, "--memory", memory],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=environment,
-        )
-        code, most = re.search(r"ended with (\w+) at (\d+)", done.stderr).groups()
-        return code, int(most), done.stderr
-
-    code, _, said = peak("1M")
-    least = int(re.search(r"give --memory (\d+)M", said)[1])
-    code, most, said = peak(f"{least + 12}M")
-    assert code in ("0", "None") and "Warning" not in said, said
-    assert most <= least + 12
 
 
 @pytest.mark.filterwarnings("error")
