@@ -29,7 +29,8 @@ _ONE_SIGNAL = 1.0  # seconds within which several are one: a terminal and the pr
 DEMO_PROMPT = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
 
 
-HF_REPO = own("-hf", "--hf-repo", metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
+HF_REPO_FLAGS = ("-hf", "--hf-repo")
+HF_REPO = own(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
 
 
 @command()
@@ -183,8 +184,12 @@ def _complete(completer: Completer, prompt: str, system: str | None, template: s
     return answer
 
 
+_MODEL = ("-m", "--model", *HF_REPO_FLAGS)
+
+
 class _Serve(Command):
-    """Takes llama-server's command lines, and its variables: what is not the command's own is read by the server."""
+    """Takes llama-server's command lines, and its variables: what is not the command's own is read by the server. A model that the command line
+    names goes before one of a variable, and the rest of it, which comes later, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # as for completion
@@ -193,9 +198,11 @@ class _Serve(Command):
             own = {
                 name: not param.is_flag for param in self.get_params(ctx) if isinstance(param, click.Option) and param.name not in TABLE for name in param.opts
             }
-            model = args[:1] if args and not args[0].startswith("-") else []
-            ours, others = own_arguments([*of_environment(os.environ), *args[len(model) :]], own)
-            args = [*model, *ours, *(["--", *others] if others else [])]
+            model, ours, others = own_arguments(args, own)
+            _, theirs, variables = own_arguments(list(of_environment(os.environ)), own)
+            if not model and not any(word.partition("=")[0] in _MODEL for word in ours):
+                ours = [*theirs, *ours]
+            args = [*model, *ours, *(["--", *variables, *others] if variables or others else [])]
         return super().parse_args(ctx, args)
 
 

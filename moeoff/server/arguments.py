@@ -293,24 +293,54 @@ def of_environment(environment: Mapping[str, str]) -> Iterator[str]:
             yield "--no-" + flag[2:]
 
 
-def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str]]:
-    """Divides a command line into the options of the command itself, and all others.
+def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str], list[str]]:
+    """Divides a command line into words that stand for themselves, options of the command itself, and all others.
 
     Args:
         own: whether each takes a value.
     """
+    alone: list[str] = []
     ours: list[str] = []
     others: list[str] = []
-    words = iter(word for word in args if word != "--")
-    for word in words:
-        name = word.partition("=")[0]
-        if name in own:
-            ours.append(word)
-            if own[name] and name == word and (value := next(words, None)) is not None:
-                ours.append(value)
+    words = list(args)
+    passed_on = False  # what stands behind -- is all llama-server's
+    while words:
+        word = words.pop(0)
+        name, equals, _ = word.partition("=")
+        if word == "--":
+            passed_on = True
+        elif name in own:
+            n_values = 1 if own[name] and not equals else 0
+            ours += [word, *words[:n_values]]
+            del words[:n_values]
+        elif not word.startswith("-") and not passed_on:
+            alone.append(word)
         else:
             others.append(word)
-    return ours, others
+            if (n := _n_words(word, words)) is None:  # it will be refused, and is not to be taken for something else before
+                return alone, ours, others + words
+            others += words[:n]
+            del words[:n]
+    return alone, ours, others
+
+
+def _n_words(word: str, behind: Sequence[str]) -> int | None:
+    """How many of the words behind an option belong to it; None: it is refused, or not known."""
+    name, equals, _ = word.partition("=")
+    name = name.replace("_", "-") if name.startswith("--") else name
+    if name in REFUSED:
+        return None
+    if found := _ours().get(name):
+        line, value = found
+        taken = 0 if value is not None or line.bare and not (behind and behind[0].lower() in _TRUE + _FALSE) else 1
+    elif name in _LEFT_OUT:
+        taken = _LEFT_OUT[name][0]
+    else:
+        try:
+            taken = _n_values(name)
+        except OptionError:
+            return None
+    return max(taken - bool(equals), 0)
 
 
 def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, kept: KeptPrompts) -> list[str]:

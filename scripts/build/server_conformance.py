@@ -60,7 +60,7 @@ def options(argv: list[str]) -> dict[str, Any]:
     """Keyword arguments of `moeoff.Server`: a command line of llama-server's is one of ours, but for what this build and this suite want."""
     from moeoff.server.arguments import CommandLine, own_arguments
 
-    model, others = own_arguments(argv, {"--model": True})
+    _, model, others = own_arguments(argv, {"--model": True})
     found = CommandLine.read(others)
     out, args = found.options, found.passed_on
     out.pop("n_gpu_layers", None)  # refused where there is no GPU

@@ -57,9 +57,34 @@ def test_variables():
     assert list(found) == "--ctx-size 0 --jinja --model m --no-mmap --parallel 2 --no-context-shift --no-ui --swa-full".split()
 
 
-def test_the_commands_own_options_are_its_own():
-    own = {"-m": True, "--model": True, "--debug": False}
-    assert own_arguments("-np 2 -m a --temp 1 -- --model=b --debug -c 0".split(), own) == (["-m", "a", "--model=b", "--debug"], "-np 2 --temp 1 -c 0".split())
+@pytest.mark.parametrize("line, alone, ours, others", [
+    ("-np 2 -m a --temp 1 -- --model=b --debug -c 0", "", "-m a --model=b --debug", "-np 2 --temp 1 -c 0"),
+    ("--memory 6G m.gguf", "m.gguf", "", "--memory 6G"),
+    ("m.gguf --port 1", "m.gguf", "", "--port 1"),
+    ("--jinja m.gguf --embedding --kv-unified off --swa-full n", "m.gguf n", "", "--jinja --embedding --kv-unified off --swa-full"),
+    ("--temp=0.6 m --top_k 3 -ncmoe 4 --control-vector-layer-range 1 2", "m", "", "--temp=0.6 --top_k 3 -ncmoe 4 --control-vector-layer-range 1 2"),
+    ("--no-context-shift m -- n --top-k -1", "m", "", "--no-context-shift n --top-k -1"),
+    ("--api-key -m m", "m", "", "--api-key -m"),
+    ("--models-dir x m -m n", "", "", "--models-dir x m -m n"),  # refused, whatever else there is
+    ("--memroy 3 m", "", "", "--memroy 3 m"),
+])  # fmt: skip
+def test_a_command_line_is_the_model_the_commands_own_options_and_others(line, alone, ours, others):
+    found = own_arguments(line.split(), {"-m": True, "--model": True, "--debug": False})
+    assert found == (alone.split(), ours.split(), others.split())
+
+
+@pytest.mark.parametrize("variables, args, said", [
+    ({}, "--memory 10M DEMO", "DEMO"),  # the model is opened: a budget of 10M is too small for it
+    ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf"}, "--memory 10M DEMO", "DEMO"),
+    ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf"}, "DEMO --memory 10M", "DEMO"),
+    ({"LLAMA_ARG_HF_REPO": "no/where"}, "--memory 10M -m DEMO", "DEMO"),
+    ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf", "LLAMA_ARG_CTX_SIZE": "x"}, "-c 512 --memory 10M", "a whole number"),
+    ({"LLAMA_ARG_MODEL": "/nowhere/a.gguf"}, "--memory 10M", "/nowhere/a.gguf"),
+])  # fmt: skip
+def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, moeoff_command, variables, args, said):
+    done = moeoff_command("serve", *args.replace("DEMO", demo).split(), env=os.environ | variables)
+    line = done.stderr.splitlines()[-1]
+    assert done.returncode == 1 and said.replace("DEMO", "expert") in line and "not both" not in line, done.stderr
 
 
 def test_every_option_of_llama_server_is_known_in_one_way(tmp_path):
