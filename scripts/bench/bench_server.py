@@ -2,6 +2,7 @@
 
 usage: bench_server.py -m MODEL --text FILE [--memory 1100M] [--clients 1,4] [--rounds 5] [--stock]
                        [--drafts ngram-simple] [--disk MB/S] [--json FILE]
+       bench_server.py -m MODEL --text FILE [--memory 1045M] --strangers 5 [--rounds 3] [--json FILE]
 
 Each server is a process of its own. Clients ask for tokens of different prompts at the same time; what counts is the time in which all of them
 are answered, from the last one's first token to the first one's last. *alone* is `moeoff.Llama` in a process, on the first client's prompt. Each has
@@ -9,6 +10,10 @@ had some seconds to load in the background, and has given one answer of as many 
 `--stock` runs llama-server of the same build beside it, with plain kernels (`--no-repack`), without its memory map and without a memory limit: for
 budgets that hold everything; once with a context that all answers share, which is its default and ours, once with one divided among them.
 `--drafts` adds a second server of ours that may make drafts; `--disk` slows the disk of all (root).
+
+`--strangers` measures something else: two turns of a long conversation, then so many people who ask something short under the same system prompt, one after
+the other, then the third turn. How much of it is computed, and when its first token comes, is compared with what is new in it; once with the defaults, and once
+as llama-server chooses slots (a similarity of 0.1, no prompt cache of ours).
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +45,7 @@ from results import HELP, ResultsFile
 
 ROOT = Path(__file__).resolve().parents[2]
 N_PROMPT, N_HISTORY = 64, 2000  # tokens, about
+N_LONG, N_ANSWER = 500, 32  # tokens of a long conversation's first message, about, and of each answer
 LOADING = 5.0  # seconds, for what is loaded in the background
 ALONE = """
 import json, sys, time
@@ -114,6 +121,73 @@ def second_turn(url: str, text: str) -> tuple[float, float]:
     return out[0], out[1]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One answer in a conversation: its text, tokens of the whole prompt, of what was computed of it and of the answer, and seconds to the first token."""
+
+    text: str
+    n_prompt: int
+    n_computed: int
+    n_answer: int
+    first: float
+
+
+def turn(url: str, messages: list[dict[str, str]], n: int) -> Turn:
+    body = {"messages": messages, "max_tokens": n, "temperature": 0, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
+    asked, first, text, usage, timings = time.perf_counter(), 0.0, "", {}, {}
+    with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=600) as answer:
+        for line in answer.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            event = json.loads(line[6:])
+            usage, timings = event.get("usage") or usage, event.get("timings") or timings
+            if event["choices"] and (piece := event["choices"][0]["delta"].get("content")):
+                first = first or time.perf_counter() - asked
+                text += piece
+    return Turn(text, usage["prompt_tokens"], timings["prompt_n"], usage["completion_tokens"], first)
+
+
+def third_turn(url: str, words: str, n_strangers: int) -> tuple[Turn, int]:
+    """The third turn of a long conversation, and the tokens that are new in it: what comes behind the answer of the second."""
+    messages = [{"role": "system", "content": "You are a careful reader. Answer in one sentence."}]
+
+    def say(text: str) -> Turn:
+        messages.append({"role": "user", "content": text})
+        answer = turn(url, messages, N_ANSWER)
+        messages.append({"role": "assistant", "content": answer.text})
+        return answer
+
+    say(words[: 4 * N_LONG] + " What is this about?")
+    second = say("Who is named in it, and where does it take place?")
+    for i in range(n_strangers):
+        turn(url, [messages[0], {"role": "user", "content": f"How many legs have {i + 2} spiders, and how many have as many dogs?"}], N_ANSWER)
+    third = say("And what came of it in the end?")
+    return third, third.n_prompt - second.n_prompt - second.n_answer
+
+
+def strangers(model: str, words: str, memory: str, n_strangers: int, rounds: int, json_file: str | None) -> None:
+    n_ctx = 4 * (2 * N_LONG)
+    longer = ["--override-kv", f"{ModelIndex.read(model).architecture}.context_length=int:{n_ctx}"]
+    ours = [os.path.join(os.path.dirname(sys.executable), "moeoff"), "serve", "-m", model, "-c", str(n_ctx), "--port", "0", "--memory", memory, "--", *longer]
+    contenders = {"moeoff serve": ours, "similarity 0.1, no prompt cache": [*ours, "--slot-prompt-similarity", "0.1", "--cache-ram", "0"]}
+    found: dict[str, list[tuple[Turn, int]]] = {name: [] for name in contenders}
+    for index in range(rounds):
+        for name, command in contenders.items():
+            Console(stderr=True).print(f"round {index + 1}: {name}", style="dim")
+            with served(command, r"on (http://\S+)/v1") as url:
+                time.sleep(LOADING)
+                found[name].append(third_turn(url, words, n_strangers))
+    with ResultsFile(json_file) as results:
+        table = results.table(
+            "strangers",
+            f"The third turn of a long conversation, after {n_strangers} strangers' questions, {memory}",
+            ["", "tokens of the prompt", "new", "computed", "seconds to the first token"],
+        )
+        for name, turns in found.items():
+            of = [[t.n_prompt for t, _ in turns], [new for _, new in turns], [t.n_computed for t, _ in turns]]
+            table.row(name, *(_spread(values, 0) for values in of), _spread([t.first for t, _ in turns], 2))
+
+
 @click.command()
 @click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
@@ -127,9 +201,12 @@ def second_turn(url: str, text: str) -> tuple[float, float]:
 @click.option("--stock", is_flag=True)
 @click.option("--drafts", metavar="TYPE", help="Of llama-server's --spec-type.")
 @click.option("--disk", type=int, metavar="MB/S", help="No faster than this.")
+@click.option("--strangers", "n_strangers", type=int, help="Measure the third turn of a conversation after so many questions of others, and nothing else.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 def main(model: str, text: str, memory: str, clients: str, n_decode: int, rounds: int, threads: int, strategy: str, turns: bool, stock: bool,
-         drafts: str | None, disk: int | None, json_file: str | None) -> None:  # fmt: skip
+         drafts: str | None, disk: int | None, n_strangers: int | None, json_file: str | None) -> None:  # fmt: skip
+    if n_strangers is not None:
+        return strangers(model, Path(text).read_text(), memory, n_strangers, rounds, json_file)
     console = Console(stderr=True)
     counts = [int(n) for n in clients.split(",")]
     threads = threads or len(os.sched_getaffinity(0))
