@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -10,7 +11,6 @@ from ..budget.memory_plan import MemoryPlan
 PARALLEL = 4  # answers at a time, where there is memory for their context
 _STEP = 256  # tokens that llama.cpp rounds contexts to
 _USEFUL = 1024  # tokens of one answer's part, below which fewer answers at a time are better
-_ROUNDS = 3  # compute buffers shrink with the context, and leave it more
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,10 @@ def choose(planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: in
         n_parallel: answers at a time, if that was said.
         budget: bytes of the process.
     """
-    n = n_parallel or PARALLEL
+    planned = functools.cache(planned)  # each opens the model
+    n, least = n_parallel or PARALLEL, min(_STEP, usual)
     n_ctx = wanted = usual * n
-    for _ in range(_ROUNDS):
+    while True:  # until what was chosen is what was planned: compute buffers depend on the context
         plan, half = planned(n_ctx, n), planned(max(n_ctx // 2, 1), n)
         room = budget - (plan.fixed - plan.state)
         token = max((plan.state - half.state) / max(n_ctx - n_ctx // 2, 1), 1e-9)
@@ -46,11 +47,11 @@ def choose(planned: Callable[[int, int], MemoryPlan], usual: int, n_parallel: in
         fits = int((room / 2 - own) / token) // _STEP * _STEP
         if n_parallel is None and n > 1 and fits < min(_USEFUL, usual) * n:
             n = max(min(fits // min(_USEFUL, usual), n - 1), 1)
-            n_ctx = min(max(fits, min(_STEP, usual)), usual * n)
+            n_ctx = min(max(fits, least), usual * n)
             continue
-        if fits >= n_ctx:
+        if fits >= n_ctx or n_ctx <= least:
             break
-        n_ctx = max(fits, min(_STEP, usual))
+        n_ctx = max(fits, least)
     if n_ctx == wanted:
         return ContextSize(n_ctx, n)
     answers = f"{n} answers" if n > 1 else "1 answer"
