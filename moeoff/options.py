@@ -42,6 +42,7 @@ __all__ = [
     "precision_of",
     "spelled",
     "table_of",
+    "without_gpu",
 ]
 
 Path = str | os.PathLike[str]
@@ -540,17 +541,9 @@ class Config:
         self._check_gpu()
 
     def _check_gpu(self) -> None:
-        from .binding import supports_gpu
-        from .devices import backends
-
-        gpu = [name for name in ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu") if getattr(self, name)]
-        if gpu and not supports_gpu() and (found := backends()):
-            raise OptionError(
-                f"`{gpu[0]}`: this build has {' and '.join(found)}, and no driver offers a device; "
-                "Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0"
-            )
-        if gpu and not supports_gpu():
-            raise OptionError(f"`{gpu[0]}`: this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)")
+        gpu = [name for name in _OF_GPUS if getattr(self, name)]
+        if gpu and (why := _no_gpu()) is not None:
+            raise OptionError(f"`{gpu[0]}`: {why}")
         if gpu and not self.n_gpu_layers:
             raise OptionError(f"`{gpu[0]}` has no effect while no layer goes to the GPU", hint={"n_gpu_layers": ...})
         if self.vram is None:
@@ -607,6 +600,34 @@ class Config:
         if "n_batch" not in options and options.get("n_ubatch"):  # llama_cpp's 512 would cap it
             options["n_batch"] = options["n_ubatch"]
         return options | {"n_threads_batch": self.n_threads_batch or n_threads}
+
+
+_OF_GPUS = ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu")
+
+
+def _no_gpu() -> str | None:
+    """Why nothing can be computed on a GPU here; None: it can."""
+    from .binding import supports_gpu
+    from .devices import backends
+
+    if supports_gpu():
+        return None
+    if found := backends():
+        return f"this build has {' and '.join(found)}, and no driver offers a device; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0"
+    return "this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
+
+
+def without_gpu(values: dict[str, Any]) -> list[str]:
+    """Takes out of a command line's options those of GPUs where there is none, as llama.cpp's programs go on without; why, a sentence each.
+
+    Where memory of a GPU's is asked for (`vram`), they stay, and are refused.
+    """
+    given = [name for name in _OF_GPUS if values.get(name)]
+    if not given or values.get("vram") is not None or (why := _no_gpu()) is None:
+        return []
+    for name in given:
+        del values[name]
+    return [f"{' and '.join(TABLE[name].flag for name in given)} {'has' if len(given) == 1 else 'have'} no effect: {why}"]
 
 
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not

@@ -19,7 +19,7 @@ from ..console import note
 from ..errors import MoeoffError, OptionError, WriteError, one_line
 from ..files import demo_model
 from ..memory import available, format_size
-from ..options import TABLE, Option, in_flags, spelled
+from ..options import TABLE, Option, in_flags, spelled, without_gpu
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
@@ -137,6 +137,8 @@ def takes(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decor
         def with_values(*args: Any, **values: Any) -> None:
             given = {key: values.pop(key) for key in lines}
             read = {key: lines[key].read(value) for key, value in given.items() if value not in (None, ())}
+            for remark in without_gpu(read):
+                note(remark)
             if "memory" in read and read["memory"] > available():
                 note(f"{lines['memory'].flag} {given['memory']} is more than the {format_size(available())} that are available here")
             function(*args, **values, **(usual | read))

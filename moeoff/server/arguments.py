@@ -19,7 +19,7 @@ from ..errors import OptionError
 from ..files import TEXT, open_file, require_new
 from ..gguf.model_index import loaded_whole
 from ..memory import MIB, format_size
-from ..options import Config, Option, ServerOptions, table_of
+from ..options import Config, Option, ServerOptions, table_of, without_gpu
 from ..sidecar.file import Sidecar, sidecar_path
 from ..sidecar.profile import profile_path
 from .kept_prompts import KeptPrompts
@@ -43,6 +43,7 @@ REFUSED: dict[str, str] = {
         ("-h --help --usage --version -cl --cache-list --completion-bash --list-devices --license", _ENDS),
         ("--models-dir --models-preset --models-max --models-autoload --no-models-autoload", "there is no router: one model for each server"),
         ("--sleep-idle-seconds", "a model that sleeps would have to be put together again"),
+        ("--ssl-key-file --ssl-cert-file", "this build has no TLS: let a proxy on this machine, as Caddy or nginx, speak https for it"),
         ("--tools --tools-runtime --mcp-servers-config --mcp-servers-json -ag --agent", "it lets answers start programs on this machine"),
     )
     for name in names.split()
@@ -162,6 +163,7 @@ class CommandLine:
                 values = [rest.value(name) for _ in range(_n_values(name))]
                 out.passed_on.extend([name, *values])
                 out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in FILES else ()))
+        out.left_out.extend(without_gpu(out.options))
         return out
 
 

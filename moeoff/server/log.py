@@ -1,6 +1,7 @@
 """`FirstError`: what llama-server logs first as an error, which is why it ends, as a sentence.
 
-llama-server writes its log to a file, too: here a pipe, which a thread reads, so that nothing is kept but that line.
+llama-server writes its log to a file, too: here a pipe, which a thread reads, so that nothing is kept but that line. Where the user wants a file,
+it is looked for there.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from collections.abc import Iterable
 
 _ERROR = re.compile(r"\S+ E (?:\w+ {2,})?(?:[\w:]+: )*(.*)")  # time, level, where it happens, what
 _END = b"\x00\n"  # which llama-server does not write
@@ -30,8 +32,8 @@ class FirstError:
             for line in file:
                 if line == _END:
                     self._seen.set()
-                elif not self._first and (found := _ERROR.match(line.decode("utf-8", "replace"))):
-                    self._first = found[1].strip()
+                elif not self._first:
+                    self._first = _first_error([line])
 
     def sentence(self) -> str:
         """Of what has been written up to now; empty if there was no error."""
@@ -40,3 +42,21 @@ class FirstError:
             self._seen.wait(_PATIENCE)
             self._writes.close()
         return self._first
+
+
+class FirstErrorOf:
+    """The same of a file that the user named: what a server has written there when it has ended."""
+
+    def __init__(self, path: str):
+        self.path = path
+
+    def sentence(self) -> str:
+        """As `FirstError.sentence`; empty, too, if that is no file, as a terminal."""
+        if not os.path.isfile(self.path):
+            return ""
+        with open(self.path, "rb") as file:
+            return _first_error(file)
+
+
+def _first_error(lines: Iterable[bytes]) -> str:
+    return next((found[1].strip() for line in lines if (found := _ERROR.match(line.decode("utf-8", "replace")))), "")

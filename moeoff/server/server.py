@@ -35,7 +35,7 @@ from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels
 from .kept_prompts import KeptPrompts
 from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
-from .log import FirstError
+from .log import FirstError, FirstErrorOf
 
 _POLL = 0.05  # seconds
 _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
@@ -97,8 +97,10 @@ class Server:
         config = Config.make(model, **{"flash_attn": True} | {name: value for name, value in options.items() if name not in ours})
         self.engine = self._open(config, given.files)
         self._argv = arguments(self.engine.config, self.engine.planned.n_ctx, self.engine.keywords, self._options, self.engine.kept_prompts)
-        self._log = FirstError()
-        if not {"--log-file", "--log-disable"} & set(self._options.args):
+        args = self._options.args
+        logs = [path for name, path in zip(args, args[1:]) if name == "--log-file"]
+        self._log = FirstErrorOf(logs[-1]) if logs else FirstError()
+        if not logs and "--log-disable" not in args:
             self._argv += ["--log-file", self._log.path]
         check_arguments(self._argv)
         self.url = ""

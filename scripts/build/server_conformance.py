@@ -63,7 +63,6 @@ def options(argv: list[str]) -> dict[str, Any]:
     _, model, others = own_arguments(argv, {"--model": True})
     found = CommandLine.read(others)
     out, args = found.options, found.passed_on
-    out.pop("n_gpu_layers", None)  # refused where there is no GPU
     if out.get("verbose"):
         args += ["-lv", MOST_VERBOSE]
     if "parallel" in out:  # llama-server shares the context among the slots where their number is its own choice, or it is told to

@@ -283,7 +283,7 @@ def test_a_build_without_a_device(demo, tmp_path, monkeypatch):
     if re.search(r"ok +gpu", doctor.stdout):
         pytest.skip("this machine has a GPU")
     assert re.search(r"gpu +this build has \w+, and no driver offers a device", doctor.stdout) and "GGML_VK_VISIBLE_DEVICES=0" in doctor.stdout
-    failed = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "-ngl", "99"], tmp_path)
+    failed = run_command(["run", "-m", demo, "-p", "x", "-n", "1", "-ngl", "99", "--vram", "1G"], tmp_path)
     assert failed.returncode == 1 and "no driver offers a device" in failed.stderr and "rebuild" not in failed.stderr
 
 

@@ -75,7 +75,7 @@ def test_stats_json(moeoff_command, demo, tmp_path):
         (["--memory", "soon"], "not a size"),
         (["--memory", "1G", "--expert-memory", "1G"], "not both"),
         (["--strategy", "magic"], "there are: auto"),
-        (["-ngl", "1"], "no GPU backend"),
+        (["-ngl", "1", "--vram", "1G"], "no GPU backend"),
         (["--expert-memory", "1K"], "needs at least"),
         (["--stats-json", "/nowhere/stats.json"], "stats.json"),
         (["-m", "x.gguf", "-hf", "a/b"], "-m or -hf"),
@@ -98,6 +98,13 @@ def test_one_sentence_for_what_is_wrong(moeoff_command, args, words):
     assert words in done.stderr and "Traceback" not in done.stderr
     assert sum(line.startswith("Error: ") for line in done.stderr.splitlines()) == 1
     assert "Traceback" in moeoff_command("run", "-n", "4", "--debug", *args).stderr
+
+
+def test_layers_for_a_gpu_that_is_not_there_are_left_out(moeoff_command):
+    """As by llama.cpp's programs."""
+    done = moeoff_command("run", "-n", "4", "-p", "x", "-ngl", "99", "--temp", "0")
+    assert done.returncode == 0 and "--n-gpu-layers has no effect: this build" in done.stderr
+    assert done.stdout == moeoff_command("run", "-n", "4", "-p", "x", "--temp", "0").stdout
 
 
 def test_a_prompt_of_megabytes_stays_within_the_budget(demo):

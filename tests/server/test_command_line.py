@@ -18,6 +18,7 @@ import pytest
 import moeoff
 from companions import write_expert_adapter
 from moeoff import OptionError
+from moeoff.binding import supports_gpu
 from moeoff.files import TEXT
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
@@ -26,10 +27,10 @@ from moeoff.server.arguments import _FOLDER, _WRITTEN, FILES, REFUSED, CommandLi
 
 def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():
     found = CommandLine.read(
-        "-c 0 -fa auto --embeddings --jinja --temp 0.6 -n 5 --pooling mean -np 2 -ngl auto --gpu-layers 0 --lora x.gguf --ssl-key-file k "
+        "-c 0 -fa auto --embeddings --jinja --temp 0.6 -n 5 --pooling mean -np 2 -ngl auto --gpu-layers 0 --lora x.gguf --lora-scaled y "
         "--log-file l --cache-ram 100 --cors-origins https://a,https://b --cors c --no-context-shift --swa-full --top_k 3 --override-kv=a=int:5 -tb 3".split()
     )
-    assert found.passed_on == "--jinja --temp 0.6 -n 5 --lora x.gguf --ssl-key-file k --log-file l --top-k 3 --override-kv a=int:5".split()
+    assert found.passed_on == "--jinja --temp 0.6 -n 5 --lora x.gguf --lora-scaled y --log-file l --top-k 3 --override-kv a=int:5".split()
     assert not Path("l").exists() and found.left_out == []
     assert found.options == {"n_ctx": 0, "flash_attn": True, "embedding": True, "pooling": "mean", "parallel": 2, "n_gpu_layers": 0, "cache_ram": 100 << 20,
                              "cors": ["https://a", "https://b", "c"], "context_shift": False, "swa_full": True, "n_threads_batch": 3}  # fmt: skip
@@ -45,10 +46,23 @@ def test_what_has_no_effect_is_said_once_and_what_is_so_anyway_is_not():
 
 @pytest.mark.parametrize("args, said", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
                                          ("--rpc x", "slice by slice"), ("--models-dir=/x", "no router"), ("--port x", "a whole number"),
+                                         ("--ssl-cert-file c", "no TLS: let a proxy"), ("--ssl-key-file=k", "no TLS: let a proxy"),
                                          ("--version", "ends the process"), ("--pooling middle", "one of none, mean")])  # fmt: skip
 def test_what_cannot_be_is_refused(args, said):
     with pytest.raises(OptionError, match=re.escape(said)):
         CommandLine.read(args.split())
+
+
+@pytest.mark.skipif(supports_gpu(), reason="this machine has a GPU")
+def test_layers_for_a_gpu_that_is_not_there_are_left_out_as_llama_server_does():
+    for value in ("all", "99"):
+        found = CommandLine.read(f"-ngl {value} -ts 3,1 -c 512".split())
+        assert found.options == {"n_ctx": 512} and len(found.left_out) == 1
+        assert found.left_out[0].startswith("--n-gpu-layers and --tensor-split have no effect: this build ")
+    assert CommandLine.read(["-ngl", "auto"]) == CommandLine.read(["-ngl", "0"]) and CommandLine.read(["-ngl", "0"]).left_out == []
+    asked = CommandLine.read("-ngl 99 --vram 1G".split())  # for what only a GPU has
+    with pytest.raises(OptionError, match="n_gpu_layers: this build "):
+        Config.make("m", **asked.options)
 
 
 def test_variables():
@@ -134,9 +148,12 @@ def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
 
 @pytest.mark.parametrize("args, said", [("--lora /nowhere.gguf", "/nowhere.gguf: cannot be read: No such file"), ("--path /nowhere", "static assets path not found: /nowhere"),
                                          ("--grammar (((", "failed to parse grammar")])  # fmt: skip
-def test_what_llama_server_ends_for_is_the_error(demo, args, said):
+@pytest.mark.parametrize("log", [[], ["--log-file"]])
+def test_what_llama_server_ends_for_is_the_error(demo, tmp_path, args, said, log):
+    """Also where its log goes to a file of the user's."""
+    log = [*log, str(tmp_path / "log")] if log else []
     code = "import sys, moeoff\ntry: moeoff.Server(sys.argv[1], port=0, expert_memory='4M', n_ctx=512, args=sys.argv[2:]).start()\nexcept moeoff.MoeoffError as e: print(e)"
-    done = subprocess.run([sys.executable, "-c", code, demo, *args.split()], capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, demo, *args.split(), *log], capture_output=True, text=True, timeout=300)
     assert said in done.stdout and "ended by itself" not in done.stdout
 
 
