@@ -1,7 +1,8 @@
 """Pages that are made from the program and the repository: docs/reference/cli.md, man pages, and what mkdocs needs of files outside docs/.
 
 usage: docs.py cli [--check]      writes docs/reference/cli.md from `--help` and the tables of docs/reference/options.md from moeoff/options.py and of
-                                  docs/guides/serving.md from server_conformance.py, or fails if they are not what these say
+                                  docs/guides/serving.md from server_conformance.py and tests/helpers/clients.py, or fails if they are not
+                                  what these say
        docs.py man FOLDER         one man page for moeoff and one for each of its commands; needs click-man, which the extra `docs` brings
 
 wheels.py puts the man pages into moeoff's wheel, where `man` finds them if the environment's bin is on PATH. .mkdocs.yml names this file for its
@@ -26,6 +27,7 @@ OPTIONS = ROOT / "docs" / "reference" / "options.md"
 TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 EXCEPTIONS = re.compile(r"(?<=<!-- exceptions -->\n).*(?=<!-- exceptions end -->)", re.DOTALL)
+CLIENTS = re.compile(r"(?<=<!-- clients -->\n).*(?=<!-- clients end -->)", re.DOTALL)
 
 
 def cli_page() -> str:
@@ -66,14 +68,18 @@ def options_page() -> str:
 
 
 def serving_page() -> str:
-    """docs/guides/serving.md as it has to be: its text with the tests of llama-server that moeoff's server need not pass."""
+    """docs/guides/serving.md as it has to be: its text with the clients that are tested, and the tests of llama-server that moeoff's server need not pass."""
     from server_conformance import EXCEPTIONS as exceptions
+
+    sys.path.insert(0, str(ROOT / "tests"))
+    from helpers.clients import table
 
     tests: dict[str, list[str]] = {}
     for name, reason in exceptions.items():
         tests.setdefault(reason, []).append(f"`{name.partition('::')[2].partition('[')[0]}`")
     rows = [f"| {', '.join(dict.fromkeys(names))} | {reason} |" for reason, names in tests.items()]
-    return EXCEPTIONS.sub(lambda _: "\n| test | because |\n|---|---|\n" + "\n".join(rows) + "\n\n", SERVING.read_text())
+    page = EXCEPTIONS.sub(lambda _: "\n| test | because |\n|---|---|\n" + "\n".join(rows) + "\n\n", SERVING.read_text())
+    return CLIENTS.sub(lambda _: f"\n{table()}\n", page)
 
 
 def write_man_pages(folder: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
+import pexpect
 import pytest
 
 from helpers.files import ROOT
@@ -327,6 +328,23 @@ def test_signals_end_it_well(demo, sig, shell):
         server.process.send_signal(sig)
         code, text = server.stop(sig)
     assert code == 0 and text.count(f"{sig.name}: every answer ends") == 1 and "Traceback" not in text
+
+
+def test_ctrl_c_in_a_terminal(demo):
+    """Sent by the terminal itself, while an answer is written: a sentence, and no error."""
+    command = [COMMAND, "serve", "--warm", "off", "--port", "0", "-m", demo, "--expert-memory", "4M", *LONG]
+    child = pexpect.spawn(command[0], command[1:], encoding="utf-8", timeout=300, dimensions=(50, 200))
+    child.expect(r"on (http://\S+)/v1.*Ctrl-C ends")
+    url = child.match[1]
+    with httpx.stream("POST", f"{url}/completion", json={"prompt": "Count", "n_predict": 4000, "ignore_eos": True, "stream": True}, timeout=300) as answer:
+        next(answer.iter_lines())
+        child.sendintr()
+        child.expect("SIGINT: every answer ends")
+        for _ in answer.iter_lines():
+            pass
+    rest = child.read()
+    child.wait()
+    assert child.exitstatus == 0 and "Traceback" not in rest and " E " not in rest, rest
 
 
 def test_a_second_signal_ends_what_does_not_end():

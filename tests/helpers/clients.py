@@ -1,0 +1,459 @@
+"""Nine clients of other people's, each asked for the same seven things with its default settings; and what some of them cannot do, with the reason.
+
+The libraries are imported where they are used: without the extra test-clients, tests of them are skipped. docs/guides/serving.md has the table
+(scripts/build/docs.py cli), so this imports nothing that is not there without the extras.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+WHAT = ("chat", "stream", "tools", "schema", "embeddings", "list", "cancel")
+KEY = "none"
+SCHEMA = {"title": "Answer", "type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"], "additionalProperties": False}
+PARAMETERS = {"type": "object", "properties": {"unit": {"type": "string", "enum": ["metres"]}}, "required": ["unit"]}
+TOOL = {"type": "function", "function": {"name": "measure", "description": "Measures the room", "parameters": PARAMETERS}}
+RESULT = "5 by 4"
+Calls = list[tuple[str, dict[str, Any]]]
+
+
+class Client:
+    """What is asked of each. url: the server's. model: its name there.
+
+    chat, stream: the answer to a question, whole and in pieces. tools: what was called, and the answer to its result. schema: JSON text.
+    embeddings: a vector for each text. list: names of models. cancel: an answer of which some has come is given up.
+    """
+
+    cannot: dict[str, str] = {}
+    slow = False  # takes long to import, or to start
+
+    def __init__(self, url: str, model: str, folder: Path):
+        self.url, self.model, self.folder = url, model, folder
+
+    def user(self, text: str) -> list[dict[str, Any]]:
+        return [{"role": "user", "content": text}]
+
+
+def _first(pieces: Iterable[str], n: int = 3) -> None:
+    """Takes some pieces that say something."""
+    for piece in pieces:
+        n -= bool(piece)
+        if n == 0:
+            return
+    raise AssertionError("the answer has ended before it was given up")
+
+
+class OpenAI(Client):
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import openai
+
+        self.client = openai.OpenAI(base_url=f"{self.url}/v1", api_key=KEY)
+
+    def chat(self, text: str) -> str:
+        return self.client.chat.completions.create(model=self.model, messages=self.user(text)).choices[0].message.content
+
+    def stream(self, text: str) -> Iterator[str]:
+        for chunk in self.client.chat.completions.create(model=self.model, messages=self.user(text), stream=True):
+            yield chunk.choices[0].delta.content or ""
+
+    def tools(self, text: str) -> tuple[Calls, str]:
+        messages = self.user(text)
+        said = self.client.chat.completions.create(model=self.model, messages=messages, tools=[TOOL]).choices[0]
+        assert said.finish_reason == "tool_calls"
+        calls = said.message.tool_calls
+        messages += [said.message, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls)]
+        answer = self.client.chat.completions.create(model=self.model, messages=messages, tools=[TOOL])
+        return [(call.function.name, json.loads(call.function.arguments)) for call in calls], answer.choices[0].message.content
+
+    def schema(self, text: str) -> str:
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+        return self.client.chat.completions.create(model=self.model, messages=self.user(text), response_format=wanted).choices[0].message.content
+
+    def embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [item.embedding for item in self.client.embeddings.create(model=self.model, input=texts).data]
+
+    def list(self) -> list[str]:
+        return [model.id for model in self.client.models.list()]
+
+    def cancel(self, text: str) -> None:
+        with self.client.chat.completions.create(model=self.model, messages=self.user(text), stream=True) as stream:
+            _first(chunk.choices[0].delta.content for chunk in stream)
+
+
+class Anthropic(Client):
+    cannot = {
+        "schema": "llama-server's /v1/messages reads no schema of the answer; a tool's it does",
+        "embeddings": "the API has none",
+    }
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import anthropic
+
+        self.client = anthropic.Anthropic(base_url=self.url, api_key=KEY)
+
+    def ask(self, text: str, **more: Any) -> dict[str, Any]:
+        return {"model": self.model, "max_tokens": 4096, "messages": self.user(text)} | more
+
+    def chat(self, text: str) -> str:
+        return self.client.messages.create(**self.ask(text)).content[0].text
+
+    def stream(self, text: str) -> Iterator[str]:
+        with self.client.messages.stream(**self.ask(text)) as stream:
+            yield from stream.text_stream
+
+    def tools(self, text: str) -> tuple[Calls, str]:
+        tool = {"name": "measure", "description": "Measures the room", "input_schema": PARAMETERS}
+        said = self.client.messages.create(**self.ask(text, tools=[tool]))
+        assert said.stop_reason == "tool_use"
+        calls = [block for block in said.content if block.type == "tool_use"]
+        results = [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT} for call in calls]
+        messages = [*self.user(text), {"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
+        answer = self.client.messages.create(**self.ask(text, tools=[tool], messages=messages))
+        return [(call.name, call.input) for call in calls], answer.content[0].text
+
+    def list(self) -> list[str]:
+        return [model.id for model in self.client.models.list()]
+
+    def cancel(self, text: str) -> None:
+        with self.client.messages.stream(**self.ask(text)) as stream:
+            _first(stream.text_stream)
+
+
+class Ollama(Client):
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import ollama
+
+        self.client = ollama.Client(self.url)
+
+    def chat(self, text: str) -> str:
+        return self.client.chat(self.model, self.user(text)).message.content
+
+    def stream(self, text: str) -> Iterator[str]:
+        for part in self.client.chat(self.model, self.user(text), stream=True):
+            yield part.message.content
+
+    def tools(self, text: str) -> tuple[Calls, str]:
+        messages: list[Any] = self.user(text)
+        said = self.client.chat(self.model, messages, tools=[TOOL]).message
+        calls = said.tool_calls or []
+        messages += [said, *({"role": "tool", "tool_name": call.function.name, "content": RESULT} for call in calls)]
+        answer = self.client.chat(self.model, messages, tools=[TOOL]).message.content
+        return [(call.function.name, dict(call.function.arguments)) for call in calls], answer
+
+    def schema(self, text: str) -> str:
+        return self.client.chat(self.model, self.user(text), format=SCHEMA).message.content
+
+    def embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [list(vector) for vector in self.client.embed(self.model, texts).embeddings]
+
+    def list(self) -> list[str]:
+        return [model.model for model in self.client.list().models]
+
+    def cancel(self, text: str) -> None:
+        with contextlib.closing(self.client.chat(self.model, self.user(text), stream=True)) as stream:
+            _first(part.message.content for part in stream)
+
+
+class _LangChain(Client):
+    """What both of LangChain's have in common."""
+
+    chat_model: Any
+
+    def chat(self, text: str) -> str:
+        return self.chat_model.invoke(text).content
+
+    def stream(self, text: str) -> Iterator[str]:
+        for piece in self.chat_model.stream(text):
+            yield piece.content
+
+    def tools(self, text: str) -> tuple[Calls, str]:
+        from langchain_core.messages import HumanMessage, ToolMessage
+
+        model = self.chat_model.bind_tools([TOOL])
+        messages: list[Any] = [HumanMessage(text)]
+        said = model.invoke(messages)
+        messages += [said, *(ToolMessage(RESULT, tool_call_id=call["id"]) for call in said.tool_calls)]
+        return [(call["name"], call["args"]) for call in said.tool_calls], model.invoke(messages).content
+
+    def schema(self, text: str) -> str:
+        return json.dumps(self.chat_model.with_structured_output(SCHEMA).invoke(text))
+
+    def cancel(self, text: str) -> None:
+        with contextlib.closing(self.chat_model.stream(text)) as stream:
+            _first(piece.content for piece in stream)
+
+
+class LangChainOpenAI(_LangChain):
+    cannot = {"list": "it has no list of models"}
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import langchain_openai
+
+        self.chat_model = langchain_openai.ChatOpenAI(base_url=f"{self.url}/v1", api_key=KEY, model=self.model)
+
+    def embeddings(self, texts: list[str]) -> list[list[float]]:
+        from langchain_openai import OpenAIEmbeddings
+
+        # else it sends OpenAI's own tokens in the place of the text, whose numbers mean other words to this model
+        return OpenAIEmbeddings(base_url=f"{self.url}/v1", api_key=KEY, model=self.model, check_embedding_ctx_length=False).embed_documents(texts)
+
+
+class LangChainOllama(_LangChain):
+    cannot = {"list": "it has no list of models"}
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import langchain_ollama
+
+        self.chat_model = langchain_ollama.ChatOllama(base_url=self.url, model=self.model)
+
+    def embeddings(self, texts: list[str]) -> list[list[float]]:
+        from langchain_ollama import OllamaEmbeddings
+
+        return OllamaEmbeddings(base_url=self.url, model=self.model).embed_documents(texts)
+
+
+class LiteLLM(Client):
+    slow = True
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices when it is imported
+        import litellm
+
+        self.module = litellm
+        self.where = {"model": f"openai/{self.model}", "api_base": f"{self.url}/v1", "api_key": KEY}
+
+    def chat(self, text: str) -> str:
+        return self.module.completion(**self.where, messages=self.user(text)).choices[0].message.content
+
+    def stream(self, text: str) -> Iterator[str]:
+        for chunk in self.module.completion(**self.where, messages=self.user(text), stream=True):
+            yield chunk.choices[0].delta.content or ""
+
+    def tools(self, text: str) -> tuple[Calls, str]:
+        messages: list[Any] = self.user(text)
+        said = self.module.completion(**self.where, messages=messages, tools=[TOOL]).choices[0].message
+        messages += [said, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in said.tool_calls)]
+        answer = self.module.completion(**self.where, messages=messages, tools=[TOOL]).choices[0].message.content
+        return [(call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls], answer
+
+    def schema(self, text: str) -> str:
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+        return self.module.completion(**self.where, messages=self.user(text), response_format=wanted).choices[0].message.content
+
+    def embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [item["embedding"] for item in self.module.embedding(**self.where, input=texts).data]
+
+    def list(self) -> list[str]:
+        found = self.module.get_valid_models(check_provider_endpoint=True, custom_llm_provider="openai", api_key=KEY, api_base=self.where["api_base"])
+        return [name.removeprefix("openai/") for name in found]
+
+    def cancel(self, text: str) -> None:
+        stream = self.module.completion(**self.where, messages=self.user(text), stream=True)
+        with contextlib.closing(stream.completion_stream):
+            _first(chunk.choices[0].delta.content for chunk in stream)
+
+
+class LLM(Client):
+    """The program, as a person runs it, with the server in its file of other models."""
+
+    slow = True
+    cannot = {
+        "embeddings": "its models of OpenAI's kind take no address for embeddings",
+        "list": "it lists the models of its own file, and asks no server",
+    }
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import llm  # noqa: F401
+
+        more = {"model_id": self.model, "model_name": self.model, "api_base": f"{self.url}/v1", "supports_tools": True, "supports_schema": True}
+        (self.folder / "extra-openai-models.yaml").write_text(json.dumps([more]))  # which is YAML, too
+        self.environment = os.environ | {"LLM_USER_PATH": str(self.folder)}
+
+    def command(self, *args: str) -> list[str]:
+        return [os.path.join(os.path.dirname(sys.executable), "llm"), "-m", self.model, *args]
+
+    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*args), env=self.environment, capture_output=True, text=True, timeout=300, check=True, stdin=subprocess.DEVNULL)
+
+    def chat(self, text: str) -> str:
+        return self.run("--no-stream", text).stdout
+
+    def stream(self, text: str) -> Iterator[str]:
+        with subprocess.Popen(self.command(text), env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            while piece := os.read(process.stdout.fileno(), 1 << 16):
+                yield piece.decode()
+        assert process.returncode == 0
+
+    def tools(self, text: str) -> tuple[Calls, str]:
+        code = f"def measure(unit: str) -> str:\n    'Measures the room'\n    return {RESULT!r}\n"
+        done = self.run("--functions", code, "--td", "--no-stream", text)
+        calls = [line for line in done.stderr.splitlines() if line.startswith("Tool call: ")]
+        return [(name, json.loads(given.rstrip(")").replace("'", '"'))) for name, _, given in (line[11:].partition("(") for line in calls)], done.stdout
+
+    def schema(self, text: str) -> str:
+        return self.run("--schema", json.dumps(SCHEMA), text).stdout
+
+    def cancel(self, text: str) -> None:
+        with subprocess.Popen(self.command(text), env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            _first(iter(lambda: os.read(process.stdout.fileno(), 1 << 16), b""))
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+
+
+class OpenWebUI(Client):
+    """The requests that its backend sends to a connection of OpenAI's kind: routers/openai.py, retrieval/utils.py. A chat is always streamed;
+    titles and tags are not."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import httpx
+
+        headers = {"Content-Type": "application/json", "Authorization": f"Bearer {KEY}"}
+        self.http = httpx.Client(base_url=f"{self.url}/v1", headers=headers, timeout=300)
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        answer = self.http.post(path, json={"model": self.model} | body)
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("application/json"), answer.text
+        return answer.json()
+
+    def deltas(self, **body: Any) -> Iterator[dict[str, Any]]:
+        sent = {"stream": True, "model": self.model, "stream_options": {"include_usage": True}} | body
+        with self.http.stream("POST", "/chat/completions", json=sent) as answer:
+            assert answer.status_code == 200 and "text/event-stream" in answer.headers["content-type"]
+            for line in answer.iter_lines():
+                if line.startswith("data: {") and (choices := json.loads(line[6:])["choices"]):
+                    yield choices[0]["delta"]
+
+    def chat(self, text: str) -> str:
+        return self.post("/chat/completions", messages=self.user(text), stream=False)["choices"][0]["message"]["content"]
+
+    def stream(self, text: str) -> Iterator[str]:
+        for delta in self.deltas(messages=self.user(text)):
+            yield delta.get("content") or ""
+
+    def tools(self, text: str) -> tuple[Calls, str]:
+        """Its "native" function calling."""
+        calls: dict[int, dict[str, Any]] = {}
+        for delta in self.deltas(messages=self.user(text), tools=[TOOL]):
+            for part in delta.get("tool_calls") or []:
+                if part["index"] not in calls:
+                    calls[part["index"]] = part
+                else:
+                    calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        made = list(calls.values())
+        messages = [*self.user(text), {"role": "assistant", "content": "", "tool_calls": made},
+                    *({"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in made)]  # fmt: skip
+        answer = "".join(delta.get("content") or "" for delta in self.deltas(messages=messages, tools=[TOOL]))
+        return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in made], answer
+
+    def schema(self, text: str) -> str:
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+        return "".join(delta.get("content") or "" for delta in self.deltas(messages=self.user(text), response_format=wanted))
+
+    def embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [item["embedding"] for item in self.post("/embeddings", input=texts)["data"]]
+
+    def list(self) -> list[str]:
+        return [model["id"] for model in self.http.get("/models").json()["data"]]
+
+    def cancel(self, text: str) -> None:
+        with contextlib.closing(self.deltas(messages=self.user(text))) as deltas:
+            _first(delta.get("content") for delta in deltas)
+
+
+class Page(Client):
+    """llama-server's web page, in a headless Chromium."""
+
+    slow = True
+    cannot = {
+        "tools": "it calls those of servers of its own protocol (MCP), of which there is none here",
+        "schema": "it asks for text",
+        "embeddings": "it asks for text",
+        "list": "it shows the one model that is served",
+    }
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import httpx
+
+        from helpers.browser import find_browser
+
+        if (program := find_browser()) is None:
+            raise ImportError("no Chromium on PATH")
+        if httpx.get(self.url, timeout=300).status_code == 404:
+            raise ImportError("the server was built without its web page, which wants npm")
+        self.program = program
+
+    @contextlib.contextmanager
+    def conversation(self) -> Iterator[Any]:
+        from helpers.browser import Browser, Chat
+
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(self.program, Path(profile)) as browser:
+            yield Chat(browser, self.url)
+
+    def chat(self, text: str) -> str:
+        with self.conversation() as chat:
+            chat.ask(text)
+            return chat.read()
+
+    def stream(self, text: str) -> Iterator[str]:
+        """Lengths of what was seen are all that there is of the pieces."""
+        with self.conversation() as chat:
+            chat.ask(text)
+            seen = chat.watch()
+            answer = chat.read()
+        for start, end in zip([0, *seen], [*seen, len(answer)]):
+            yield answer[start:end]
+
+    def cancel(self, text: str) -> None:
+        with self.conversation() as chat:
+            chat.ask(text)
+            chat.stop_after(20)
+
+
+CLIENTS: dict[str, type[Client]] = {
+    "openai": OpenAI, "anthropic": Anthropic, "ollama": Ollama, "langchain-openai": LangChainOpenAI, "langchain-ollama": LangChainOllama,
+    "litellm": LiteLLM, "llm": LLM, "Open WebUI": OpenWebUI, "the web page": Page,
+}  # fmt: skip
+
+
+def table() -> str:
+    """In Markdown, with the reasons below it."""
+    names = {
+        "chat": "chat",
+        "stream": "stream",
+        "tools": "tools",
+        "schema": "JSON schema",
+        "embeddings": "embeddings",
+        "list": "list of models",
+        "cancel": "cancel",
+    }
+    rows, reasons = [], []
+    for name, kind in CLIENTS.items():
+        cells = []
+        for what in WHAT:
+            if what in kind.cannot:
+                if kind.cannot[what] not in reasons:
+                    reasons.append(kind.cannot[what])
+                cells.append(f"no ({reasons.index(kind.cannot[what]) + 1})")
+            else:
+                cells.append("yes")
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    head = f"| | {' | '.join(names[what] for what in WHAT)} |\n|---|{'---|' * len(WHAT)}\n"
+    return head + "\n".join(rows) + "\n\n" + "\n".join(f"{number}. {reason}" for number, reason in enumerate(reasons, 1)) + "\n"

@@ -1,0 +1,150 @@
+"""The table of helpers/clients.py: every client, everything that it can do, on a server whose model has the template of one that knows tools."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import httpx
+import pytest
+
+from helpers.clients import CLIENTS, SCHEMA, WHAT, Client
+from helpers.servers import Served
+from helpers.waiting import wait_until
+
+QUESTION = "What is 2 + 3?"
+MODEL = "demo"
+N = 4000  # tokens of an answer that nobody waits for
+# the demo model's template knows no tools, and it would not call one: the call is begun for it, as some models' templates do
+TEMPLATE = """
+{%- if tools %}
+    {{- '<|im_start|>system\\nTools:\\n' }}
+    {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'tool' %}
+        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+    {%- elif message.tool_calls %}
+        {{- '<|im_start|>assistant' }}
+        {%- if message.content %}{{- '\\n' + message.content }}{%- endif %}
+        {%- for call in message.tool_calls %}
+            {{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' }}
+            {{- call.function.arguments | tojson }}
+            {{- '}\\n</tool_call>' }}
+        {%- endfor %}
+        {{- '<|im_end|>\\n' }}
+    {%- else %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+    {%- if tools and messages[-1].role != 'tool' %}{{- '<tool_call>\\n' }}{%- endif %}
+{%- endif %}
+"""
+
+
+@pytest.fixture(scope="module")
+def chatting(demo, tmp_path_factory):
+    template = tmp_path_factory.mktemp("template") / "tools.jinja"
+    template.write_text(TEMPLATE.strip())
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--chat-template-file", str(template), "--temp", "0", "-n", "96"]) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def endless(demo):
+    args = ["--override-kv", f"qwen2moe.context_length=int:{2 * N}", "--ignore-eos", "-n", str(N)]
+    with Served(demo, expert_memory=4 << 20, n_ctx=2 * N, alias=MODEL, args=args) as it:
+        yield it
+
+
+@pytest.fixture(scope="module")
+def embedding(demo):
+    with Served(demo, expert_memory=4 << 20, n_ctx=512, alias=MODEL, embedding=True) as it:
+        yield it
+
+
+@pytest.fixture
+def client(request, tmp_path):
+    """Of a server, by its name."""
+    kind = request.param
+
+    def make(served: Served) -> Client:
+        try:
+            return kind(served.url, MODEL, tmp_path)
+        except ImportError as error:
+            pytest.skip(f"{error}: needs the extra test-clients")
+
+    return make
+
+
+def each(what: str) -> pytest.MarkDecorator:
+    """Every client that can do it."""
+    assert what in WHAT
+    able = {name: kind for name, kind in CLIENTS.items() if what not in kind.cannot}
+    return pytest.mark.parametrize(
+        "client", [pytest.param(kind, id=name, marks=pytest.mark.slow if kind.slow else ()) for name, kind in able.items()], indirect=True
+    )
+
+
+def expected(served: Served) -> str:
+    """What the server says to a plain request. Asked twice: from then on the prompt is kept, and each answer computed from the same place."""
+    body = {"messages": [{"role": "user", "content": QUESTION}]}
+    texts = [httpx.post(f"{served.url}/v1/chat/completions", json=body, timeout=300).json()["choices"][0]["message"]["content"] for _ in range(2)]
+    return texts[1].strip()
+
+
+def metric(served: Served, name: str) -> float:
+    return float(re.search(rf"^llamacpp:{name} (\S+)$", httpx.get(f"{served.url}/metrics", timeout=300).text, re.MULTILINE)[1])
+
+
+@each("chat")
+def test_chat(client, chatting):
+    assert expected(chatting) == client(chatting).chat(QUESTION).strip() != ""
+
+
+@each("stream")
+def test_stream(client, chatting):
+    text = expected(chatting)
+    pieces = [piece for piece in client(chatting).stream(QUESTION) if piece]
+    assert "".join(pieces).strip() == text and len(pieces) > 3
+
+
+@each("tools")
+def test_tools(client, chatting):
+    calls, answer = client(chatting).tools(QUESTION)
+    assert calls == [("measure", {"unit": "metres"})] and answer.strip()
+
+
+@each("schema")
+def test_schema(client, chatting):
+    found = json.loads(client(chatting).schema("A number as JSON"))
+    assert found.keys() == set(SCHEMA["required"]) and isinstance(found["n"], int)
+
+
+@each("embeddings")
+def test_embeddings(client, embedding):
+    one, same, other = client(embedding).embeddings(["a dog", "a dog", "seven"])
+    assert one == pytest.approx(same, abs=1e-4) and one != pytest.approx(other, abs=1e-2) and len(one) == 128
+
+
+@each("list")
+def test_list(client, chatting):
+    assert client(chatting).list() == [MODEL]
+
+
+@each("cancel")
+def test_cancel(client, endless):
+    """What is given up is no longer computed."""
+    before = metric(endless, "tokens_predicted_total")
+    client(endless).cancel(QUESTION)
+    wait_until(lambda: metric(endless, "requests_processing") == 0)
+    assert metric(endless, "tokens_predicted_total") - before < N
+
+
+def test_what_a_client_cannot_do_is_named_with_its_reason():
+    for kind in CLIENTS.values():
+        methods = {what for what in WHAT if hasattr(kind, what)}
+        assert methods | kind.cannot.keys() == set(WHAT) and not methods & kind.cannot.keys() and all(kind.cannot.values())
