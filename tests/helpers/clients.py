@@ -29,7 +29,7 @@ Calls = list[tuple[str, dict[str, Any]]]
 class Client:
     """What is asked of each. url: the server's. model: its name there.
 
-    chat, stream: the answer to a question, whole and in pieces. tools: what was called, and the answer to its result. schema: JSON text.
+    chat, stream: the answer to a question, whole and in pieces. tools: what was called, and then once the result was told. schema: JSON text.
     embeddings: a vector for each text. list: names of models. cancel: an answer of which some has come is given up.
     """
 
@@ -66,14 +66,15 @@ class OpenAI(Client):
         for chunk in self.client.chat.completions.create(model=self.model, messages=self.user(text), stream=True):
             yield chunk.choices[0].delta.content or ""
 
-    def tools(self, text: str) -> tuple[Calls, str]:
-        messages = self.user(text)
-        said = self.client.chat.completions.create(model=self.model, messages=messages, tools=[TOOL]).choices[0]
-        assert said.finish_reason == "tool_calls"
-        calls = said.message.tool_calls
-        messages += [said.message, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls)]
-        answer = self.client.chat.completions.create(model=self.model, messages=messages, tools=[TOOL])
-        return [(call.function.name, json.loads(call.function.arguments)) for call in calls], answer.choices[0].message.content
+    def tools(self, text: str) -> list[Calls]:
+        messages, replies = self.user(text), []
+        for _ in range(2):
+            said = self.client.chat.completions.create(model=self.model, messages=messages, tools=[TOOL]).choices[0]
+            assert said.finish_reason == "tool_calls"
+            calls = said.message.tool_calls
+            replies.append([(call.function.name, json.loads(call.function.arguments)) for call in calls])
+            messages += [said.message, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in calls)]
+        return replies
 
     def schema(self, text: str) -> str:
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
@@ -112,15 +113,17 @@ class Anthropic(Client):
         with self.client.messages.stream(**self.ask(text)) as stream:
             yield from stream.text_stream
 
-    def tools(self, text: str) -> tuple[Calls, str]:
+    def tools(self, text: str) -> list[Calls]:
         tool = {"name": "measure", "description": "Measures the room", "input_schema": PARAMETERS}
-        said = self.client.messages.create(**self.ask(text, tools=[tool]))
-        assert said.stop_reason == "tool_use"
-        calls = [block for block in said.content if block.type == "tool_use"]
-        results = [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT} for call in calls]
-        messages = [*self.user(text), {"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
-        answer = self.client.messages.create(**self.ask(text, tools=[tool], messages=messages))
-        return [(call.name, call.input) for call in calls], answer.content[0].text
+        messages, replies = self.user(text), []
+        for _ in range(2):
+            said = self.client.messages.create(**self.ask(text, tools=[tool], messages=messages))
+            assert said.stop_reason == "tool_use"
+            calls = [block for block in said.content if block.type == "tool_use"]
+            replies.append([(call.name, call.input) for call in calls])
+            results = [{"type": "tool_result", "tool_use_id": call.id, "content": RESULT} for call in calls]
+            messages += [{"role": "assistant", "content": said.content}, {"role": "user", "content": results}]
+        return replies
 
     def list(self) -> list[str]:
         return [model.id for model in self.client.models.list()]
@@ -144,13 +147,15 @@ class Ollama(Client):
         for part in self.client.chat(self.model, self.user(text), stream=True):
             yield part.message.content
 
-    def tools(self, text: str) -> tuple[Calls, str]:
+    def tools(self, text: str) -> list[Calls]:
         messages: list[Any] = self.user(text)
-        said = self.client.chat(self.model, messages, tools=[TOOL]).message
-        calls = said.tool_calls or []
-        messages += [said, *({"role": "tool", "tool_name": call.function.name, "content": RESULT} for call in calls)]
-        answer = self.client.chat(self.model, messages, tools=[TOOL]).message.content
-        return [(call.function.name, dict(call.function.arguments)) for call in calls], answer
+        replies = []
+        for _ in range(2):
+            said = self.client.chat(self.model, messages, tools=[TOOL]).message
+            calls = said.tool_calls or []
+            replies.append([(call.function.name, dict(call.function.arguments)) for call in calls])
+            messages += [said, *({"role": "tool", "tool_name": call.function.name, "content": RESULT} for call in calls)]
+        return replies
 
     def schema(self, text: str) -> str:
         return self.client.chat(self.model, self.user(text), format=SCHEMA).message.content
@@ -178,14 +183,17 @@ class _LangChain(Client):
         for piece in self.chat_model.stream(text):
             yield piece.content
 
-    def tools(self, text: str) -> tuple[Calls, str]:
+    def tools(self, text: str) -> list[Calls]:
         from langchain_core.messages import HumanMessage, ToolMessage
 
         model = self.chat_model.bind_tools([TOOL])
         messages: list[Any] = [HumanMessage(text)]
-        said = model.invoke(messages)
-        messages += [said, *(ToolMessage(RESULT, tool_call_id=call["id"]) for call in said.tool_calls)]
-        return [(call["name"], call["args"]) for call in said.tool_calls], model.invoke(messages).content
+        replies = []
+        for _ in range(2):
+            said = model.invoke(messages)
+            replies.append([(call["name"], call["args"]) for call in said.tool_calls])
+            messages += [said, *(ToolMessage(RESULT, tool_call_id=call["id"]) for call in said.tool_calls)]
+        return replies
 
     def schema(self, text: str) -> str:
         return json.dumps(self.chat_model.with_structured_output(SCHEMA).invoke(text))
@@ -244,12 +252,14 @@ class LiteLLM(Client):
         for chunk in self.module.completion(**self.where, messages=self.user(text), stream=True):
             yield chunk.choices[0].delta.content or ""
 
-    def tools(self, text: str) -> tuple[Calls, str]:
+    def tools(self, text: str) -> list[Calls]:
         messages: list[Any] = self.user(text)
-        said = self.module.completion(**self.where, messages=messages, tools=[TOOL]).choices[0].message
-        messages += [said, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in said.tool_calls)]
-        answer = self.module.completion(**self.where, messages=messages, tools=[TOOL]).choices[0].message.content
-        return [(call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls], answer
+        replies = []
+        for _ in range(2):
+            said = self.module.completion(**self.where, messages=messages, tools=[TOOL]).choices[0].message
+            replies.append([(call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls])
+            messages += [said, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in said.tool_calls)]
+        return replies
 
     def schema(self, text: str) -> str:
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
@@ -288,8 +298,8 @@ class LLM(Client):
     def command(self, *args: str) -> list[str]:
         return [os.path.join(os.path.dirname(sys.executable), "llm"), "-m", self.model, *args]
 
-    def run(self, *args: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(self.command(*args), env=self.environment, capture_output=True, text=True, timeout=300, check=True, stdin=subprocess.DEVNULL)
+    def run(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*args), env=self.environment, capture_output=True, text=True, timeout=300, check=check, stdin=subprocess.DEVNULL)
 
     def chat(self, text: str) -> str:
         return self.run("--no-stream", text).stdout
@@ -300,11 +310,12 @@ class LLM(Client):
                 yield piece.decode()
         assert process.returncode == 0
 
-    def tools(self, text: str) -> tuple[Calls, str]:
+    def tools(self, text: str) -> list[Calls]:
+        """It calls by itself, and gives up with an error what goes on calling."""
         code = f"def measure(unit: str) -> str:\n    'Measures the room'\n    return {RESULT!r}\n"
-        done = self.run("--functions", code, "--td", "--no-stream", text)
-        calls = [line for line in done.stderr.splitlines() if line.startswith("Tool call: ")]
-        return [(name, json.loads(given.rstrip(")").replace("'", '"'))) for name, _, given in (line[11:].partition("(") for line in calls)], done.stdout
+        done = self.run("--functions", code, "--td", "--no-stream", text, check=False)
+        calls = (line.removeprefix("Tool call: ").partition("(") for line in done.stderr.splitlines() if line.startswith("Tool call: "))
+        return [[(name, json.loads(given.rstrip(")").replace("'", '"')))] for name, _, given in calls]
 
     def schema(self, text: str) -> str:
         return self.run("--schema", json.dumps(SCHEMA), text).stdout
@@ -347,20 +358,22 @@ class OpenWebUI(Client):
         for delta in self.deltas(messages=self.user(text)):
             yield delta.get("content") or ""
 
-    def tools(self, text: str) -> tuple[Calls, str]:
+    def tools(self, text: str) -> list[Calls]:
         """Its "native" function calling."""
-        calls: dict[int, dict[str, Any]] = {}
-        for delta in self.deltas(messages=self.user(text), tools=[TOOL]):
-            for part in delta.get("tool_calls") or []:
-                if part["index"] not in calls:
-                    calls[part["index"]] = part
-                else:
-                    calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-        made = list(calls.values())
-        messages = [*self.user(text), {"role": "assistant", "content": "", "tool_calls": made},
-                    *({"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in made)]  # fmt: skip
-        answer = "".join(delta.get("content") or "" for delta in self.deltas(messages=messages, tools=[TOOL]))
-        return [(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in made], answer
+        messages, replies = self.user(text), []
+        for _ in range(2):
+            calls: dict[int, dict[str, Any]] = {}
+            for delta in self.deltas(messages=messages, tools=[TOOL]):
+                for part in delta.get("tool_calls") or []:
+                    if part["index"] in calls:
+                        calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+                    else:
+                        calls[part["index"]] = part
+            made = list(calls.values())
+            replies.append([(call["function"]["name"], json.loads(call["function"]["arguments"])) for call in made])
+            messages += [{"role": "assistant", "content": "", "tool_calls": made}]
+            messages += [{"role": "tool", "tool_call_id": call["id"], "content": RESULT} for call in made]
+        return replies
 
     def schema(self, text: str) -> str:
         wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}

@@ -200,32 +200,9 @@ def test_logprobs(server):
     assert [len(token.top_logprobs) for token in answer.choices[0].logprobs.content] == [2, 2, 2]
 
 
-def test_json_schema(server):
-    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
-    wanted = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
-    answer = server.client().chat.completions.create(**ask("A number as JSON", response_format=wanted, max_tokens=200))
-    assert isinstance(json.loads(answer.choices[0].message.content)["n"], int)
-
-
 def test_responses(server):
     answer = server.client().responses.create(model="demo", input=PROMPTS[0], max_output_tokens=16, temperature=0)
     assert answer.output_text and answer.usage.output_tokens <= 16
-
-
-def test_anthropic(server):
-    anthropic = pytest.importorskip("anthropic", reason="needs the extra test-clients")
-    client = anthropic.Anthropic(base_url=server.url, api_key=KEY, max_retries=0)
-    request = {"model": "demo", "max_tokens": 16, "messages": [{"role": "user", "content": PROMPTS[0]}], "extra_body": {"temperature": 0}}
-    answer = client.messages.create(**request)
-    with client.messages.stream(**request) as stream:
-        streamed = "".join(stream.text_stream)
-    assert answer.content[0].text == streamed and answer.usage.output_tokens <= 16
-
-
-def test_langchain(server):
-    langchain_openai = pytest.importorskip("langchain_openai", reason="needs the extra test-clients")
-    model = langchain_openai.ChatOpenAI(base_url=f"{server.url}/v1", api_key=KEY, model="demo", temperature=0, max_tokens=16, max_retries=0)
-    assert "".join(piece.content for piece in model.stream(PROMPTS[0])) == model.invoke(PROMPTS[0]).content
 
 
 def test_curl(server):
@@ -233,14 +210,6 @@ def test_curl(server):
     headers = ["-H", f"Authorization: Bearer {KEY}", "-H", "Content-Type: application/json"]
     done = subprocess.run(["curl", "-sN", f"{server.url}/v1/chat/completions", *headers, "-d", body], capture_output=True, text=True, timeout=300)
     assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
-
-
-def test_embeddings(demo):
-    """Of a model without a pooling of its own: the mean of its tokens."""
-    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--embedding")
-    one, two, other = (item.embedding for item in server.client().embeddings.create(model="demo", input=["a dog", "a dog", "seven"]).data)
-    assert one == pytest.approx(two, abs=1e-4) and one != pytest.approx(other, abs=1e-2) and len(one) == 128
-    assert server.stop(signal.SIGTERM)[0] == 0
 
 
 def test_the_first_answer_does_not_pay_for_the_warm_up(demo):
@@ -337,11 +306,11 @@ def test_ctrl_c_in_a_terminal(demo):
     child.expect(r"on (http://\S+)/v1.*Ctrl-C ends")
     url = child.match[1]
     with httpx.stream("POST", f"{url}/completion", json={"prompt": "Count", "n_predict": 4000, "ignore_eos": True, "stream": True}, timeout=300) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()
+        next(lines)
         child.sendintr()
         child.expect("SIGINT: every answer ends")
-        for _ in answer.iter_lines():
-            pass
+        assert '"error"' in "".join(lines)
     rest = child.read()
     child.wait()
     assert child.exitstatus == 0 and "Traceback" not in rest and " E " not in rest, rest
