@@ -6,7 +6,9 @@ rich is imported when a bar appears: a command that shows none does not pay for 
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,9 +23,24 @@ LINE_DELAY = 1.0  # before a line appears on a terminal
 LINE_MINUTE = 60.0  # between lines elsewhere
 
 
+COLUMNS = 80
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    """Lines of at most 80 columns; words are never cut.
+
+    Args:
+        indent: of the second line and all after it.
+    """
+    return textwrap.fill(text, COLUMNS, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
 def note(text: str) -> None:
-    """A line on standard error, dimmed if that is a terminal."""
-    print(f"\x1b[2m{text}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+    """A line on standard error; on a terminal dimmed, and broken between words where that is too narrow."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns
+        text = "\x1b[2m" + "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")) + "\x1b[0m"
+    print(text, file=sys.stderr, flush=True)
 
 
 class ProgressLine:
@@ -42,7 +59,8 @@ class ProgressLine:
             return
         self._next = now + (LOADING_INTERVAL if self._terminal else LINE_MINUTE)
         rate = (done - self._done) / max(now - self._started, 1e-9)
-        left = f", {rate:.3g}/s, {_clock((total - done) / rate)} left" if rate and total else ""
+        each = "tok/s" if self._unit == "tokens" else "/s"
+        left = f", {rate:.3g} {each}, {_clock((total - done) / rate)} left" if rate and total else ""
         text = f"{stage}: {done} of {total} {self._unit}".rstrip() + left
         self._shown = self._terminal
         print(f"\r\x1b[2K\x1b[2m{text}\x1b[0m" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)

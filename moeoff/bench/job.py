@@ -63,6 +63,8 @@ class Job:
         registers: Python files that are imported before the model is opened, for the policies, predictors and presets they register.
         environment: variables of the process, added to this one's.
         parts: meters where the time of single tokens goes (`time_parts`).
+        tells: how far it is, twice a second.
+        flags: of options, as an error shall name them, with the form of their value; empty: by their longest names.
     """
 
     model: str
@@ -79,6 +81,8 @@ class Job:
     registers: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     parts: bool = False
+    tells: bool = False
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from .. import __version__
+from ..console import wrapped
 from ..cpu import cpu_name, n_cores
 from ..errors import OptionError
 from ..gguf.model_index import ModelIndex
@@ -184,7 +185,7 @@ def _mode(done: Measurement, note: str) -> str:
     if "direct_io" not in closed:  # it ended before; its cgroup's peak is known all the same
         return note
     parts = [f"{'direct reads' if closed['direct_io'] else 'reads through the page cache'} by {opened['io_threads']} I/O threads"]
-    parts.append(f"{opened['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}")
+    parts.append(f"{closed['resident_share']:.0%} of the experts fit at a context of {opened['n_ctx']}")
     tier = opened["tier"]
     parts.append("own precision" if tier == "original" and not closed["precision_summary"] else closed["precision_summary"] or f"all experts in {tier}")
     if closed["prefetch_on"] is not None:
@@ -295,7 +296,7 @@ def _speed(row: Row) -> str:
 
 # (title, width, value); a negative width aligns to the left, as in llama-bench
 _ALWAYS: list[tuple[str, int, Callable[[Row], str]]] = [
-    ("memory", 9, lambda r: format_size(r.memory) if r.memory else "no limit"),
+    ("memory", 10, lambda r: format_size(r.memory) if r.memory else "no limit"),
     ("strategy", -15, lambda r: r.strategy),
 ]
 _IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
@@ -353,7 +354,7 @@ class Markdown(Format):
         return out
 
     def end(self) -> str:
-        return "\n" + "".join(f"{note}\n" for note in self._notes)
+        return "\n" + "".join(wrapped(note, "    ") + "\n" for note in self._notes)
 
 
 def _title(row: Row) -> str:

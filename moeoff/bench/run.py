@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ..budget.dry_load import context_for
@@ -58,7 +58,7 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
             timer.start()
         assert process.stdin is not None and process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
-            process.stdin.write(pickle.dumps(job))
+            process.stdin.write(pickle.dumps(replace(job, tells=listener is not None)))
             process.stdin.close()
         for line in process.stdout:
             event = json.loads(line)
@@ -69,6 +69,8 @@ def measure(job: Job, listener: Listener | None = None, timeout: float | None = 
                     out.samples.append(Sample(**event))
                 case "error":
                     out.error = event["text"]
+                case "progress":
+                    pass
                 case facts:  # opened or closed
                     setattr(out, facts, event)
         code = process.wait()
@@ -205,6 +207,7 @@ class Grid:
         options: the others, one value each.
         compare_stock: stock llama.cpp, too, at each memory, with its repacked kernels and with plain ones; each in a cgroup with that limit where
             one can be made.
+        flags: as those of a `Job`.
     """
 
     model: str
@@ -216,6 +219,7 @@ class Grid:
     text: str | None = None
     compare_stock: bool = False
     seconds: float | None = None
+    flags: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def n_ctx(self) -> int:
@@ -235,7 +239,8 @@ class Grid:
             if memory:
                 options["memory"] = memory
             limit, note = _limit(memory) if self.compare_stock else (None, "")
-            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, seconds=self.seconds, limit_bytes=limit)
+            job = Job(self.model, MOEOFF, options, self.tests, self.repetitions, self.warm_up, self.text, seconds=self.seconds, limit_bytes=limit,
+                      flags=self.flags)  # fmt: skip
             out.append((job, memory, note))
             if self.compare_stock:
                 theirs = {"n_threads": n_cores(), **{name: options[name] for name in _SHARED if name in options}}

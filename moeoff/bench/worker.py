@@ -12,6 +12,7 @@ import pickle
 import resource
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 Emit = Callable[..., None]
 _WARM_UP_TOKENS = 32  # of a test of single tokens
+_TELL = 0.5  # seconds between lines that say how far a test is
 
 
 def main() -> None:
@@ -37,51 +39,77 @@ def main() -> None:
     lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what a library prints is no line of ours
 
+    lock = threading.Lock()
+
     def emit(kind: str, **fields: Any) -> None:
-        lines.write(json.dumps({"kind": kind, **fields}) + "\n")
-        lines.flush()
+        with lock:
+            lines.write(json.dumps({"kind": kind, **fields}) + "\n")
+            lines.flush()
 
     from ..errors import MoeoffError
     from ..options import in_flags
 
+    job: Job | None = None
     try:
-        job: Job = pickle.load(sys.stdin.buffer)
+        job = pickle.load(sys.stdin.buffer)
+        assert job is not None
         for path in job.registers:
             sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
             importlib.import_module(os.path.splitext(os.path.basename(path))[0])
         work(job, emit)
     except (MoeoffError, OSError, MemoryError, ValueError, RuntimeError) as error:
-        emit("error", text=(in_flags(error) if isinstance(error, MoeoffError) else str(error)) or type(error).__name__)
+        emit("error", text=(in_flags(error, (job and job.flags) or None) if isinstance(error, MoeoffError) else str(error)) or type(error).__name__)
         sys.exit(1)
 
 
 def work(job: Job, emit: Emit) -> None:
-    """Opens the model, runs the tests, and tells of it: "opened", "sample" for each repetition, "closed"."""
+    """Opens the model, runs the tests, and tells of it: "opened", "progress" if the job asks for it, "sample" for each repetition, "closed"."""
     started = time.perf_counter()
     engine = _Engine(job)
     opened = engine.opened()
     emit("opened", seconds=time.perf_counter() - started, **opened)
     stream = TokenStream(engine.llm, read_text(job.text), engine.llm.adds_bos())
+    ended = threading.Event()
+    if job.tells:
+        threading.Thread(target=_tell, args=(engine, emit, ended), daemon=True).start()
     for index, test in enumerate(job.tests):
         if job.warm_up:
             engine.run(index, BenchTest(test.n_prompt, min(test.n_gen, _WARM_UP_TOKENS)), stream, job.seconds)
-        for _ in range(job.repetitions):
+        for repetition in range(job.repetitions):
+            engine.repetition = repetition
             sample = engine.run(index, test, stream, job.seconds, job.parts and job.engine == MOEOFF and not test.n_prompt)
             emit("sample", **asdict(sample))
             if sample.n_tokens < test.n_tokens:
                 break
+        engine.repetition = None
+    ended.set()
     closed = engine.facts("direct_io", "prefetch_on", "prefetch_gain", "events_dropped", "precision_summary", "estimated_loss") | {"peak_rss_bytes": peak_rss()}
+    closed |= engine.resident_share()
     engine.llm.close()
     if job.probe_seconds:
         closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), opened.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
     emit("closed", **closed)
 
 
+def _tell(engine: _Engine, emit: Emit, ended: threading.Event) -> None:
+    while not ended.wait(_TELL):
+        emit("progress", test=engine.test, repetition=engine.repetition, done=engine.done)
+
+
 class _Engine:
-    """moeoff's class and llama_cpp's as the same few calls."""
+    """moeoff's class and llama_cpp's as the same few calls.
+
+    Attributes:
+        test: the one that runs.
+        repetition: of it; None: it warms up.
+    """
+
+    test = 0
+    repetition: int | None = None
 
     def __init__(self, job: Job):
         options = {"verbose": False} | dict(job.options)
+        self._single = 0
         self.llm: Any
         self._moeoff: Llama | None = None
         if job.engine == MOEOFF:
@@ -107,15 +135,25 @@ class _Engine:
         )
         if self._moeoff is not None:
             facts["io_threads"] = self._moeoff.engine.io_threads.n
-            facts["resident_share"] = facts["arena_bytes"] / max(self._moeoff.engine.buffer.arena_full, 1)
         return facts
+
+    def resident_share(self) -> dict[str, float]:
+        """Of the experts, what memory holds now: after tests of single tokens more than before them, since buffers are lent."""
+        if self._moeoff is None:
+            return {}
+        return {"resident_share": self._moeoff.stats().arena_bytes / max(self._moeoff.engine.buffer.arena_full, 1)}
+
+    @property
+    def done(self) -> int:
+        """Tokens of this repetition so far. From any thread."""
+        return self._single + (self._moeoff.engine.prompt_tokens if self._moeoff is not None else 0)
 
     def _seconds(self) -> float:
         """Inside llama_decode so far."""
         return sum(self.facts("prompt_seconds", "gen_seconds").values()) if self._moeoff is not None else float(self.llm.decode_seconds)
 
     def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, parts: bool = False) -> Sample:
-        llm, model = self.llm, self._moeoff
+        llm, model, self.test, self._single = self.llm, self._moeoff, index, 0
         if not test.continues:
             llm.reset()
             if test.depth:
@@ -137,7 +175,7 @@ class _Engine:
                 meter.token(lambda: llm.eval([token]))  # noqa: B023  # called at once
             else:
                 llm.eval([token])
-            done += 1
+            done, self._single = done + 1, self._single + 1
         seconds, cpu, faults = self._seconds() - before, time.process_time() - cpu, _page_faults() - faults
         found = meter.end(seconds) if meter is not None else {}
         if model is not None:

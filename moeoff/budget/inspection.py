@@ -10,14 +10,18 @@ from typing import Any
 from ..cpu import n_cores
 from ..devices import devices
 from ..gguf.model_index import ModelIndex, parse_tensor_name
-from ..memory import MIB, available
+from ..memory import MIB, available, rss
 from .compute_probe import token_seconds
-from .disk_probe import DiskRate, probe
+from .disk_probe import DiskRate, choose_io_threads, probe
 from .dry_load import SliceKind, dry_load, slice_kinds, token_bytes, usual_ctx
-from .memory_plan import RESERVE, expected_bytes
+from .memory_plan import CELLS, RESERVE, MemoryPlan, expected_bytes, process_once_loaded
+from .micro_batch import LEAST, USUAL, choose_within, recall_rates
 
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
+_FILLED = 128  # tokens of the context, of a short question and its answer: what is behind them is lent to the experts
+_BESIDE = 1.12  # times computing alone takes: threads that sleep and wake, driver and reads take cores while experts come and go
+_SEEN = 0.5  # of the time that reading takes: the rest passes while other experts are computed
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class MemoryOption:
     """A memory budget, and what it gives.
 
     Attributes:
-        resident_share: of the experts' bytes.
+        resident_share: of the experts' bytes, while tokens are decoded in a short conversation.
         tps: tokens per second, see `speed`; None if it was not probed, or too little to run.
         fits: whether the model runs in it at all.
         asked: it is the budget that was asked about.
@@ -89,10 +93,64 @@ class Report:
     devices: tuple[DeviceMemory, ...]
 
 
-def speed(token_bytes: int, resident_share: float, bytes_per_second: float, compute_seconds: float) -> float:
-    """Tokens per second: a token is computed, and waits for what it misses, which is little of what it uses where tokens come back to their experts
-    (`expected_bytes`)."""
-    return 1 / (compute_seconds + expected_bytes(token_bytes, resident_share) / bytes_per_second)
+def speed(nbytes: float, bytes_per_second: float, compute_seconds: float) -> float:
+    """Tokens per second, if each reads so many bytes: reading is hidden behind computing in part, and a token takes no less time than its reads.
+
+    The parts are those of docs/results: time.md, and real-sizes.md for larger models, from which a test takes that they tell what was measured there.
+    """
+    if not nbytes:
+        return 1 / compute_seconds
+    reading = nbytes / bytes_per_second
+    return 1 / max(_BESIDE * compute_seconds + _SEEN * reading, reading)
+
+
+class Residence:
+    """The share of the experts that is in memory while tokens are decoded, by budget: as `moeoff run` chooses its micro-batch, and lends experts what
+    batches of one token leave untouched of the buffers, and a short conversation of the KV cache.
+
+    Args:
+        plan: with the usual micro-batch.
+        keywords: of llama_cpp.Llama, with which the model would be opened.
+    """
+
+    def __init__(self, model_index: ModelIndex, plan: MemoryPlan, keywords: Mapping[str, Any] | None):
+        self._model_index, self._usual, self._keywords = model_index, plan, dict({"flash_attn": True} if keywords is None else keywords)
+        self._chosen = bool(self._keywords.get("n_batch") or self._keywords.get("n_ubatch"))
+        self._rates = recall_rates(model_index, self._keywords.get("n_threads") or n_cores())
+        self._plans = {min(USUAL, plan.n_ctx): plan}
+        self._n_gpu_layers = self._keywords.get("n_gpu_layers") or 0
+        self._state_lent = self._unused_state()
+        # every command plans with the same process, so that all name the same needs; a run then has what its own is smaller by
+        self._smaller = max(plan.process - process_once_loaded(rss()), 0)
+
+    def _with_batches_of(self, n_tokens: int) -> MemoryPlan:
+        if n_tokens not in self._plans:
+            self._plans[n_tokens] = dry_load(self._model_index, self._usual.n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens})
+        return self._plans[n_tokens]
+
+    def _unused_state(self) -> int:
+        """Bytes of the KV cache behind the first tokens: what grows with the context, for the rest of it."""
+        n_ctx, half = self._usual.n_ctx, self._usual.n_ctx // 2
+        unused = n_ctx - _FILLED - CELLS
+        if unused <= 0 or not half:
+            return 0
+        shorter = dry_load(self._model_index, half, self._keywords)
+        return max(self._usual.state - shorter.state, 0) * unused // (n_ctx - half)
+
+    def plan(self, budget: int) -> MemoryPlan:
+        """How a run divides this budget; one that is below the floor as if it were that."""
+        if self._chosen:
+            return self._usual
+        return self._with_batches_of(choose_within(self._usual, max(budget, self._usual.floor), self._rates).n_tokens)
+
+    def share(self, budget: int) -> float:
+        if budget < self._usual.floor:
+            return 0.0
+        plan, lent = self.plan(budget), 0
+        if not (self._n_gpu_layers and devices()):  # what a device computes with is not lent
+            least = self._with_batches_of(LEAST)
+            lent = max(plan.compute - least.compute, 0) + max(plan.work - least.work, 0) + self._state_lent
+        return min(1.0, max(budget - plan.fixed + self._smaller + lent, plan.arena_floor) / plan.arena_full) if plan.arena_full else 1.0
 
 
 def examine(
@@ -117,14 +175,17 @@ def examine(
     per_token, disk, compute = token_bytes(model_index), None, None
     if probe_disk:
         file = next(iter(model_index.experts.values())).file
-        disk = probe(model_index.files[file], max(kind.nbytes for kind in kinds), PROBE_SECONDS)
+        largest = max(kind.nbytes for kind in kinds)
+        disk = probe(model_index.files[file], largest, PROBE_SECONDS, choose_io_threads(model_index.files[file], largest, plan.arena_full).n)
         compute = token_seconds(model_index, (keywords or {}).get("n_threads") or n_cores())
 
+    residence = Residence(model_index, plan, keywords)
     budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
     rows = []
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
-        share, fits = plan.resident_share(bound), bound >= plan.floor
-        tps = speed(per_token, share, disk.bytes_per_second, compute) if disk and compute and fits else None
+        share, fits = residence.share(bound), bound >= plan.floor
+        read = expected_bytes(per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1))
+        tps = speed(read, disk.bytes_per_second, compute) if disk and compute and fits else None
         rows.append(MemoryOption(bound, round(share, 4), tps, fits, bound == memory))
     shared = model_index.hparams.get("expert_shared_count")
     return Report(

@@ -11,6 +11,7 @@ from ..memory import MIB, available, format_size, parse_percent, parse_size, rss
 RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
 _PROCESS = 72 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
 _LIBRARIES = 8 << 20  # llama.cpp and numpy take this much more once a model is loaded
+CELLS = 64  # tokens: so much of the KV cache is taken back at a time
 _CTX_STEP = 256  # llama.cpp rounds contexts up to this
 ALLOCATED = ("weights", "state", "compute", "work", "outputs")  # of a MemoryPlan, by llama.cpp
 
@@ -140,15 +141,28 @@ def require_header_room(path: str, header_memory: int, budget: int | None) -> No
         )
 
 
-def planned_process(taken: int) -> int:
+def process_once_loaded(taken: int) -> int:
     """Bytes that a process takes without the model, once it is loaded, of those that it takes now."""
-    return max(_PROCESS, taken + _LIBRARIES)
+    return taken + _LIBRARIES
 
 
-def expected_bytes(nbytes: float, resident: float) -> float:
-    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident: tokens come back to their experts,
-    and misses (1 - resident) squared, as the reference model has them under LRU."""
-    return nbytes * max(1.0 - resident, 0.0) ** 2
+def planned_process(taken: int) -> int:
+    """The same, as it is planned before."""
+    return max(_PROCESS, process_once_loaded(taken))
+
+
+_USUAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers have at most
+
+
+def expected_bytes(nbytes: float, resident: float, choice: float = _USUAL_CHOICE) -> float:
+    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident. Tokens come back to their experts: misses are
+    (1 - resident) squared where a token uses an eighth of the experts or more, and to the fifth where it uses a sixteenth, because the same share then
+    holds twice as many tokens' experts (docs/results: cache-policies.md, real-sizes.md).
+
+    Args:
+        choice: experts of a layer for each that a token uses.
+    """
+    return nbytes * max(1.0 - resident, 0.0) ** min(max(2.0 + 3.0 * (choice / _USUAL_CHOICE - 1.0), 2.0), 5.0)
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import note, progress_bar
+from ..console import ProgressLine, note, progress_bar
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
+from ..memory import format_size
 from ..options import TABLE, Option, in_flags
-from .options import command, files_beside, given_files, help_of, own, takes, takes_model
+from .options import Listed, command, files_beside, flags_as_typed, given_files, help_of, own, remark_on_context, remark_on_memory, takes, takes_model
 
 if TYPE_CHECKING:
     from ..bench.job import BenchTest, Job
@@ -73,7 +74,7 @@ def pair(text: str) -> list[tuple[int, int]]:
     return [(prompt, single)]
 
 
-def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: str = "N,...") -> Callable[[Any], Any]:
+def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: str = "N,...", kind: Any = None) -> Callable[[Any], Any]:
     """An option that may be repeated, each time with several values."""
 
     def callback(context: click.Context, parameter: click.Parameter, values: tuple[str, ...]) -> list[Any]:
@@ -87,7 +88,7 @@ def _several(*names: str, read: Callable[[str], list[Any]], help: str, metavar: 
                 raise click.BadParameter(f"{value!r} is not {metavar}", context, parameter) from None
         return list(dict.fromkeys(out))
 
-    return own(*names, multiple=True, metavar=metavar, callback=callback, help=help)
+    return own(*names, multiple=True, metavar=metavar, type=kind, callback=callback, help=help)
 
 
 # options of the table that take several values here, each of which is a configuration
@@ -98,7 +99,8 @@ _COLUMNS = AXES[2:]  # of the result, where several are given
 def _axes(function: Callable[..., None]) -> Callable[..., None]:
     for line in (TABLE[name] for name in reversed(AXES)):
         usual = line.default if line.usual is None else line.usual
-        function = _several(*line.flags, line.name, read=partial(_read_axis, line), metavar=f"{line.metavar},...", help=help_of(line, usual))(function)
+        function = _several(*line.flags, line.name, read=partial(_read_axis, line), metavar=f"{line.metavar},...", help=help_of(line, usual),
+                            kind=Listed(line))(function)  # fmt: skip
     return function
 
 
@@ -143,6 +145,8 @@ def bench(
 
     model = path + model
     require_new(plot, [*(file for one in model or (None,) for file in files_beside(one)), options["text"], *given_files(options)], "--plot")
+    for size in options["memory"]:
+        remark_on_memory(size)
     tests = _tests(n_prompt or [512], n_gen or [128], pg, n_depth or [0])
     varied = {name for name in _COLUMNS if options[name]}
     grids = _grids(model or (demo_model(),), tests, **options)
@@ -188,24 +192,29 @@ def _grids(models: tuple[str, ...], tests: tuple[BenchTest, ...], *, n_ctx: int 
         model_index = ModelIndex.read(path)
         model_index.require_experts()
         model_index.require_text()
+        remark_on_context(n_ctx or 0, model_index.n_ctx_train, options)
+    flags = flags_as_typed(click.get_current_context())
     axes = {name: options.pop(name) or [TABLE[name].usual] for name in AXES}
-    return [Grid(path, tests, axes, options | {"n_ctx": n_ctx}, repetitions, not no_warmup, text, compare_stock) for path in models]
+    return [Grid(path, tests, axes, options | {"n_ctx": n_ctx}, repetitions, not no_warmup, text, compare_stock, flags=flags) for path in models]
 
 
-def _listener(job: Job) -> Listener | None:
-    """Says on a terminal what is running."""
-    if not sys.stderr.isatty():
-        return None
-    words = [job.engine, str(job.options.get("strategy") or "")]
-    n = 0
+def _listener(job: Job) -> Listener:
+    """Says how far the running test is."""
+    line = ProgressLine()
+    memory = job.options.get("memory")
+    name = " ".join(word for word in (job.engine, job.options.get("strategy"), format_size(memory) if memory else "") if word)
 
     def listen(event: dict[str, Any]) -> None:
-        nonlocal n
-        if event["kind"] == "sample":
-            n += 1
-        done = f"{n} of {len(job.tests) * job.repetitions}" if event["kind"] != "closed" else ""
-        sys.stderr.write(f"\r\x1b[2K{' '.join(words)} {done}" if done else "\r\x1b[2K")
-        sys.stderr.flush()
+        if event["kind"] in ("closed", "error"):
+            line.clear()
+        if event["kind"] != "progress":
+            return
+        test, repetition = job.tests[event["test"]], event["repetition"]
+        done, total = min(event["done"], test.n_tokens), test.n_tokens
+        if repetition is None:
+            line.update(f"{name}, {test.name}, warming up", done, total)
+        else:
+            line.update(f"{name}, {test.name}", repetition * total + done, job.repetitions * total)
 
     return listen
 

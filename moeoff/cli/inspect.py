@@ -46,7 +46,7 @@ def _print(r: Report) -> None:
     def table(*columns: str) -> Table:
         made = Table(box=None, pad_edge=False, header_style="bold", show_header=bool(any(columns)))
         for index, column in enumerate(columns):
-            made.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+            made.add_column(column, justify="left" if index == 0 else "right", overflow="fold")
         return made
 
     def line(name: str, text: str) -> None:
@@ -105,7 +105,7 @@ def _print(r: Report) -> None:
         computing = f"computing a token takes {1e3 * r.compute_seconds:.1f} ms on this CPU, " if r.compute_seconds else ""
         text = (
             f"Measured now: {computing}the disk gives {r.disk.bytes_per_second / 1e6:.0f} MB/s in reads of {format_size(r.disk.block_bytes)}{how}. "
-            "A token misses (1 - share in memory) squared of what it uses, and waits for that."
+            "A token uses some experts that the ones before it have used; the rest is read, half of it while others are computed."
         )
         console.print()
         console.print(text, style="dim", markup=False)

@@ -81,6 +81,14 @@ class _Given(click.ParamType):  # type: ignore[type-arg]  # generic since click 
         return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 
+class Listed(_Given):
+    """The same, where several values stand between commas."""
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        before, comma, last = incomplete.rpartition(",")
+        return [CompletionItem(before + comma + item.value, type=item.type) for item in super().shell_complete(ctx, param, last)]
+
+
 def command(name: str | None = None, cls: type[Command] = Command) -> Callable[[Callable[..., None]], click.Command]:
     """A command of these forms, whose errors are sentences."""
     return lambda function: click.command(name=name, cls=cls, context_settings=CONTEXT)(errors_as_sentences(function))
@@ -139,8 +147,8 @@ def takes(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decor
             read = {key: lines[key].read(value) for key, value in given.items() if value not in (None, ())}
             for remark in without_gpu(read):
                 note(remark)
-            if "memory" in read and read["memory"] > available():
-                note(f"{lines['memory'].flag} {given['memory']} is more than the {format_size(available())} that are available here")
+            if "memory" in read:
+                remark_on_memory(given["memory"])
             function(*args, **values, **(usual | read))
 
         out: Callable[..., None] = with_values
@@ -225,6 +233,21 @@ def open_standard_streams() -> None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, out.errors, line_buffering=out.line_buffering or out.write_through)
 
 
+def remark_on_memory(size: str) -> None:
+    """Says that a budget is more than there is."""
+    if TABLE["memory"].read(size) > available():
+        note(f"{TABLE['memory'].flag} {size} is more than the {format_size(available())} that are available here")
+
+
+_SCALED = {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}
+
+
+def remark_on_context(n_ctx: int, trained: int, options: Mapping[str, Any]) -> None:
+    """Says that a context is longer than the model was trained for, unless positions are scaled for that."""
+    if 0 < trained < n_ctx and not options.keys() & _SCALED:
+        note(f"a context of {n_ctx}: the model was trained for {trained} tokens, and what it writes behind them may make no sense")
+
+
 def files_beside(model: str | None) -> list[str]:
     """A model's files: its parts, and what is found beside it by name."""
     from ..gguf.model_index import SplitName
@@ -252,15 +275,24 @@ def sentence(error: BaseException) -> str:
     context = click.get_current_context(silent=True)
     if context is None:
         return in_flags(error)
-    typed = context.meta.get(_TYPED, [])
-    params = {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
-    flags = {name: (_as_typed(p, typed), p.metavar or name.upper()) for name, p in params.items()}
+    typed, flags = context.meta.get(_TYPED, []), flags_as_typed(context)
+    params = _options_of(context)
     said = in_flags(error, flags)
     name = next((name for name, value in error.hint.items() if name in flags and value is not ...), None)
     if name is None or not typed:
         return said
     command = shlex.join(_again(context.command_path.split(), typed, params[name], spelled(name, error.hint[name], flags).split()))
     return f"{said}; that is: {command}" if len(command) <= _LONGEST_COMMAND else said
+
+
+def _options_of(context: click.Context) -> dict[str, click.Option]:
+    return {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
+
+
+def flags_as_typed(context: click.Context) -> dict[str, tuple[str, str]]:
+    """Of each option of the running command, the flag that was typed, or its longest, and the form of its value."""
+    typed = context.meta.get(_TYPED, [])
+    return {name: (_as_typed(p, typed), p.metavar or name.upper()) for name, p in _options_of(context).items()}
 
 
 def _as_typed(param: click.Option, typed: Sequence[str]) -> str:

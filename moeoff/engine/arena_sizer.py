@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..budget.memory_plan import RESERVE, MemoryPlan, Pools
+from ..budget.memory_plan import CELLS, RESERVE, MemoryPlan, Pools
+from ..budget.micro_batch import LEAST
 from ..errors import BudgetError
 from ..memory import MIB, format_size, rss
 from .expert_buffer import ExpertBuffer
 
-LEAST = 8  # tokens: the smallest batches that are told apart
-CELLS = 64  # tokens: so much of the KV cache is taken back at a time
 _PATIENCE = 4  # batches in a row that must be small: a prompt of several pieces ends with a short one
 _WORTH = 4 * MIB  # less is not worth new plans and evictions
 

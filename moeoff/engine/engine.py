@@ -28,6 +28,7 @@ from ..budget.disk_probe import IO_THREADS, IoThreads, choose_io_threads
 from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.memory_plan import ALLOCATED, DeviceBound, MemoryPlan, require_header_room
+from ..budget.micro_batch import USUAL, MicroBatch, choose_within, keep_rates, recall_rates
 from ..chat_sandbox import growing
 from ..devices import devices
 from ..errors import Cancelled, OptionError
@@ -46,8 +47,8 @@ from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
 from .driver import Driver, attach_driver, sections, wants_gate_logits
 from .expert_buffer import ExpertBuffer
-from .micro_batch import USUAL, MicroBatch, PromptMeter, choose, keep_rates, recall_rates
 from .prefetcher import SAMPLE
+from .prompt_meter import PromptMeter
 from .quality import Quality
 from .stats import LayerHits, Stats, Timing
 from .warm_start import fill, read_ahead, recall, remember
@@ -136,6 +137,7 @@ class Engine:
     _ends: dict[int, int]  # of each sequence, the position behind its last token
     _followed = 0  # the budget that precision and driver were last chosen for
     _ran = False  # arenas have their sizes: it may compute
+    _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
 
     @growing()
     def __init__(
@@ -224,13 +226,7 @@ class Engine:
             return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
         if config.repeatable:
             return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
-        found = choose(
-            planned.n_ctx,
-            self.budget - (planned.fixed - planned.computing),
-            planned.arena_full,
-            lambda n: planned.computing * n // usual,
-            recall_rates(self.model_index, self.keywords["n_threads"]),
-        )
+        found = choose_within(planned, self.budget, recall_rates(self.model_index, self.keywords["n_threads"]))
         if found.n_tokens != usual:
             self.keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
             self.planned = self._dry_load(planned.n_ctx)
@@ -393,6 +389,7 @@ class Engine:
             self.driver.begin(tokens, spans, decodes, rows)
         if not decodes:
             self._prompt_meter.begin()
+            self._uses_before = self.buffer.stats().expert_uses
 
     def _moves_state(self, spans: Mapping[int, Span]) -> bool:
         """Whether llama.cpp first moves what is cached behind a gap in a sequence."""
@@ -402,6 +399,7 @@ class Engine:
 
     def end(self, n_tokens: int, seconds: float, decodes: bool) -> None:
         """After it. Raises what went wrong in a callback or an I/O thread."""
+        self._uses_before = None
         self.buffer.check()
         self._timing.add(n_tokens, seconds, decodes)
         if self._device_judge is not None:
@@ -412,6 +410,7 @@ class Engine:
 
     def settle(self) -> None:
         """After a batch that was interrupted, wherever that was, and before the next: nothing of it is left."""
+        self._uses_before = None
         self.buffer.forget_error()
         self.sizer.resize()
         if self.quality.simulates:
@@ -520,8 +519,10 @@ class Engine:
 
     @property
     def prompt_tokens(self) -> int:
-        """That have been computed since statistics began; of a prompt in progress, batch by batch. From any thread."""
-        return self._timing.prompt_tokens
+        """That have been computed since statistics began; of a batch in progress as many as its routers' selections so far amount to. From any thread."""
+        before, each = self._uses_before, max(self.model_index.n_expert_used, 1) * self.buffer.priorities.shape[0]
+        part = 0 if before is None else max(self.buffer.stats().expert_uses - before, 0) // max(each, 1)
+        return self._timing.prompt_tokens + part
 
     def reset_stats(self) -> None:
         self.buffer.reset_stats()

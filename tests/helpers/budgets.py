@@ -24,4 +24,4 @@ def needed(model: str, **options) -> int:
 
 def named(refusal: str) -> int:
     """MiB that a refusal names as enough."""
-    return int(re.search(r"this model needs (\d+) MiB", refusal)[1]) + 1
+    return int(re.search(r"this\s+model\s+needs\s+(\d+)\s+MiB", refusal)[1]) + 1

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import moeoff
 from moeoff.binding import api
-from moeoff.engine.micro_batch import SIZES, USUAL, PromptRates, choose, keep_rates, recall_rates
+from moeoff.budget.micro_batch import SIZES, USUAL, PromptRates, choose, keep_rates, recall_rates
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.memory import rss
 

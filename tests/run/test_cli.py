@@ -165,7 +165,7 @@ def test_a_long_job_says_how_far_it_is(monkeypatch, capsys):
     with progress_bar("tokens") as update:
         for done in (0, 100, 610, 620, 1000):
             update("evaluating", done, 2000)
-    assert capsys.readouterr().err == "evaluating: 610 of 2000 tokens, 10/s, 2:19 left\nevaluating: 1000 of 2000 tokens, 7.69/s, 2:10 left\n"
+    assert capsys.readouterr().err == "evaluating: 610 of 2000 tokens, 10 tok/s, 2:19 left\nevaluating: 1000 of 2000 tokens, 7.69 tok/s, 2:10 left\n"
 
 
 def test_a_prompt_that_is_computed_shows_how_far_it_is(monkeypatch, capsys):

@@ -11,13 +11,16 @@ import pytest
 
 import cgroup
 import moeoff
-from helpers.files import PROSE
+import results
+from grow_model import Growth, grow_model
+from helpers.files import DEMO, PROSE
 from moeoff.bench.job import BenchTest
 from moeoff.bench.run import Grid
 from moeoff.budget.dry_load import dry_load, memory_sizes, slice_kinds
 from moeoff.budget.inspection import examine, speed
+from moeoff.budget.memory_plan import expected_bytes
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.memory import MIB
+from moeoff.memory import MIB, slot_bytes
 
 
 def test_json(moeoff_command, demo):
@@ -78,23 +81,76 @@ def test_every_command_names_the_same_needs(demo, moeoff_command):
     asked = ("-m", demo, "--memory", f"{needed - 1}M", "-n", "8")
     for command in (("run", *asked, "-p", "x"), ("report", *asked, "-p", "8"), ("bench", *asked, "-p", "8", "-r", "1")):
         done = moeoff_command(*command)
-        said = done.stdout + done.stderr
+        said = " ".join((done.stdout + done.stderr).split())
         assert f"this model needs {needed} MiB" in said and "at 256 tokens" in said and done.returncode == 1, said
     done = moeoff_command("run", "-m", demo, "--memory", f"{needed}M", "-n", "8", "-p", "x")
     assert done.returncode == 0 and "| context 256 | memory" in done.stderr, done.stderr
 
 
+def test_one_share(demo, grown, moeoff_command, tmp_path):
+    """What inspect says of a budget is what a run then has while it decodes, and what bench says of it."""
+    for model, budgets, near in ((demo, ("99M", "103M"), 0.15), (grown, ("140M", "170M"), 0.05)):
+        whole = ModelIndex.read(model)
+        full = sum(slot_bytes(kind.nbytes) * kind.count for kind in slice_kinds(whole))
+        for budget in budgets:
+            said = moeoff_command("inspect", model, "--memory", budget, "--json", "--probe", "off")
+            share = next(row["resident_share"] for row in json.loads(said.stdout)["budgets"] if row["asked"])
+            stats = tmp_path / f"{budget}.json"
+            assert moeoff_command("run", model, "--memory", budget, "-p", "How many?", "-n", "64", "--ignore-eos", "--stats-json", str(stats)).returncode == 0
+            ran = json.loads(stats.read_text())["arena_bytes"] / full
+            done = moeoff_command("bench", model, "--memory", budget, "-p", "0", "-n", "64", "-r", "1", "--no-warmup")
+            benched = int(re.search(r"(\d+)% of the experts fit", " ".join(done.stdout.split()))[1]) / 100
+            assert share == pytest.approx(ran, abs=near) and share == pytest.approx(benched, abs=near + 0.01), (budget, share, ran, benched)
+
+
 def test_bench_has_the_context_of_a_run(demo, moeoff_command):
     done = moeoff_command("bench", "-m", demo, "-n", "8", "-p", "0", "-r", "1", "--no-warmup")
-    assert "at a context of 256" in done.stdout
+    assert "at a context of 256" in " ".join(done.stdout.split())
     grid = Grid(demo, (BenchTest(300, 0),), {}, {})
     assert grid.n_ctx == 512 and Grid(demo, (BenchTest(8, 0),), {}, {}).n_ctx == 256
 
 
 def test_speed():
-    assert speed(100, 1.0, 1e6, 0.25) == 4
-    assert speed(1000, 0.5, 1e6, 0.01) == pytest.approx(1 / (0.01 + 250 / 1e6))
-    assert speed(1000, 0.9, 1e6, 1e-3) > speed(1000, 0.5, 1e6, 1e-3)
+    assert speed(0, 1e6, 0.25) == 4
+    assert speed(1000, 1e6, 1e-6) == pytest.approx(1000) and speed(1000, 1e6, 0.01) < 100
+    assert speed(100, 1e6, 1e-3) > speed(900, 1e6, 1e-3)
+
+
+def _cells(name, table):
+    found = next(t for t in results.read(name)["tables"] if t["name"] == table)
+    for row in found["rows"]:
+        yield row[0], {column: float(number[0]) for column, cell in zip(found["columns"], row) if (number := re.match(r"[\d.]+", cell))}
+
+
+def test_speeds_that_were_measured_are_told_from_their_bytes():
+    """Of docs/results: what a token took, by the bytes that it read, the disk's rate and the time with everything in memory."""
+    checked = 0
+    for name in ("real-qwen3", "real-qwen3-budgets", "real-gpt-oss", "real-deepseek"):
+        rows = dict(_cells(name, "runs"))
+        whole = 1 / rows["stock in memory, same kernels"]["decode tok/s"]
+        for title, row in rows.items():
+            if title.startswith("moeoff auto"):
+                told = speed(1e6 * row["MB/token"], 1e6 * row["disk MB/s"], whole)
+                assert told == pytest.approx(row["decode tok/s"], rel=0.25), (name, title, told)
+                checked += 1
+    rows = dict(_cells("time", "ceiling"))
+    for row in rows.values():
+        if "disk / bytes missed" in row:
+            told = speed(1.0, row["disk / bytes missed"], 1 / row["in memory"])
+            assert told == pytest.approx(row["reached"], rel=0.25)
+            checked += 1
+    assert checked >= 11
+
+
+def test_misses_that_were_measured_are_told_from_the_share():
+    """Of docs/results: replays of the demo model's text, and of published models' answers, whose first uses of an expert are misses, too."""
+    for name, table, strategy, choice in (("cache-policies", None, "score", 8), ("published-traces", "qwen3-30b-a3b", "score", 128 / 6),
+                                          ("published-traces", "gemma-4-26b-a4b", "score", 128 / 6)):  # fmt: skip
+        for found in (t for t in results.read(name)["tables"] if table in (None, t["name"])):
+            row = next((row for row in found["rows"] if row[0].startswith(strategy)), None)
+            for column, cell in zip(found["columns"][1:], row[1:] if row else ()):
+                missed = 1 - float(re.match(r"[\d.]+", cell)[0]) / 100
+                assert expected_bytes(1.0, float(column.split()[0]) / 100, choice) == pytest.approx(missed, abs=0.17), (found["name"], column)
 
 
 def test_one_budget(demo, moeoff_command):
@@ -135,6 +191,21 @@ print(json.dumps([probe(model, 1 << 20, 2.0).bytes_per_second, tps]))
         # of a token's slices all that is not in memory at worst, that squared where tokens come back to their experts
         slow, quick = (probed / (ModelIndex.read(demo).expert_bytes // 8 * (1 - share) ** power) for power in (1, 2))
         assert 0.5 * slow <= tps <= 1.2 * quick, (slow, tps, quick)
+
+
+@pytest.mark.slow
+@pytest.mark.perf
+def test_speeds_are_those_of_a_run(moeoff_command, tmp_path):
+    """On this machine's disk, within a quarter: a model of 1.6 GiB with two thirds, two fifths and a fifth of its experts in memory."""
+    from gguf import GGMLQuantizationType
+
+    model = tmp_path / "grown.gguf"
+    grow_model(DEMO, model, Growth(16, 16, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0))
+    for budget in ("1330M", "1045M", "760M"):
+        said = moeoff_command("inspect", str(model), "--memory", budget, "--json")
+        told = next(row["tps"] for row in json.loads(said.stdout)["budgets"] if row["asked"])
+        done = moeoff_command("bench", str(model), "--memory", budget, "-p", "0", "-n", "96", "-r", "3", "-o", "jsonl", "--text", str(PROSE))
+        assert told == pytest.approx(json.loads(done.stdout)["avg_ts"], rel=0.25), (budget, done.stdout)
 
 
 def test_probe(demo):

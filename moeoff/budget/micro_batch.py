@@ -17,9 +17,10 @@ from pathlib import Path
 from ..files import SMALL, atomic_file, cache_folder, read_file
 from ..gguf.model_index import ModelIndex
 from ..memory import format_size
-from .expert_buffer import ExpertBuffer
+from .memory_plan import MemoryPlan
 
 USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
+LEAST = 8  # tokens: the smallest batches whose buffers are told apart
 SIZES = (64, 128, 256, 512, 1024, 2048, 4096)
 _PROMPT = 4096  # tokens of the prompt that a choice is made for, if the context holds as many
 _LARGEST_SHARE = 0.125  # of what weights and state leave, that compute buffers may take
@@ -78,44 +79,13 @@ def choose(n_ctx: int, room: int, expert_bytes: int, compute_bytes: Callable[[in
     return MicroBatch(best, said if best == usual else f"{said}, in pieces of {usual} {seconds(usual):.1f} s")
 
 
-_LEAST_TOKENS = 256  # of prompts, before their rate means anything
-_LEAST_BYTES = 64 << 20
+def choose_within(planned: MemoryPlan, budget: int, rates: PromptRates | None) -> MicroBatch:
+    """`choose`, by a plan for the usual micro-batch and a budget of the process."""
+    usual = min(USUAL, planned.n_ctx)
+    return choose(planned.n_ctx, budget - (planned.fixed - planned.computing), planned.arena_full, lambda n: planned.computing * n // usual, rates)
+
+
 _CHANGED = 1.5  # times what was kept; nearer to it the old one stays, so that the choice does too
-
-
-class PromptMeter:
-    """Args:
-    buffer: started.
-    io_threads: its I/O threads.
-    """
-
-    def __init__(self, buffer: ExpertBuffer, io_threads: int):
-        self._buffer, self._io_threads = buffer, io_threads
-        self._tokens = self._ns = self._bytes = self._busy_ns = 0
-        self._seen = (0, 0, 0)
-
-    def begin(self) -> None:
-        """Before a prompt's batch."""
-        self._seen = self._counters()
-
-    def end(self, n_tokens: int, seconds: float) -> None:
-        """After it."""
-        stall, nbytes, busy = (now - before for now, before in zip(self._counters(), self._seen, strict=True))
-        self._tokens += n_tokens
-        self._ns += int(seconds * 1e9) - stall
-        self._bytes += nbytes
-        self._busy_ns += busy
-
-    def _counters(self) -> tuple[int, int, int]:
-        stats = self._buffer.stats()
-        return stats.stall_ns, stats.bytes_read, stats.io_thread_busy_ns
-
-    @property
-    def rates(self) -> PromptRates | None:
-        """None: too little was computed or read."""
-        if self._tokens < _LEAST_TOKENS or self._bytes < _LEAST_BYTES or not self._busy_ns or self._ns <= 0:
-            return None
-        return PromptRates(self._ns / 1e9 / self._tokens, self._bytes / (self._busy_ns / self._io_threads) * 1e9)
 
 
 def recall_rates(model_index: ModelIndex, n_threads: int) -> PromptRates | None:
