@@ -6,9 +6,12 @@ tokens begin as before and computes only the rest. A question that fails leaves 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from collections.abc import Callable, Iterable
+import sys
+import termios
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -75,6 +78,7 @@ class Chat:
         if self._template.stop:
             completer.stop_at(self._template.stop)
         self._read = read or _terminal_reader()
+        self._waits = contextlib.nullcontext if read else _typed_ahead
         self._system = system
         self._messages: list[dict[str, str]] = []
         self._answers: list[Completion] = []
@@ -99,23 +103,24 @@ class Chat:
         note(f"{name}: {self._llm.n_ctx()} tokens of context{memory}. /help lists the commands, Ctrl-D leaves.")
         if self._template.stop:
             note("the model has no chat template: the chat is a plain transcript, which it may not have learnt (--chat-template)")
-        while True:
-            self._llm.engine.read_ahead()  # while the person types
-            try:
-                line = self._read()
-            except KeyboardInterrupt:
-                continue
-            except EOFError:
-                break
-            if not line.strip():
-                continue
-            if line.startswith("/"):
-                name, _, argument = line.strip().partition(" ")
-                if name in ("/exit", "/quit", "/bye"):
+        with self._waits():
+            while True:
+                self._llm.engine.read_ahead()  # while the person types
+                try:
+                    line = self._read()
+                except KeyboardInterrupt:
+                    continue
+                except EOFError:
                     break
-                self._command(name, argument.strip())
-            else:
-                self._ask(unquote(line))
+                if not line.strip():
+                    continue
+                if line.startswith("/"):
+                    name, _, argument = line.strip().partition(" ")
+                    if name in ("/exit", "/quit", "/bye"):
+                        break
+                    self._command(name, argument.strip())
+                else:
+                    self._ask(unquote(line))
         return self._total()
 
     def _command(self, name: str, argument: str) -> None:
@@ -236,6 +241,21 @@ def _overflow(error: ContextError, has_history: bool) -> str:
         f"this conversation with the question would have {error.n_tokens} tokens, the context has {error.n_ctx}: "
         "/reset begins a new one, -c N at the start makes it larger; the question was dropped"
     )
+
+
+@contextlib.contextmanager
+def _typed_ahead() -> Iterator[None]:
+    """While open, what is typed before it is asked for waits as it was typed: nothing of it is echoed into an answer, and each Enter ends a message."""
+    terminal = sys.stdin.fileno()
+    before, mode = termios.tcgetattr(terminal), termios.tcgetattr(terminal)
+    mode[0] &= ~termios.ICRNL  # Enter would become Ctrl-J, which begins a new line
+    mode[3] &= ~(termios.ECHO | termios.ICANON)
+    mode[6][termios.VMIN], mode[6][termios.VTIME] = 1, 0
+    termios.tcsetattr(terminal, termios.TCSADRAIN, mode)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSADRAIN, before)
 
 
 def _terminal_reader() -> Callable[[], str]:

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from helpers.models import with_metadata
 from helpers.terminal import STATS, Terminal
 from helpers.waiting import wait_until
 from moeoff import Llama
@@ -94,10 +95,31 @@ def test_many_lines(chat, tmp_path):
     assert questions == ["one\ntwo", "three\nfour", "five\nsix", "seven\neight"]
 
 
+def test_what_is_typed_ahead_waits_as_its_own_messages(chat, tmp_path):
+    """Two lines typed while an answer is written are two questions, and stand nowhere in it."""
+    terminal = chat("-n", "96", "--ignore-eos", "-c", "1024")
+    terminal.say("Tell a story.")
+    terminal.child.send("Xylo?\rZebra?\r")
+    answers = [terminal.read_to(STATS) for _ in range(3)]
+    assert "Xylo" not in answers[0] and "Xylo" in answers[1] and "Zebra" in answers[2], answers
+    terminal.ready()
+    questions = [m["content"] for m in saved(terminal, tmp_path / "chat.json") if m["role"] == "user"]
+    assert questions == ["Tell a story.", "Xylo?", "Zebra?"]
+
+
 def test_when_a_text_is_complete():
     assert is_open('"""') and is_open('"""a\nb') and is_open('  """a')
     assert not is_open("") and not is_open("a") and not is_open('"""a"""') and not is_open('a """')
     assert unquote('"""a\nb"""') == "a\nb" and unquote('"""\na\n"""') == "a" and unquote(" a ") == "a"
+
+
+def test_a_model_without_a_template_chats_with_a_remark(chat, demo, tmp_path):
+    bare = with_metadata(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
+    terminal = Terminal("-m", bare, "-n", "8", cache=tmp_path / "other")
+    with terminal:
+        said = " ".join(terminal.ready().split())
+        assert "the model has no chat template: the chat is a plain transcript" in said and "--chat-template" in said
+        assert re.search(STATS, terminal.ask("How many?"))
 
 
 def test_commands(chat, tmp_path):
