@@ -699,7 +699,8 @@ class Sampling:
 
     n_predict: int = option("-n", "--predict", "--n-predict", metavar="N", parse=_integer(-_MAX), default=-1, commands="run",
                             help="Tokens to generate at most; -1: as many as fit.")  # fmt: skip
-    temp: float = option("--temp", metavar="T", parse=_number(0), default=0.8, commands="run", help="Temperature; 0 takes the likeliest token.")
+    temp: float = option("--temp", "--temperature", metavar="T", parse=_number(0), default=0.8, commands="run",
+                         help="Temperature; 0 takes the likeliest token.")  # fmt: skip
     top_k: int = option("--top-k", metavar="K", parse=_integer(-_MAX), default=40, group="Sampling", commands="run",
                         help="Draw from the likeliest K tokens; 0: from all.")  # fmt: skip
     top_p: float = option("--top-p", metavar="P", parse=_number(0, 1), default=0.95, group="Sampling", commands="run",

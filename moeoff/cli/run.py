@@ -20,7 +20,7 @@ from ..files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..memory import DEFAULT_SHARE, format_size
 from ..options import TABLE, Sampling, table_of
 from .llama_cli import takes_llama_cli
-from .options import Command, command, files_beside, given_files, own, takes, takes_model
+from .options import Command, command, files_beside, given_files, own, remark_on_context, takes, takes_model
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -107,9 +107,7 @@ def run(
     cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
     share = f" ({DEFAULT_SHARE:.0%} of what is available)" if not options.keys() & {"memory", "expert_memory"} else ""
     llm = open_model(Llama, path, seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options)
-    trained = llm.engine.model_index.n_ctx_train
-    if 0 < trained < llm.n_ctx() and not options.keys() & {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}:
-        note(f"a context of {llm.n_ctx()}: the model was trained for {trained} tokens, and what it writes behind them may make no sense")
+    remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
     with llm, Completer(llm, sampling, cache) as completer:
         if live:
             from .live import Live
@@ -230,6 +228,7 @@ def serve(model: str | None, hf_repo: str | None, args: tuple[str, ...], **optio
     with _ended_by_signals(), Server(path, args=args, **options) as server:
         for remark in server.remarks:
             note(remark)
+        remark_on_context(server.n_ctx_each, server.engine.model_index.n_ctx_train, options)
         page = f"web page on {server.url}" if server.has_page else "no web page (this build was made without npm)"
         note(f"serving {path} on {server.url}/v1, {page}, experts in {format_size(server.stats().arena_bytes)}; Ctrl-C ends")
         server.wait()

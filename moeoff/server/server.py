@@ -227,6 +227,11 @@ class Server:
         return out
 
     @property
+    def n_ctx_each(self) -> int:
+        """Tokens of an answer's part of the context, if all that may be written at a time are."""
+        return self.engine.planned.n_ctx // max(self._options.parallel or 1, 1)
+
+    @property
     def has_page(self) -> bool:
         """Whether this build has llama-server's web page, at the URL itself."""
         return bool(library().moeoff_serve_has_page())
