@@ -18,7 +18,7 @@ from ..errors import BudgetError, OptionError
 from ..files import open_file, require_new
 from ..gguf.model_index import ModelIndex
 from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, trim
-from ..policies import FitOptions
+from ..policies import POLICIES, CacheShape, FitOptions, Policy
 from ..policies.promoe import COMPONENTS
 from ..policies.recording import Recording
 from ..policies.router import Router
@@ -26,6 +26,7 @@ from ..policies.strategy import fits
 from ..sidecar.file import low_cost, sidecar_path
 from ..sidecar.profile import Profile, profile_output
 from ..simulate import simulate
+from ..trace import Trace
 from .checkpoint import Checkpoint
 from .perplexity import interruptible
 from .record import LENGTH, CalibrationEstimate, kept_bytes, record, recordable, recording_bytes, seconds_of, sequences
@@ -129,13 +130,14 @@ def calibrate(
         progress=progress, announce=announce, **options,
     ) as files:  # fmt: skip
         seconds = 60 * minutes if text else math.inf  # which the writer has seen to
-        recording = _record(model_index, files, tokens, memory, seconds, checkpoint, progress, announce, options)
+        recording = _record(model_index, files, tokens, memory, seconds, checkpoint, progress, announce, options,
+                            sum(only is None or name in only for name in fits()))  # fmt: skip
     import sklearn.linear_model  # before the room is measured
     import sklearn.neural_network  # noqa: F401
 
     trim()  # what the closed model leaves is room for the fits
     how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=max(int(_SHARE * (bound - rss())), 0))
-    sections = fit(recording, how, progress, only, checkpoint)
+    sections = fit(recording, how, progress, only, checkpoint, warn)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text] or ["written by the model"]}
     Profile.write(path, model_index, sections, info)
     checkpoint.remove()
@@ -158,7 +160,7 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 def _record(
     model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, seconds: float, checkpoint: Checkpoint,
-    progress: Callable[[str, int, int], None] | None, announce: Callable[[CalibrationEstimate], None] | None, options: Mapping[str, Any],
+    progress: Callable[[str, int, int], None] | None, announce: Callable[[CalibrationEstimate], None] | None, options: Mapping[str, Any], n_fits: int,
 ) -> Recording:  # fmt: skip
     with recordable(model_index, memory=memory, **options) as (llm, router), interruptible(llm) as call:
         pieces = sequences(llm, text, tokens)
@@ -172,7 +174,8 @@ def _record(
         n_tokens = sum(map(len, pieces))
         left = sum(not checkpoint.has(f"sequence-{i}") for i in range(len(pieces)))
         if announce:
-            announce(CalibrationEstimate(n_tokens, left * each, recording_bytes(llm, router, n_tokens, limit), resumed=left < len(pieces)))
+            announce(CalibrationEstimate(n_tokens, left * each, recording_bytes(llm, router, n_tokens, limit), resumed=left < len(pieces),
+                                         n_fits=n_fits))  # fmt: skip
         llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
         stage = progress and functools.partial(progress, "reading text")
         recording: Recording = call(record, llm, pieces, router, os.path.basename(model_index.files[0]), limit=limit, checkpoint=checkpoint, progress=stage)
@@ -181,20 +184,31 @@ def _record(
 
 def fit(
     recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None, only: Collection[str] | None = None,
-    checkpoint: Checkpoint | None = None,
+    checkpoint: Checkpoint | None = None, warn: Callable[[str], None] | None = None,
 ) -> dict[str, Section]:  # fmt: skip
     """Sections of a profile: arrays that each of `fits`, or of those `only`, learns from the recording, or has learned before an interruption. From its
-    first tokens, where there is room for no more."""
+    first tokens, where there is room for no more.
+
+    What a policy learns and `compared` says so of is fitted on the first tokens and replayed on the others, all of which lie all over the texts: it is
+    left out, and `warn` told, if the policy misses no less with it than with its defaults.
+    """
     options = replace(options, replay=options.replay or simulate)
     if options.room is not None:
-        recording = recording.first(max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
+        recording = recording.part(0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
     sections: dict[str, Section] = {}
-    for name, learn in fits().items():
-        if only is not None and name not in only:
-            continue
-        stage = progress and functools.partial(progress, f"fitting {name}")
-        learned = functools.partial(lambda learn, stage: learn(recording, options, stage) or {}, learn, stage)
-        if arrays := checkpoint.once(f"fit-{name}", learned) if checkpoint else learned():
+    policies = {policy.profile_sections[0]: policy for policy in POLICIES.values() if policy.compared}
+    cut, end = _held_out(recording)
+    wanted = [name for name in fits() if only is None or name in only]
+    for number, (name, learn) in enumerate(((name, fits()[name]) for name in wanted), 1):
+        policy = policies.get(name) if cut < end else None
+        source = recording if policy is None else recording.part(0, cut)
+        stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(wanted)})")
+        learned = functools.partial(lambda learn, source, stage: learn(source, options, stage) or {}, learn, source, stage)
+        arrays = checkpoint.once(f"fit-{name}", learned) if checkpoint else learned()
+        if arrays and policy is not None and not _helps(policy, {name: arrays}, recording.part(cut, end).trace(), options.replay or simulate):
+            if warn:
+                warn(f"{name}: on text that it was not fitted to it keeps no more than the defaults, and is left out")
+        elif arrays:
             sections[name] = arrays
     return sections
 
@@ -208,6 +222,31 @@ def fit_bytes(recording: Recording) -> int:
         return nbytes
     width: int = recording.inputs.shape[2]
     return nbytes + -(-len(recording.kept) * (16 * width + 24 * (min(width, COMPONENTS) + e)) // max(recording.n_tokens, 1))
+
+
+_HELD_SHARE, _LEAST_HELD, _MOST_HELD = 0.1, 64, 512  # of the tokens with probabilities, and tokens that a comparison replays
+_COMPARED = (0.25, 0.5)  # of the experts in memory
+
+
+def _held_out(recording: Recording) -> tuple[int, int]:
+    """[first, end) of the tokens that policies are compared on: whole sequences at the end of those with probabilities. Empty: there are too few."""
+    end = 0 if recording.probs is None else len(recording.probs)
+    starts = np.flatnonzero(recording.starts[:end])
+    if len(starts) < 2:
+        return end, end
+    cut = int(starts[max(np.searchsorted(starts, (1 - _HELD_SHARE) * end, side="right") - 1, 1)])
+    return (cut, min(end, cut + _MOST_HELD)) if end - cut >= _LEAST_HELD else (end, end)
+
+
+def _helps(policy: type[Policy], sections: Mapping[str, Section], trace: Trace, replay: Callable[..., Any]) -> bool:
+    """Whether a policy reads less with what it has learned than with its defaults, over sizes of the buffer together."""
+    logs = 0.0
+    for share in _COMPARED:
+        arena = max(int(share * trace.model.full_bytes), trace.model.arena_floor)
+        shape = CacheShape.of(trace.model, arena)
+        learned, usual = (replay(trace, made, arena).bytes_read for made in (policy.from_profile(sections, shape), policy(shape)))
+        logs += math.log(max(learned, 1)) - math.log(max(usual, 1))
+    return logs < 0
 
 
 def cap_hidden(model_index: ModelIndex, router: Router) -> int:

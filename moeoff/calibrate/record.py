@@ -47,6 +47,7 @@ class CalibrationEstimate:
         nbytes: of memory, in addition to the model's, that is kept of them for the fits; 0: not known yet.
         written: the model writes them first, which is in `seconds`.
         resumed: part of it is there from before an interruption.
+        n_fits: that follow, and are not in `seconds`: how long they take shows while they run.
     """
 
     n_tokens: int
@@ -54,6 +55,7 @@ class CalibrationEstimate:
     nbytes: int
     written: bool = False
     resumed: bool = False
+    n_fits: int = 0
 
 
 def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:

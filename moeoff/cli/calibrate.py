@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
 from ..memory import format_size, peak_rss
 from ..options import THRESHOLDS, parse_loss, precision_of
-from .options import command, files_beside, own, takes, takes_model
+from .options import command, files_beside, own, remark_on_context, takes, takes_model
 
 if TYPE_CHECKING:
     from ..budget.loss_contract import Candidate
@@ -89,20 +88,21 @@ def _announce(estimate: CalibrationEstimate) -> None:
     if estimate.written:
         note(f"the model writes its own text, about {estimate.n_tokens:,} tokens: with reading them once at most about {time}")
         return
-    memory = f", and {format_size(estimate.nbytes)} of memory for the fits that follow" if estimate.nbytes else ""
-    note(f"{estimate.n_tokens:,} tokens: about {time}{memory}")
+    memory = f" in {format_size(estimate.nbytes)} of memory" if estimate.nbytes else ""
+    steps = f" to read them, then {estimate.n_fits} fits{memory}" if estimate.n_fits else ""
+    note(f"{estimate.n_tokens:,} tokens: about {time}{steps}")
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for name in columns:
-        table.add_column(name, justify="left" if name == columns[0] else "right")
+        table.add_column(name, justify="left" if name == columns[0] else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console(width=None if sys.stdout.isatty() else 140).print(table)
+    Console().print(table)
 
 
 def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, **options: Any) -> SearchResult:
@@ -183,9 +183,11 @@ def eval_(
     """
     from ..calibrate.perplexity import evaluate_model
     from ..calibrate.statistics import interval
+    from ..gguf.model_index import ModelIndex
     from ..policies.precision import LOSSLESS
 
     model = model or demo_model()
+    remark_on_context(ctx, ModelIndex.read(model).n_ctx_train, options)
     precision = precision_of({name: options.pop(name, None) for name in THRESHOLDS}) or LOSSLESS
     with progress_bar("tokens") as progress:
         done = evaluate_model(model, text, ctx=ctx, mode=mode, max_loss=max_loss, precision=precision, progress=progress, **options)

@@ -112,6 +112,7 @@ class Policy:
     static = False  # the table never changes after `start`: events need not be delivered
     wants_probs = False  # reads GateEvent.probs
     profile_sections: tuple[str, ...] = ()  # of a profile, that `profile_options` reads; `fit` writes the first
+    compared = False  # what `fit` has learned is kept only where it misses less than the defaults on text that it was not fitted to
     defaults: dict[str, Any] = {}
 
     def __init__(self, shape: CacheShape, table: np.ndarray | None = None, seed: int = 0, **options: Any):

@@ -198,6 +198,7 @@ class Hobbit(GroupedPolicy):
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
     defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "actual": False, "sequence": True}
     profile_sections = ("hobbit",)
+    compared = True
 
     @classmethod
     def profile_options(cls, profile: Sections) -> dict[str, Any]:

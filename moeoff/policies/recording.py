@@ -80,14 +80,6 @@ class Recording:
         starts[:: self.model.n_gates] = self.starts[:n]
         return Trace(self.model, events, starts)
 
-    def first(self, n_tokens: int) -> Recording:
-        """The recording of its first tokens alone, without a copy."""
-        n_kept = int(np.searchsorted(self.kept, n_tokens))
-        return Recording(
-            self.model, self.router, self.tokens[:n_tokens], self.starts[:n_tokens], self.ids[:n_tokens], self.weights[:n_tokens],
-            None if self.inputs is None else self.inputs[:n_kept], None if self.probs is None else self.probs[:n_tokens], self.kept[:n_kept],
-        )  # fmt: skip
-
     def take(self, tokens: np.ndarray) -> Recording:
         """The recording of these tokens [n_tokens] bool alone; whole sequences."""
         parts = {name: getattr(self, name)[tokens] for name in ("tokens", "starts", "ids", "weights")}
@@ -95,6 +87,14 @@ class Recording:
         taken = tokens[self.kept]
         parts["inputs"] = None if self.inputs is None else self.inputs[taken]
         return Recording(self.model, self.router, **parts, kept=(np.cumsum(tokens) - 1)[self.kept[taken]])
+
+    def part(self, start: int, stop: int) -> Recording:
+        """The recording of tokens [start, stop); nothing is copied but which have inputs."""
+        parts = {name: getattr(self, name)[start:stop] for name in ("tokens", "starts", "ids", "weights")}
+        of_kept = slice(*np.searchsorted(self.kept, (start, stop)).tolist())
+        parts["inputs"] = None if self.inputs is None else self.inputs[of_kept]
+        parts["probs"] = None if self.probs is None else self.probs[start:stop]
+        return Recording(self.model, self.router, **parts, kept=self.kept[of_kept] - start)
 
     def split(self, share: float = 0.1) -> tuple[np.ndarray, np.ndarray]:
         """[n_tokens] bool twice: sequences to train on, and every 1/share-th one to validate on (ProMoE §4.3: 9:1)."""

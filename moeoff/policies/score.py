@@ -54,6 +54,7 @@ class Score(GroupedPolicy):
     name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
     defaults = {"weights": None}
     profile_sections = ("score",)
+    compared = True
 
     @classmethod
     def profile_options(cls, profile: Sections) -> dict[str, Any]:
