@@ -247,16 +247,23 @@ def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:
 
 
 def _print(findings: list[Finding]) -> None:
+    """A line each, which a terminal breaks within its column."""
     from rich.console import Console
+    from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console, grid = Console(highlight=False), Table.grid("", "", "", padding=(0, 1))
     colours = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
     for finding in findings:
-        text = Text.assemble((f"{finding.state:<8}", colours[finding.state]), f" {finding.name:<13} {finding.text}")
+        state, name, text = Text(f"{finding.state:<8}", colours[finding.state]), f"{finding.name:<13}", Text(finding.text, overflow="fold")
         if finding.way_out:
             text.append(f" -> {finding.way_out}", "bold")
-        console.print(text, soft_wrap=True)
+        if console.is_terminal:
+            grid.add_row(state, name, text)
+        else:
+            console.print(Text.assemble(state, f" {name} ", text), soft_wrap=True)
+    if console.is_terminal:
+        console.print(grid)
 
 
 @command()

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import progress_bar
+from ..console import progress_bar, wrapped
 from ..errors import OptionError
 from ..files import require_new
 from ..memory import format_size, parse_size
-from .options import command, takes
+from ..options import TABLE
+from .options import Listed, command, takes
 
 if TYPE_CHECKING:
     from ..simulate.rerouting import Rerouting
@@ -22,7 +23,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 
 @command()
 @click.argument("traces", type=click.Path(exists=True, dir_okay=False), nargs=-1, required=True, metavar="TRACE...")
-@click.option("--strategy", multiple=True, metavar="NAME[,NAME]", help="What to compare with lru and belady; may be repeated.")
+@click.option("--strategy", multiple=True, metavar="NAME[,NAME]", type=Listed(TABLE["strategy"]), help="What to compare with lru and belady; may be repeated.")
 @click.option("--memory", multiple=True, metavar="SIZE", help="Memory for experts, as 6G or 25% of them; may be repeated. Default: 10, 25, 50, 75, 90%.")
 @takes("simulate", t1=0.6, t2=0.9)
 @click.option(
@@ -75,13 +76,14 @@ def simulate(
         return
     click.echo(_table(rows, trace.model.full_bytes))
     for name, why in without.items():
-        click.echo(f"\n{name}: not replayed, {why}")
+        click.echo("\n" + wrapped(f"{name}: not replayed, {why}"))
     if reads:
         low = f" ({reads['low']:,} of low versions)" if reads["low"] else ""
-        click.echo(
-            f"\nin the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
+        text = (
+            f"in the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
             f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
         )
+        click.echo("\n" + wrapped(text))
 
 
 def _draw_scores(trace: Trace, path: str, as_json: bool) -> None:
@@ -142,6 +144,7 @@ def _table(rows: list[dict[str, Any]], full: int) -> str:
             f"{format_size(row['arena_bytes']):>10} {100 * row['arena_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
             f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}"
         )
-    lines.append("\nhit rate: slices found in memory; read/token: bytes; penalty: of misses, 1 for a slice in full precision;\n"
-                 "of the gap: what of LRU's way to the best that is possible (belady) was made good")  # fmt: skip
+    lines.append("\nhit rate: slices found in memory; read/token: bytes; penalty: of misses, 1 for\n"
+                 "a slice in full precision; of the gap: what of LRU's way to the best that is\n"
+                 "possible (belady) was made good")  # fmt: skip
     return "\n".join(lines)
