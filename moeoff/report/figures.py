@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from ..simulate.simulator import simulate
 from ..trace import PREFETCH_LEVEL, Trace
 
 N_PROMPT, N_DECODE = 128, 96
+GIB = 1 << 30
 _PROBE_SECONDS = 1.0
 
 
@@ -242,8 +244,13 @@ def advice(rows: list[MoreMemory]) -> str:
         return "More memory would give little: it is computing that takes the time."
     row = next(row for row in rows if row.tps >= min(1.5 * here.tps, 0.95 * best) and row.share > here.share)
     if row.memory:
-        return f"With --memory {-(-row.memory // MIB)}M instead of {-(-here.memory // MIB)}M: about {row.tps / here.tps:.1f} x as fast."
+        return f"With --memory {_typed(row.memory)} instead of {_typed(here.memory)}: about {row.tps / here.tps:.1f} x as fast."
     return f"With {row.share:.0%} of the experts in memory instead of {here.share:.0%}: about {row.tps / here.tps:.1f} x as fast."
+
+
+def _typed(nbytes: int) -> str:
+    """A budget as people type it, at least as large: 8G, 6.5G, 760M."""
+    return f"{math.ceil(nbytes / (GIB / 10)) / 10:g}G" if nbytes >= GIB else f"{-(-nbytes // MIB)}M"
 
 
 def timeline(session: Session) -> Timeline | None:
@@ -271,7 +278,8 @@ def timeline(session: Session) -> Timeline | None:
         early = reads["level"][i] == PREFETCH_LEVEL
         text = f"{'prefetch' if early else 'read'}: layer {layer[int(reads['tensor'][i])]}, expert {int(reads['expert'][i])}, {format_size(int(reads['nbytes'][i]))}"
         bars.append(Bar(1 + row, max(_ms(int(start[i]), t0), 0), min(_ms(int(end[i]), t0), _ms(t1, t0)), "prefetch" if early else "read", text))
-    return Timeline(_ms(t1, t0), ["computing", *(f"I/O thread {i + 1}" for i in range(session.io_threads))], bars)
+    n_rows = max(bar.row for bar in bars)
+    return Timeline(_ms(t1, t0), ["computing", *(f"I/O thread {i + 1}" for i in range(n_rows))], bars)
 
 
 def _ms(t: int, t0: int) -> float:

@@ -51,6 +51,12 @@ def test_page(session):
         assert title in text
 
 
+def test_words_are_not_drawn(session):
+    """Pictures take the width that there is, 390 px as well as 1280; words in them would shrink with them, and lie over each other."""
+    text = render(session)
+    assert text.count("<svg") == text.count('preserveAspectRatio="none"') >= 4 and "<text" not in text
+
+
 def test_memory_adds_up(session):
     parts = figures.memory_parts(session)
     assert sum(part.value for part in parts) == sum(session.decode.memory.values())
@@ -104,5 +110,7 @@ def test_nonsense_is_one_sentence(moeoff_command, bad):
 
 def test_one_sentence_says_what_to_do():
     rows = [MoreMemory(0.3, 6 << 30, 0.7, 50, 4.0, True), MoreMemory(0.5, 8 << 30, 0.9, 20, 6.4), MoreMemory(1.0, 16 << 30, 1.0, 0, 8.0)]
-    assert advice(rows) == "With --memory 8192M instead of 6144M: about 1.6 x as fast."
+    assert advice(rows) == "With --memory 8G instead of 6G: about 1.6 x as fast."
+    small = [rows[0]._replace(memory=760 << 20), rows[1]._replace(memory=(6500 << 20) + 1)]
+    assert advice(small) == "With --memory 6.4G instead of 760M: about 1.6 x as fast."
     assert "More memory would give little" in advice([rows[0], rows[1]._replace(tps=4.2)])
