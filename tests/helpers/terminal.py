@@ -1,4 +1,4 @@
-"""Programs in a real terminal: a `moeoff run` driven by a program, for the chat's tests and the capture in the docs; and bars."""
+"""Programs in a real terminal: a `moeoff run` driven by a program, for the chat's tests; and bars."""
 
 from __future__ import annotations
 

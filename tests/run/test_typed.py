@@ -1,40 +1,122 @@
-"""The commands of README and guides, typed as they stand there into a terminal of 80 columns: each does what the page says, or says why not here."""
+"""The commands of README and guides, page by page, typed as they stand there into a terminal of 80 columns: each does what the page says."""
+
+from __future__ import annotations
 
 import os
 import re
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 
 import pexpect
 import pytest
 
-from helpers.files import DEMO, PROSE, ROOT
+from helpers.files import PROSE, ROOT
+from helpers.terminal import ENTERED, READING, STATS, plain
 
-PAGES = ("README.md", "docs/guides/start.md", "docs/guides/memory.md")
-NEEDS = re.compile(r"ORG/REPO|--vram|-ngl|OLD\.gguf|SECRET|serve|--max-loss|--compare-stock")  # a network, a GPU, hours, or another test's
-COMMANDS = sorted({
-    re.sub(r" +#.*", "", line.strip()) for page in PAGES for line in (ROOT / page).read_text().splitlines() if line.startswith("    moeoff ")
-})  # fmt: skip
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs" / "guides").glob("*.md")))
+COLUMNS = 80
+
+# what is not typed, by a pattern of the command, and why
+EXCEPT = {
+    r"-hf |pip install|scripts/build/wheels": "a network",
+    r"^(docker|MODELS=)": "Docker",
+    r"^(ray|serve run) ": "a cluster: tests/server/test_ray.py has one",
+    r"^make (test|env)|^\. ": "what has made the environment that this test runs in",
+    r"^make run": "test_a_fresh_clone_answers",
+    r"^moeoff merge OLD": "a Mixtral file from before April 2024: tests/files/test_convert.py makes one",
+}
+# what is said or written, by a pattern of the command; the first that fits
+SAYS = {
+    r"^moeoff run .*--live": r"layers(?s:.*)hits(?s:.*)memory",
+    r"^moeoff run .*-p ": STATS,
+    r"^moeoff run .*--memory 6G": r"tokens of context, 6\.00 GiB\s+of\s+memory\.\s+/help",
+    r"^moeoff run": r"tokens of context, .* of memory \(80%\s+of what is available\)",
+    r"^moeoff inspect .*--memory 6G": r"6\.00 GiB is enough at a context of \d+: 100% of the experts in memory, about \d+ tokens/s",
+    r"^moeoff serve": r"serving MODEL\.gguf on http://\S+/v1",
+    r"^moeoff report": r"page\.html: open it in a browser",
+    r"^moeoff doctor": r"needs \d+ MiB at a context of",
+    r"^moeoff calibrate .*--max-loss": r"for\s+moeoff\s+run\s+-m\s+MODEL\.gguf\s+--max-loss\s+1%|leaves\s+the\s+model\s+lossless",
+    r"^moeoff eval .*--max-loss": r"perplexity(?s:.*)loss",
+    r"^moeoff convert": r"MODEL\.experts\.gguf",
+    r"^moeoff simulate": r"(?s:belady.*)hit rate: slices found in memory",
+}
+# what is added to a command, so that it takes seconds, or nobody else's port
+ADDED = {"moeoff calibrate": ["--minutes", "0.2", "--tokens", "512"], "moeoff eval": ["--chunks", "1"], "moeoff serve": ["--port", "0"],
+         "moeoff run": ["-n", "24"]}  # fmt: skip
+# lines that may be longer than the terminal, and why
+LONG = {r"^moeoff run": "an answer's lines are the model's"}
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page that are typed: indented, no code of another language, without comments, put together where a backslash ends one."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL).replace("\\\n", " ")
+    lines = re.findall(r"(?<=\n\n)(?: {4}\S.*\n)+", text)
+    return [re.sub(r"\s+", " ", re.sub(r"\s+#.*", "", line)).strip() for block in lines for line in block.splitlines()]
+
+
+def first(table: dict, line: str):
+    return next((value for pattern, value in table.items() if re.search(pattern, line)), None)
+
+
+def test_every_command_is_typed_or_has_a_reason():
+    found = {line: page.name for page in PAGES for line in commands(page)}
+    assert len(found) >= 30 and {"README.md", "serving.md", "policy.md"} <= set(found.values())
+    lost = [line for line in found if first(EXCEPT, line) is None and first(SAYS, line) is None]
+    assert not lost, lost
+    for table in (EXCEPT, SAYS):
+        for pattern in table:
+            assert any(re.search(pattern, line) for line in found), f"{pattern}: no page has such a command"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", [line for line in COMMANDS if not NEEDS.search(line)])
-def test_typed(line, tmp_path):
-    for name, source in (("MODEL.gguf", DEMO), ("FILE", PROSE), ("prose.txt", PROSE)):
+@pytest.mark.parametrize("page", [page for page in PAGES if any(first(EXCEPT, line) is None for line in commands(page))], ids=lambda page: page.stem)
+def test_typed(page, grown, tmp_path):
+    """One after the other, in one folder: what a command leaves the next one finds."""
+    for name, source in (("MODEL.gguf", grown), ("OTHER", PROSE)):
         os.symlink(source, tmp_path / name)
+    for line in dict.fromkeys(commands(page)):
+        if first(EXCEPT, line) is None:
+            _type(line, tmp_path)
+
+
+def _type(line: str, folder: Path) -> None:
     words = shlex.split(line)
-    if words[1] == "calibrate":
-        words += ["--tokens", "512"]
-    if words[1] == "eval":
-        words += ["--chunks", "1"]
-    child = pexpect.spawn(str(Path(sys.executable).with_name("moeoff")), words[1:], cwd=tmp_path, dimensions=(40, 80), encoding="utf-8", timeout=100,
-                          env=os.environ | {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"})  # fmt: skip
-    if child.expect([r"Ctrl-D leaves", pexpect.EOF]) == 0:  # a chat
-        child.expect(">>>")
+    words += next((more for name, more in ADDED.items() if line.startswith(name)), [])
+    env = os.environ | {"XDG_CACHE_HOME": str(folder / "cache"), "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"}
+    child = pexpect.spawn(
+        str(Path(sys.executable).with_name(words[0])), words[1:], cwd=folder, dimensions=(40, COLUMNS), encoding="utf-8", timeout=300, env=env
+    )
+    ending, said = child.expect([r"Ctrl-D\s+leaves", r"Ctrl-C\s+ends", pexpect.EOF]), ""
+    said = child.before + (child.after if ending < 2 else "")
+    if ending == 0:  # a chat
+        child.expect(READING)
+        child.send("How many apples?\r")
+        child.expect(ENTERED)
+        child.expect(STATS)
+        said += child.before + child.after
+        child.expect(READING)
         child.send("\x04")
+    elif ending == 1:  # a server
+        child.sendintr()
+    if ending < 2:
         child.expect(pexpect.EOF)
-    child.wait()
-    assert child.exitstatus == 0 and "Traceback" not in child.before, child.before
-    if "-o" in words:
-        assert (tmp_path / words[words.index("-o") + 1]).exists()
+        said += child.before
+    child.close()
+    said = plain(re.sub(r"[^\n]*\r(?!\n)", "", said))  # without what was drawn over
+    assert child.exitstatus == 0 and "Traceback" not in said, f"{line}\n{said}"
+    assert re.search(first(SAYS, line), said), f"{line}\n{said}"
+    if (made := next((words[i + 1] for i, word in enumerate(words) if word in ("-o", "--plot", "--trace")), None)) is not None:
+        assert (folder / made).exists(), line
+    if first(LONG, line) is None:
+        long = [text for text in said.splitlines() if len(text.rstrip()) > COLUMNS]
+        assert not long, f"{line}\n" + "\n".join(long)
+
+
+@pytest.mark.slow
+def test_a_fresh_clone_answers(tmp_path):
+    """`make run`, as README has it: with what an earlier build has left in the cache it takes a minute."""
+    subprocess.run(["git", "clone", "--quiet", ROOT, tmp_path / "clone"], check=True)
+    done = subprocess.run(["make", "run"], cwd=tmp_path / "clone", stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0 and re.search(STATS, done.stderr), done.stdout + done.stderr
