@@ -162,13 +162,19 @@ def block(name: str, table: str | None) -> str:
     return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in data["tables"])
 
 
-SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and its file
-    "real-deepseek": ("DeepSeek-V2-Lite", "10.4 GB"),
-    "real-gpt-oss": ("gpt-oss-20b", "12.1 GB"),
-    "real-qwen3": ("Qwen3-30B-A3B", "18.6 GB"),
-    "real-mixtral": ("Mixtral 8x7B", "28.5 GB"),
-    "real-glm": ("GLM-4.5-Air", "60.4 GB"),
+SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and 10^9 bytes of its file
+    "real-qwen3": ("Qwen3-30B-A3B", 18.55),
+    "real-deepseek": ("DeepSeek-V2-Lite", 10.37),
+    "real-gpt-oss": ("gpt-oss-20b", 12.10),
+    "real-mixtral": ("Mixtral 8x7B", 28.45),
+    "real-glm": ("GLM-4.5-Air", 60.35),
 }
+
+
+def _gib(limit: str) -> str:
+    """ "6656 MiB" in GiB; other words stay."""
+    n, _, unit = limit.partition(" ")
+    return f"{int(n) / 1024:.1f} GiB" if unit == "MiB" else limit
 
 
 def models_table() -> str:
@@ -178,7 +184,7 @@ def models_table() -> str:
         table = next(t for t in read(name)["tables"] if t["name"] == "summary")
         tight, column = table["rows"][0], {title: i for i, title in enumerate(table["columns"])}
         rows.append(
-            [model, size, f"{int(tight[0].split()[0]) / 1024:.1f} GiB", tight[column["`auto`: tok/s"]], tight[column[f"{STOCK}: tok/s"]] or "not measured"]
+            [model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(tight[0]), tight[column["`auto`: tok/s"]], tight[column[f"{STOCK}: tok/s"]] or "not measured"]
         )
     return markdown({"columns": ["model's shape", "file", "memory", "moeoff, tok/s", f"{STOCK}, tok/s"], "rows": rows})
 
@@ -200,7 +206,7 @@ def chart(data: dict) -> str:
     out.append('<text x="190" y="24" text-anchor="end">memory limit</text><text x="670" y="24" text-anchor="end">tokens per second, decode</text>')
     for i, row in enumerate(table["rows"]):
         top = 44 + 56 * i
-        out.append(f'<text x="190" y="{top + 26}" text-anchor="end">{row[0]}</text>')
+        out.append(f'<text x="190" y="{top + 26}" text-anchor="end">{_gib(row[0])}</text>')
         for j, (name, (_, colour)) in enumerate(bars.items()):
             width, y = scale * _number(cells[name][i]), top + 21 * j
             out.append(

@@ -17,7 +17,7 @@ __all__ = ["AUTO", "MODES", "WAVES", "DeviceTier"]
 
 AUTO = "auto"  # whichever is the fastest, by measuring
 
-# how devices compute with experts; docs/guides/gpu.md
+# how devices compute with experts; docs/internals/gpu.md
 WAVES = "waves"  # centric, of batches that need more experts than there are slots, too
 MODES = {"cooperative": native.DEVICE_COOPERATIVE, "centric": native.DEVICE_CENTRIC, WAVES: native.DEVICE_WAVES}
 _UPLOADS = 2  # experts that a layer may get in a step: more would keep the bus busy with what is used once

@@ -304,7 +304,7 @@ def agreeing_pairs(found: dict[tuple[str, str], float]) -> tuple[int, int]:
 def device(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, share: float, expert_weights: int | None,
            layer_us: float | None) -> None:  # fmt: skip
     """Experts lie in host memory in 16 bits, or in four where the paper's do; a GPU holds some, and gets each of the others over PCIe before it computes
-    with it. The routing is the model's own; times come from a table of bandwidths (docs/guides/gpu.md)."""
+    with it. The routing is the model's own; times come from a table of bandwidths (docs/internals/gpu.md)."""
     from clock_simulators import Bandwidths, LowVersions, on_device
     from moeoff.policies.hobbit import thresholds, unimportance
 

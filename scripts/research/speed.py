@@ -5,7 +5,7 @@ usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategie
        speed.py memory     -m MODEL --text FILE [--limits 1400,1100,800] [--stock]            in memory cgroups: offload.md, real-sizes.md (root)
        speed.py kernels    -m MODEL --text FILE                                               everything in memory: offload.md
        speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
-       speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/guides/threads.md: with busy neighbours
+       speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/internals/threads.md: with busy neighbours
        speed.py time       -m MODEL --text FILE [--limits 1400,1100,800]                      time.md: where a token's time goes (root)
        speed.py before     -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]      this checkout over an earlier one (root)
 
