@@ -1,10 +1,11 @@
-"""Captures for the docs: a chat in a real terminal as text; pictures of the report and of the server's web page, which need a headless Chromium.
+"""Pictures for the docs, of the report and of the server's web page; they need a headless Chromium.
 
-usage: capture.py chat | report MODEL --memory SIZE | server MODEL [--memory SIZE]
+usage: capture.py report MODEL --memory SIZE | server MODEL [--memory SIZE]
 """
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 import tempfile
@@ -15,35 +16,17 @@ import click
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
 from helpers.browser import Browser, Chat, find_browser
-from helpers.terminal import Terminal
 
 IMAGES = ROOT / "docs" / "img"
 QUESTION = "Natalia sold 48 clips in April and half as many in May. How many clips did she sell altogether?"
-CHAT = ["--memory", "100M", "--temp", "0", "-n", "48", "-c", "512"]
-LINES = [QUESTION, "And how many in June?", "/memory 120M", "/stats", "/reset", "/exit"]
-# of the report: as a desktop and as a phone show it
-SHOTS = {"report.png": (1100, 1750, []), "report-phone.png": (390, 1500, ["--blink-settings=preferredColorScheme=0"])}  # 0: dark
+SIZES = {1280: 2150, 390: 2950}  # pixels of a desktop's page and a phone's, across and down
+SCHEMES = {"dark": 0, "light": 1}  # as Chromium numbers them
 browser_option = click.option("--browser", default=find_browser() or "chromium", show_default=True)
 
 
 @click.group()
 def main() -> None:
     """Writes what the docs show."""
-
-
-@main.command()
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=ROOT / "docs" / "guides" / "chat.txt")
-def chat(output: Path) -> None:
-    """A chat with the demo model: what was typed and what came out."""
-    with tempfile.TemporaryDirectory() as cache, Terminal(*CHAT, cache=Path(cache)) as terminal:
-        parts = [f"$ moeoff run {' '.join(CHAT)}\n", terminal.ready()]
-        for line in LINES[:-1]:
-            parts += [" ", line, "\n", terminal.ask(line).lstrip("\n")]
-        terminal.say(LINES[-1])
-        if terminal.ended() != 0:
-            raise click.ClickException("the chat did not end well")
-    output.write_text("".join(parts) + f" {LINES[-1]}\n")
-    print(output)
 
 
 @main.command()
@@ -57,11 +40,13 @@ def report(model: str, memory: str, browser: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         page = Path(folder) / "page.html"
         page.write_text(write_report(model, memory=memory, flash_attn=True), encoding="utf-8")
-        for name, (width, height, more) in SHOTS.items():
-            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/browser", *more]
-            size = ["--force-device-scale-factor=1", f"--window-size={width},{height}", f"--screenshot={IMAGES / name}"]
+        for (width, height), (scheme, number) in itertools.product(SIZES.items(), SCHEMES.items()):
+            shot = IMAGES / f"report-{width}-{scheme}.png"
+            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", f"--user-data-dir={folder}/browser"]
+            flags += [f"--blink-settings=preferredColorScheme={number}", "--force-device-scale-factor=1"]
+            size = [f"--window-size={width},{height}", f"--screenshot={shot}"]
             subprocess.run([browser, *flags, *size, page.as_uri()], check=True, capture_output=True, timeout=120)
-            print(IMAGES / name)
+            print(shot)
 
 
 @main.command()
