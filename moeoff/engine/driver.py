@@ -306,6 +306,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
         layers = {t.gate: t.layer for t in model.tensors}
         router = Router.read(model_index, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
     if predictor_name is not None and router is not None:
+        require_calibration(strategy, profile, model_index)
         predictor = _predictor(predictor_name, router, profile, model_index, **strategy.options)
         fallback = _predictor(_WITHOUT_INPUT, router, profile, model_index, small=True) if predictor.wants_gate_input else None
         prefetcher = Prefetcher(
@@ -337,13 +338,18 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
     return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, model)
 
 
+def require_calibration(strategy: Strategy, profile: Profile | None, model_index: ModelIndex) -> None:
+    """Raises `OptionError` if the strategy's predictor needs a profile's section that is not there."""
+    kind = None if strategy.predictor is None else get_predictor(strategy.predictor)
+    if kind is not None and kind.needs_profile and (profile is None or kind.profile_section not in profile.sections):
+        raise OptionError(f"predictor {kind.name} needs a calibration of this model: moeoff calibrate -m {model_index.files[0]}")
+
+
 def _predictor(name: str, router: Router, profile: Profile | None, model_index: ModelIndex, small: bool = False, **options: Any) -> Predictor:
     """small: without what only a strategy's own predictor is given."""
     kind = get_predictor(name)
     arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
     if profile is not None and arrays is not None and not small:
         arrays = dict(arrays) | {name: array for more in kind.more_sections for name, array in (profile.section(more) or {}).items()}
-    if kind.needs_profile and arrays is None:
-        raise OptionError(f"predictor {name} needs a calibration of this model: moeoff calibrate -m {model_index.files[0]}")
     with contextlib.nullcontext() if profile is None else profile.taking(kind.profile_section or "", *kind.more_sections):
         return kind(router, arrays, **options)

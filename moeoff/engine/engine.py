@@ -45,7 +45,7 @@ from .arena_sizer import ArenaSizer, Lender
 from .batch import BatchRows, Span, UbatchOrder
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
-from .driver import Driver, attach_driver, sections, wants_gate_logits
+from .driver import Driver, attach_driver, require_calibration, sections, wants_gate_logits
 from .expert_buffer import ExpertBuffer
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
@@ -171,6 +171,8 @@ class Engine:
         self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
         self.quality = Quality(config, model_index, self.profile, lambda budget: self.planned.usual_share(budget, config.expert_memory), self.budget)
+        if not self.quality.precision.tau and not self._holds_everything():
+            require_calibration(config.strategy, self.profile, model_index)
         self.io_threads = self._choose_io_threads()
         strategy = config.strategy
         self.buffer = ExpertBuffer(
@@ -240,6 +242,12 @@ class Engine:
         if wanted == "auto":
             return Profile.find(self.model_index, needed, room)
         return Profile.read(wanted, self.model_index, needed, room) if wanted else None
+
+    def _holds_everything(self) -> bool:
+        """Whether all experts may fit, if nothing else touches what is planned for it: then no strategy has anything to do."""
+        config, planned = self.config, self.planned
+        arena = config.expert_memory if self.budget is None else self.budget - (planned.fixed - planned.computing - planned.state)
+        return arena is None or arena >= planned.arena_full
 
     def _choose_io_threads(self) -> IoThreads:
         """As the user says, or by what the disk of the experts reads the fastest with, where experts will have to be read while tokens are computed."""

@@ -128,7 +128,7 @@ def test_what_is_wrong_is_said_before_any_weight_is_read(demo, tmp_path):
             assert isinstance(CliRunner().invoke(main, command).exception, AssertionError)  # where nothing is wrong
             for words, said in (
                 (("--strategy", "magic"), "unknown strategy 'magic'"),
-                (("--strategy", "promoe"), "moeoff calibrate"),
+                (("--strategy", "promoe", "--expert-memory", "4M"), "moeoff calibrate"),
                 (("--profile", "missing.npz"), "missing.npz"),
                 (("--profile", str(tmp_path / "damaged.npz")), "damaged.npz"),
             ):
