@@ -12,7 +12,7 @@ import fcntl
 import os
 import struct
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_uint32, c_void_p
 
 from .binding import api, c_function, lib
@@ -217,6 +217,30 @@ class CoreBinding:
         self._drop_pools()
         self._claims.close()
         self._off = True
+
+
+@contextlib.contextmanager
+def bound_pool(n_threads: int) -> Iterator[int | None]:
+    """A thread pool of ggml's with each thread on a core of its own, as `CoreBinding` has them; None where it binds none.
+
+    For a measurement: the cores are not claimed, and the caller's thread has its own back at the end.
+    """
+    if why_not() is not None or not one_each(n_threads, cores := os.sched_getaffinity(0)):
+        yield None
+        return
+    params = _PoolParams()
+    _params_init(params, n_threads)
+    for core in cores:
+        params.cpumask[core] = True
+    params.strict_cpu = True
+    pool: int = _pool_new(params)
+    try:
+        yield pool
+    finally:
+        with contextlib.suppress(AttributeError):
+            lib["omp_pause_resource_all"](_OMP_PAUSE_SOFT)
+        _pool_free(pool)
+        os.sched_setaffinity(0, cores)
 
 
 def _unbound(cores: set[int]) -> Iterable[int]:

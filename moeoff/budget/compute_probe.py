@@ -11,6 +11,7 @@ from ctypes import POINTER, Structure, c_bool, c_int, c_int64, c_size_t, c_uint8
 
 from .._abi import function
 from ..gguf.model_index import ModelIndex, TensorSpan
+from ..threads import bound_pool
 
 _F32 = 0
 _BYTES = 96 << 20  # of weights, so that no cache of the CPU holds them
@@ -38,6 +39,7 @@ _cpu_buffer_type = function("ggml_backend_cpu_buffer_type", c_void_p)
 _cpu_init = function("ggml_backend_cpu_init", c_void_p)
 _backend_free = function("ggml_backend_free", None, c_void_p)
 _set_n_threads = function("ggml_backend_cpu_set_n_threads", None, c_void_p, c_int)
+_set_threadpool = function("ggml_backend_cpu_set_threadpool", None, c_void_p, c_void_p)
 _compute = function("ggml_backend_graph_compute", c_int, c_void_p, c_void_p)
 
 
@@ -63,6 +65,9 @@ def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0)
         backend = _cpu_init()
         stack.callback(_backend_free, backend)
         _set_n_threads(backend, n_threads)
+        if (pool := stack.enter_context(bound_pool(n_threads))) is not None:  # as a run has them, next to other programs, too
+            _set_threadpool(backend, pool)
+            stack.callback(_set_threadpool, backend, None)
         started = time.perf_counter()
         while len(times) < 3 or time.perf_counter() - started < seconds:
             begun = time.perf_counter()

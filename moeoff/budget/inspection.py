@@ -20,8 +20,9 @@ from .micro_batch import LEAST, USUAL, choose_within, recall_rates
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 _FILLED = 128  # tokens of the context, of a short question and its answer: what is behind them is lent to the experts
-_BESIDE = 1.12  # times computing alone takes: threads that sleep and wake, driver and reads take cores while experts come and go
+_BESIDE = 1.25  # times the products alone take: what is between them; threads that sleep and wake, driver and reads while experts come and go
 _SEEN = 0.5  # of the time that reading takes: the rest passes while other experts are computed
+_LEAST_SEEN = 0.75  # of it, where computing is nothing: the disk of a run rests between tokens, and that of the probe never does
 
 
 @dataclass(frozen=True)
@@ -94,14 +95,14 @@ class Report:
 
 
 def speed(nbytes: float, bytes_per_second: float, compute_seconds: float) -> float:
-    """Tokens per second, if each reads so many bytes: reading is hidden behind computing in part, and a token takes no less time than its reads.
+    """Tokens per second, if each reads so many bytes: reading is hidden behind computing in part.
 
     The parts are those of docs/results: time.md, and real-sizes.md for larger models, from which a test takes that they tell what was measured there.
     """
     if not nbytes:
         return 1 / compute_seconds
     reading = nbytes / bytes_per_second
-    return 1 / max(_BESIDE * compute_seconds + _SEEN * reading, reading)
+    return 1 / max(_BESIDE * compute_seconds + _SEEN * reading, _LEAST_SEEN * reading)
 
 
 class Residence:

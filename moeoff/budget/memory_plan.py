@@ -156,13 +156,14 @@ _USUAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral
 
 def expected_bytes(nbytes: float, resident: float, choice: float = _USUAL_CHOICE) -> float:
     """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident. Tokens come back to their experts: misses are
-    (1 - resident) squared where a token uses an eighth of the experts or more, and to the fifth where it uses a sixteenth, because the same share then
+    (1 - resident) squared where a token uses an eighth of the experts or more, and to the fourth where it uses a sixteenth, because the same share then
     holds twice as many tokens' experts (docs/results: cache-policies.md, real-sizes.md).
 
     Args:
         choice: experts of a layer for each that a token uses.
     """
-    return nbytes * max(1.0 - resident, 0.0) ** min(max(2.0 + 3.0 * (choice / _USUAL_CHOICE - 1.0), 2.0), 5.0)
+    missed: float = max(1.0 - resident, 0.0) ** min(max(choice / 4.0, 2.0), 6.0)
+    return nbytes * missed
 
 
 @dataclass(frozen=True)

@@ -2,11 +2,13 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import MISSING, fields
 from pathlib import Path
 
@@ -14,7 +16,9 @@ import pexpect
 import pytest
 
 from helpers.waiting import wait_until
-from moeoff import console, native
+from moeoff import Llama, console, native
+from moeoff.bench.job import BenchTest, Job
+from moeoff.cli.bench import _listener
 from moeoff.cli.completion import Completion
 from moeoff.cli.main import SHELLS
 from moeoff.console import progress_bar
@@ -177,6 +181,38 @@ def test_a_prompt_that_is_computed_shows_how_far_it_is(monkeypatch, capsys):
     line.clear()
     shown = capsys.readouterr().err
     assert "prompt: 512 of 2048 tokens" in shown and shown.endswith("\r\x1b[2K")
+
+
+def test_a_prompt_is_counted_within_a_batch(grown):
+    """By what its routers have selected, from another thread: a batch of a large model takes a minute."""
+    seen = []
+    with Llama(grown, expert_memory="40M", n_ctx=512, n_batch=512, n_ubatch=512) as llm, ThreadPoolExecutor(1) as threads:
+        for _ in range(20):  # until one was caught
+            llm.reset()
+            before = llm.engine.prompt_tokens
+            computed = threads.submit(llm.eval, [1 + i % 500 for i in range(480)])
+            while not computed.done():
+                seen.append(llm.engine.prompt_tokens - before)
+            computed.result()
+            assert llm.engine.prompt_tokens - before == 480
+            if any(0 < n < 480 for n in seen):
+                break
+    assert any(0 < n < 480 for n in seen) and 0 <= min(seen) and max(seen) <= 480
+
+
+def test_bench_says_how_far_a_test_is(monkeypatch, capsys):
+    """Of its tokens, at what rate, and how long it will take; nothing of it stays on the screen."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(console, "LINE_DELAY", 0.0)
+    monkeypatch.setattr(console, "LOADING_INTERVAL", 0.0)
+    job = Job("m.gguf", options={"memory": 99 << 20, "strategy": "auto"}, tests=(BenchTest(64, 0), BenchTest(0, 128)), repetitions=2)
+    listen = _listener(job)
+    for event in ({"test": 0, "repetition": None, "done": 16}, {"test": 1, "repetition": 1, "done": 2}, {"test": 1, "repetition": 1, "done": 64}):
+        listen({"kind": "progress"} | event)
+    listen({"kind": "closed"})
+    shown = capsys.readouterr().err
+    assert "moeoff auto 99 MiB, pp64, warming up: 16 of 64 tokens" in shown
+    assert re.search(r"moeoff auto 99 MiB, tg128: 192 of 256 tokens, \S+ tok/s, 0:00 left", shown) and shown.endswith("\r\x1b[2K")
 
 
 def test_a_bound_that_finds_nothing_says_so():

@@ -89,7 +89,7 @@ def test_every_command_names_the_same_needs(demo, moeoff_command):
 
 def test_one_share(demo, grown, moeoff_command, tmp_path):
     """What inspect says of a budget is what a run then has while it decodes, and what bench says of it."""
-    for model, budgets, near in ((demo, ("99M", "103M"), 0.15), (grown, ("140M", "170M"), 0.05)):
+    for model, budgets, near in ((demo, ("99M", "103M"), 0.15), (grown, ("140M", "170M"), 0.1)):
         whole = ModelIndex.read(model)
         full = sum(slot_bytes(kind.nbytes) * kind.count for kind in slice_kinds(whole))
         for budget in budgets:
@@ -112,7 +112,7 @@ def test_bench_has_the_context_of_a_run(demo, moeoff_command):
 
 def test_speed():
     assert speed(0, 1e6, 0.25) == 4
-    assert speed(1000, 1e6, 1e-6) == pytest.approx(1000) and speed(1000, 1e6, 0.01) < 100
+    assert speed(1000, 1e6, 1e-6) == pytest.approx(1000 / 0.75) and speed(1000, 1e6, 0.01) < 100
     assert speed(100, 1e6, 1e-3) > speed(900, 1e6, 1e-3)
 
 

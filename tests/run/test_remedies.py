@@ -39,7 +39,7 @@ def test_as_it_was_typed(moeoff_command, demo, tmp_path):
     assert paste, done.stderr
     assert moeoff_command(*shlex.split(paste[1])).returncode == 0
     done = moeoff_command("bench", "-m", demo, "--memory", "50M", "-n", "2", "-p", "0", "-ctv", "q4_0", "-fa", "off")
-    assert "--cache-type-v q4_0: quantized values need flash attention" in done.stdout
+    assert "-ctv q4_0: quantized values need flash attention" in " ".join(done.stdout.split())
     assert "`" not in done.stdout and "type_v q4_0" not in done.stdout
 
 
