@@ -87,20 +87,18 @@ def test_every_command_names_the_same_needs(demo, moeoff_command):
     assert done.returncode == 0 and "| context 256 | memory" in done.stderr, done.stderr
 
 
-def test_one_share(demo, grown, moeoff_command, tmp_path):
-    """What inspect says of a budget is what a run then has while it decodes, and what bench says of it."""
-    for model, budgets, near in ((demo, ("99M", "103M"), 0.15), (grown, ("140M", "170M"), 0.1)):
-        whole = ModelIndex.read(model)
-        full = sum(slot_bytes(kind.nbytes) * kind.count for kind in slice_kinds(whole))
-        for budget in budgets:
-            said = moeoff_command("inspect", model, "--memory", budget, "--json", "--probe", "off")
-            share = next(row["resident_share"] for row in json.loads(said.stdout)["budgets"] if row["asked"])
-            stats = tmp_path / f"{budget}.json"
-            assert moeoff_command("run", model, "--memory", budget, "-p", "How many?", "-n", "64", "--ignore-eos", "--stats-json", str(stats)).returncode == 0
-            ran = json.loads(stats.read_text())["arena_bytes"] / full
-            done = moeoff_command("bench", model, "--memory", budget, "-p", "0", "-n", "64", "-r", "1", "--no-warmup")
-            benched = int(re.search(r"(\d+)% of the experts fit", " ".join(done.stdout.split()))[1]) / 100
-            assert share == pytest.approx(ran, abs=near) and share == pytest.approx(benched, abs=near + 0.01), (budget, share, ran, benched)
+def test_one_share(demo, moeoff_command, tmp_path):
+    """What inspect says of a budget is what a run then has while it decodes, and what bench says of it: of a model whose buffers count beside its experts."""
+    full = sum(slot_bytes(kind.nbytes) * kind.count for kind in slice_kinds(ModelIndex.read(demo)))
+    for budget in ("99M", "103M"):
+        said = moeoff_command("inspect", demo, "--memory", budget, "--json", "--probe", "off")
+        share = next(row["resident_share"] for row in json.loads(said.stdout)["budgets"] if row["asked"])
+        stats = tmp_path / f"{budget}.json"
+        assert moeoff_command("run", demo, "--memory", budget, "-p", "How many?", "-n", "64", "--ignore-eos", "--stats-json", str(stats)).returncode == 0
+        ran = json.loads(stats.read_text())["arena_bytes"] / full
+        done = moeoff_command("bench", demo, "--memory", budget, "-p", "0", "-n", "64", "-r", "1", "--no-warmup")
+        benched = int(re.search(r"(\d+)% of the experts fit", " ".join(done.stdout.split()))[1]) / 100
+        assert share == pytest.approx(ran, abs=0.15) and share == pytest.approx(benched, abs=0.16), (budget, share, ran, benched)
 
 
 def test_bench_has_the_context_of_a_run(demo, moeoff_command):
@@ -196,16 +194,18 @@ print(json.dumps([probe(model, 1 << 20, 2.0).bytes_per_second, tps]))
 @pytest.mark.slow
 @pytest.mark.perf
 def test_speeds_are_those_of_a_run(moeoff_command, tmp_path):
-    """On this machine's disk, within a quarter: a model of 1.6 GiB with two thirds, two fifths and a fifth of its experts in memory."""
+    """On this machine's disk, within a quarter: a model of 1.6 GiB with two thirds, two fifths and a fifth of its experts in memory, as inspect says."""
     from gguf import GGMLQuantizationType
 
     model = tmp_path / "grown.gguf"
     grow_model(DEMO, model, Growth(16, 16, GGMLQuantizationType.Q4_K, GGMLQuantizationType.Q8_0))
     for budget in ("1330M", "1045M", "760M"):
         said = moeoff_command("inspect", str(model), "--memory", budget, "--json")
-        told = next(row["tps"] for row in json.loads(said.stdout)["budgets"] if row["asked"])
+        told = next(row for row in json.loads(said.stdout)["budgets"] if row["asked"])
         done = moeoff_command("bench", str(model), "--memory", budget, "-p", "0", "-n", "96", "-r", "3", "-o", "jsonl", "--text", str(PROSE))
-        assert told == pytest.approx(json.loads(done.stdout)["avg_ts"], rel=0.25), (budget, done.stdout)
+        row = json.loads(done.stdout)
+        assert told["tps"] == pytest.approx(row["avg_ts"], rel=0.25), (budget, done.stdout)
+        assert told["resident_share"] == pytest.approx(int(re.search(r"(\d+)% of the experts fit", row["mode"])[1]) / 100, abs=0.03)
 
 
 def test_probe(demo):
