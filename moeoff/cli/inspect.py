@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..console import wrapped
 from ..memory import MIB, format_size
 from .options import command, own, takes, takes_model
 
@@ -50,7 +51,7 @@ def _print(r: Report) -> None:
         return made
 
     def line(name: str, text: str) -> None:
-        console.print(f"{name:<14}{text}", markup=False, soft_wrap=True)
+        console.print(wrapped(f"{name:<14}{text}", " " * 14), markup=False, soft_wrap=True)
 
     line("model", r.files[0] + (f" and {len(r.files) - 1} more" if len(r.files) > 1 else ""))
     line("architecture", f"{r.architecture}, {r.n_layer} layers, {r.n_moe_layer} of them with experts, trained for {r.n_ctx_train or '?'} tokens")
@@ -91,7 +92,7 @@ def _print(r: Report) -> None:
     console.print(bought)
     if (asked := next((row for row in r.budgets if row.asked), None)) is not None:
         console.print()
-        console.print(_answer(r, asked), markup=False, soft_wrap=True)
+        console.print(wrapped(_answer(r, asked)), markup=False, soft_wrap=True)
     if r.devices:
         console.print()
         for device in r.devices:

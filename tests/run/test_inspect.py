@@ -154,7 +154,8 @@ def test_misses_that_were_measured_are_told_from_the_share():
 def test_one_budget(demo, moeoff_command):
     """Whether it fits, the share of the experts, and the speed; of one below the needs what those are."""
     done = moeoff_command("inspect", demo, "--memory", "102M", "-c", "512")
-    assert re.search(r"102 MiB is enough at a context of 512: \d+% of the experts in memory, about \S+ tokens/s", done.stdout), done.stdout
+    said = " ".join(done.stdout.split())
+    assert re.search(r"102 MiB is enough at a context of 512: \d+% of the experts in memory, about \S+ tokens/s", said), said
     done = moeoff_command("inspect", demo, "--memory", "50M", "--probe", "off")
     assert re.search(r"50M  +does not fit", done.stdout) and re.search(r"50 MiB is too small at a context of 256: it needs \d+ MiB", done.stdout), done.stdout
 
