@@ -224,7 +224,8 @@ def fit_bytes(recording: Recording) -> int:
     return nbytes + -(-len(recording.kept) * (16 * width + 24 * (min(width, COMPONENTS) + e)) // max(recording.n_tokens, 1))
 
 
-_HELD_SHARE, _LEAST_HELD, _MOST_HELD = 0.1, 64, 512  # of the tokens with probabilities, and tokens that a comparison replays
+_HELD_SHARE = 0.1  # of the tokens with probabilities
+_LEAST_HELD, _MOST_HELD = 512, 1024  # tokens that a comparison replays; of one sequence it would say nothing, and what was learned stays
 _COMPARED = (0.25, 0.5)  # of the experts in memory
 
 

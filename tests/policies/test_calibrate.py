@@ -68,7 +68,7 @@ def test_predictors_take_their_sections(calibrated):
         get_predictor(name)(router, predictor.profile_section and found.section(predictor.profile_section))
 
 
-def test_what_does_not_help_is_left_out():
+def test_what_does_not_help_is_left_out(monkeypatch):
     """A policy's fit is written where it reads less on text that it has not seen, and nowhere else."""
 
     class Mine(Policy):
@@ -91,6 +91,7 @@ def test_what_does_not_help_is_left_out():
     recording.ids[:] = (2 * np.arange(800)[:, None, None] + np.arange(2)) % 16  # in turn, of which LRU has none when it comes back
     try:
         moeoff.register(Mine)
+        monkeypatch.setattr(module, "_LEAST_HELD", 64)
         assert "mine" in fit(recording, FitOptions(), only=["mine"], warn=said.append) and not said
         Mine.good = False
         assert fit(recording, FitOptions(), only=["mine"], warn=said.append) == {}
