@@ -528,9 +528,10 @@ class Engine:
     @property
     def prompt_tokens(self) -> int:
         """That have been computed since statistics began; of a batch in progress as many as its routers' selections so far amount to. From any thread."""
+        total = self._timing.prompt_tokens  # first: a batch that ends meanwhile would count twice
         before, each = self._uses_before, max(self.model_index.n_expert_used, 1) * self.buffer.priorities.shape[0]
         part = 0 if before is None else max(self.buffer.stats().expert_uses - before, 0) // max(each, 1)
-        return self._timing.prompt_tokens + part
+        return total + part
 
     def reset_stats(self) -> None:
         self.buffer.reset_stats()
