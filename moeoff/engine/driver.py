@@ -296,8 +296,8 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
     if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
         policy_name = None  # the buffer's own eviction order
     predictor_name = strategy.predictor
-    if precision.tau or (everything and not precision.mispredicted_low and not on_devices):  # what it does not ask for is served low
-        predictor_name = None  # and with tau what it asks for is read, whatever it weighs
+    if everything and not precision.mispredicted_low and not on_devices:  # what it does not ask for is served low
+        predictor_name = None
     if policy_name is None and predictor_name is None and trace is None and replay is None:
         return None
     model = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))

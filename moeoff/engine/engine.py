@@ -352,6 +352,7 @@ class Engine:
             replay=config.replay,
             on_devices=self.device_tier is not None,
         )
+        self.quality.prefetcher = None if self.driver is None else self.driver.prefetcher
         self.sizer.make_room(rss() - before)
 
     def warm_up(self) -> None:

@@ -37,7 +37,7 @@ class ReadAhead:
     """
 
     def __init__(self, buffer: ExpertBuffer, precision: Precision):
-        self._buffer, self._precision = buffer, precision
+        self._buffer, self.precision = buffer, precision
         self._n_experts = [0] * buffer.priorities.shape[0]
         self._n_slices = [0] * len(self._n_experts)
         for tensor in buffer.tensors:
@@ -76,7 +76,7 @@ class ReadAhead:
 
     def read(self, gate: int, order: list[int], limit: int = -1) -> int:
         """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all. Returns how many it has queued."""
-        n_high = len(order) - n_low(len(order), self._precision.prefill_low_fraction)
+        n_high = len(order) - n_low(len(order), self.precision.prefill_low_fraction)
         queued = self._buffer.prefetch(gate, order[:n_high], limit=limit)
         if n_high < len(order):
             queued += self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
@@ -225,6 +225,43 @@ class Usefulness:
         return np.repeat(self._gates, [len(part) for part in of_each])
 
 
+_SAME = 1e-3  # of two sums of weights that differ by rounding alone
+_SUM_RATE = 0.1  # of an event, in the running means of sums
+
+
+class WeightEstimate:
+    """Weights that gates will give to predicted experts, learnt from those that they gave to selected ones.
+
+    Scores become weights by a factor. Where a gate's weights add up to the same for every token, they are normalized over the selected, and a token's
+    scores, too; elsewhere the factor is the same for all tokens, and makes the sums right on the average.
+
+    Args:
+        n_gates: of the priority table.
+        n_used: experts for each token.
+    """
+
+    def __init__(self, n_gates: int, n_used: int):
+        self._n_used = n_used
+        self._sums, self._predicted = np.zeros(n_gates), np.zeros(n_gates)  # running means for a token; 0: nothing seen
+        self._varies = [False] * n_gates
+
+    def selected(self, gate: int, weights: np.ndarray) -> None:
+        """A gate has given these [n_tokens, n_used]."""
+        sums, before = weights.sum(axis=1), self._sums[gate]
+        mean = float(sums.mean())
+        before = before or mean
+        self._varies[gate] |= bool((np.abs(sums - before) > _SAME * before).any())
+        self._sums[gate] = before + _SUM_RATE * (mean - before)
+
+    def of(self, gate: int, scores: np.ndarray) -> np.ndarray:
+        """Of candidates' scores [n_tokens, n], best first; 0 before anything was seen."""
+        sums: np.ndarray = scores[:, : self._n_used].sum(axis=1, keepdims=True)
+        mean, before = float(sums.mean()), self._predicted[gate]
+        self._predicted[gate] = before + _SUM_RATE * (mean - before) if before else mean
+        weights: np.ndarray = scores * (self._sums[gate] / np.maximum(self._predicted[gate] if self._varies[gate] else sums, 1e-30))
+        return weights
+
+
 _RATE = 0.4  # of a token, in the running means
 SAMPLE = 64  # tokens of a batch that are predicted for: experts that fewer than one in so many selects are left to demand
 _LEAST_BUSY = 0.01  # of the time, in which the disk reads: below it prediction has no measurable effect
@@ -240,15 +277,14 @@ class Prefetcher(Observer):
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
     ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of sequences), and
         what is seldom useful is not read (`Usefulness`).
-    precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all.
+    precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all. `use` changes it.
     fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
     """
 
     def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, io_threads: int,
                  fallback: Predictor | None = None, *, share: float = 0.0, ab_tested: bool = True,
                  precision: Precision = LOSSLESS, fills_devices: bool = False):  # fmt: skip
-        self._buffer, self.predictor, self._fallback, self._precision = buffer, predictor, fallback, precision
-        self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
+        self._buffer, self.predictor, self._fallback = buffer, predictor, fallback
         self._fills_devices = fills_devices
         self._n_gates, n_experts = buffer.priorities.shape
         self._n_used, self._io_threads = n_used, io_threads
@@ -263,6 +299,8 @@ class Prefetcher(Observer):
         # the papers' own presets are measured as their papers do; what is A/B-tested has its gain
         self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
         self._read_ahead = ReadAhead(buffer, precision)
+        self._weights = WeightEstimate(self._n_gates, min(n_used, self._n_candidates))
+        self._set_precision(precision)
         self._popular: dict[int, list[int]] = {}  # of a prompt's batch, by gate: the experts that are foreseen
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
         for t in buffer.tensors:
@@ -274,6 +312,21 @@ class Prefetcher(Observer):
         self._busy: float | None = None  # ns of a token, all I/O threads
         self._credit = self._earned = 0.0  # slices; what a gate adds to them
         self._seen = (0, 0)  # io_thread_busy_ns, reads
+
+    def use(self, precision: Precision) -> None:
+        """Between batches: what is predicted is read as this will serve it, and compared anew with reading nothing."""
+        if precision == self.precision:
+            return
+        self._buffer.drain()  # events of the batches before
+        self._set_precision(precision)
+        if self.ab_test is not None:
+            self._ab_tests = {self._n_sequences: ABTest()}
+            self.ab_test = self._ab_tests[self._n_sequences]
+            self._token_t = 0
+
+    def _set_precision(self, precision: Precision) -> None:
+        self.precision = self._read_ahead.precision = precision
+        self._as_weighed = not precision.lossless and not precision.mispredicted_low  # else what is predicted is read in high precision
 
     @property
     def on(self) -> bool:
@@ -287,12 +340,15 @@ class Prefetcher(Observer):
     @property
     def _predicts(self) -> bool:
         """True while this token's gates are predicted."""
-        return self.on and (self._precision.mispredicted_low or self._fills_devices or self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
+        return self.on and (self.precision.mispredicted_low or self._fills_devices or self._busy is None or self._busy >= _LEAST_BUSY * self._token_ns)
 
     def observe(self, event: GateEvent) -> None:
         """After a router has selected."""
         if event.gate_input is None and self._fallback is not None:
             self.predictor, self._fallback = self._fallback, None
+        tau = self.precision.tau
+        if tau:
+            self._weights.selected(event.gate, event.weights[:SAMPLE])
         if not event.decode:
             self._token_t = 0
             # the papers' presets foresee the batch's own popularity; without a prediction that of earlier ones has to do
@@ -304,7 +360,7 @@ class Prefetcher(Observer):
             return
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
-            usefulness.selected(event.gate, event.ids.ravel())
+            usefulness.selected(event.gate, event.ids[event.weights >= tau] if tau else event.ids.ravel())  # what is read for nobody is of no use
         if self.meter is not None:
             self.meter.selected(event)
         if event.gate == 0:
@@ -362,42 +418,53 @@ class Prefetcher(Observer):
             if self.meter is not None:
                 self.meter.predicted(p.gate, _merged(top[:, : self._n_used])[0])
             n_paying = len(best)
+            versions = self._would_serve(p, top) if self._as_weighed else None
             if self._usefulness is not None:
-                self._usefulness.predicted(p.gate, best, places)
                 n_paying = self._usefulness.n_paying(p.gate)
                 if places is not None:
                     n_paying = int(np.searchsorted(places, n_paying))
-            queued = self._read(p, top, best, n_paying, int(self._credit))
+                if versions is None or not self.precision.tau:
+                    self._usefulness.predicted(p.gate, best, places)
+                else:
+                    wanted = versions[best] == native.HIGH
+                    self._usefulness.predicted(p.gate, best[wanted], (np.arange(len(best)) if places is None else places)[wanted])
+            queued = self._read(p.gate, versions, best, n_paying, int(self._credit))
             self._credit -= queued
-            if queued or (n < len(predictions) and self._lacks(p, top, best)):
+            if queued or (n < len(predictions) and self._lacks(p.gate, versions, best)):
                 return  # something is absent, read or not: look no further ahead (HOBBIT §3.3)
 
-    def _lacks(self, p: Prediction, top: np.ndarray, best: np.ndarray) -> bool:
+    def _lacks(self, gate: int, versions: np.ndarray | None, best: np.ndarray) -> bool:
         """True if a candidate is not in memory in the version that would serve it, or a better one."""
-        whole, absent = self._matrices[p.gate], best[self._buffer.residency()[p.gate, best] != self._matrices[p.gate]]
-        if not self._as_weighed or not len(absent):
+        whole, absent = self._matrices[gate], best[self._buffer.residency()[gate, best] != self._matrices[gate]]
+        if versions is None or not len(absent):
             return len(absent) > 0
-        versions = self._would_serve(p, top)[absent]
-        if (versions == native.HIGH).any():
+        if (versions[absent] == native.HIGH).any():
             return True
-        low = absent[versions == native.LOW]
-        return len(low) > 0 and bool((self._buffer.residency(low=True)[p.gate, low] != whole).any())
+        low = absent[versions[absent] == native.LOW]
+        return len(low) > 0 and bool((self._buffer.residency(low=True)[gate, low] != whole).any())
 
     def _would_serve(self, p: Prediction, top: np.ndarray) -> np.ndarray:
+        """[n_experts] versions of the candidates [n_tokens, n], best first, if their scores were gate weights."""
         scores = self.predictor.router.gated(p.scores) if p.logits else p.scores
-        return predicted_versions(scores, top, min(self._n_used, self._n_candidates), self._precision)
+        if not self.precision.tau:
+            return predicted_versions(scores, top, min(self._n_used, self._n_candidates), self.precision)
+        weights = np.take_along_axis(scores, top, axis=1)
+        wanted = (self._weights.of(p.gate, weights) >= self.precision.tau) | (weights[:, -1:] < 0)  # no weights
+        out = np.full(scores.shape[1], native.SKIP)
+        out[top[wanted]] = native.HIGH
+        return out
 
-    def _read(self, p: Prediction, top: np.ndarray, best: np.ndarray, n_paying: int, limit: int) -> int:
+    def _read(self, gate: int, versions: np.ndarray | None, best: np.ndarray, n_paying: int, limit: int) -> int:
         """Protects the candidates that are resident, and queues up to `limit` slices of the first `n_paying`; returns how many.
 
         Args:
-            top: [n_tokens, n] candidates of each token.
-            best: all of them.
+            versions: [n_experts], that would serve; None: all high.
+            best: the candidates.
         """
-        gate, prefetch = p.gate, self._buffer.prefetch
-        if not self._as_weighed:
+        prefetch = self._buffer.prefetch
+        if versions is None:
             return prefetch(gate, best.tolist(), n_paying, limit=limit)
-        versions = self._would_serve(p, top)[best]
+        versions = versions[best]
         pays = np.arange(len(best)) < n_paying
         high = (versions == native.HIGH) & pays
         queued = prefetch(gate, [*best[high].tolist(), *best[~high].tolist()], int(high.sum()), limit=limit)  # others that are resident will serve

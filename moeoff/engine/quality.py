@@ -13,6 +13,7 @@ from ..sidecar.file import ORIGINAL, ExpertSource
 from ..sidecar.profile import Profile
 from .batch import Span
 from .expert_buffer import ExpertBuffer
+from .prefetcher import Prefetcher
 
 
 class Quality:
@@ -30,12 +31,14 @@ class Quality:
         routing: graphs ask which experts to use; the same as long as the model is open.
         followed: tokens of the text that the simulated cache has seen.
         buffer: serves the experts; set before the first `use`.
+        prefetcher: if there is one, it reads ahead what the precision in use would serve.
 
     Raises:
         OptionError: no contract for the bound, or a strategy that cannot serve what it chooses.
     """
 
     buffer: ExpertBuffer
+    prefetcher: Prefetcher | None = None
 
     def __init__(self, config: Config, model_index: ModelIndex, profile: Profile | None, resident_share: Callable[[int | None], float], budget: int | None):
         self._config, self._share, self._contract = config, resident_share, None
@@ -75,6 +78,8 @@ class Quality:
         if self.routing and self._config.replay is None:  # which has what became of it
             self.buffer.set_routing(precision.reroute, precision.reroute_margin)
             self.buffer.simulate_cache(precision.resident if self.simulates else None)
+        if self.prefetcher is not None:
+            self.prefetcher.use(precision)
 
     def begin(self, spans: Mapping[int, Span]) -> None:
         """Before a batch of these sequences: a new text begins with an empty simulated cache."""

@@ -16,7 +16,7 @@ from moeoff import OptionError, native
 from moeoff.engine.batch import BatchRows, batch_spans, is_decode, spans_of
 from moeoff.engine.comparison import BLOCK, ORDER
 from moeoff.engine.driver import Driver
-from moeoff.engine.prefetcher import Prefetcher, Usefulness
+from moeoff.engine.prefetcher import Prefetcher, Usefulness, WeightEstimate
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import (
@@ -372,6 +372,60 @@ def test_prefetches_by_predicted_weight():
     batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
     Prefetcher(buffer, SimpleNamespace(), n_used=2, io_threads=1, ab_tested=False, precision=rule)._act([Prediction(0, batch)], decode=False)
     assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens
+
+
+def test_of_what_is_left_out_below_a_weight_only_what_is_predicted_above_it_is_read():
+    """Scores are made weights as the gate made them before: here all of a token's add up to 2.5."""
+    scores = np.array([[0.0, 0.4, 0.1, 0.3, 0.2, 0.0, 0.0, 0.0]], np.float32)
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1, precision=Precision(tau=0.6))
+    prefetcher._credit = 8.0
+    prefetcher._act([Prediction(1, scores)], decode=True)
+    assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 0)]  # nothing is known of the gate's weights
+    for _ in range(20):
+        prefetcher._weights.selected(1, np.array([[1.0, 0.75, 0.5, 0.25]], np.float32))
+    buffer.prefetched.clear()
+    prefetcher._act([Prediction(1, scores)], decode=True)
+    assert buffer.prefetched == [(1, [1, 3, 4, 2], False, 2)]  # 1.0 and 0.75; the others are protected where they are resident
+    assert prefetcher._usefulness._best[1].tolist() == [1, 3]  # and only they can be of use
+
+
+def test_weights_are_estimated_as_the_gate_makes_them():
+    """Normalized over the selected and scaled, or a part of all experts' probabilities, which the scores then are, too."""
+    rng = np.random.default_rng(0)
+    for normalized in (True, False):
+        estimate = WeightEstimate(1, 4)
+        for _ in range(400):
+            weights = -np.sort(-rng.dirichlet(np.full(32, 0.3)).astype(np.float32))[None, :4]
+            if normalized:
+                weights *= 2.5 / weights.sum()
+            estimate.selected(0, weights)
+            found = estimate.of(0, weights * (rng.random() if normalized else 1.0))
+        np.testing.assert_allclose(found, weights, rtol=1e-3 if normalized else 0.1)
+
+
+def test_another_precision_is_compared_anew():
+    buffer = Recorder()
+    prefetcher = Prefetcher(buffer, SimpleNamespace(), n_used=4, io_threads=1)
+    judged = prefetcher.ab_test
+    judged.on, judged.gain = True, 0.3
+    prefetcher.use(Precision())
+    assert prefetcher.ab_test is judged
+    prefetcher.use(Precision(tau=0.5))
+    assert prefetcher.ab_test is not judged and prefetcher.gain is None and prefetcher._read_ahead.precision.tau == 0.5
+
+
+@pytest.mark.parametrize("strategy", ["auto", "lru+activation-path"])
+def test_a_prompt_is_read_ahead_whatever_decode_leaves_out(demo, strategy):
+    with moeoff.Llama(demo, expert_memory=share(demo, 0.5), strategy=strategy, precision=Precision(tau=0.2), **OPTIONS) as llm:
+        llm.eval(list(range(10, 2058, 16)))
+        llm.engine.buffer.drain()
+        assert llm.stats().prefetch_issued > 100
+        for token in range(80):
+            llm.eval([100 + token])
+        llm.engine.buffer.drain()
+        stats = llm.stats()
+    assert stats.skipped > 0 and (strategy != "auto" or stats.prefetch_gain is not None)  # in decode as judged
 
 
 class Fixed:

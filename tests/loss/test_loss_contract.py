@@ -340,6 +340,10 @@ with open_with(some) as llm:
         llm.set_memory(memory)
         found.append(llm.engine.quality.precision.tau)
         llm.eval([10, 300, 500])
+with open_with(little) as llm:
+    found.append(llm.engine.driver.prefetcher.precision.tau)
+    llm.set_memory(some)
+    found.append(llm.engine.driver.prefetcher.precision.tau)
 print(*found)
 """
 
@@ -350,7 +354,7 @@ def test_a_moved_budget_keeps_the_bound(tau_alone):
     run = subprocess.run([sys.executable, "-c", MOVED, tau_alone[0]], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     first, *moved = map(float, run.stdout.split())
-    assert first > 0 and moved == [0, first, 0, first]
+    assert first > 0 and moved == [0, first, 0, first, 0, first]  # the last two: what is read ahead follows
 
 
 @pytest.mark.slow
