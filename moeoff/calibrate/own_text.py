@@ -5,7 +5,6 @@ What is in memory is chosen, and what is chosen stays in memory: a rule that loo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,9 +13,9 @@ import numpy as np
 from ..engine.llama import Llama
 from ..gate_event import GateEvent
 from .perplexity import Window
-from .statistics import Estimate, log_probs
+from .statistics import log_probs
 
-__all__ = ["FreeText", "OPENING", "lost", "score", "write_freely"]
+__all__ = ["FreeText", "OPENING", "score", "write_freely"]
 
 OPENING = 32  # tokens that are given
 _NGRAM = 4
@@ -92,12 +91,3 @@ def score(llm: Llama, texts: FreeText) -> np.ndarray:
         out[index] = logp[np.arange(len(logp)), text[OPENING:]]
     llm.clear_context()
     return out
-
-
-def lost(texts: FreeText, by_lossless: np.ndarray) -> Estimate:
-    """Loss of a model on its own text.
-
-    Args:
-        by_lossless: what `score` gives with the lossless model.
-    """
-    return Estimate.mean(texts.log_p - by_lossless).map(math.expm1)

@@ -57,9 +57,9 @@ class Window:
     text: int
 
 
-def n_scored(n_ctx: int) -> int:
-    """How many tokens of a window are scored: those of its second half that have a successor in it."""
-    return n_ctx - n_ctx // 2 - 1
+def n_scored(n_ctx: int, n_prompt: int | None = None) -> int:
+    """How many tokens of a window are scored: those behind its prompt, by default its first half, that have a successor in it."""
+    return n_ctx - (n_ctx // 2 if n_prompt is None else n_prompt) - 1
 
 
 def read_windows(llm: Llama, paths: Sequence[str | os.PathLike[str]], n_ctx: int, chunks: int | None = None) -> list[Window]:
@@ -116,11 +116,13 @@ class Reference:
         self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
 
     @classmethod
-    def record(cls, llm: Llama, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None) -> Reference:
+    def record(
+        cls, llm: Llama, windows: Sequence[Window], mode: str = "prefill", progress: Callable[[int], None] | None = None, n_prompt: int | None = None
+    ) -> Reference:
         """Asks the lossless model; see `evaluate`."""
-        reference = cls(len(windows), n_scored(len(windows[0].tokens)), llm.n_vocab())
+        reference = cls(len(windows), n_scored(len(windows[0].tokens), n_prompt), llm.n_vocab())
         try:
-            _run(llm, windows, mode, progress, reference._put)
+            _run(llm, windows, mode, progress, reference._put, n_prompt)
         except BaseException:
             reference.close()
             raise
@@ -166,22 +168,24 @@ def evaluate(
     *,
     mode: str = "prefill",
     progress: Callable[[int], None] | None = None,
+    n_prompt: int | None = None,
 ) -> Scores:
-    """Scores the second half of each window.
+    """Scores what lies behind the prompt of each window.
 
     Args:
         llm: opened with `logits_all=True` and room for a window.
         reference: the lossless model's predictions for the same windows, in the same mode.
-        mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds the scored half token by token, as an
+        mode: "prefill" feeds whole batches, as llama-perplexity does; "decode" feeds what is scored token by token, as an
             answer is computed; "simulated" feeds it in batches whose tokens are each decided as if decoded alone, behind a simulated
             cache: what a deterministic `Llama` with `Precision.resident` computes token by token, in less time.
         progress: told the number of tokens computed so far.
+        n_prompt: tokens of a window that are its prompt; None: its first half, as llama-perplexity has it.
 
     Raises:
         OptionError: windows longer than the model's context, or an unknown mode.
         MoeoffError: what `Llama` raises while computing.
     """
-    shape = (len(windows), n_scored(len(windows[0].tokens)))
+    shape = (len(windows), n_scored(len(windows[0].tokens), n_prompt))
     nll, kl, same = np.empty(shape), np.empty(shape), np.empty(shape, bool)
 
     def score(window: int, row: int, logits: np.ndarray, targets: np.ndarray) -> None:
@@ -193,27 +197,27 @@ def evaluate(
             same[window, rows] = logits.argmax(axis=1) == reference.top[window, rows]
 
     before = llm.stats().bytes_read
-    _run(llm, windows, mode, progress, score)
+    _run(llm, windows, mode, progress, score, n_prompt)
     bytes_read = llm.stats().bytes_read - before
     return Scores(nll, bytes_read=bytes_read) if reference is None else Scores(nll, reference.nll, kl, same, bytes_read)
 
 
 def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[int], None] | None,
-         sink: Callable[[int, int, np.ndarray, np.ndarray], None]) -> None:  # fmt: skip
+         sink: Callable[[int, int, np.ndarray, np.ndarray], None], n_prompt: int | None = None) -> None:  # fmt: skip
     """Gives `sink` (window, row, logits [n, n_vocab], the tokens that came [n]) for each run of scored tokens."""
     n_ctx = len(windows[0].tokens)
     if mode not in MODES:
         raise OptionError(f"no mode {mode!r}; there are {', '.join(MODES)}")
     if n_ctx > llm.n_ctx():
         raise OptionError(f"windows of {n_ctx} tokens do not fit the context of {llm.n_ctx()}")
-    first, last, n_vocab = n_ctx // 2, n_ctx - 1, llm.n_vocab()
+    first, last, n_vocab = n_ctx // 2 if n_prompt is None else n_prompt, n_ctx - 1, llm.n_vocab()
     step = max(_CHUNK // n_vocab, 1)
     done = 0
     with llm.engine.cancellation.in_progress():  # cancel() works from the first batch to the last
         for index, window in enumerate(windows):
             llm.clear_context()
             tokens = np.asarray(window.tokens, np.int32)
-            for start, stop in _batches(n_ctx, llm.n_batch, mode):
+            for start, stop in _batches(n_ctx, first, llm.n_batch, mode):
                 with llm.batches_as(decode=True) if mode == "simulated" and start >= first else contextlib.nullcontext():
                     llm.decode_batch(tokens[start:stop].tolist(), start, first)
                 scored = (max(start, first), min(stop, last))
@@ -228,8 +232,8 @@ def _run(llm: Llama, windows: Sequence[Window], mode: str, progress: Callable[[i
     llm.clear_context()
 
 
-def _batches(n_ctx: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
-    whole = n_ctx if mode == "prefill" else n_ctx // 2
+def _batches(n_ctx: int, n_prompt: int, n_batch: int, mode: str) -> list[tuple[int, int]]:
+    whole = n_ctx if mode == "prefill" else n_prompt
     batches = [(start, min(start + n_batch, whole)) for start in range(0, whole, n_batch)]
     step = n_batch if mode == "simulated" else 1
     return batches + [(start, min(start + step, n_ctx - 1)) for start in range(whole, n_ctx - 1, step)]  # the last token's prediction is not scored

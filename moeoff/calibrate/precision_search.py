@@ -5,11 +5,15 @@ One number is searched: τ, the weight below which an expert that is not in memo
 answer is computed, but batches compute many of them at once.
 
 With nothing resident, a few τ show how the divergence grows; with a share s resident it is about (1 - s)² of that. So for each share the search begins at a τ
-whose loss should be well within the bound, raises it by a step as long as the upper bound of the loss keeps the limit, and ends at the first that does not.
-Such a sequence needs no correction for its length, only for the number of sequences (`upper_loss`).
+whose loss should be well within the bound, raises it as long as the upper bound of the loss keeps the limit, and ends at the first that does not.
+Such a sequence needs no correction for its length, only for the number of sequences (`upper_loss`). How far it goes at a time depends on the divergence, whose
+error is small, and not on the loss, which alone decides where it ends (`Ladder`).
 
 A rule that looks at what is resident feeds on itself, so what was found then writes text freely (`moeoff.calibrate.own_text`): if it certainly loses more than the
 bound on that, the largest τ of each share is given up.
+
+All of it fits into a time: as many windows as leave enough for the own text, and no second τ of a share when that is spent. Everything measured is kept for a
+search that is interrupted: what is announced and what is found depend on the windows, whose number is kept, too.
 
 Every tier of a sidecar is measured in the place of all experts, too, and τ again in the smallest of those that keep the bound.
 """
@@ -24,6 +28,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
+from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -33,14 +38,14 @@ from ..budget.loss_contract import SECTION, USUAL_SHARE, Candidate, LossContract
 from ..engine.llama import Llama
 from ..errors import OptionError
 from ..files import require_new
-from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
 from ..memory import parse_size, rss
 from ..policies.precision import Precision
 from ..sidecar.file import ORIGINAL, ExpertSource, hash64, relative_bytes
 from ..sidecar.profile import Profile, profile_output
 from .checkpoint import Checkpoint
-from .own_text import OPENING, lost, score, write_freely
+from .choices import Choices
+from .own_text import OPENING, score, write_freely
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 from .record import CalibrationEstimate
 from .statistics import Distance, Estimate, upper_loss
@@ -49,15 +54,19 @@ from .writer import texts_or_written
 __all__ = ["MeasuredCandidate", "RuleEvaluator", "SearchResult", "search_precision"]
 
 SHARES = (0.1, 0.25, 0.5, 0.75)  # of the experts that are simulated to be resident
-STEP = 1.12  # from one τ to the next
-START = 0.4  # of the bound, the loss that is expected at the first τ of a share
-QUANTILES = (0.1, 0.25, 0.45, 0.65)  # of the weights: the τ that are tried with nothing resident
-OWN_TOKENS = 8192  # at least, that what was found writes
+STEP = 1.12  # from one τ to the next, at least
+START = 0.7  # of the divergence that should take the upper bound to the limit, what is expected at the first τ of a share
+QUANTILES = (0.15, 0.4, 0.65)  # of the weights: the τ that are tried with nothing resident
+OWN_TOKENS = 8192  # at least, that what was found writes, and at most
+MOST_OWN_TOKENS = 4 * OWN_TOKENS
+DEFAULT_MINUTES = 15
+WRITING = 0.2  # of the time, for writing text and reading it once, where none is given
 MIN_WINDOWS = 8
 CTX = 512
-_SAMPLE = 8  # windows that are enough for what needs no interval
+PROMPT = 64  # tokens of a window that are read: as long as a simulated cache remembers
+_SAMPLE = 4  # windows that are enough for what needs no interval
 _NOTHING = 1e-9  # resident: a cache is simulated, and holds nothing
-_EXPECTED_STEPS = 4  # of a share's sequence, for the estimate of time
+_EXPECTED_STEPS = 2.5  # of a share's sequence, for the estimate of time
 _STARTED = "started"
 _FIRST_TOKENS = 16  # to see how fast writing is
 _WEIGHTS = 1 << 20  # kept of the reference's, at most
@@ -99,100 +108,135 @@ class RuleEvaluator:
         at_once: sequences that a search makes, see `upper_loss`.
         low_size: of the tier that serves low, the same; 0: the rules serve nothing low.
         progress: told what is being done, how much of it is done and how much there is.
+        n_prompt: tokens of each window that are its prompt, as `evaluate` has it.
+        choices: of the lossless model on the same windows; None: `reference` makes them.
+
+    Attributes:
+        seconds: that a pass over all windows took, the last one; 0: there was none.
     """
 
     def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1, low_size: float = 0.0,
-                 progress: Callable[[str, int, int], None] | None = None):  # fmt: skip
+                 progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None):  # fmt: skip
         self._llm, self.windows, self._tier, self._size, self._at_once, self._low_size = llm, windows, tier, size, at_once, low_size
         self._tell = progress or (lambda what, done, total: None)
-        self._lossless: dict[float, float] = {}  # misses of a token, by what is resident
+        self.n_prompt, self.choices, self.seconds = n_prompt, choices, 0.0
+        self._lossless: dict[float, int] = {}  # misses, by what is resident
 
     @property
-    def sample(self) -> Sequence[Window]:
-        """A few windows from all of the text."""
-        return self.windows[:: -(-len(self.windows) // _SAMPLE)]
+    def at_once(self) -> int:
+        return self._at_once
+
+    @property
+    def sample(self) -> range:
+        """Of the windows, a few from all of the text."""
+        return range(0, len(self.windows), -(-len(self.windows) // _SAMPLE))
 
     def reference(self) -> Reference:
         """The lossless model's, in the batches that rules are measured in."""
         self._llm.engine.quality.use(Precision())
         n = self._n_tokens(self.windows)
-        return Reference.record(self._llm, self.windows, "simulated", lambda done: self._tell("lossless", done, n))
-
-    def weights(self) -> np.ndarray:
-        """[n] float32, weights of experts that the sample's tokens chose, in no order."""
-        self._llm.engine.quality.use(Precision())
-        kept: list[np.ndarray] = []
-
-        def keep(event: GateEvent) -> None:
-            if sum(map(len, kept)) < _WEIGHTS:
-                kept.append(event.weights.ravel().copy())
-
-        self._llm.set_gate_callback(keep)
+        n_experts: dict[int, int] = {}
+        for tensor in self._llm.engine.buffer.tensors:
+            n_experts[tensor.gate] = max(n_experts.get(tensor.gate, 0), tensor.ne[2])
+        self.choices, self._lossless = Choices([n_experts[gate] for gate in sorted(n_experts)], _WEIGHTS), {}
+        began = time.monotonic()
+        self._llm.set_gate_callback(self.choices.observe)
         try:
-            evaluate(self._llm, self.sample, mode="simulated")
+            found = Reference.record(self._llm, self.windows, "simulated", lambda done: self._tell("lossless", done, n), self.n_prompt)
             self._llm.engine.buffer.drain()
         finally:
             self._llm.set_gate_callback(None)
-        return np.concatenate(kept)
+        self.seconds = time.monotonic() - began
+        return found
 
     def divergence(self, reference: Reference, tau: float) -> float:
         """Mean KL(lossless || this) of the sample with nothing resident."""
-        sample = self.sample
-        part = reference.part(range(0, len(self.windows), -(-len(self.windows) // _SAMPLE)))
+        sample = [self.windows[i] for i in self.sample]
         self._llm.engine.quality.use(Precision(tau=tau, resident=_NOTHING))
         n = self._n_tokens(sample)
-        found = evaluate(self._llm, sample, part, mode="simulated", progress=lambda done: self._tell(f"nothing resident: τ {tau:.3g}", done, n))
+
+        def tell(done: int) -> None:
+            self._tell(f"nothing resident: τ {tau:.3g}", done, n)
+
+        found = evaluate(self._llm, sample, reference.part(self.sample), mode="simulated", progress=tell, n_prompt=self.n_prompt)
         return found.quality().distance.kl.value
 
     def measure(self, reference: Reference, precision: Precision) -> MeasuredCandidate:
         """One rule with its share of the experts resident; a lossless one: the tier in the place of all experts."""
         resident = 0.0 if precision.lossless else precision.resident
-        lossless = self._lossless_misses(resident) if resident else 0.0
         self._llm.engine.quality.use(precision)
         self._llm.reset_stats()
         name = f"{resident:.0%} resident: τ {precision.tau:.3g}" if precision.tau else f"all in {self._tier}" if precision.lossless else str(precision)
-        n = self._n_tokens(self.windows)
-        scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n))
+        n, began = self._n_tokens(self.windows), time.monotonic()
+        scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n), n_prompt=self.n_prompt)
+        self.seconds = time.monotonic() - began
         stats = self._llm.stats()
-        uses = max(stats.expert_uses // 2, 1)  # the other half is the prompt's
+        uses = max(stats.expert_uses * self._decoded_share, 1)
         low = stats.served_low if precision.uses_low else 0
         read = self._size * stats.simulated_misses + self._low_size * low
+        lossless = self._lossless_misses(resident) if resident else 0
         found = scores.quality().distance
         return MeasuredCandidate(
             tier=self._tier, tau=precision.tau, resident=resident, loss=found.loss.value, upper_loss=upper_loss(found.loss, len(self.windows), self._at_once),
-            kl=found.kl.value, cost=read / n / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
+            kl=found.kl.value, cost=read / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
             distance=found, low=low / uses, rerouted=stats.rerouted / uses,
         )  # fmt: skip
 
-    def own_text_loss(self, c: Candidate, n_tokens: int) -> Estimate:
-        """Loss of a rule on text that it has written itself, against the same experts with nothing left out."""
+    @property
+    def _decoded_share(self) -> float:
+        """Of the tokens that are computed: the last of a window is not, and those of its prompt are read."""
         n_ctx = len(self.windows[0].tokens)
-        n_texts = max(-(-n_tokens // (n_ctx - OPENING)), 2)
-        openings = list(itertools.islice(itertools.cycle(self.windows[:: max(len(self.windows) // n_texts, 1)]), n_texts))
-        name, n = f"own text: τ {c.tau:.3g}", n_texts * n_ctx
-        self._llm.engine.quality.use(c.precision)
-        written = write_freely(self._llm, openings, progress=lambda done: self._tell(name, done, n))
-        self._llm.engine.quality.use(Precision())
-        return lost(written, score(self._llm, written))
+        return n_scored(n_ctx, self.n_prompt) / (n_ctx - 1)
 
-    def own_text_seconds(self, n_tokens: int = OWN_TOKENS) -> float:
-        """That `own_text_loss` takes, about: a token at a time, and then in batches."""
+    def own_text(self, c: Candidate, opening: int, seed: int) -> np.ndarray:
+        """[n_tokens] float64, of a text that a rule has written behind the opening of a window: by how much the log-probability of each of its tokens is
+        higher than with the same experts and nothing left out."""
+        self._llm.engine.quality.use(c.precision)
+        written = write_freely(self._llm, [self.windows[opening % len(self.windows)]], seed)
+        self._llm.engine.quality.use(Precision())
+        own: np.ndarray = written.log_p[0] - score(self._llm, written)[0]
+        return own
+
+    def own_text_loss(self, c: Candidate, least: int, most: int, until: float = math.inf, once: Once = lambda name, make: make()) -> Estimate:
+        """Loss of a rule on texts that it has written itself, against the same experts with nothing left out.
+
+        Args:
+            least, most: texts, each as long as a window.
+            until: of `time.monotonic`, when no further one is begun.
+            once: gives what an interrupted search has kept under a name, or makes it.
+        """
+        n_ctx = len(self.windows[0].tokens)
+        lost: list[np.ndarray] = []
+        step = max(len(self.windows) // least, 1)
+        while len(lost) < least or (len(lost) < most and time.monotonic() < until):
+            i = len(lost)
+            lost.append(once(f"own-{c.resident:g}-{c.tau:.6g}-{i}", lambda i=i: {"lost": self.own_text(c, i * step, i)})["lost"])  # type: ignore[misc]
+            self._tell(f"own text: τ {c.tau:.3g}", len(lost) * n_ctx, max(least, len(lost)) * n_ctx)
+        return Estimate.mean(np.stack(lost)).map(math.expm1)
+
+    def time(self) -> tuple[float, float]:
+        """Seconds of a window that is read, and of a text of its own that a rule writes and the lossless model reads, about."""
+        n_ctx = len(self.windows[0].tokens)
+        seconds = []
+        for window in self.windows[:2]:  # what the first one waits for comes from the disk once
+            began = time.monotonic()
+            evaluate(self._llm, [window], mode="simulated", n_prompt=self.n_prompt)
+            seconds.append(time.monotonic() - began)
         tokens = list(self.windows[0].tokens)
         self._llm.clear_context()
         self._llm.decode_batch(tokens[:OPENING], 0, OPENING - 1)
         began = time.monotonic()
-        for at in range(OPENING, min(OPENING + _FIRST_TOKENS, len(tokens))):
+        for at in range(OPENING, min(OPENING + _FIRST_TOKENS, n_ctx)):
             self._llm.decode_batch([tokens[at]], at, at)
-        seconds = time.monotonic() - began
+        each = (time.monotonic() - began) / _FIRST_TOKENS
         self._llm.clear_context()
-        return seconds / _FIRST_TOKENS * n_tokens
+        return seconds[-1], each * (n_ctx - OPENING) + seconds[-1]
 
-    def _lossless_misses(self, resident: float) -> float:
+    def _lossless_misses(self, resident: float) -> int:
+        if self.choices is None:
+            raise ValueError("nothing was measured of the lossless model: reference() comes first")
         if resident not in self._lossless:
-            self._llm.engine.quality.use(Precision(tau=_NOTHING, resident=resident))
-            self._llm.reset_stats()
-            evaluate(self._llm, self.sample, mode="simulated")
-            self._lossless[resident] = self._llm.stats().simulated_misses / self._n_tokens(self.sample)
+            self._lossless[resident] = self.choices.misses(resident)
         return self._lossless[resident]
 
     @staticmethod
@@ -200,7 +244,10 @@ class RuleEvaluator:
         return len(windows) * len(windows[0].tokens)
 
 
-def first_tau(measured: Sequence[tuple[float, float]], divergence: float) -> float:
+Points = Sequence[tuple[float, float]]
+
+
+def first_tau(measured: Points, divergence: float) -> float:
     """The τ of this divergence with nothing resident, on the line through measured points (τ, KL) in logarithms; beyond them on that of the last two."""
     points = sorted((math.log(tau), math.log(kl)) for tau, kl in measured if kl > 0)
     rising = [points[0]] if points else []
@@ -215,35 +262,111 @@ def first_tau(measured: Sequence[tuple[float, float]], divergence: float) -> flo
     return math.exp(x0 + (wanted - y0) * (x1 - x0) / (y1 - y0))
 
 
-def search_tau(evaluator: RuleEvaluator, reference: Reference, max_loss: float, own_tokens: int = OWN_TOKENS,
-               once: Callable[[str, Callable[[], MeasuredCandidate]], MeasuredCandidate] = lambda name, make: make()) -> list[MeasuredCandidate]:  # fmt: skip
-    """What was measured, behind each share of the experts. What certainly loses more than the bound on its own text is not among it.
+class Ladder:
+    """Which τ to measure next behind a share of the experts, from how the divergence grows, and never from the loss that is measured.
+
+    Loss is about the divergence KL, and the error of a mean of n tokens' losses about sqrt(2 KL / n): so its upper bound is about KL + b sqrt(KL). The first τ is
+    one where the divergence should be a part of that which takes this bound to the limit; what is measured there corrects both the divergence and b.
 
     Args:
-        once: gives what an interrupted search has measured under a name, or makes it.
+        measured: τ and KL with nothing resident.
+        limit: logarithm of 1 + the bound of loss.
+        n_tokens: that are scored.
+        at_once: see `upper_loss`.
     """
-    weights = evaluator.weights()
-    most = float(weights.max())
-    taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0})
-    measured = [(tau, evaluator.divergence(reference, tau)) for tau in taus]
-    found: list[list[MeasuredCandidate]] = []
-    least = 0.0  # what held with fewer resident holds
-    for share in SHARES:
-        tau = max(first_tau(measured, START * math.log1p(max_loss) / (1 - share) ** 2), least)
-        found.append([])
-        while 0 < tau <= most * STEP:
-            measure = functools.partial(evaluator.measure, reference, Precision(tau=tau, resident=share))
-            found[-1].append(once(f"{share:g}-{tau:.6g}", measure))
-            if found[-1][-1].upper_loss > max_loss:
-                break
-            least, tau = tau, tau * STEP
-    while boldest := [held[-1] for of_share in found if (held := [c for c in of_share if c.upper_loss <= max_loss])]:
-        own = evaluator.own_text_loss(next((c for c in boldest if c.resident == USUAL_SHARE), boldest[-1]), own_tokens)
+
+    def __init__(self, measured: Points, limit: float, n_tokens: int, at_once: int):
+        self._measured, self._limit = [(tau, kl) for tau, kl in measured if kl > 0], limit
+        self._b = NormalDist().inv_cdf(1 - 0.05 / at_once) * math.sqrt(2 / n_tokens)
+        self._factor = 1.0  # of (1 - s)^2
+
+    def start(self, share: float) -> float:
+        """The first τ behind a share, expected to be well within the bound."""
+        most = ((math.sqrt(self._b**2 + 4 * self._limit) - self._b) / 2) ** 2
+        return first_tau(self._measured, START * most / (self._factor * (1 - share) ** 2))
+
+    def seen(self, c: Candidate) -> None:
+        """What was measured of one τ behind a share."""
+        there = first_tau([(kl, tau) for tau, kl in self._measured], c.tau)  # the line the other way: its divergence with nothing resident
+        if c.kl <= 0 or there <= 0:
+            return
+        self._factor = c.kl / there / (1 - c.resident) ** 2
+        if math.isfinite(c.upper_loss):
+            self._b = max((math.log1p(c.upper_loss) - math.log1p(c.loss)) / math.sqrt(c.kl), 0.0)
+
+    def next(self, c: Candidate) -> float:
+        """The τ behind one that has kept the bound: a step further, or more where much room is left."""
+        return max(c.tau * STEP, self.start(c.resident))
+
+
+Once = Callable[[str, Callable[[], dict[str, np.ndarray]]], dict[str, np.ndarray]]
+
+
+def search_tau(
+    evaluator: RuleEvaluator, reference: Reference, max_loss: float, until: float = math.inf, once: Once = lambda name, make: make()
+) -> list[list[MeasuredCandidate]]:
+    """What was measured, behind each share of the experts, in turn: each has its first τ before any has its second.
+
+    Args:
+        until: of `time.monotonic`, when to end; the first of each share are measured all the same.
+        once: gives what an interrupted search has kept under a name, or makes it.
+    """
+    weights = evaluator.choices.weights if evaluator.choices is not None else np.zeros(0, np.float32)
+    most = float(weights.max(initial=0.0))
+    taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
+    points = once("nothing", lambda: {"tau": np.array(taus), "kl": np.array([evaluator.divergence(reference, tau) for tau in taus])})
+    scored = len(evaluator.windows) * n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
+    ladder = Ladder(list(zip(points["tau"].tolist(), points["kl"].tolist())), math.log1p(max_loss), scored, evaluator.at_once)
+    found: list[list[MeasuredCandidate]] = [[] for _ in SHARES]
+    going = set(SHARES)
+    while going:
+        least = 0.0  # what held with fewer resident holds
+        for share, of_share in zip(SHARES, found):
+            if share in going:
+                if of_share and time.monotonic() + evaluator.seconds > until:
+                    return found
+                tau = ladder.next(of_share[-1]) if of_share else max(ladder.start(share), least)
+                if not 0 < tau <= most * STEP:
+                    going.discard(share)
+                    continue
+                measure = functools.partial(evaluator.measure, reference, Precision(tau=tau, resident=share))
+                of_share.append(_restored(once(f"{share:g}-{tau:.6g}", lambda measure=measure: _arrays(measure()))))  # type: ignore[misc]
+                ladder.seen(of_share[-1])
+                if of_share[-1].upper_loss > max_loss:
+                    going.discard(share)
+            least = max([least, *(c.tau for c in of_share if c.upper_loss <= max_loss)])
+    return found
+
+
+def keep_on_own_text(
+    evaluator: RuleEvaluator, found: Sequence[Sequence[MeasuredCandidate]], max_loss: float, until: float = math.inf, each: float = 0.0,
+    once: Once = lambda name, make: make(),
+) -> list[MeasuredCandidate]:  # fmt: skip
+    """Those that do not certainly lose more than the bound on text that one of them writes.
+
+    If that one does, the largest τ of each share goes, and with it what would lose too much if loss on own text grew as the divergence does; the boldest
+    that is left writes again, if there is time.
+
+    Args:
+        until: of `time.monotonic`, when to end; the first writes at least OWN_TOKENS all the same.
+        each: seconds that a text takes.
+    """
+    kept = [list(of_share) for of_share in found]
+    n_each = len(evaluator.windows[0].tokens) - OPENING
+    least, most = (max(-(-n // n_each), 2) for n in (OWN_TOKENS, MOST_OWN_TOKENS))
+    first = True
+    while boldest := [held[-1] for of_share in kept if (held := [c for c in of_share if c.upper_loss <= max_loss])]:
+        c = next((c for c in boldest if c.resident == USUAL_SHARE), boldest[-1])
+        if not first and time.monotonic() + least * each > until:
+            break
+        first = False
+        own = evaluator.own_text_loss(c, least, most, until - each, once)
         if own.low is None or own.low <= max_loss:
             break
         least_of = {c.resident: c.tau for c in boldest}
-        found = [[c for c in of_share if c.tau < least_of.get(c.resident, math.inf)] for of_share in found]
-    return list(itertools.chain(*found))
+        grown = math.log1p(own.value) / max(c.kl, 1e-12)
+        kept = [[c for c in of_share if c.tau < least_of.get(c.resident, math.inf) and c.kl * grown <= math.log1p(max_loss)] for of_share in kept]
+    return list(itertools.chain(*kept))
 
 
 def search_precision(
@@ -269,7 +392,8 @@ def search_precision(
             what was measured.
         tier: the only one of the sidecar that is tried. Default: all of them.
         tokens: in all, as many from each text; each step computes all of them.
-        minutes: fewer tokens where all would take longer than about this, half of it for those that are written, but never fewer than an interval needs.
+        minutes: that all of it may take, about: of text that is written as of the windows fewer tokens where more would take longer, but as many as an interval
+            needs; of own text more than OWN_TOKENS where time is left.
         output: the profile; by default where opening the model finds it.
         announce: is told what writing the text and measuring will take, before each starts; an interrupted search has what it wrote and measured when
             it is called again.
@@ -300,50 +424,66 @@ def search_precision(
     given = options
     options = {"flash_attn": True, "experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
     at_once = len(SHARES) * (2 if tiers else 1) + len(tiers)
-    key = {"moeoff": __version__, "tokens": tokens, "max_loss": max_loss, "sidecar": sidecar.identity if sidecar else 0}
+    key = {"moeoff": __version__, "tokens": tokens, "minutes": minutes, "max_loss": max_loss, "sidecar": sidecar.identity if sidecar else 0}
     checkpoint = Checkpoint(f"{model_index.identity}-loss", key, warn)
+    end = time.monotonic() + 60 * minutes
     found: list[MeasuredCandidate] = []
     windows: Sequence[Window] = ()
+    n_prompt = min(PROMPT, ctx // 2)
 
     @contextlib.contextmanager
-    def opened(name: str, files: Sequence[str | os.PathLike[str]]) -> Iterator[tuple[RuleEvaluator, Callable[..., Any]]]:
+    def opened(name: str, files: Sequence[str | os.PathLike[str]], choices: Choices | None) -> Iterator[tuple[RuleEvaluator, Callable[..., Any]]]:
         nonlocal windows
         with open_model(model, ctx, tier=name, **options) as llm, interruptible(llm) as call:
             windows = windows or read_windows(llm, files, ctx, max(tokens // (ctx * len(files)), 1))
             if len(windows) < MIN_WINDOWS:
                 short = f"the texts make {len(windows)} windows of {ctx} tokens"
                 raise OptionError(f"{short}, and at least {MIN_WINDOWS} are needed for an interval: more text is needed", hint={"text": ..., "tokens": ...})
-            yield RuleEvaluator(llm, windows, name, sizes.get(name, 1.0), at_once, progress=progress), call
+            yield RuleEvaluator(llm, windows, name, sizes.get(name, 1.0), at_once, progress=progress, n_prompt=n_prompt, choices=choices), call
 
-    def kept(base: str) -> Callable[[str, Callable[[], MeasuredCandidate]], MeasuredCandidate]:
-        return lambda name, make: _restored(checkpoint.once(f"{base}-{_hash_of(windows):x}-{name}", lambda: _arrays(make())))
+    def kept(base: str) -> Once:
+        prefix = f"{base}-{_hash_of(windows):x}"
+        return lambda name, make: checkpoint.once(f"{prefix}-{name}", make)
 
-    with texts_or_written(model, text, 21 * tokens // 20, checkpoint, progress=progress, announce=announce, **given) as files, contextlib.ExitStack() as stack:
-        with opened(ORIGINAL, files) as (evaluator, call):
-            began = time.monotonic()
-            call(evaluator.weights)  # the sample: how fast this is
-            passes = len(SHARES) * _EXPECTED_STEPS * (2 if tiers else 1) + len(tiers) + 2
-            seconds = (time.monotonic() - began) * len(windows) / len(evaluator.sample) * passes
-            if seconds > 30 * minutes:
-                n = max(int(len(windows) * 30 * minutes / seconds), MIN_WINDOWS)
-                seconds *= n / len(windows)
-                windows = evaluator.windows = [windows[i * len(windows) // n] for i in range(n)]
-            writing = call(evaluator.own_text_seconds)
-            own_tokens = int(OWN_TOKENS * min(60 * minutes / (2 * writing), 1.0))
+    enough = 21 * ctx // 20  # of what is written, for a window
+    writing = {"seconds": WRITING * 60 * minutes, "least": min(MIN_WINDOWS * enough, 21 * tokens // 20)}
+    with (
+        texts_or_written(model, text, 21 * tokens // 20, checkpoint, progress=progress, announce=announce, **writing, **given) as files,
+        contextlib.ExitStack() as stack,
+    ):
+        with opened(ORIGINAL, files, None) as (evaluator, call):
+            resumed, plan_name = checkpoint.has(_STARTED), f"plan-{_hash_of(windows):x}"
+            n_searches = 2 if tiers else 1
+            plan = checkpoint.load(plan_name)
+            if plan is None:
+                a_window, a_text = call(evaluator.time)
+                own = n_searches * OWN_TOKENS / (ctx - OPENING) * a_text
+                before = n_searches * len(QUANTILES) * _SAMPLE * a_window + own
+                passes = 1 + len(tiers) + n_searches * len(SHARES) * _EXPECTED_STEPS
+                n = max(int(min((end - time.monotonic() - before) / (passes * a_window), len(windows))), MIN_WINDOWS)
+                plan = {"n": np.array(n), "a_text": np.array(a_text), "own": np.array(own / n_searches), "seconds": np.array(before + passes * n * a_window)}
+                checkpoint.save(plan_name, plan)  # the same windows when it goes on
+            n, a_text, own, seconds = int(plan["n"]), float(plan["a_text"]), float(plan["own"]), float(plan["seconds"])
+            windows = evaluator.windows = [windows[i * len(windows) // n] for i in range(n)]
             if announce:
-                announce(CalibrationEstimate(len(windows) * ctx, seconds + writing * own_tokens / OWN_TOKENS, 0, resumed=checkpoint.has(_STARTED)))
+                announce(CalibrationEstimate(len(windows) * ctx, seconds, 0, resumed=resumed))
             checkpoint.save(_STARTED, {})
             reference = stack.enter_context(call(evaluator.reference))
-            found += call(search_tau, evaluator, reference, max_loss, own_tokens, kept(ORIGINAL))
+            choices, base = evaluator.choices, kept(ORIGINAL)
+            until = time.monotonic() + (end - time.monotonic()) / n_searches
+            rungs = call(search_tau, evaluator, reference, max_loss, until - own, base)
+            found += call(keep_on_own_text, evaluator, rungs, max_loss, until, a_text, base)
         best: str | None = None
         for name in sorted(tiers, key=lambda name: sizes[name]):
-            with opened(name, files) as (evaluator, call):
-                found.append(call(evaluator.measure, reference, Precision()))
+            with opened(name, files, choices) as (evaluator, call):
+                base = kept(name)
+                found.append(_restored(base("all", lambda: _arrays(call(evaluator.measure, reference, Precision())))))  # noqa: B023  it is called here
                 if best is None and found[-1].upper_loss <= max_loss:
                     best = name
-                    found += call(search_tau, evaluator, reference, max_loss, own_tokens, kept(name))
+                    rungs = call(search_tau, evaluator, reference, max_loss, end - own, base)
+                    found += call(keep_on_own_text, evaluator, rungs, max_loss, end, a_text, base)
     identity = sidecar.identity if sidecar else 0
-    contract = LossContract(identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx), ctx, tuple(c.without_intervals() for c in found))
+    contract = LossContract(identity, _hash_of(windows), len(windows), len(windows) * n_scored(ctx, n_prompt), ctx, tuple(c.without_intervals() for c in found))
     Profile.write(path, model_index, {SECTION: contract.to_section()})
     checkpoint.remove()
     return SearchResult(path, contract, max_loss, tuple(found))

@@ -33,8 +33,8 @@ _OPTIONS_OF = {("--max-loss",): ("tier", "experts"), ("--bits-plan",): ("toleran
      help="Text like what the model will see; may be repeated. Default: the model writes some.")  # fmt: skip
 @own("-o", "--output", type=click.Path(dir_okay=False), metavar="PROFILE", help="File to write. Default: MODEL.profile.npz, where run and serve find it.")
 @own("--tokens", type=click.IntRange(512), default=16384, show_default=True, help="Tokens to evaluate, as many from each text.")
-@own("--minutes", type=click.FloatRange(min=0, min_open=True), default=60, show_default=True,
-     help="It takes no longer than about this: fewer tokens if it would. Not with --bits-plan.")  # fmt: skip
+@own("--minutes", type=click.FloatRange(min=0, min_open=True),
+     help="It takes no longer than about this: fewer tokens if it would. Default: 60, with --max-loss 15. Not with --bits-plan.")  # fmt: skip
 @takes("calibrate")
 @own("--seed", type=int, default=0, show_default=True, help="Seed of the predictors' training.")
 @own("--max-loss", metavar="PERCENT", help="Instead: measure what may be left out, and what a sidecar's tiers cost, for run --max-loss, as 1%.")
@@ -68,6 +68,9 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
             click.echo(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
     else:
         from ..calibrate import calibrate as library
+
+        if options["minutes"] is None:
+            del options["minutes"]
 
         try:
             with progress_bar() as progress:
@@ -105,14 +108,16 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, **options: Any) -> SearchResult:
+def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, minutes: float | None, **options: Any) -> SearchResult:
     """Measures, writes the profile, and prints a table of what was tried."""
-    from ..calibrate.precision_search import search_precision
+    from ..calibrate.precision_search import DEFAULT_MINUTES, search_precision
     from ..calibrate.statistics import interval
 
     bound = parse_loss(max_loss)
     with progress_bar() as progress:
-        done = search_precision(model, text, bound, experts=experts or "auto", progress=progress, announce=_announce, warn=note, **options)
+        done = search_precision(
+            model, text, bound, experts=experts or "auto", minutes=minutes or DEFAULT_MINUTES, progress=progress, announce=_announce, warn=note, **options
+        )
     contract = done.contract
     rows = []
     for c in done.measured:

@@ -78,7 +78,7 @@ class Completion:
         """One line for people. Its memory is the most that the process has taken since it began."""
         s = self.stats
         given_up = s.precision_summary
-        if s.max_loss is not None and not s.estimated_loss and not given_up:
+        if s.max_loss is not None and not given_up:
             given_up = f"lossless: nothing that was measured is worth it within {s.max_loss:.2%}"
         return (
             f"prompt {s.prompt_tokens} tokens{f' (+{self.reused_tokens} reused)' if self.reused_tokens else ''}, {s.prompt_tps:.1f} tok/s | "

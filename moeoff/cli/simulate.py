@@ -74,7 +74,7 @@ def simulate(
         head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "recorded_reads": reads, "left_out": without}
         click.echo(json.dumps(head | {"results": rows}, indent=2))
         return
-    click.echo(_table(rows, trace.model.full_bytes))
+    click.echo(_table(rows, trace.model.full_bytes, tau > 0))
     for name, why in without.items():
         click.echo("\n" + wrapped(f"{name}: not replayed, {why}"))
     if reads:
@@ -136,15 +136,19 @@ def _arena(size: str, full: int) -> int:
     return parse_size(size)
 
 
-def _table(rows: list[dict[str, Any]], full: int) -> str:
-    lines = [f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}"]
+def _table(rows: list[dict[str, Any]], full: int, leaves_out: bool) -> str:
+    lines = [
+        f"{'buffer':>10} {'':>5} {'strategy':<16} {'hit rate':>8} {'read/token':>11} {'penalty':>8} {'of the gap':>10}{'  left out' if leaves_out else ''}"
+    ]
     for row in rows:
+        left_out = "" if not leaves_out else f"{row['skipped_share']:>10.1%}" if row["strategy"] != "belady" else f"{'':>10}"
         gap = "" if row["gap_recovered"] is None else f"{100 * row['gap_recovered']:.0f} %"
         lines.append(
             f"{format_size(row['arena_bytes']):>10} {100 * row['arena_bytes'] / full:4.0f}% {row['strategy']:<16} {100 * row['hit_rate']:7.2f}% "
-            f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}"
+            f"{format_size(int(row['bytes_per_token'])):>11} {row['miss_penalty_per_token']:8.3f} {gap:>10}{left_out}"
         )
     lines.append("\nhit rate: slices found in memory; read/token: bytes; penalty: of misses, 1 for\n"
                  "a slice in full precision; of the gap: what of LRU's way to the best that is\n"
-                 "possible (belady) was made good")  # fmt: skip
+                 "possible (belady) was made good"
+                 + (";\nleft out: of the experts of decoded tokens" if leaves_out else ""))  # fmt: skip
     return "\n".join(lines)

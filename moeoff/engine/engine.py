@@ -514,6 +514,7 @@ class Engine:
             strategy=self.config.strategy.name,
             tier=self.quality.source.tier,
             tau=self.quality.precision.tau,
+            experts_per_token=sum(self.model_index.experts_used(layer) for layer in {t.gate: t.layer for t in self.buffer.tensors}.values()),
             budget_bytes=plan.budget,
             peak_rss_bytes=peak_rss(),
             direct_io=not self.buffer.buffered and counters.direct_reads == counters.reads,

@@ -57,10 +57,11 @@ class Stats:
 
     hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
     tier is the sidecar's that all experts are read in, "original" the model's own precision. expert_uses counts what gates chose, an
-    expert for a token; of these served_low were computed in low precision (in another tier than "original" all of them), skipped not at all (with tau, those that were missing and weighed less), and rerouted by
+    expert for a token; of these served_low were computed in low precision (in another tier than "original" all of them), skipped not at all (with tau, of decoded_uses those that were missing and weighed less), and rerouted by
     a resident expert in the place of the router's; rerouted_margin is the most that one of these scored below the other, as a share of the range
     of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was
     promised for that, estimated_loss what it was measured to cost; None: no promise.
+    experts_per_token is what all gates together choose for a token.
     prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
     when it was last compared; None: the strategy does not prefetch or does not compare.
     prediction_accuracy is the share of the experts that were selected in decode that had been predicted, fetch_rate the share of
@@ -111,6 +112,7 @@ class Stats:
     served_low: int = 0
     skipped: int = 0
     tau: float = 0.0
+    experts_per_token: int = 0
     rerouted: int = 0
     rerouted_margin: float = 0.0
     simulated_misses: int = 0
@@ -153,16 +155,22 @@ class Stats:
         return f"hit rate {self.hit_rate:.1%}" + (f" ({self.device_hit_rate:.1%} on the GPU{off})" if self.device_memory else "")
 
     @property
+    def decoded_uses(self) -> int:
+        """Of expert_uses, those of tokens that were decoded."""
+        return self.gen_tokens * self.experts_per_token
+
+    @property
     def precision_summary(self) -> str:
-        """The precision that was given up, in words; empty if none was."""
+        """The precision that may be given up, and how much was, in words; empty if none was and nothing is left out."""
         uses = max(self.expert_uses, 1)
         parts = [f"all experts in {self.tier}"] if self.tier != ORIGINAL else []
-        if self.tier == ORIGINAL and (self.served_low or self.skipped):
+        if self.tau:  # nothing else skips then
+            parts += [f"{self.served_low / uses:.1%} of experts in low precision"] if self.tier == ORIGINAL and self.served_low else []
+            parts.append(f"{self.skipped / max(self.decoded_uses, 1):.1%} of experts left out below a weight of {self.tau:.3g}")
+        elif self.tier == ORIGINAL and (self.served_low or self.skipped):
             parts.append(f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped")
         elif self.skipped:
             parts.append(f"{self.skipped / uses:.1%} skipped")
-        if self.skipped and self.tau:
-            parts[-1] = f"{self.skipped / uses:.1%} of experts left out below a weight of {self.tau:.3g}"
         if self.rerouted:
             parts.append(f"{self.rerouted / uses:.1%} rerouted, by at most {self.rerouted_margin:.1%} of the scores' range")
         if not parts:

@@ -149,6 +149,11 @@ class ModelIndex:
     header_memory: int = field(default=0, repr=False)
     vocabulary_fault: str = field(default="", repr=False)
 
+    def experts_used(self, layer: int) -> int:
+        """Experts that a token uses in a layer; they need not be as many in each."""
+        used = self.hparams.get("expert_used_count")
+        return int(used[layer]) if isinstance(used, tuple) and layer < len(used) else self.n_expert_used
+
     @property
     def dense_bytes(self) -> int:
         return sum(span.nbytes for span in self.dense.values())

@@ -115,7 +115,6 @@ class Router:
                 name = next((f"blk.{i}.{n}" for n in _NORMS if f"blk.{i}.{n}.weight" in model_index.dense), None)
                 weight = get(f"{name}.weight") if name else None
                 norms.append(None if weight is None else (weight, get(f"{name}.bias")))
-        used = model_index.hparams.get("expert_used_count", 0)
 
         def number(key: str) -> int:
             value = model_index.hparams.get(key, 0)
@@ -123,7 +122,7 @@ class Router:
 
         return cls(
             weights,
-            [used[i] if isinstance(used, tuple) and i < len(used) else model_index.n_expert_used for i in layers],
+            [model_index.experts_used(i) for i in layers],
             gating_of(model_index),
             bias,
             selection,

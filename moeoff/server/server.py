@@ -460,6 +460,11 @@ def metrics_text(stats: Stats, layers: LayerHits | None = None) -> str:
     high = stats.expert_uses - stats.served_low - stats.skipped
     uses: dict[str, float] = {'{precision="high"}': high, '{precision="low"}': stats.served_low, '{precision="none"}': stats.skipped}
     metric("expert_uses_total", "Experts that gates chose for a token, by the precision that served them.", uses)
+    metric("tau", "Weight below which an expert that is not in memory is left out of a decoded token; 0: none is.", stats.tau)
+    metric("tier_info", "The sidecar's tier that all experts are read in; original: their own precision.", {f'{{tier="{stats.tier}"}}': 1})
+    if stats.max_loss is not None and stats.estimated_loss is not None:
+        metric("max_loss", "The bound of --max-loss, as a share of perplexity.", stats.max_loss)
+        metric("estimated_loss", "Loss that was measured of what is given up within it.", stats.estimated_loss)
     metric("expert_rerouted_total", "Of these, resident experts in the place of the router's choice.", stats.rerouted)
     if stats.device_memory:
         metric("device_hits_total", "Of the hits, expert slices that a GPU held.", stats.device_hits)

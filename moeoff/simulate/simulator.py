@@ -168,6 +168,7 @@ class Result:
         resident: [n_gates * n_experts] bool at the end.
         rerouted: experts of tokens in the place of others that the router had chosen.
         skipped: experts of tokens that were left out.
+        decoded: experts that routers chose for tokens that were decoded; with tau only.
     """
 
     policy: str
@@ -182,6 +183,7 @@ class Result:
     event_hits: np.ndarray | None = None
     rerouted: int = 0
     skipped: int = 0
+    decoded: int = 0
 
     @property
     def hit_rate(self) -> float:
@@ -201,6 +203,7 @@ class Result:
             "miss_penalty_per_token": self.miss_penalty / n,
             "rerouted_per_token": self.rerouted / n,
             "skipped_per_token": self.skipped / n,
+            "skipped_share": self.skipped / max(self.decoded, 1),
             "hit_rate_by_layer": per_layer.round(6).tolist(),
         }
 
@@ -236,7 +239,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
-    evictions, penalty, n_changed, n_skipped = 0, 0.0, 0, 0
+    evictions, penalty, n_changed, n_skipped, n_decoded = 0, 0.0, 0, 0, 0
     costs = _costs(trace, cost)
     sequences = {0}  # so far
     for n, event in enumerate(trace.events):
@@ -253,6 +256,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
             event = leave_out(event, replay.resident_experts(event.gate), tau)
             assert event.versions is not None
             n_skipped += int(np.count_nonzero(event.versions))
+            n_decoded += event.ids.size
             chosen = chosen[np.isin(chosen, event.ids[event.versions == HIGH])]
         missing, victims = replay.gate(event.gate, chosen, table)
         hits[event.gate] += chosen.size - missing.size
@@ -270,7 +274,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         if progress and n % 4096 == 0:
             progress(n)
     return Result(policy.name, arena_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
-                  replay.resident, event_hits, n_changed, n_skipped)  # fmt: skip
+                  replay.resident, event_hits, n_changed, n_skipped, n_decoded)  # fmt: skip
 
 
 def leave_out(event: GateEvent, resident: np.ndarray, tau: float) -> GateEvent:

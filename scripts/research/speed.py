@@ -3,6 +3,7 @@
 usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategies lru,auto]   docs/results/strategies.md
        speed.py ladder     -m MODEL --text FILE [--shares 50]                                 what each part of the engine adds, there
        speed.py memory     -m MODEL --text FILE [--limits 1400,1100,800] [--stock]            in memory cgroups: offload.md, real-sizes.md (root)
+                           [--strategies auto --max-loss 1% --no-in-memory]                   a contract beside lossless
        speed.py kernels    -m MODEL --text FILE                                               everything in memory: offload.md
        speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
        speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/internals/threads.md: with busy neighbours
@@ -220,13 +221,17 @@ def ladder(bench: Bench, shares: str) -> dict[str, list[Comparison]]:
 
 
 @workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
+          click.option("--max-loss", metavar="PERCENT", help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side."),
           click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes."),
           click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
-def memory(bench: Bench, limits: str, strategies: str, stock: bool, in_memory: bool) -> dict[str, list[Comparison]]:
+def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, stock: bool, in_memory: bool) -> dict[str, list[Comparison]]:
     """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
     out, few = {}, replace(bench, n_prompt=4, n_decode=8)
     for limit in numbers(limits):
-        jobs = {name: bench.job(limit << 20, memory=int(limit * 0.95) << 20, strategy=name) for name in strategies.split(",")}
+        names = strategies.split(",")
+        jobs = {name: bench.job(limit << 20, memory=int(limit * 0.95) << 20, strategy=name) for name in names}
+        if max_loss:
+            jobs[f"{names[-1]}, --max-loss {max_loss}"] = replace(jobs[names[-1]], options={**jobs[names[-1]].options, "max_loss": max_loss})
         if stock:
             jobs["stock, memory map"] = few.stock(limit << 20, use_mmap=True)
             jobs["stock, memory map, plain kernels"] = few.stock(limit << 20, use_mmap=True, use_extra_bufts=False)

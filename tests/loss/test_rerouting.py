@@ -14,6 +14,7 @@ from helpers.logits import assert_bit_equal, greedy_logits
 from moeoff import OptionError
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies.hobbit import HIGH, SKIP
 from moeoff.policies.precision import Precision
 from moeoff.policies.router import SOFTMAX_WEIGHT, Router
 from moeoff.sidecar.convert import convert
@@ -40,9 +41,9 @@ class Cache:
     def __init__(self, n_experts: int, share: float):
         self.count, self.inside, self.room, self.unit = np.zeros(n_experts, np.float32), np.zeros(n_experts, bool), int(share * n_experts + 0.5), np.float32(1)
 
-    def use(self, ids: np.ndarray) -> None:
+    def use(self, ids: np.ndarray, is_read: np.ndarray | bool = True) -> None:
         self.count[ids] += self.unit
-        for e in ids[~self.inside[ids]]:
+        for e in ids[~self.inside[ids] & is_read]:
             if self.inside.sum() >= self.room:
                 others = np.setdiff1d(np.flatnonzero(self.inside), ids)
                 if not len(others):
@@ -111,6 +112,50 @@ def test_the_rule_for_every_kind_of_router(architecture, groups, writer, folder)
             np.testing.assert_allclose(event.weights[t] / event.weights[t].sum(), expected / expected.sum(), rtol=2e-3)
             cache.use(ids)
     assert n_seen == n_changed >= 5
+
+
+NORMALIZED = {"qwen3moe", "gpt-oss", "minimax-m2"}  # over the chosen, whatever the file says
+
+
+@pytest.mark.parametrize("architecture", ["qwen3moe", "deepseek2", "glm4moe", "gpt-oss", "minimax-m2", "bailingmoe2", "olmoe"])
+def test_what_weighs_little_is_left_out_for_every_kind_of_router(architecture, writer, folder):
+    """The weight is the factor of the output, in the form that the architecture gives it: a share of the chosen or not, scaled, without the selection bias."""
+    path = write_model(writer, folder, architecture, "F32")
+    model_index, text = ModelIndex.read(path), tokens(128)
+
+    def run(precision):
+        events = []
+        with open_moeoff(path, precision=precision, deterministic=True, gate_input=True, trace=str(folder / "trace")) as model:
+            layers = {t.gate: t.layer for t in model.engine.buffer.tensors}
+            model.set_gate_callback(events.append)
+            decode(model, text[:8], 0)
+            for i in range(8, 128):
+                decode(model, [text[i]], i)
+            model.engine.buffer.drain()
+            return events, Router.read(model_index, [layers[g] for g in sorted(layers)]), model.stats()
+
+    lossless, router, _ = run(Precision())
+    assert all(event.versions is None for event in lossless)
+    tau = float(np.quantile(np.concatenate([event.weights.ravel() for event in lossless]), 0.6))
+    events, _, stats = run(Precision(tau=tau, resident=0.25))
+    norm = model_index.hparams.get("expert_weights_norm", architecture in NORMALIZED)
+    scale = model_index.hparams.get("expert_weights_scale") or 1.0
+    caches, n_left_out, n_light = {}, 0, 0
+    for event in events:
+        cache = caches.setdefault(event.gate, Cache(event.logits.shape[1], 0.25))
+        probs = router.gated(event.logits) if router.gating != SOFTMAX_WEIGHT else np.exp(event.logits)
+        expected = np.take_along_axis(probs, event.ids, axis=1)
+        expected = scale * (expected / expected.sum(axis=1, keepdims=True) if norm else expected)
+        np.testing.assert_allclose(event.weights, expected, rtol=2e-3)
+        for t, ids in enumerate(event.ids):
+            is_read = cache.inside[ids] | (event.weights[t] >= np.float32(tau)) if event.decode else np.ones(len(ids), bool)
+            if event.versions is not None:
+                np.testing.assert_array_equal(event.versions[t], np.where(is_read, HIGH, SKIP))
+            assert event.versions is not None or is_read.all()
+            n_left_out += int(np.count_nonzero(~is_read))
+            n_light += int(np.count_nonzero(event.weights[t] < np.float32(tau))) if event.decode else 0
+            cache.use(ids, is_read)
+    assert n_light > n_left_out == stats.skipped > 20
 
 
 def test_lossless_with_the_node(demo, tmp_path):
@@ -236,7 +281,12 @@ def test_simulate_command(demo, tmp_path, moeoff_command):
     plain, rerouted = (moeoff_command("simulate", str(tmp_path / "trace"), "--memory", "30%", *more).stdout for more in ((), ("--reroute", "0.2")))
     assert plain != rerouted and "belady" in rerouted
     left_out = moeoff_command("simulate", str(tmp_path / "trace"), "--memory", "30%", "--tau", "0.1").stdout
-    assert left_out not in (plain, rerouted) and "belady" in left_out
+    assert left_out not in (plain, rerouted) and "belady" in left_out and "left out" not in plain
+    trace = Trace.read(tmp_path / "trace")
+    found = simulate(trace, "lru", trace.model.full_bytes * 3 // 10, tau=0.1)
+    assert found.decoded == sum(event.ids.size for event in trace.events if event.decode) > found.skipped > 0
+    lru, *_, belady = (line for line in left_out.splitlines() if " lru " in line or " belady " in line)
+    assert lru.endswith(f"{found.skipped / found.decoded:.1%}") and not belady.rstrip().endswith("0.0%")
     run = moeoff_command("simulate", str(tmp_path / "trace"), "--reroute", "2")
     assert run.returncode == 1 and "--reroute: 0 to 1, not 2" in run.stderr
 

@@ -24,11 +24,12 @@ from moeoff.cli.main import SHELLS
 from moeoff.console import progress_bar
 from moeoff.engine.stats import Stats
 from moeoff.files import demo_model
+from moeoff.server.server import metrics_text
 
 DEMO = demo_model()
 FIELDS = """model budget_bytes peak_rss_bytes arena_bytes prompt_tokens prompt_seconds prompt_tps gen_tokens gen_seconds gen_tps hit_rate demand_hits
 demand_misses evictions prefetch_issued prefetch_useful bytes_read stall_seconds lane_busy_seconds driver_seconds cpu_seconds
-expert_uses tier served_low skipped tau rerouted rerouted_margin simulated_misses low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain drafts_on drafts_gain
+expert_uses tier served_low skipped tau experts_per_token rerouted rerouted_margin simulated_misses low_bytes_read low_arena_bytes max_loss estimated_loss prefetch_on prefetch_gain drafts_on drafts_gain
 prediction_accuracy fetch_rate good_pred device_hits device_uploads device_bytes device_upload_seconds device_downloads device_bytes_down
 device_download_seconds device_wait_seconds device_experts device_memory device_mode device_gain
  events_dropped direct_io strategy memory embedding_disk_bytes io_threads io_threads_reason micro_batch micro_batch_reason""".split()
@@ -221,8 +222,31 @@ def test_a_bound_that_finds_nothing_says_so():
     def summary(**more) -> str:
         return Completion("x", "stop", 1, 0, 1, 256, Stats(**needed | more), 1.0).summary()
 
-    assert "lossless: nothing that was measured is worth it within 1.00%" in summary(max_loss=0.01)
+    assert "lossless: nothing that was measured is worth it within 1.00%" in summary(max_loss=0.01, estimated_loss=0.0)
     assert "lossless" not in summary()
+
+
+def test_a_bound_says_what_it_leaves_out():
+    """Also where nothing was left out, or was measured to cost something: τ is chosen all the same. The share is of decoded tokens' experts alone."""
+    needed = {field.name: 0 for field in fields(Stats) if field.default is MISSING and field.default_factory is MISSING} | {"max_loss": 0.01, "tau": 0.1}
+
+    def summary(**more) -> str:
+        return Completion("x", "stop", 1, 0, 1, 256, Stats(**needed | more), 1.0).summary()
+
+    assert " | 0.0% of experts left out below a weight of 0.1 (measured loss 0.00%, bound 1.00%) | " in summary(estimated_loss=0.0)
+    told = summary(estimated_loss=0.004, skipped=24, expert_uses=1000, prompt_tokens=23, gen_tokens=2, experts_per_token=40)
+    assert " | 30.0% of experts left out below a weight of 0.1 (measured loss 0.40%, bound 1.00%) | " in told
+    assert "all experts in Q4_0, 30.0% of experts left out" in summary(
+        tier="Q4_0", skipped=24, served_low=900, gen_tokens=2, experts_per_token=40, estimated_loss=0
+    )
+
+
+def test_metrics_say_what_is_given_up():
+    needed = {field.name: 0 for field in fields(Stats) if field.default is MISSING and field.default_factory is MISSING}
+    lines = metrics_text(Stats(**needed, max_loss=0.01, estimated_loss=0.004, tau=0.1, tier="Q4_0")).splitlines()
+    assert {"moeoff_tau 0.1", 'moeoff_tier_info{tier="Q4_0"} 1', "moeoff_max_loss 0.01", "moeoff_estimated_loss 0.004"} <= set(lines)
+    plain = metrics_text(Stats(**needed))
+    assert "moeoff_tau 0.0\n" in plain and 'tier="original"' in plain and "max_loss" not in plain
 
 
 def test_no_warning_of_numpy_reaches_a_person():
