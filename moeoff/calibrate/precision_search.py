@@ -28,7 +28,6 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields
-from statistics import NormalDist
 from typing import Any
 
 import numpy as np
@@ -48,7 +47,7 @@ from .choices import Choices
 from .own_text import OPENING, score, write_freely
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 from .record import CalibrationEstimate
-from .statistics import Distance, Estimate, upper_loss
+from .statistics import Distance, Estimate, one_sided, upper_loss
 from .writer import texts_or_written
 
 __all__ = ["MeasuredCandidate", "RuleEvaluator", "SearchResult", "search_precision"]
@@ -66,6 +65,7 @@ CTX = 512
 PROMPT = 64  # tokens of a window that are read: as long as a simulated cache remembers
 _SAMPLE = 4  # windows that are enough for what needs no interval
 _NOTHING = 1e-9  # resident: a cache is simulated, and holds nothing
+_SPREAD = 1.3  # of windows' means, in errors of as many tokens that do not depend on each other
 _EXPECTED_STEPS = 2.5  # of a share's sequence, for the estimate of time
 _STARTED = "started"
 _FIRST_TOKENS = 16  # to see how fast writing is
@@ -265,19 +265,19 @@ def first_tau(measured: Points, divergence: float) -> float:
 class Ladder:
     """Which τ to measure next behind a share of the experts, from how the divergence grows, and never from the loss that is measured.
 
-    Loss is about the divergence KL, and the error of a mean of n tokens' losses about sqrt(2 KL / n): so its upper bound is about KL + b sqrt(KL). The first τ is
-    one where the divergence should be a part of that which takes this bound to the limit; what is measured there corrects both the divergence and b.
+    Loss is about the divergence KL, and the error of a mean of n tokens' losses at least sqrt(2 KL / n): so its upper bound is about KL + b sqrt(KL). The first τ
+    is one where the divergence should be a part of that which takes this bound to the limit; what is measured there corrects both the divergence and b.
 
     Args:
         measured: τ and KL with nothing resident.
         limit: logarithm of 1 + the bound of loss.
-        n_tokens: that are scored.
+        n_windows, n_tokens: of each so many are scored.
         at_once: see `upper_loss`.
     """
 
-    def __init__(self, measured: Points, limit: float, n_tokens: int, at_once: int):
+    def __init__(self, measured: Points, limit: float, n_windows: int, n_tokens: int, at_once: int):
         self._measured, self._limit = [(tau, kl) for tau, kl in measured if kl > 0], limit
-        self._b = NormalDist().inv_cdf(1 - 0.05 / at_once) * math.sqrt(2 / n_tokens)
+        self._b = _SPREAD * one_sided(n_windows, at_once) * math.sqrt(2 / (n_windows * n_tokens))
         self._factor = 1.0  # of (1 - s)^2
 
     def start(self, share: float) -> float:
@@ -315,8 +315,8 @@ def search_tau(
     most = float(weights.max(initial=0.0))
     taus = sorted({float(tau) for tau in np.quantile(weights, QUANTILES) if tau > 0}) if len(weights) else []
     points = once("nothing", lambda: {"tau": np.array(taus), "kl": np.array([evaluator.divergence(reference, tau) for tau in taus])})
-    scored = len(evaluator.windows) * n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
-    ladder = Ladder(list(zip(points["tau"].tolist(), points["kl"].tolist())), math.log1p(max_loss), scored, evaluator.at_once)
+    scored = n_scored(len(evaluator.windows[0].tokens), evaluator.n_prompt)
+    ladder = Ladder(list(zip(points["tau"].tolist(), points["kl"].tolist())), math.log1p(max_loss), len(evaluator.windows), scored, evaluator.at_once)
     found: list[list[MeasuredCandidate]] = [[] for _ in SHARES]
     going = set(SHARES)
     while going:

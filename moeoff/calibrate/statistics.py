@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import stdtrit
 
-__all__ = ["Distance", "Estimate", "Quality", "Scores", "divergence", "interval", "log_probs", "student", "upper_loss"]
+__all__ = ["Distance", "Estimate", "Quality", "Scores", "divergence", "interval", "log_probs", "one_sided", "student", "upper_loss"]
 
 
 def log_probs(logits: np.ndarray) -> np.ndarray:
@@ -37,6 +37,11 @@ def student(n: int, at_once: int = 1) -> float:
         at_once: so many intervals hold their values together with that confidence (Bonferroni).
     """
     return float(stdtrit(n - 1, 1 - 0.025 / at_once))
+
+
+def one_sided(n: int, at_once: int = 1) -> float:
+    """How far the bound that a mean of n values does not exceed, with 95 % confidence, lies above it, in standard errors; n and at_once as for `student`."""
+    return float(stdtrit(n - 1, 1 - 0.05 / at_once))
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ def upper_loss(loss: Estimate, n_windows: int, at_once: int = 1) -> float:
     if loss.high is None:
         return math.inf
     centre, half = math.log1p(loss.value), math.log1p(loss.high) - math.log1p(loss.value)
-    return math.expm1(centre + half * float(stdtrit(n_windows - 1, 1 - 0.05 / at_once)) / student(n_windows))
+    return math.expm1(centre + half * one_sided(n_windows, at_once) / student(n_windows))
 
 
 def interval(estimate: Estimate, form: str) -> str:

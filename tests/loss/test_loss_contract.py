@@ -24,7 +24,7 @@ from moeoff.calibrate.choices import Choices
 from moeoff.calibrate.own_text import OPENING, score, write_freely
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.calibrate.precision_search import RuleEvaluator, SearchResult, first_tau, search_precision
-from moeoff.calibrate.statistics import Estimate, upper_loss
+from moeoff.calibrate.statistics import Estimate, one_sided, upper_loss
 from moeoff.cli.options import sentence
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
@@ -195,13 +195,13 @@ def test_how_far_a_search_goes_depends_on_the_divergence_alone():
         kl = factor * 2 * tau**3 * (1 - share) ** 2
         return replace(of_tau(tau, share, math.expm1(math.log1p(loss) + 0.06 * kl**0.5), 0.5), loss=loss, kl=kl)
 
-    ladder = precision_search.Ladder(measured, math.log1p(0.01), 5000, 4)
+    ladder = precision_search.Ladder(measured, math.log1p(0.01), 10, 500, 4)
     first = ladder.start(0.5)
     bound = 2 * first**3 * 0.25 / precision_search.START
-    assert bound + NormalDist().inv_cdf(1 - 0.05 / 4) * math.sqrt(2 * bound / 5000) == pytest.approx(math.log1p(0.01))
+    assert bound + precision_search._SPREAD * one_sided(10, 4) * math.sqrt(2 * bound / 5000) == pytest.approx(math.log1p(0.01))
     ladder.seen(candidate(first, 0.5, 1.0))
     assert ladder.next(candidate(first, 0.5, 1.0)) == pytest.approx(first * precision_search.STEP)
-    others = [precision_search.Ladder(measured, math.log1p(0.01), 5000, 4) for _ in range(2)]
+    others = [precision_search.Ladder(measured, math.log1p(0.01), 10, 500, 4) for _ in range(2)]
     for other, loss in zip(others, (0.0, 0.009)):
         other.seen(candidate(first, 0.5, 1 / 8, loss))
     assert others[0].start(0.75) == pytest.approx(others[1].start(0.75))
