@@ -33,13 +33,16 @@ class Choices:
     Args:
         n_experts: of each gate.
         n_weights: weights that are kept, at most.
+
+    Attributes:
+        uses: experts that decoded tokens chose.
     """
 
     def __init__(self, n_experts: Sequence[int], n_weights: int = 1 << 20):
         self._n_experts, self._room = list(n_experts), n_weights
         self._windows: list[list[_Window]] = [[] for _ in self._n_experts]
         self._weights: list[np.ndarray] = []
-        self._decoded = True
+        self._decoded, self.uses = True, 0
 
     def observe(self, event: GateEvent) -> None:
         decoded = bool(event.decode)
@@ -51,6 +54,7 @@ class Choices:
         window = self._windows[event.gate][-1]
         window.ids.append(event.ids.copy())
         window.decoded.append(decoded)
+        self.uses += event.ids.size if decoded else 0
         if decoded and self._room > 0:
             self._weights.append(event.weights.ravel()[: self._room].copy())
             self._room -= len(self._weights[-1])

@@ -171,7 +171,7 @@ class RuleEvaluator:
         scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n), n_prompt=self.n_prompt)
         self.seconds = time.monotonic() - began
         stats = self._llm.stats()
-        uses = max(stats.expert_uses * self._decoded_share, 1)
+        uses = max(self._lossless_choices.uses, 1)
         low = stats.served_low if precision.uses_low else 0
         read = self._size * stats.simulated_misses + self._low_size * low
         lossless = self._lossless_misses(resident) if resident else 0
@@ -181,12 +181,6 @@ class RuleEvaluator:
             kl=found.kl.value, cost=read / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
             distance=found, low=low / uses, rerouted=stats.rerouted / uses,
         )  # fmt: skip
-
-    @property
-    def _decoded_share(self) -> float:
-        """Of the tokens that are computed: the last of a window is not, and those of its prompt are read."""
-        n_ctx = len(self.windows[0].tokens)
-        return n_scored(n_ctx, self.n_prompt) / (n_ctx - 1)
 
     def own_text(self, c: Candidate, opening: int, seed: int) -> np.ndarray:
         """[n_tokens] float64, of a text that a rule has written behind the opening of a window: by how much the log-probability of each of its tokens is
@@ -233,11 +227,15 @@ class RuleEvaluator:
         return seconds[-1], each * (n_ctx - OPENING) + seconds[-1]
 
     def _lossless_misses(self, resident: float) -> int:
+        if resident not in self._lossless:
+            self._lossless[resident] = self._lossless_choices.misses(resident)
+        return self._lossless[resident]
+
+    @property
+    def _lossless_choices(self) -> Choices:
         if self.choices is None:
             raise ValueError("nothing was measured of the lossless model: reference() comes first")
-        if resident not in self._lossless:
-            self._lossless[resident] = self.choices.misses(resident)
-        return self._lossless[resident]
+        return self.choices
 
     @staticmethod
     def _n_tokens(windows: Sequence[Window]) -> int:

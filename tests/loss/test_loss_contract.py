@@ -333,6 +333,23 @@ def test_own_text(demo, text):
     assert 0 <= found["wild"][1].repeated < 1 and (found["wild"][1].tokens[:, :32] == found["lossless"][1].tokens[:, :32]).all()
 
 
+def test_what_leaves_nothing_out_reads_as_much_as_the_lossless_model(demo):
+    """To the last miss: both are counted on all windows, of texts that differ."""
+    with open_model(demo, 128, precision=Precision(tau=1e-9, resident=0.25), deterministic=True, **OPTIONS) as llm:
+        evaluator = RuleEvaluator(llm, read_windows(llm, CALIBRATION_TEXTS, 128, 3))
+        with evaluator.reference() as reference:
+            found = evaluator.measure(reference, Precision(tau=1e-8, resident=0.25))
+    assert len(evaluator.windows) > len(evaluator.sample) and found.skipped == 0 and found.cost == 1.0
+
+
+def test_shares_are_of_what_decoded_tokens_chose(demo, text):
+    """With nothing resident and every weight below tau all of that is left out; the last layer of a prompt, which nobody wants, is none of it."""
+    with open_model(demo, 128, precision=Precision(tau=1e-9, resident=0.25), deterministic=True, **OPTIONS) as llm:
+        evaluator = RuleEvaluator(llm, read_windows(llm, [text], 128, 2))
+        with evaluator.reference() as reference:
+            assert evaluator.measure(reference, Precision(tau=1.0, resident=1e-9)).skipped == 1.0
+
+
 # --- running ---
 
 
