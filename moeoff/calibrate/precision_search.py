@@ -47,7 +47,7 @@ from .choices import Choices
 from .own_text import OPENING, score, write_freely
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 from .record import CalibrationEstimate
-from .statistics import Distance, Estimate, one_sided, upper_loss
+from .statistics import Distance, Estimate, Scores, one_sided, upper_loss
 from .writer import texts_or_written
 
 __all__ = ["MeasuredCandidate", "RuleEvaluator", "SearchResult", "search_precision"]
@@ -113,7 +113,10 @@ class RuleEvaluator:
 
     Attributes:
         seconds: that a pass over all windows took, the last one; 0: there was none.
+        scores: of what was measured last.
     """
+
+    scores: Scores
 
     def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1, low_size: float = 0.0,
                  progress: Callable[[str, int, int], None] | None = None, n_prompt: int | None = None, choices: Choices | None = None):  # fmt: skip
@@ -168,14 +171,14 @@ class RuleEvaluator:
         self._llm.reset_stats()
         name = f"{resident:.0%} resident: τ {precision.tau:.3g}" if precision.tau else f"all in {self._tier}" if precision.lossless else str(precision)
         n, began = self._n_tokens(self.windows), time.monotonic()
-        scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n), n_prompt=self.n_prompt)
+        self.scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n), n_prompt=self.n_prompt)
         self.seconds = time.monotonic() - began
         stats = self._llm.stats()
         uses = max(self._lossless_choices.uses, 1)
         low = stats.served_low if precision.uses_low else 0
         read = self._size * stats.simulated_misses + self._low_size * low
         lossless = self._lossless_misses(resident) if resident else 0
-        found = scores.quality().distance
+        found = self.scores.quality().distance
         return MeasuredCandidate(
             tier=self._tier, tau=precision.tau, resident=resident, loss=found.loss.value, upper_loss=upper_loss(found.loss, len(self.windows), self._at_once),
             kl=found.kl.value, cost=read / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.files import CALIBRATION_TEXTS
 from helpers.rewrite_experts import requantize_experts
 from moeoff import ModelError, OptionError
 from moeoff.budget import memory_plan
@@ -423,6 +424,7 @@ MOVED = """
 import sys
 from dataclasses import replace
 import moeoff
+from helpers.files import CALIBRATION_TEXTS
 from moeoff.budget import memory_plan
 
 def open_with(memory):
