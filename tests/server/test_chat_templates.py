@@ -230,6 +230,36 @@ def test_others_are_answered_while_one_waits(demo, tmp_path):
         assert any(others_come_first() for _ in range(4))  # a busy machine may take the ten seconds for an ordinary answer, too
 
 
+def test_three_that_are_slow_hold_nobody_up_and_a_stop_ends_them(demo, tmp_path):
+    """They take turns among themselves; who is quick never waits for the end of one. A stop does not wait for them either."""
+    slow = "{% for i in range(999) %}" * 3 + "{% endfor %}" * 3
+    with (
+        Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", slow)), expert_memory=4 << 20, n_ctx=512) as served,
+        ThreadPoolExecutor() as pool,
+    ):
+        ask(served.url)
+
+        def others_come_first() -> bool:
+            late = [pool.submit(ask, served.url, "now") for _ in range(3)]
+            wait_until(lambda: any(processor_ticks(program) > 20 for program in programs(served.process.pid)))
+            in_time = all(ask(served.url).status_code == 200 for _ in range(3)) and not any(one.done() for one in late)
+            assert len(programs(served.process.pid)) <= 2
+            answers = [one.result() for one in late]
+            assert all(one.status_code == 400 and "it takes longer than 10 s" in one.text for one in answers)
+            return in_time
+
+        assert any(others_come_first() for _ in range(3))
+        late = [pool.submit(ask, served.url, "now") for _ in range(3)]
+        wait_until(lambda: any(processor_ticks(program) > 20 for program in programs(served.process.pid)))
+        served.process.send_signal(signal.SIGTERM)
+        for one in late:
+            try:
+                assert "shutting down" in one.result().text
+            except httpx.TransportError:  # it came when nobody listened any more
+                pass
+        assert served.process.wait(300) == 0
+
+
 def test_the_program_is_started_again_and_ends_with_the_server(demo):
     with Served(demo, expert_memory=4 << 20, n_ctx=512) as served:
         before = ask(served.url).json()["choices"]

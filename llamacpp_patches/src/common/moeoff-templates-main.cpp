@@ -150,6 +150,8 @@ int main() {
     const uint64_t             before = address_space();
     std::list<parsed_template> kept;
     template_question          question;
+    const char                 ready = 0;
+    write_whole(&ready, sizeof(ready));
     while (read_whole(&question, sizeof(question))) {
         alarm((unsigned) question.seconds);
         bound_memory(before, question.memory + 2 * (question.n_source + question.n_input)); // so that it can be read

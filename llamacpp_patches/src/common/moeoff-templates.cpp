@@ -10,10 +10,12 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <chrono>
 #include <condition_variable>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <mutex>
 
@@ -37,7 +39,6 @@ static const int64_t TIMES    = 64;       // bytes that tokenizers take for a ch
 static const size_t  SHORT    = 1 << 16;  // characters of a text that need not be paid for
 static const size_t  LONGEST  = 1 << 17;  // of one that nobody can pay for; templates with instructions for tools write thousands
 static const auto    SOON     = std::chrono::milliseconds(100); // an ordinary conversation takes one
-static const int     MOST     = 2;        // helpers that are let go on beyond that while another one answers
 
 // A process of the program.
 class helper {
@@ -50,22 +51,31 @@ class helper {
     bool runs() const { return pid > 0 && owner == getpid(); }
     void start(std::string path);
     void end();
-    io   transfer(void * data, size_t n, bool reads, steady::time_point until); // writes or reads n bytes
+    void interrupt(); // any thread: what is transferred is gone
+    io   transfer(char *& data, size_t & n, bool reads, steady::time_point until); // writes or reads n bytes, and moves on by those that it has
 
   private:
-    pid_t pid     = -1;
-    pid_t owner   = -1; // of a copy of this process it is no child
-    int   channel = -1;
+    std::mutex guard; // of the channel, while it is opened, closed or interrupted
+    pid_t      pid     = -1;
+    pid_t      owner   = -1; // of a copy of this process it is no child
+    int        channel = -1;
+};
+
+class turn;
+
+// Who waits for a helper, or has one.
+struct place {
+    std::deque<const turn *> queue; // the first of them has it
+    std::shared_ptr<helper>  has = std::make_shared<helper>();
 };
 
 static std::mutex              mutex; // of what follows
-static std::condition_variable one_is_done;
+static std::condition_variable moved_on;
 static std::string             program_path;
-static template_charge         charge       = nullptr;
-static std::shared_ptr<helper> kept         = std::make_shared<helper>();
-static bool                    kept_is_busy = false;
-static steady::time_point      busy_since;
-static int                     n_slow       = 0; // helpers in whose place another one is kept
+static template_charge         charge = nullptr;
+static bool                    ending = false;
+static place                   quick; // where every question is asked
+static place                   slow;  // where those go on that are not answered soon: one after the other, and nobody else waits for them
 
 static thread_local bool too_late = false; // one request asks dozens of times
 
@@ -82,19 +92,40 @@ bool templates_isolated() {
 void charge_templates(template_charge taker) {
     std::lock_guard<std::mutex> lock(mutex);
     charge = taker;
+    ending = false;
 }
 
 void end_idle_templates() {
     std::lock_guard<std::mutex> lock(mutex);
-    if (!kept_is_busy) {
-        kept->end();
+    if (quick.queue.empty()) {
+        quick.has->end();
+    }
+}
+
+void end_templates() {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (charge != nullptr) {
+        ending = true;
+        quick.has->interrupt();
+        slow.has->interrupt();
+        moved_on.notify_all();
+    }
+}
+
+void helper::interrupt() {
+    std::lock_guard<std::mutex> lock(guard);
+    if (channel >= 0) {
+        shutdown(channel, SHUT_RDWR);
     }
 }
 
 void helper::end() {
-    if (channel >= 0) {
-        close(channel);
-        channel = -1;
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        if (channel >= 0) {
+            close(channel);
+            channel = -1;
+        }
     }
     if (pid > 0 && owner == getpid()) {
         kill(pid, SIGKILL);
@@ -125,8 +156,11 @@ void helper::start(std::string path) {
     posix_spawnattr_destroy(&attributes);
     posix_spawn_file_actions_destroy(&actions);
     close(ends[1]);
-    channel = ends[0];
-    owner   = getpid();
+    {
+        std::lock_guard<std::mutex> lock(guard);
+        channel = ends[0];
+    }
+    owner = getpid();
     if (error != 0) {
         pid = -1;
         end();
@@ -135,7 +169,7 @@ void helper::start(std::string path) {
 }
 
 // The other side reads a question whole before it writes.
-io helper::transfer(void * data, size_t n, bool reads, steady::time_point until) {
+io helper::transfer(char *& data, size_t & n, bool reads, steady::time_point until) {
     while (n > 0) {
         const auto left  = std::chrono::duration_cast<std::chrono::milliseconds>(until - steady::now()).count();
         pollfd     ready = { channel, (short) (reads ? POLLIN : POLLOUT), 0 };
@@ -147,7 +181,7 @@ io helper::transfer(void * data, size_t n, bool reads, steady::time_point until)
         if (moved == 0 || (moved < 0 && errno != EINTR && errno != EAGAIN)) {
             return io::gone;
         }
-        data = (char *) data + (moved > 0 ? moved : 0);
+        data += moved > 0 ? moved : 0;
         n -= moved > 0 ? moved : 0;
     }
     return io::done;
@@ -166,48 +200,105 @@ class turn {
   public:
     turn() {
         std::unique_lock<std::mutex> lock(mutex);
-        while (kept_is_busy) {
-            if (n_slow == MOST) {
-                one_is_done.wait(lock);
-            } else if (steady::now() < busy_since + SOON) {
-                one_is_done.wait_until(lock, busy_since + SOON);
-            } else {
-                kept         = std::make_shared<helper>();
-                kept_is_busy = false;
-                n_slow++;
-            }
-        }
-        kept_is_busy = true;
-        busy_since   = steady::now();
-        mine         = kept;
-        path         = program_path;
-        taker        = charge;
+        path  = program_path;
+        taker = charge;
+        enter(quick, lock);
     }
 
     ~turn() {
-        if (!answered) { // what it may still say is no answer to the next question
+        if (mine && (!answered || at == &slow)) { // what it may still say is no answer to the next question; one idle program is enough
             mine->end();
         }
         std::lock_guard<std::mutex> lock(mutex);
-        if (mine == kept) {
-            kept_is_busy = false;
-        } else {
-            n_slow--;
-        }
-        one_is_done.notify_all();
+        leave();
     }
 
     reply ask(const template_question & question, const std::string & source, const std::string & input);
     void  end() { mine->end(); }
 
   private:
+    place *                 at = nullptr;
     std::shared_ptr<helper> mine;
     std::string             path;
     template_charge         taker;
+    steady::time_point      since;
     bool                    answered = false;
 
+    void enter(place & there, std::unique_lock<std::mutex> & lock);
+    void leave();
+    bool go_on();
+    void begin();
+    io   transfer(const void * data, size_t n, bool reads);
     void pay(int64_t nbytes, size_t n_text) const;
 };
+
+static void check_ending() { // under the mutex
+    if (ending) {
+        throw std::runtime_error("the server is shutting down");
+    }
+}
+
+void turn::enter(place & there, std::unique_lock<std::mutex> & lock) {
+    at = &there;
+    at->queue.push_back(this);
+    moved_on.wait(lock, [&] { return ending || at->queue.front() == this; });
+    if (ending) {
+        leave();
+        check_ending();
+    }
+    mine = at->has;
+}
+
+void turn::leave() {
+    if (at != nullptr) {
+        at->queue.erase(std::find(at->queue.begin(), at->queue.end(), this));
+        at = nullptr;
+        moved_on.notify_all();
+    }
+}
+
+// It takes longer: with its helper it goes to the slow place, if nobody is there, and others get a new one.
+bool turn::go_on() {
+    std::lock_guard<std::mutex> lock(mutex);
+    if (at == &slow || !slow.queue.empty()) {
+        return false;
+    }
+    quick.has = std::make_shared<helper>();
+    slow.has  = mine;
+    leave();
+    at = &slow;
+    at->queue.push_back(this);
+    return true;
+}
+
+// So that the next byte that it says answers the next question.
+void turn::begin() {
+    answered         = false;
+    const bool fresh = !mine->runs();
+    if (fresh) {
+        mine->end();
+        mine->start(path);
+    }
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        check_ending(); // now, as from here on it is interrupted
+    }
+    if (fresh) { // a busy machine may take longer to start it than a conversation takes
+        char   ready = 0, * at_byte = &ready;
+        size_t n     = 1;
+        mine->transfer(at_byte, n, true, steady::now() + PATIENCE);
+    }
+    since = steady::now();
+}
+
+io turn::transfer(const void * data, size_t n, bool reads) {
+    char * at_byte = (char *) data;
+    io     went    = mine->transfer(at_byte, n, reads, at == &slow ? since + PATIENCE : since + SOON);
+    if (went == io::late && at != &slow && go_on()) {
+        went = mine->transfer(at_byte, n, reads, since + PATIENCE);
+    }
+    return went;
+}
 
 void turn::pay(int64_t nbytes, size_t n_text) const {
     nbytes += n_text > SHORT ? TIMES * (int64_t) n_text : 0;
@@ -218,17 +309,12 @@ void turn::pay(int64_t nbytes, size_t n_text) const {
 
 reply turn::ask(const template_question & question, const std::string & source, const std::string & input) {
     const int64_t taken = (int64_t) question.memory > SMALL ? (int64_t) question.memory : 0;
-    answered            = false;
     pay(taken, 0);
     reply got = {};
     got.fresh = !mine->runs();
-    if (got.fresh) {
-        mine->end();
-        mine->start(path);
-    }
-    const auto until = steady::now() + PATIENCE;
+    begin();
     const auto then = [&](const void * data, size_t n, bool reads) {
-        got.went = got.went == io::done ? mine->transfer((void *) data, n, reads, until) : got.went;
+        got.went = got.went == io::done ? transfer(data, n, reads) : got.went;
     };
     then(&question, sizeof(question), false);
     then(source.data(), source.size(), false);
@@ -244,6 +330,19 @@ reply turn::ask(const template_question & question, const std::string & source, 
     then(&got.caps, got.answer.n_caps, true);
     then(&got.text[0], got.text.size(), true);
     answered = got.went == io::done && got.answer.status != TEMPLATE_NO_MEMORY; // after that it ends
+    if (got.went == io::late && at == &quick) { // it begins anew when it is its turn among the slow ones
+        mine->end();
+        mine.reset();
+        std::unique_lock<std::mutex> lock(mutex);
+        leave();
+        enter(slow, lock);
+        lock.unlock();
+        return ask(question, source, input);
+    }
+    if (got.went == io::gone) {
+        std::lock_guard<std::mutex> lock(mutex);
+        check_ending();
+    }
     return got;
 }
 

@@ -25,8 +25,11 @@ bool templates_isolated();
 // The program, where it has nothing to do. The next question starts it again.
 void end_idle_templates();
 
+// For a stop of the server, while one has set a charge: whoever waits for a template, or asks for one from now on, gets an error at once.
+void end_templates();
+
 // The request that is answered on this thread takes so much memory in all; false: there is none, as while a model is loaded. Throws where there
-// is not so much. Null: nobody asks.
+// is not so much. Null: nobody asks. Templates go on from here, if they were ended.
 using template_charge = bool (*)(int64_t nbytes);
 void charge_templates(template_charge charge);
 

@@ -87,5 +87,6 @@ bool moeoff_serve_has_page(void) {
 }
 
 void moeoff_serve_stop(void) {
+    moeoff::end_templates();
     llama_server_terminate();
 }
