@@ -105,7 +105,7 @@ class Chat:
             note("the model has no chat template: the chat is a plain transcript, which it may not have learnt (--chat-template)")
         with self._waits():
             while True:
-                self._llm.engine.read_ahead()  # while the person types
+                self._llm.engine.idle()  # while the person types
                 try:
                     line = self._read()
                 except KeyboardInterrupt:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..budget.memory_plan import CELLS, RESERVE, MemoryPlan, Pools
 from ..budget.micro_batch import LEAST
 from ..errors import BudgetError
-from ..memory import MIB, format_size, rss
+from ..memory import MIB, format_size, rss, trim
 from .expert_buffer import ExpertBuffer
 
 _PATIENCE = 4  # batches in a row that must be small: a prompt of several pieces ends with a short one
@@ -96,10 +96,16 @@ class Lender:
         before, self.state, self._left, self._ahead, self._moving = self.state, 0, 0, 0, True
         return before > 0
 
-    def narrow(self) -> bool:
-        """After a batch: lowers the bound to what the last ones needed, if that is worth it; whether it did."""
-        bound = max(self._recent)
-        if len(self._recent) < _PATIENCE or bound >= self.bound or self._lent_at(bound) - self._lent_at(self.bound) < _WORTH:
+    def narrow(self, idle: bool = False) -> bool:
+        """After a batch: lowers the bound to what the last ones needed, if that is worth it; whether it did.
+
+        Args:
+            idle: nothing computes: to the least.
+        """
+        bound = min(LEAST, self.largest) if idle else max(self._recent)
+        if idle and bound not in self._known:
+            self._known[bound] = self._sizes(bound, False)
+        if (len(self._recent) < _PATIENCE and not idle) or bound >= self.bound or self._lent_at(bound) - self._lent_at(self.bound) < _WORTH:
             return False
         if self._sizes(bound, True) is None:  # what was touched stays
             self._known[bound] = self._known[self.largest]
@@ -225,6 +231,13 @@ class ArenaSizer:
         """After it: what such batches leave untouched is lent, and the budget looked at."""
         if self._lender is not None and self.plan.arena < self.plan.arena_full and self._lender.narrow():
             self.resize()
+        self.fit_budget()
+
+    def idle(self) -> None:
+        """While nothing computes: all that batches touch is lent, until the next one comes."""
+        if self._lender is not None and self.plan.arena < self.plan.arena_full and self._lender.narrow(idle=True):
+            self.resize()
+        trim()  # what a request took is free, and the C allocator would keep it from the experts
         self.fit_budget()
 
     def fit_budget(self) -> None:

@@ -51,7 +51,7 @@ from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
 from .quality import Quality
 from .stats import LayerHits, Stats, Timing
-from .warm_start import fill, read_ahead, recall, remember
+from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
 
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
 
@@ -162,6 +162,7 @@ class Engine:
         self.driver: Driver | None = None
         self._listener: Callable[[GateEvent], None] | None = None
         self._layer_hits: LayerHits | None = None
+        self._prompt_uses: PromptUses | None = None
         self.budget = int(available() * DEFAULT_SHARE) if config.memory is None and config.expert_memory is None else config.memory
         model_index.require_experts()
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
@@ -365,15 +366,24 @@ class Engine:
                 require_arrays(popular, {"counts": ("i", self.buffer.priorities.shape)})
             fill(self.buffer, popular["counts"], self.sizer.arenas[0])
 
-    def read_ahead(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """While nothing computes and a prompt is waited for: reads experts into room that none has taken yet, if a start shall be warm. The next batch ends
-        it.
+    def watch_prompts(self) -> None:
+        """From here on, for `idle`: what prompts need. Where no strategy listens to gates, all experts are there, or nobody shall be told of events."""
+        if self.config.warm and self.driver is not None and self.driver.needed:
+            self._prompt_uses = PromptUses(self.buffer.priorities.shape)
+            self.driver.observers.append(self._prompt_uses)
+
+    def idle(self, ended: Callable[[], bool] = lambda: False) -> None:
+        """While nothing computes and a prompt is waited for: gives experts what batches have left of their memory and, if a start shall be warm, reads what
+        the next prompt is likely to need, into room that none has taken yet or in the place of what the last ones did not need. The next batch ends it.
 
         Args:
             ended: True once there is one that waits for this call.
         """
+        self.sizer.idle()
         if self.config.warm and self.config.strategy.keep and not self.config.repeatable:
             read_ahead(self.buffer, ended)
+            if self._prompt_uses is not None:
+                exchange(self.buffer, self._prompt_uses.weights, ended)
 
     # --- around every decode ---
 

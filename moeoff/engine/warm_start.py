@@ -1,4 +1,5 @@
 """Warm start: which slices were resident when a model was closed, so that the next start loads them in the background; all of them where all fit.
+And what is read between requests: for the next prompt.
 
 One file for each model in the user's cache folder, named after the model's path, size and time of change. It holds high and low versions,
 not tiers: a start with other tiers loads those. Where there is none, a strategy may begin with the experts that other text used most.
@@ -14,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from ..files import SMALL, atomic_file, cache_folder
+from ..gate_event import GateEvent, Observer
 from ..gguf.model_index import ModelIndex
 from ..npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from .expert_buffer import ExpertBuffer
@@ -21,6 +23,7 @@ from .expert_buffer import ExpertBuffer
 _POLL = 0.002  # seconds
 _STUCK = 10.0  # seconds without a read that ends: what is still queued comes in the background, or is dropped by the first gate
 _ROUNDING = 64  # of an arena, the part that slots take ahead at most: huge pages, where it is larger than so many for each size of slots
+_HALVES = 2  # of a prompt's weight, steps that are told apart: experts that differ by less stay where they are
 VERSION = 1  # "low" came later, and is not in every file
 
 
@@ -82,6 +85,56 @@ def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:
             done, since = reads, time.monotonic()
     buffer.check()
     return queued
+
+
+class PromptUses(Observer):
+    """Which experts the last prompts needed. One reads an expert once, however many of its tokens chose it, so that each counts once; an earlier one half as
+    much as the next.
+
+    Attributes:
+        weights: [n_gates, n_experts] float32, from 0 to 2.
+    """
+
+    def __init__(self, shape: tuple[int, int]):
+        self.weights = np.zeros(shape, np.float32)
+        self._reads = False  # a prompt, which may be several batches
+
+    def observe(self, event: GateEvent) -> None:
+        if event.decode:
+            self._reads = False
+            return
+        if not self._reads:
+            self._reads = True
+            self.weights *= 0.5
+        row = self.weights[event.gate]
+        row[np.unique(event.ids[row[event.ids] < 1])] += 1
+
+
+def exchange(buffer: ExpertBuffer, weights: np.ndarray, ended: Callable[[], bool] = lambda: False) -> None:
+    """While nothing computes: queues experts that the last prompts needed and that are absent, in the place of those that they needed less. The arena may be
+    full. What has not come when its gate selects, and is not chosen, is dropped.
+
+    Args:
+        weights: [n_gates, n_experts], as `PromptUses` has them.
+        ended: as `read_ahead` takes it.
+    """
+    stats = buffer.stats()
+    room = stats.arena_bytes - stats.low_arena_bytes
+    room -= room // _ROUNDING
+    slots = _expert_slots(buffer)
+    resident = buffer.residency() > 0
+    steps = np.floor(weights * _HALVES)
+    order = np.lexsort((-buffer.priorities.ravel(), ~resident.ravel(), -steps.ravel()))
+    stays = np.zeros(slots.size, bool)
+    stays[order] = (np.cumsum(slots.ravel()[order]) <= room) & (slots.ravel()[order] > 0)
+    stays = stays.reshape(slots.shape) & ((steps > 0) | resident)
+    if not (stays & ~resident).any():
+        return
+    for gate, row in enumerate(stays):
+        if ended():
+            break
+        experts = np.flatnonzero(row)
+        buffer.prefetch(gate, experts[np.argsort(-weights[gate, experts], kind="stable")].tolist())
 
 
 def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) -> None:

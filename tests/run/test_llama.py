@@ -299,7 +299,7 @@ def test_room_that_is_left_is_filled_while_nothing_computes(demo, tmp_path, monk
         with moeoff.Llama(demo, warm=warm, **options) as llm:
             buffer = llm.engine.buffer
             for _ in range(2):
-                llm.engine.read_ahead()
+                llm.engine.idle()
                 wait_until_still(lambda buffer=buffer: buffer.stats().reads, 0.3)
             stats, each = buffer.stats(), (buffer.residency() == 0b1110).sum(axis=1)
             assert stats.evictions == 0 and stats.arena_committed <= stats.arena_bytes
@@ -307,7 +307,7 @@ def test_room_that_is_left_is_filled_while_nothing_computes(demo, tmp_path, monk
             outputs.append(greedy_logits(llm, llm.tokenize(PROMPT.encode()), 4))
             misses.append(llm.stats().demand_misses)
             evictions = buffer.stats().evictions
-            llm.engine.read_ahead()
+            llm.engine.idle()
             assert buffer.stats().evictions == evictions
     assert_bit_equal(*outputs)
     assert misses[1] < 0.7 * misses[0]
