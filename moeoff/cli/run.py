@@ -208,8 +208,9 @@ class _Serve(Command):
 @takes_model()
 @HF_REPO
 @takes("serve")
+@own("-q", "--quiet", group="Server", is_flag=True, help="No line for each request.")
 @click.argument("args", nargs=-1, type=click.UNPROCESSED)
-def serve(model: str | None, hf_repo: str | None, args: tuple[str, ...], **options: Any) -> None:
+def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP: OpenAI's, Anthropic's and llama.cpp's routes, several answers at a time, /metrics for Prometheus.
 
     ARGS are llama-server's own options, as are LLAMA_ARG_* in the environment.
@@ -225,7 +226,7 @@ def serve(model: str | None, hf_repo: str | None, args: tuple[str, ...], **optio
 
     path = model or demo_model()
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
-    with _ended_by_signals(), Server(path, args=args, **options) as server:
+    with _ended_by_signals(), Server(path, args=args, on_request=None if quiet else note, **options) as server:
         for remark in server.remarks:
             note(remark)
         remark_on_context(server.n_ctx_each, server.engine.model_index.n_ctx_train, options)

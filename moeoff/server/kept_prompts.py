@@ -1,6 +1,6 @@
 """What a server remembers of conversations outside the context: prompts that have lost their slot, and states to go back to.
 
-Both are taken from the experts' memory. A prompt that has to be computed again reads nearly every expert, and so costs more than the misses
+Both are taken from the experts' memory, prompts when they come. A prompt that has to be computed again reads nearly every expert, and so costs more than the misses
 that a few experts less cost in every answer; an eighth of the experts' memory is the bound all the same, because most servers have fewer
 conversations than slots.
 """
@@ -15,7 +15,6 @@ from ..options import ServerOptions
 
 _SHARE = 8  # of what experts would have, the part that is taken at most
 _CHECKPOINTS = 8  # of each answer, where they fit: of the last turns, and of a long prompt's parts
-_STEPS = 16  # in which the cache's memory is taken from the experts
 
 
 @dataclass(frozen=True)
@@ -27,28 +26,17 @@ class KeptPrompts:
         n_checkpoints: of each answer.
         checkpoint: of one.
         n_slots: answers at a time.
-        token: that one token of a prompt takes at most; 0: not to be told by its tokens.
     """
 
     cache_ram: int = 0
     n_checkpoints: int = 0
     checkpoint: int = 0
     n_slots: int = 1
-    token: int = 0
 
     @property
     def checkpoints(self) -> int:
-        return self.n_checkpoints * self.checkpoint * self.n_slots
-
-    @property
-    def at_start(self) -> int:
         """Bytes that are taken from the experts before anything is computed."""
-        return self.checkpoints + (0 if self.token else self.cache_ram)
-
-    def needed(self, n_tokens: int) -> int:
-        """Bytes that the cache can hold once so many tokens have been computed since the start, in a few steps: nothing else gets there."""
-        step = max(-(-self.cache_ram // _STEPS), 1)
-        return min(-(-n_tokens * self.token // step) * step, self.cache_ram) if self.token else 0
+        return self.n_checkpoints * self.checkpoint * self.n_slots
 
     @classmethod
     def of(cls, planned: MemoryPlan, room: int, sequence: int, n_slots: int, options: ServerOptions) -> KeptPrompts:
@@ -71,5 +59,4 @@ class KeptPrompts:
         cache_ram = options.cache_ram
         if cache_ram is None:
             cache_ram = min(tokens + sequence * n_slots, max(spare - n_checkpoints * sequence * n_slots, 0)) // MIB * MIB
-        token = 0 if sequence else -(-tokens // max(planned.n_ctx, 1))
-        return cls(cache_ram, n_checkpoints, checkpoint, n_slots, token)
+        return cls(cache_ram, n_checkpoints, checkpoint, n_slots)

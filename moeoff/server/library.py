@@ -21,6 +21,8 @@ Before = CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), P
 After = CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)
 Lend = CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)
 Metrics = CFUNCTYPE(None, c_void_p, c_size_t)
+Keep = CFUNCTYPE(c_int, c_int64)
+Answered = CFUNCTYPE(None, c_char_p, c_char_p, c_int32, c_char_p)
 
 
 class Hooks(Structure):
@@ -37,6 +39,9 @@ class Hooks(Structure):
         ("after", After),
         ("lend", Lend),
         ("metrics", Metrics),
+        ("keep", Keep),
+        ("answered", Answered),
+        ("page", c_char_p),
     ]
 
 

@@ -6,12 +6,14 @@ import contextlib
 import ctypes
 import math
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from ctypes import c_int32
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,11 +36,15 @@ from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels
 from .kept_prompts import KeptPrompts
-from .library import After, Before, Hooks, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
+from .library import After, Answered, Before, Hooks, Keep, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
 from .log import FirstError, FirstErrorOf
 
 _POLL = 0.05  # seconds
 _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
+_STEP = 1 << 20  # bytes, in which prompts that are kept take memory from the experts
+_LOOKS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")  # which programs and pages ask for again and again
+_LONGEST_PATH = 200  # characters
+_PAGE = Path(__file__).with_name("page.html")
 _LONG = 256 << 10  # bytes that a request has taken
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _POOLING = "pooling_type"  # of a model that was made for embeddings
@@ -69,7 +75,7 @@ class _ServedEngine(Engine):
         room = (self.budget or available()) - self.planned.fixed
         own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
         self.kept_prompts = KeptPrompts.of(self.planned, room, own, self._n_sequences, self._options)
-        self._kept += self.kept_prompts.at_start
+        self._kept += self.kept_prompts.checkpoints
         self.planned = replace(self.planned, kept=self._kept + self._loaded)
 
 
@@ -78,6 +84,8 @@ class Server:
 
     Args:
         model: a GGUF, or a `Config`.
+        on_request: called with a line about each request that has been answered, on the thread that has answered it: method, path, status, and what it
+            took.
         **options: of `moeoff.options.ServerOptions`: host, port, parallel, ...; and of `moeoff.Llama`. In `args` llama-server's own: those that moeoff
             has become its options.
 
@@ -88,7 +96,8 @@ class Server:
         MoeoffError: the model, the budget or an option is no good; nothing is loaded yet.
     """
 
-    def __init__(self, model: str | os.PathLike[str] | Config, **options: Any):
+    def __init__(self, model: str | os.PathLike[str] | Config, *, on_request: Callable[[str], None] | None = None, **options: Any):
+        self._on_request = on_request
         ours = {f.name for f in fields(ServerOptions)}
         given = CommandLine.read(options.get("args", ()))
         options |= given.options | {"args": tuple(given.passed_on)}
@@ -115,10 +124,10 @@ class Server:
         self._ending, self._drafting = c_int32(0), c_int32(1)
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
-        self._n_batches, self._n_tokens, self._computes = 0, 0, False
+        self._n_batches, self._computes = 0, False
         self._taken = 0  # bytes, for prompts outside the context
         self._closing = threading.Event()
-        self._idle = threading.Thread(target=self._read_ahead, name="moeoff-idle", daemon=True)
+        self._idle = threading.Thread(target=self._use_idle, name="moeoff-idle", daemon=True)
 
     def _open(self, config: Config, passed_on: Sequence[PassedFile]) -> _ServedEngine:
         options = self._options
@@ -249,19 +258,7 @@ class Server:
             BudgetError: below what the model needs; the old budget stays.
         """
         with self._between:
-            self._take_for_prompts(self.engine.kept_prompts.cache_ram)  # what is there by then has been taken from this budget, and none else
             self.engine.set_memory(parse_size(memory))
-
-    def _take_for_prompts(self, nbytes: int) -> None:
-        """From the experts, before prompts come that are kept."""
-        if nbytes <= (before := self._taken):
-            return
-        try:
-            self._taken = nbytes
-            self.engine.sizer.reserve(nbytes - before)
-        except BaseException:
-            self._taken = before
-            raise
 
     # --- the serving thread ---
 
@@ -280,6 +277,9 @@ class Server:
                 After(self._after),
                 Lend(self._lend),
                 Metrics(self._guarded(self._metrics, None)),
+                Keep(self._keep),
+                Answered() if self._on_request is None else Answered(self._answered),
+                _PAGE.read_bytes(),
             )
             self._lib.moeoff_serve(len(self._argv), c_arguments(self._argv), ctypes.byref(hooks))
         except BaseException as error:
@@ -297,14 +297,14 @@ class Server:
                     stack.callback(self._idle.join)
                 stack.callback(self._closing.set)
 
-    def _read_ahead(self) -> None:
+    def _use_idle(self) -> None:
         """The idle thread: once after each request, when no batch has come for a while."""
         done = seen = -1
         while not self._closing.wait(_IDLE):
             with self._between:
                 if seen == self._n_batches != done and not self._computes:
                     done = seen
-                    self.engine.read_ahead(lambda: self._computes)
+                    self.engine.idle(lambda: self._computes)
                 seen = self._n_batches
 
     def _guarded(self, function: Callable[..., Any], failed: Any) -> Callable[..., Any]:
@@ -345,6 +345,7 @@ class Server:
             )
         engine.start(allocated, ctx)
         engine.attach_driver()
+        engine.watch_prompts()
         engine.warm_up()
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
         if engine.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:
@@ -352,8 +353,7 @@ class Server:
         if self._stopping:
             return 1
         self.url = url.decode()
-        if engine.config.warm:
-            self._idle.start()
+        self._idle.start()
         self._ready.set()
         return 0
 
@@ -371,8 +371,6 @@ class Server:
             if self._ready.is_set():
                 rows = batch_rows(self.engine.ubatch_order, slots, is_prompt) if len(spans) > 1 else None
                 with self._between:
-                    self._n_tokens += n
-                    self._take_for_prompts(self.engine.kept_prompts.needed(self._n_tokens))
                     self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
             if self._core_binding is not None:
                 self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch
@@ -413,6 +411,26 @@ class Server:
             return 1
         return 0
 
+    def _keep(self, nbytes: int) -> int:
+        """Prompts outside the context are the experts' memory."""
+        wanted = -(-nbytes // _STEP) * _STEP
+        taken = self._taken
+        try:
+            with self._between:
+                if wanted != taken:
+                    self.engine.sizer.reserve(wanted - taken)
+                    self._taken = wanted
+        except BudgetError:
+            return 1
+        if wanted < taken:
+            trim()  # what was there is free, and the C allocator would keep it from the experts
+        return 0
+
+    def _answered(self, method: bytes, path: bytes, status: int, took: bytes) -> None:
+        line = request_line(method.decode("utf-8", "replace"), path.decode("utf-8", "replace"), status, took.decode())
+        if line and self._on_request is not None:
+            self._on_request(line)
+
     def _metrics(self, text: int, size: int) -> None:
         layers = None
         if self._ready.is_set():
@@ -442,6 +460,14 @@ def _check_address(hosts: str, port: int) -> None:
                 probe.bind(address)
         except OSError as error:
             raise OptionError(f"cannot listen on {host}:{port}: {error.strerror}", hint={"host": ..., "port": ...}) from None
+
+
+def request_line(method: str, path: str, status: int, took: str) -> str:
+    """What is said of a request that has been answered; empty: nothing, of a health check, a look at the figures, or a file of a page."""
+    if status < 400 and (path in _LOOKS or (method == "GET" and re.search(r"\.\w+$", path))):
+        return ""
+    path = "".join(c if c.isprintable() else "?" for c in path[:_LONGEST_PATH])
+    return f"{method} {path} {status}" + (f": {took}" if took else "")
 
 
 def metrics_text(stats: Stats, layers: LayerHits | None = None) -> str:

@@ -83,6 +83,7 @@ NPM = (
     ("npm", "ci", "--include=dev", "--no-audit", "--no-fund"),
     ("npm", "run", "build"),
 )
+PAGE_SETTINGS = {"LLAMA_UI_OUT_DIR": "dist", "VITE_PUBLIC_APP_NAME": "moeoff"}
 # What the release's CMake script insists on: a page without one of them would end the whole build.
 PAGE_NEEDS = ("index.html", "manifest.webmanifest", "sw.js", "build.json", "version.json", "bundle*.js", "bundle*.css", "workbox*.js")
 
@@ -521,7 +522,7 @@ def node_version() -> str:
 
 def page_folder(fork: Fork, cache: Path) -> Path:
     """Changes with the page's sources, which are the release's but for our patches, and with Node.js."""
-    parts = [fork.sha256.encode(), node_version().encode()]
+    parts = [fork.sha256.encode(), node_version().encode(), json.dumps(PAGE_SETTINGS).encode()]
     for patch in fork.patches:
         if any(name.startswith(f"{PAGE_SOURCES}/") for name in touched_files(patch)):
             parts.append(patch.read_bytes())
@@ -574,7 +575,7 @@ def make_page(fork: Fork, sdist: Path, home: Path, failed: Path, lock: int) -> N
 
 def run_npm(sources: Path, out: int, lock: int) -> str:
     """What went wrong, or nothing."""
-    environment = {**os.environ, "LLAMA_UI_OUT_DIR": "dist"}
+    environment = {**os.environ, **PAGE_SETTINGS}
     for command in NPM:
         say(f"building the web page ({' '.join(command[:3])}) ...")
         # The child inherits the lock, as a compiler does.

@@ -126,6 +126,7 @@ def test_chat(server, alone):
         "skipped",
         "rerouted",
         "rerouted_margin",
+        "arena_bytes",
     }
 
 
@@ -253,32 +254,89 @@ def test_metrics(server):
     assert {"moeoff_expert_evictions_total", "moeoff_stall_seconds_total", "moeoff_budget_bytes"} <= names
 
 
+def test_the_page_of_figures(server):
+    """Is the same for everybody, asks for figures that there are, and for nothing from elsewhere."""
+    page = server.get("/moeoff", key=None)
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html") and "connect-src 'self'" in page.headers["content-security-policy"]
+    asked = set(re.findall(r'"((?:moeoff_|llamacpp:)\w+)"', page.text))
+    assert len(asked) > 10 and asked <= set(server.metrics())
+    assert set(re.findall(r"https?://[^\s\"']+", page.text)) == {"http://www.w3.org/2000/svg"}  # a name, which nobody asks for
+
+
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-def test_shutdown_ends_every_answer(demo, sig):
-    """Four that are computed and four that wait: each gets an end or an error, and none is written to its end first."""
-    server = Server("-m", demo, "--expert-memory", "400K", "-c", "65536", "--", "--override-kv", "qwen2moe.context_length=int:65536")
-    ended: list[str] = []
+@pytest.mark.parametrize("experts, stops", [("400K", 1), ("64M", 5)])  # stops that fall into a decode, and with all in memory some that fall between two
+def test_shutdown_ends_every_answer(demo, sig, experts, stops):
+    """Four that are computed and four that wait: each gets an error, and none looks as if it were all that was asked for."""
+    for _ in range(stops):
+        server = Server("-m", demo, "--expert-memory", experts, "-c", "65536", "--", "--override-kv", "qwen2moe.context_length=int:65536")
+        ended: list[str] = []
 
-    def stream() -> None:
-        try:
-            reasons = [
-                c.choices[0].finish_reason
-                for c in server.client().chat.completions.create(**ask("Count.", stream=True, max_tokens=16000, extra_body={"ignore_eos": True}))
-                if c.choices
-            ]
-            ended.append(reasons[-1])
-        except openai.APIError as error:
-            ended.append(type(error).__name__)
+        def stream(server: Server = server, ended: list[str] = ended) -> None:
+            try:
+                reasons = [
+                    c.choices[0].finish_reason
+                    for c in server.client().chat.completions.create(**ask("Count.", stream=True, max_tokens=16000, extra_body={"ignore_eos": True}))
+                    if c.choices
+                ]
+                ended.append(reasons[-1])
+            except openai.APIError as error:
+                ended.append(type(error).__name__)
 
-    threads = [threading.Thread(target=stream) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: (now := server.metrics())["llamacpp:requests_processing"] == 4 and now["llamacpp:requests_deferred"] == 4)
-    code, text = server.stop(sig)
-    for thread in threads:
-        thread.join(300)
-    assert len(ended) == 8 and all(ended) and "length" not in ended
-    assert code == 0 and "Traceback" not in text and "Error" not in text
+        threads = [threading.Thread(target=stream) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        wait_until(lambda server=server: (now := server.metrics())["llamacpp:requests_processing"] == 4 and now["llamacpp:requests_deferred"] == 4)
+        code, text = server.stop(sig)
+        for thread in threads:
+            thread.join(300)
+        assert len(ended) == 8 and set(ended) <= {"APIError", "InternalServerError"}, ended
+        assert code == 0 and "Traceback" not in text and "Error" not in text
+
+
+@pytest.mark.parametrize("quiet", [(), ("-q",)])
+def test_a_line_for_each_request(demo, quiet):
+    """Whatever becomes of it, but for looks that succeed, which programs repeat; none of them may forge another line."""
+    server = Server("-m", demo, "--api-key", KEY, "--expert-memory", "4M", *quiet, *LONG)
+    server.client().chat.completions.create(**ask(PROMPTS[0], max_tokens=5))
+    list(server.client().chat.completions.create(**ask(PROMPTS[0], stream=True, max_tokens=7)))
+    server.client().completions.create(model="demo", prompt=["Tom", "Ann"], max_tokens=3)
+    stream = server.client().chat.completions.create(**ask(PROMPTS[1], stream=True, max_tokens=4000, extra_body={"ignore_eos": True}))
+    next(stream)
+    stream.close()
+    server.get("/v1/models", key=None)
+    server.get("/nothing%0Ahere")
+    server.get("/health")
+    server.idle()
+    code, text = server.stop(signal.SIGTERM)
+    lines = [line for line in text.splitlines() if re.match(r"[A-Z]+ /", line)]
+    took = r"\d+ tokens read( and \d+ remembered)?, {} written, the first after \d+\.\d\d s, \d+\.\d tok/s, \d+ % hits"
+    expected = [
+        f"POST /v1/chat/completions 200: {took.format(5)}",
+        f"POST /v1/chat/completions 200: {took.format(7)}",
+        f"POST /v1/completions 200: {took.format(6)}",
+        r"POST /v1/chat/completions 200: .*\d+ written, the first after \d+\.\d\d s, .*not to its end",
+        r"GET /v1/models 401",
+        r"GET /nothing\?here 404",
+    ]
+    assert code == 0
+    if quiet:
+        assert lines == []
+    else:
+        assert len(lines) == len(expected), text
+        for pattern in expected:  # the one that was left is noticed when it is
+            assert sum(bool(re.fullmatch(pattern, line)) for line in lines) == 1, (pattern, lines)
+
+
+def test_the_build_has_a_name(server):
+    import llama_cpp
+
+    found = server.client().completions.create(model="demo", prompt="Tom", max_tokens=1).system_fingerprint
+    assert re.fullmatch(r"b\d+-[0-9a-f]{7,}-" + re.escape(llama_cpp.__version__), found) and found == server.get("/props").json()["build_info"]
+
+
+def test_no_tools_and_the_page_is_told_so(server):
+    answer = server.get("/tools")
+    assert answer.status_code == 200 and answer.json() == [] and server.get("/tools", key=None).status_code == 401
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])

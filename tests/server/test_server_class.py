@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from helpers.servers import SCRIPT, Served, needed
-from helpers.waiting import wait_until
+from helpers.waiting import wait_until, wait_until_still
 from moeoff import MoeoffError
 from moeoff.budget.loss_contract import SECTION, Candidate, LossContract
 from moeoff.gguf.model_index import ModelIndex
@@ -294,6 +294,78 @@ def test_a_long_conversation_outlives_strangers(demo):
             text, timings = ask(talk)
             assert timings["prompt_n"] < 80 and timings["cache_n"] > 300
             talk.append({"role": "assistant", "content": text})
+
+
+def metrics(url: str) -> dict[str, float]:
+    lines = httpx.get(f"{url}/metrics", timeout=300).text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+def complete(url: str, prompt: list[int], **more) -> dict:
+    body = {"prompt": prompt, "n_predict": 2, "temperature": 0, "ignore_eos": True, **more}
+    return httpx.post(f"{url}/completion", json=body, timeout=300).json()
+
+
+def words(seed: int, n: int) -> list[int]:
+    """Tokens of an ordinary prompt."""
+    return np.random.default_rng(seed).integers(300, 3000, n).tolist()
+
+
+LONGER = ["--override-kv", "qwen2moe.context_length=int:4096"]
+
+
+def test_a_conversation_that_makes_room_for_another_is_kept(demo):
+    """Where answers share the context and it is full: the idle one's cells are taken, and what was in them comes back."""
+    with Served(demo, memory="150M", n_ctx=1024, parallel=2, args=LONGER) as it:
+        first = words(1, 600)
+        complete(it.url, first, id_slot=0)
+        assert complete(it.url, words(2, 800), id_slot=1)["timings"]["prompt_n"] == 800
+        timings = complete(it.url, [*first, *words(3, 8)])["timings"]
+        assert timings["cache_n"] >= 600 and timings["prompt_n"] <= 9
+
+
+def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
+    """And not when they are computed."""
+    options = {"n_ctx": 2048, "parallel": 1, "args": LONGER}
+    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as it:
+
+        def after(seed: int) -> float:
+            complete(it.url, words(seed, 1500), n_predict=8)
+            wait_until_still(lambda: metrics(it.url)["moeoff_arena_bytes"])
+            return metrics(it.url)["moeoff_arena_bytes"]
+
+        arenas = [after(seed) for seed in range(2)]
+        print(arenas)
+        assert arenas[0] - arenas[1] > 1 << 20
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_idle_brings_in_what_prompts_need(demo, monkeypatch, tmp_path, warm):
+    """Also where the arena is full: in the place of what only the answer needed."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with Served(demo, warm=warm, expert_memory=6 << 20, n_ctx=2048, strategy="score", args=LONGER) as it:
+        prompt = words(1, 24)
+        complete(it.url, prompt, n_predict=400, cache_prompt=False)
+        assert metrics(it.url)["moeoff_expert_evictions_total"] > 0
+        if warm:
+            wait_until(lambda: metrics(it.url)["moeoff_prefetch_issued_total"] > 0)
+            wait_until_still(lambda: metrics(it.url)["moeoff_expert_read_bytes_total"])
+            complete(it.url, prompt, cache_prompt=False)
+            assert metrics(it.url)["moeoff_prefetch_useful_total"] > 0
+        else:
+            wait_until_still(lambda: metrics(it.url)["moeoff_expert_read_bytes_total"], 2)
+            assert metrics(it.url)["moeoff_prefetch_issued_total"] == 0
+
+
+def test_memory_that_a_long_prompt_took_goes_back_to_the_experts(grown):
+    """What it was computed in, though no answer follows in which that would be seen."""
+    options = {"n_ctx": 2048, "parallel": 1, "warm": False, "args": LONGER}
+    with Served(grown, memory=needed(grown, **options) + 60 << 20, **options) as it:
+        complete(it.url, words(1, 1500), n_predict=12, cache_prompt=False)  # the work area of a long prompt stays as large as it is
+        wait_until_still(lambda: metrics(it.url)["moeoff_arena_bytes"])
+        before = metrics(it.url)["moeoff_arena_bytes"]
+        complete(it.url, words(2, 1500), n_predict=1, cache_prompt=False)
+        wait_until(lambda: metrics(it.url)["moeoff_arena_bytes"] > before - (4 << 20), 60)
 
 
 def test_budget_is_kept_under_clients(grown):

@@ -46,6 +46,14 @@ bool server_has_host() {
     return server_hooks != nullptr;
 }
 
+const moeoff_server_hooks * server_host() {
+    return server_hooks;
+}
+
+bool server_keeps_prompts(size_t nbytes) {
+    return server_hooks == nullptr || server_hooks->keep((int64_t) nbytes) == 0;
+}
+
 void server_usage::add(const server_usage & share) {
     hits += share.hits;
     device_hits += share.device_hits;
@@ -57,6 +65,7 @@ void server_usage::add(const server_usage & share) {
     skipped += share.skipped;
     rerouted += share.rerouted;
     rerouted_margin = share.rerouted > 0 ? share.rerouted_margin : rerouted_margin;
+    arena_bytes = share.arena_bytes;
 }
 
 void server_usage::to_json(common_json & timings) const {
@@ -75,6 +84,7 @@ void server_usage::to_json(common_json & timings) const {
         {"skipped", std::llround(skipped)},
         {"rerouted", std::llround(rerouted)},
         {"rerouted_margin", rerouted_margin},
+        {"arena_bytes", arena_bytes},
     };
 }
 
@@ -175,6 +185,7 @@ int server_decode::after(int result) {
     share.device_hits = (now.device_hits - seen->device_hits) / n;
     share.rerouted   = (now.rerouted - seen->rerouted) / n;
     share.rerouted_margin = now.rerouted_margin;
+    share.arena_bytes = now.arena_bytes;
     seen = now;
     char text[1024] = "";
     if (server_hooks->after(result, (int32_t) tokens.size(), text, sizeof(text)) == 0) {
@@ -349,7 +360,7 @@ std::string server_metrics() {
     if (server_hooks == nullptr) {
         return "";
     }
-    std::string text(1 << 14, '\0');
+    std::string text(1 << 16, '\0');
     server_hooks->metrics(text.data(), text.size());
     return text.c_str();
 }

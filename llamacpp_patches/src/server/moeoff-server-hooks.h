@@ -14,6 +14,7 @@
 
 struct common_params;
 struct mtmd_input_chunk;
+struct server_task_result;
 
 namespace moeoff {
 
@@ -21,6 +22,7 @@ namespace moeoff {
 struct server_usage {
     double hits = 0, device_hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0, rerouted = 0;
     double rerouted_margin = 0; // the largest so far
+    uint64_t arena_bytes = 0; // that experts could take when it ended
 
     void add(const server_usage & share);
     void to_json(common_json & timings) const; // adds a "moeoff" object if there are hooks
@@ -146,6 +148,18 @@ std::string server_metrics();
 
 // Nobody waits for these tasks any more: if that is true of all that are computed, the computation ends within a layer. Any thread.
 void server_abandon(const std::unordered_set<int> & ids);
+
+// Prompts outside the context are about to take so many bytes in all, or no more any longer; false: there is not so much.
+bool server_keeps_prompts(size_t nbytes);
+
+// A request, on the thread that answers it: it has come, has got a result of a task, has been answered. The last one says so to the host.
+void server_request_begins(const std::string & method, const std::string & path);
+void server_request_gets(const server_task_result & result);
+void server_request_ends(int status);
+
+extern const char * const SERVER_PAGE; // the path of the host's page, which needs no key
+
+const moeoff_server_hooks * server_host(); // null: an ordinary llama-server
 
 const llama_model * server_model(); // the one that is served; null before server_loaded()
 

@@ -1,7 +1,7 @@
 // llama-server inside a host process, its experts in an expert buffer: what the host (moeoff's Python package) calls and is called by.
 //
 // One server at a time in a process: llama-server keeps state in globals. moeoff_serve() blocks until moeoff_serve_stop(), which may be
-// called from any thread, or until an error; every callback but `metrics` runs on its thread, or on the one that decodes for it.
+// called from any thread, or until an error; every callback that does not say otherwise runs on its thread, or on the one that decodes for it.
 
 #pragma once
 
@@ -47,6 +47,15 @@ struct moeoff_server_hooks {
 
     // Lines for /metrics; any thread.
     void (*metrics)(char * text, size_t size);
+
+    // Prompts that have lost their slot are about to take so many bytes in all, or take no more than that any longer. Nonzero: there is not so much,
+    // and the next one is not kept.
+    int (*keep)(int64_t nbytes);
+
+    // A request has been answered. took: what its answers were, and what they took; empty where nothing was computed. Null: nobody asks. Any thread.
+    void (*answered)(const char * method, const char * path, int32_t status, const char * took);
+
+    const char * page; // what GET /moeoff answers, without a key: HTML that holds nothing of anybody's
 };
 
 // Arguments as llama-server's. Returns 0 after a stop, and else what llama-server returns.
