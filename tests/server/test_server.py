@@ -337,6 +337,8 @@ def test_the_build_has_a_name(server):
 def test_no_tools_and_the_page_is_told_so(server):
     answer = server.get("/tools")
     assert answer.status_code == 200 and answer.json() == [] and server.get("/tools", key=None).status_code == 401
+    answer = httpx.post(f"{server.url}/tools", headers={"Authorization": f"Bearer {KEY}"}, json={"tool": "file_glob_search"}, timeout=300)
+    assert answer.json() == {"error": "this server runs no tools"}
 
 
 @pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])

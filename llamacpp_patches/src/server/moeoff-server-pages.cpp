@@ -24,9 +24,10 @@ void server_add_pages(const server_http_context & http) {
     http.get(SERVER_PAGE, answers("text/html; charset=utf-8", server_host()->page,
                                   { { "Cache-Control", "no-cache" },
                                     { "Content-Security-Policy", "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'" } }));
-    // llama-server's page asks which tools there are, each time before it asks for an answer; what llama-server says where they are off, 403, is an error in
-    // every browser's console
+    // llama-server's page asks which tools there are, before each answer, and one of them where its files are. What llama-server says where they are off,
+    // 403, is an error in every browser's console
     http.get("/tools", answers("application/json; charset=utf-8", "[]", {}));
+    http.post("/tools", answers("application/json; charset=utf-8", R"({"error": "this server runs no tools"})", {}));
 }
 
 } // namespace moeoff
