@@ -43,7 +43,7 @@ from .checkpoint import Checkpoint
 from .own_text import OPENING, lost, score, write_freely
 from .perplexity import Reference, Window, evaluate, interruptible, n_scored, open_model, read_windows
 from .record import CalibrationEstimate
-from .statistics import Distance, Estimate, upper_loss
+from .statistics import Distance, Estimate, Scores, upper_loss
 from .writer import texts_or_written
 
 __all__ = ["MeasuredCandidate", "RuleEvaluator", "SearchResult", "search_precision"]
@@ -57,7 +57,7 @@ MIN_WINDOWS = 8
 CTX = 512
 _SAMPLE = 8  # windows that are enough for what needs no interval
 _NOTHING = 1e-9  # resident: a cache is simulated, and holds nothing
-_EXPECTED_STEPS = 4  # of a share's sequence, for the estimate of time
+_EXPECTED_STEPS = 4  # of a share's sequence, for the estimate of time; the lossless misses are one more
 _STARTED = "started"
 _FIRST_TOKENS = 16  # to see how fast writing is
 _WEIGHTS = 1 << 20  # kept of the reference's, at most
@@ -99,7 +99,12 @@ class RuleEvaluator:
         at_once: sequences that a search makes, see `upper_loss`.
         low_size: of the tier that serves low, the same; 0: the rules serve nothing low.
         progress: told what is being done, how much of it is done and how much there is.
+
+    Attributes:
+        scores: of what was measured last.
     """
+
+    scores: Scores
 
     def __init__(self, llm: Llama, windows: Sequence[Window], tier: str = ORIGINAL, size: float = 1.0, at_once: int = 1, low_size: float = 0.0,
                  progress: Callable[[str, int, int], None] | None = None):  # fmt: skip
@@ -152,12 +157,12 @@ class RuleEvaluator:
         self._llm.reset_stats()
         name = f"{resident:.0%} resident: τ {precision.tau:.3g}" if precision.tau else f"all in {self._tier}" if precision.lossless else str(precision)
         n = self._n_tokens(self.windows)
-        scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n))
+        self.scores = evaluate(self._llm, self.windows, reference, mode="simulated", progress=lambda done: self._tell(name, done, n))
         stats = self._llm.stats()
         uses = max(stats.expert_uses // 2, 1)  # the other half is the prompt's
         low = stats.served_low if precision.uses_low else 0
         read = self._size * stats.simulated_misses + self._low_size * low
-        found = scores.quality().distance
+        found = self.scores.quality().distance
         return MeasuredCandidate(
             tier=self._tier, tau=precision.tau, resident=resident, loss=found.loss.value, upper_loss=upper_loss(found.loss, len(self.windows), self._at_once),
             kl=found.kl.value, cost=read / n / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
@@ -191,8 +196,9 @@ class RuleEvaluator:
         if resident not in self._lossless:
             self._llm.engine.quality.use(Precision(tau=_NOTHING, resident=resident))
             self._llm.reset_stats()
-            evaluate(self._llm, self.sample, mode="simulated")
-            self._lossless[resident] = self._llm.stats().simulated_misses / self._n_tokens(self.sample)
+            n = self._n_tokens(self.windows)  # all of them, as of a rule: texts differ in how much of them is read
+            evaluate(self._llm, self.windows, mode="simulated", progress=lambda done: self._tell(f"{resident:.0%} resident: lossless", done, n))
+            self._lossless[resident] = self._llm.stats().simulated_misses / n
         return self._lossless[resident]
 
     @staticmethod
@@ -322,7 +328,7 @@ def search_precision(
         with opened(ORIGINAL, files) as (evaluator, call):
             began = time.monotonic()
             call(evaluator.weights)  # the sample: how fast this is
-            passes = len(SHARES) * _EXPECTED_STEPS * (2 if tiers else 1) + len(tiers) + 2
+            passes = len(SHARES) * (_EXPECTED_STEPS + 1) * (2 if tiers else 1) + len(tiers) + 2
             seconds = (time.monotonic() - began) * len(windows) / len(evaluator.sample) * passes
             if seconds > 30 * minutes:
                 n = max(int(len(windows) * 30 * minutes / seconds), MIN_WINDOWS)

@@ -2,6 +2,7 @@
 
 usage: precision.py bits      -m MODEL --calib FILE --text FILE            EdgeMoE's plans, and one type for all experts
        precision.py frontier  -m MODEL --text FILE                         loss and bytes of every rule behind a simulated cache
+       precision.py contract  -m MODEL --calib FILE --text FILE            what the model's contract finds: bytes, and loss on other and on own text
        precision.py live      -m MODEL --text FILE --memory 1045M,760M     rules on what is resident in truth: speed and quality, cold
 
 --calib and --text may be given several times; losses are on --text, which nothing was chosen by. Speed of lower precision is measured by speed.py.
@@ -30,10 +31,11 @@ from cgroup import disk_cgroup
 from moeoff.bench.run import drop_from_page_cache
 from moeoff.calibrate.bit_allocation import Planner
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
-from moeoff.calibrate.precision_search import RuleEvaluator
-from moeoff.calibrate.statistics import Distance, Quality, interval
+from moeoff.calibrate.precision_search import RuleEvaluator, search_precision
+from moeoff.calibrate.statistics import Distance, Estimate, Quality, interval
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.memory import format_size, parse_size
+from moeoff.options import parse_loss
 from moeoff.policies.precision import Precision
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import ORIGINAL, Sidecar, relative_bytes
@@ -64,6 +66,8 @@ PLAN = (
 REROUTES = Precision(reroute=1.0, resident=1.0)  # opens a model that can
 EVERYTHING = 1 << 40  # expert_memory that holds all
 QUALITY = ["loss (95 %)", "KL", "same top token"]
+UPPER = "upper bound (one-sided 95 %)"
+BESIDE = "more loss than τ at as many bytes (95 %)"
 
 
 @click.group(help=__doc__)
@@ -82,8 +86,16 @@ def command(*options: Any, name: str | None = None) -> Callable[..., Any]:
     return decorate
 
 
+def percent(value: float) -> str:
+    return f"{value:+.2%}".replace("%", " %")
+
+
+def interval_text(estimate: Estimate) -> str:
+    return interval(estimate, "{:+.2%}").replace("%", " %")
+
+
 def loss_text(q: Quality | Distance) -> str:
-    return interval(q.loss, "{:+.2%}").replace("%", " %")
+    return interval_text(q.loss)
 
 
 def quality(q: Quality | Distance) -> list[str]:
@@ -138,6 +150,23 @@ def ctx_of(model: str) -> int:
     return min(512, ModelIndex.read(model).n_ctx_train or 512)
 
 
+def beside_curve(curve: Sequence[tuple[float, np.ndarray]], cost: float, nll: np.ndarray) -> Estimate | None:
+    """How much more a rule loses than those of a curve do at the same cost, on the straight line between the two that read next less and more.
+
+    Args:
+        curve: (cost, nll [n_windows, n_scored]) of each.
+
+    Returns:
+        None beyond the curve's ends.
+    """
+    less = max((point for point in curve if point[0] <= cost), key=lambda point: point[0], default=None)
+    more = min((point for point in curve if point[0] >= cost), key=lambda point: point[0], default=None)
+    if less is None or more is None:
+        return None
+    part = (cost - less[0]) / (more[0] - less[0]) if more[0] > less[0] else 0.0
+    return Estimate.mean(nll - (1 - part) * less[1] - part * more[1])
+
+
 @command(TEXT, WINDOWS, THREADS, RESIDENT, TAUS, SHARES,
          click.option("--hobbit", "ts", multiple=True, type=float, default=(0.9, 0.8, 0.7, 0.6, 0.5), show_default=True, help="T, beyond which is skipped."),
          click.option("--lower", help="A type: what lies beyond T is read in it, too."))  # fmt: skip
@@ -160,11 +189,44 @@ def frontier(model: str, text: Sequence[str], windows: int, threads: int, reside
         found = RuleEvaluator(llm, read_windows(llm, text, ctx, windows), low_size=size)
         reference = stack.enter_context(found.reference())
         for room in resident:
-            columns = ["rule", "bytes, of lossless", "left out", "rerouted", "low", *QUALITY]
+            columns = ["rule", "bytes, of lossless", "left out", "rerouted", "low", *QUALITY, UPPER, BESIDE]
             table = results.table(f"frontier-{room:g}", f"{room:.0%} of each layer's experts in a simulated cache", columns)
+            curve: list[tuple[float, np.ndarray]] = []  # of τ: bytes, and the nll of each token
             for name, rule in rules.items():
                 c = found.measure(reference, replace(rule, resident=room))
-                table.row(name, f"{c.cost:.3f}", f"{c.skipped:.1%}", f"{c.rerouted:.1%}", f"{c.low:.1%}", *quality(c.distance))
+                if rule.tau:
+                    curve.append((c.cost, found.scores.nll))
+                beside = beside_curve(curve, c.cost, found.scores.nll) if not rule.tau else None
+                numbers = f"{c.cost:.3f}", f"{c.skipped:.1%}", f"{c.rerouted:.1%}", f"{c.low:.1%}"
+                table.row(name, *numbers, *quality(c.distance), percent(c.upper_loss), interval_text(beside) if beside else "")
+
+
+@command(CALIB, TEXT, WINDOWS, THREADS, RESIDENT, click.option("--max-loss", default="1%", show_default=True),
+         click.option("--calib-tokens", default=16384, show_default=True, help="That are searched on, in all."),
+         click.option("--own-tokens", default=32768, show_default=True, help="That are written, for each share."))  # fmt: skip
+def contract(model: str, calib: Sequence[str], text: Sequence[str], windows: int, threads: int, resident: Sequence[float], max_loss: str, calib_tokens: int,
+             own_tokens: int, json_file: str | None) -> None:  # fmt: skip
+    """What the contract of a bound finds on --calib: bytes and loss behind a simulated cache on --text, and on text of its own behind openings of that."""
+    ctx, bound = ctx_of(model), parse_loss(max_loss)
+    with tempfile.TemporaryDirectory(prefix="moeoff-precision-") as folder, contextlib.ExitStack() as stack:
+        results = stack.enter_context(ResultsFile(json_file))
+        profile = os.path.join(folder, "profile")
+        found = search_precision(model, calib, bound, experts=False, tokens=calib_tokens, output=profile, n_threads=threads).contract
+        options = {"precision": REROUTES, "deterministic": True, "flash_attn": True, "profile": False, "experts": False, "n_threads": threads}
+        llm = stack.enter_context(open_model(model, ctx, **options))
+        evaluator = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
+        reference = stack.enter_context(evaluator.reference())
+        columns = ["in a simulated cache", "τ", "bytes, of lossless", "left out", *QUALITY, UPPER, "loss on own text (95 %)"]
+        title = f"`--max-loss {max_loss}`, on {len(evaluator.windows)} windows of other text and on {own_tokens} tokens of its own"
+        table = results.table("contract", title, columns)
+        for room in resident:
+            chosen = found.choose(bound, room)
+            if chosen is None:
+                table.row(f"{room:.0%}", "nothing is left out", *[""] * (len(columns) - 2))
+                continue
+            c = evaluator.measure(reference, Precision(tau=chosen.tau, resident=room))
+            own = evaluator.own_text_loss(c, own_tokens)
+            table.row(f"{room:.0%}", f"{c.tau:.3g}", f"{c.cost:.3f}", f"{c.skipped:.1%}", *quality(c.distance), percent(c.upper_loss), interval_text(own))
 
 
 @command(TEXT, click.option("--windows", default=8, show_default=True, help="Of each text."), TAUS, SHARES, click.option("--memory", required=True),

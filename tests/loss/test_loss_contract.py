@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 import moeoff
+from helpers.files import CALIBRATION_TEXTS
 from helpers.rewrite_experts import requantize_experts
 from moeoff import ModelError, OptionError
 from moeoff.budget import memory_plan
@@ -248,6 +249,15 @@ def test_own_text(demo, text):
             found[name] = lost(written, score(llm, written)), written
     assert abs(found["lossless"][0].value) < 5e-3 and found["wild"][0].value > 0.02
     assert 0 <= found["wild"][1].repeated < 1 and (found["wild"][1].tokens[:, :32] == found["lossless"][1].tokens[:, :32]).all()
+
+
+def test_what_leaves_nothing_out_reads_as_much_as_the_lossless_model(demo):
+    """To the last miss: both are counted on all windows, of texts that differ."""
+    with open_model(demo, 128, precision=Precision(tau=1e-9, resident=0.25), deterministic=True, **OPTIONS) as llm:
+        evaluator = RuleEvaluator(llm, read_windows(llm, CALIBRATION_TEXTS, 128, 3))
+        with evaluator.reference() as reference:
+            found = evaluator.measure(reference, Precision(tau=1e-8, resident=0.25))
+    assert len(evaluator.windows) > len(evaluator.sample) and found.skipped == 0 and found.cost == 1.0
 
 
 # --- running ---

@@ -1,0 +1,319 @@
+"""What leaving out costs a model whose weights are normalized over the chosen experts: docs/results/loss.md.
+
+usage: normalized.py -m DEMO.gguf --text FILE --tau 0.2            shares of what a token's experts weigh
+       normalized.py -m DEMO.gguf --text FILE --tau 0.1 --as-is    the model's own weights: the same rules where their sum tells something
+
+A weight is then a share: an expert of a share below tau weighs little beside the token's others, and what the others weigh could make up for it. The
+rules are those of `Precision.tau`, with and without scaling what is left to the sum of all, with and without keeping the first.
+
+The reference model (qwen2moe, which does not normalize) is computed in numpy, so that all of that can be changed; its weights are divided by their sum, and
+each layer's experts take the mean of those sums as a factor, since they were trained with it. That is a model of its own: its own lossless run is what losses
+are against. Decisions are those of `moeoff.calibrate.precision_search`, each token as if it were decoded alone behind a simulated cache, which a test compares
+with the native ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import numpy as np
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
+
+from moeoff.calibrate.perplexity import n_scored, open_model, read_windows
+from moeoff.calibrate.statistics import Estimate, Scores, divergence, interval, log_probs, upper_loss
+from moeoff.gguf.file import ModelFile
+from results import HELP, ResultsFile
+
+KEPT_BY_TOKEN = 0.98  # of a count of uses, as in the native simulated cache
+FILE = click.Path(exists=True, dir_okay=False)
+
+# (layer, ids [n, n_used] best first, weights [n, n_used]) -> weights, 0 of what is left out
+Decide = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What is missing and weighs less than tau is left out.
+
+    Attributes:
+        renormalized: the weights that are left are scaled to the sum of all.
+        keeps_first: the expert of the largest weight is never left out.
+    """
+
+    tau: float = 0.0
+    renormalized: bool = False
+    keeps_first: bool = False
+
+    def __str__(self) -> str:
+        more = (", first kept" if self.keeps_first else "") + (", renormalized" if self.renormalized else "")
+        return f"τ {self.tau:g}{more}"
+
+
+class SimulatedCache:
+    """A share of one layer's experts: those of the highest decayed counts of uses, brought in as tokens use them."""
+
+    def __init__(self, n_expert: int, share: float):
+        self.room, self._count, self._unit, self.inside = int(share * n_expert + 0.5), [0.0] * n_expert, 1.0, set[int]()
+
+    def use(self, ids: Sequence[int], is_read: Iterable[bool]) -> None:
+        """A token has used these; those that is_read leaves out are not brought in."""
+        for e in ids:
+            self._count[e] += self._unit
+        for e, read in zip(ids, is_read, strict=True):
+            if not read or e in self.inside:
+                continue
+            if len(self.inside) >= self.room:
+                victim = min((v for v in self.inside if v not in ids), key=lambda v: (self._count[v], v), default=None)
+                if victim is None:
+                    continue
+                self.inside.remove(victim)
+            self.inside.add(e)
+        self._unit /= KEPT_BY_TOKEN
+
+
+class Caches:
+    """A rule behind the simulated caches of all layers, empty when a text begins.
+
+    Attributes:
+        misses, skipped, uses: of the tokens decided.
+    """
+
+    def __init__(self, rule: Rule, n_layers: int, n_expert: int, share: float):
+        self.rule, self._layers = rule, [SimulatedCache(n_expert, share) for _ in range(n_layers)]
+        self.misses = self.skipped = self.uses = 0
+
+    def follow(self, layer: int, ids: np.ndarray) -> None:
+        """Tokens of a prompt, of which nothing is left out."""
+        for chosen in ids.tolist():
+            self._layers[layer].use(chosen, itertools.repeat(True, len(chosen)))
+
+    def decide(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        cache, rule = self._layers[layer], self.rule
+        heavy = weights >= np.float32(rule.tau)
+        if rule.keeps_first:
+            heavy[:, 0] = True
+        served = np.empty(ids.shape, bool)
+        for t, chosen in enumerate(ids.tolist()):
+            here = [e in cache.inside for e in chosen]
+            served[t] = heavy[t] | here
+            self.misses += int((served[t] & ~np.array(here)).sum())
+            cache.use(chosen, served[t].tolist())
+        self.skipped, self.uses = self.skipped + int((~served).sum()), self.uses + served.size
+        kept = np.where(served, weights, np.float32(0))
+        if rule.renormalized:
+            kept *= weights.sum(axis=1, keepdims=True) / np.maximum(kept.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
+        return kept
+
+
+@dataclass
+class Past:
+    """Keys, values [n, n_head, head] and choice [n, n_used] of a prompt in each layer."""
+
+    keys: list[np.ndarray]
+    values: list[np.ndarray]
+    ids: list[np.ndarray]
+
+
+class NumpyModel:
+    """A qwen2moe model in float32.
+
+    Attributes:
+        factors: [n_layers], that the experts' outputs take.
+    """
+
+    def __init__(self, path: str, normalized: bool):
+        with ModelFile(path) as model:
+            if model.value("general.architecture") != "qwen2moe":
+                raise click.UsageError(f"{path}: is no qwen2moe model, which this computes")
+            self._w = {name: model.rows(name).reshape(tensor.shape) for name, tensor in model.tensors.items()}
+            get = {key: model.value(f"qwen2moe.{key}") for key in ("block_count", "attention.head_count", "attention.head_count_kv", "rope.freq_base")}
+            self.n_used, self._eps = int(model.value("qwen2moe.expert_used_count")), float(model.value("qwen2moe.attention.layer_norm_rms_epsilon"))
+        self.n_layers, self._n_head, self._base = int(get["block_count"]), int(get["attention.head_count"]), float(get["rope.freq_base"])
+        if get["attention.head_count_kv"] != self._n_head:
+            raise click.UsageError(f"{path}: shares keys among heads, which this does not compute")
+        self.n_expert = len(self._w["blk.0.ffn_gate_inp.weight"])
+        self.normalized, self.factors = normalized, np.ones(self.n_layers, np.float32)
+
+    def compute(self, tokens: Sequence[int], past: Past | None = None, decide: Decide | None = None) -> tuple[np.ndarray, Past]:
+        """Logits [n, n_vocab] of tokens behind a past, and the past of those behind them."""
+        begin = len(past.ids[0]) if past else 0
+        x = self._w["token_embd.weight"][np.asarray(tokens)]
+        after = Past([], [], [])
+        angles = np.arange(begin, begin + len(x))[:, None, None] * self._base ** (-np.arange(0, 1, 2 / (x.shape[1] // self._n_head)))
+        turn = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+        for layer in range(self.n_layers):
+            x = x + self._attention(layer, self._norm(x, f"blk.{layer}.attn_norm"), turn, past, after)
+            h = self._norm(x, f"blk.{layer}.ffn_norm")
+            x = x + self._shared(layer, h) + self._experts(layer, h, after, decide)
+        return self._norm(x, "output_norm") @ self._w["output.weight"].T, after
+
+    def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
+        return x / np.sqrt((x * x).mean(axis=1, keepdims=True) + np.float32(self._eps)) * self._w[f"{name}.weight"]
+
+    def _attention(self, layer: int, h: np.ndarray, turn: tuple[np.ndarray, np.ndarray], past: Past | None, after: Past) -> np.ndarray:
+        w, name, n = self._w, f"blk.{layer}.attn_", len(h)
+        q, k, v = ((h @ w[f"{name}{c}.weight"].T + w[f"{name}{c}.bias"]).reshape(n, self._n_head, -1) for c in "qkv")
+        q, k = (_rotated(rows, *turn) for rows in (q, k))
+        after.keys.append(k)
+        after.values.append(v)
+        if past:
+            k, v = np.concatenate([past.keys[layer], k]), np.concatenate([past.values[layer], v])
+        scores = np.einsum("nhd,mhd->hnm", q, k, optimize=True) / np.float32(np.sqrt(q.shape[2]))
+        scores[:, np.arange(n)[:, None] + len(k) - n < np.arange(len(k))] = -np.inf
+        scores = np.exp(scores - scores.max(axis=2, keepdims=True))
+        scores /= scores.sum(axis=2, keepdims=True)
+        return np.einsum("hnm,mhd->nhd", scores, v, optimize=True).reshape(n, -1) @ w[f"{name}output.weight"].T
+
+    def _shared(self, layer: int, h: np.ndarray) -> np.ndarray:
+        w, name = self._w, f"blk.{layer}.ffn_"
+        gate = 1 / (1 + np.exp(-(h @ w[f"{name}gate_inp_shexp.weight"].reshape(-1, 1))))
+        return gate * _ffn(h, *(w[f"{name}{m}_shexp.weight"] for m in ("gate", "up", "down")))
+
+    def _experts(self, layer: int, h: np.ndarray, after: Past, decide: Decide | None) -> np.ndarray:
+        w, name = self._w, f"blk.{layer}.ffn_"
+        probs = np.exp(log_probs(h @ w[f"{name}gate_inp.weight"].T))
+        ids = np.argsort(-probs, axis=1, kind="stable")[:, : self.n_used]
+        weights = np.take_along_axis(probs, ids, axis=1)
+        after.ids.append(ids)
+        if self.normalized:
+            weights = weights / weights.sum(axis=1, keepdims=True)
+        if decide:
+            weights = decide(layer, ids, weights)
+        out = np.zeros_like(h)
+        matrices = [w[f"{name}{m}_exps.weight"] for m in ("gate", "up", "down")]
+        for e in np.unique(ids[weights > 0]):
+            rows, slots = np.nonzero((ids == e) & (weights > 0))
+            out[rows] += weights[rows, slots, None] * _ffn(h[rows], *(m[e] for m in matrices))
+        return self.factors[layer] * out
+
+
+def mean_sums(model: NumpyModel, windows: Sequence[Sequence[int]]) -> np.ndarray:
+    """[n_layers] mean of what a token's weights sum to."""
+    sums: list[list[np.ndarray]] = [[] for _ in range(model.n_layers)]
+
+    def look(layer: int, _: np.ndarray, weights: np.ndarray) -> np.ndarray:
+        sums[layer].append(weights.sum(axis=1))
+        return weights
+
+    for tokens in windows:
+        model.compute(tokens, decide=look)
+    return np.array([np.concatenate(of_layer).mean() for of_layer in sums], np.float32)
+
+
+def _ffn(h: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
+    g = h @ gate.T
+    return (g / (1 + np.exp(-g)) * (h @ up.T)) @ down.T
+
+
+def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """RoPE over halves of each head (neox)."""
+    a, b = np.split(x, 2, axis=2)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=2)
+
+
+@dataclass
+class Found:
+    """A rule behind caches, window by window.
+
+    Attributes:
+        nll, kl: [n_windows, n_scored].
+        misses, skipped, uses: of all of them.
+    """
+
+    nll: np.ndarray
+    kl: np.ndarray
+    same: np.ndarray
+    misses: int = 0
+    skipped: int = 0
+    uses: int = 0
+
+
+def measure(
+    model: NumpyModel, windows: Sequence[Sequence[int]], rules: Sequence[Rule], shares: Sequence[float]
+) -> tuple[np.ndarray, dict[tuple[float, Rule], Found], dict[float, int]]:
+    """The lossless nll [n_windows, n_scored]; what was found by share of the experts in the cache and rule; lossless misses by share.
+
+    As `moeoff.calibrate.perplexity.evaluate` measures, mode "simulated": the first half of each window is a prompt.
+    """
+    n_ctx, n = len(windows[0]), len(windows)
+    first, scored = n_ctx // 2, n_scored(n_ctx)
+    lossless = np.empty((n, scored))
+    found = {(share, rule): Found(np.empty((n, scored)), np.empty((n, scored)), np.empty((n, scored), bool)) for share in shares for rule in rules}
+    misses = dict.fromkeys(shares, 0)
+    for i, tokens in enumerate(windows):
+        _, past = model.compute(tokens[:first])
+
+        def run(caches: Caches, past: Past = past, tokens: Sequence[int] = tokens) -> np.ndarray:
+            for layer, ids in enumerate(past.ids):
+                caches.follow(layer, ids)
+            return log_probs(model.compute(tokens[first:-1], past, caches.decide)[0])
+
+        targets = np.arange(scored), np.asarray(tokens[first + 1 :])
+        for share in shares:
+            caches = Caches(Rule(), model.n_layers, model.n_expert, share)
+            reference = run(caches)
+            misses[share] += caches.misses
+            lossless[i] = -reference[targets]
+            for rule in rules:
+                caches, of = Caches(rule, model.n_layers, model.n_expert, share), found[share, rule]
+                logp = run(caches)
+                of.nll[i], of.kl[i], of.same[i] = -logp[targets], divergence(reference, logp), logp.argmax(axis=1) == reference.argmax(axis=1)
+                of.misses, of.skipped, of.uses = of.misses + caches.misses, of.skipped + caches.skipped, of.uses + caches.uses
+        print(f"  window {i + 1} of {n}", end="\r", file=sys.stderr, flush=True)
+    return lossless, found, misses
+
+
+def percent(estimate: Estimate) -> str:
+    return interval(estimate, "{:+.2%}").replace("%", " %")
+
+
+@click.command(help=__doc__)
+@click.option("-m", "--model", required=True, type=FILE)
+@click.option("--text", multiple=True, required=True, type=FILE)
+@click.option("--windows", default=30, show_default=True, help="Of each text.")
+@click.option("--tau", "taus", multiple=True, type=float, required=True, help="On the scale of the weights.")
+@click.option(
+    "--resident", "shares", multiple=True, type=float, default=(0.25, 0.34, 0.5), show_default=True, help="Share of each layer's experts in the cache."
+)
+@click.option("--as-is", is_flag=True, help="Weights as the model has them, not normalized.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(model: str, text: Sequence[str], windows: int, taus: Sequence[float], shares: Sequence[float], as_is: bool, json_file: str | None) -> None:
+    with open_model(model, 256, n_threads=1) as llm:
+        read = read_windows(llm, text, 256, windows)
+    tokens = [window.tokens for window in read]
+    computed = NumpyModel(model, normalized=not as_is)
+    if not as_is:
+        computed.factors = mean_sums(NumpyModel(model, normalized=False), tokens[:: len(tokens) // len(text)])
+    rules = [Rule(tau, renormalized, first) for tau in taus for first in (False, True) for renormalized in (False, True)]
+    with ResultsFile(json_file) as results:
+        lossless, found, misses = measure(computed, tokens, rules, shares)
+        kind = "as they are" if as_is else "normalized"
+        for share in shares:
+            title = f"Weights {kind}, {share:.0%} of each layer's experts in the cache: lossless perplexity {np.exp(lossless.mean()):.1f}"
+            columns = ["rule", "bytes, of lossless", "left out", "loss (95 %)", "upper bound", "KL", "same top token", "more loss than without either (95 %)"]
+            table = results.table(f"{kind.replace(' ', '-')}-{share:g}", title, columns)
+            for rule in rules:
+                of = found[share, rule]
+                loss = Scores(of.nll, lossless, of.kl, of.same).quality().distance
+                plain = found[share, Rule(rule.tau)]
+                more = "" if of is plain else percent(Estimate.mean(of.nll - plain.nll))
+                bound = f"{upper_loss(loss.loss, len(tokens)):+.2%}".replace("%", " %")
+                cells = (
+                    f"{of.misses / misses[share]:.3f}",
+                    f"{of.skipped / of.uses:.1%}",
+                    percent(loss.loss),
+                    bound,
+                    f"{loss.kl.value:.4f}",
+                    f"{loss.top1.value:.1%}",
+                )
+                table.row(str(rule), *cells, more)
+
+
+if __name__ == "__main__":
+    main()
