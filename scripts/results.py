@@ -224,9 +224,10 @@ def frontier(data: dict, name: str = "frontier-0.34") -> str:
         "T": ("HOBBIT's sum of weights above T skipped", "#8250df"),
     }
     found: dict[str, list[tuple[float, float, str]]] = {sign: [] for sign in rules}
-    for rule, nbytes, *_, loss, _kl, _top in table["rows"]:
-        sign, value = rule.split(" ", 1)
-        found[sign].append((float(nbytes), float(loss.split(" ", 1)[0]), value))
+    rows = [dict(zip(table["columns"], row)) for row in table["rows"]]
+    for row in rows:
+        sign, value = row["rule"].split(" ", 1)
+        found[sign].append((float(row["bytes, of lossless"]), float(row["loss (95 %)"].split(" ", 1)[0]), value))
     most = max(y for points in found.values() for _, y, _ in points)
     left, top, width, height = 60, 90, 580, 260
 
