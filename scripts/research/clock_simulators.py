@@ -396,6 +396,7 @@ class DeviceBuffer(TimedBuffer):
             elif not any((i, False) in jobs for jobs in self._jobs.values()):
                 if (n_read is None or place < n_read) and (limit < 0 or n_queued + n_each <= limit):
                     self._jobs[PREFETCH].append((i, False))
+                    self._keeps[i] = True
                     n_queued += n_each
         self.counts["prefetched"] += n_queued
         self._start()

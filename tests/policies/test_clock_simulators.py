@@ -358,6 +358,16 @@ def test_a_devices_prefetch_by_hand():
     assert buffer.prefetch(1, [3], limit=0) == 0
 
 
+def test_what_was_sent_ahead_outlives_what_comes_meanwhile():
+    """On a device of two slots, too: it has not been used yet, and would be the least recently used."""
+    buffer = DeviceBuffer(ONE, SPEEDS, 2 * 5000)
+    took(buffer, (0, 0))
+    buffer.prefetch(1, [2])
+    took(buffer, (0, 0), (0, 0), (0, 0))  # time to send it
+    assert took(buffer, (0, 1), (1, 2)) == [LINK + DEVICE + LAYER, DEVICE + LAYER]
+    assert buffer.sent["uploads"] == 3 and buffer.residency().tolist() == [[0, 1, 0, 0], [0, 0, 1, 0]]
+
+
 def test_smaller_copies():
     """An absent expert of little weight comes as a copy or not at all, and is not kept; one that is there serves as it is."""
     buffer = DeviceBuffer(replace(ONE, n_used=2), SPEEDS, 8 * 5000, low=LowVersions(0.6, 0.9, 0.25))
