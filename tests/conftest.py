@@ -19,6 +19,10 @@ from helpers.files import CALIBRATION_TEXTS, DEMO, MORE_PROSE, PROSE
 # a shell that runs the tests in the background ignores Ctrl-C for them, and the programs they start would inherit that
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# pytest imports readline, which tells the processes that run the tests side by side how wide a terminal is that is none of theirs
+for name in ("COLUMNS", "LINES"):
+    os.environ.pop(name, None)
+
 # hypothesis gives an example 200 ms, which others on the machine may take from it; and what fails must fail again
 hypothesis.settings.register_profile("moeoff", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow])
 hypothesis.settings.load_profile("moeoff")

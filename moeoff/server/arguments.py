@@ -69,7 +69,7 @@ _TEXT, _ADAPTER, _VECTOR, _NGRAMS, _WRITTEN, _FOLDER = range(6)  # kinds of file
 FILES: dict[str, int] = {
     name: kind
     for kind, names in {
-        _TEXT: "--grammar-file -jf --json-schema-file --chat-template-file --ui-config-file --webui-config-file --ssl-key-file --ssl-cert-file",
+        _TEXT: "--grammar-file -jf --json-schema-file --chat-template-file --ui-config-file --webui-config-file",
         _ADAPTER: "--lora --lora-scaled",  # several each, separated by commas
         _VECTOR: "--control-vector --control-vector-scaled",
         _NGRAMS: "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from statistics import NormalDist
 
 import numpy as np
@@ -260,13 +262,14 @@ def test_what_loses_more_on_own_text_is_given_up(tau_alone, text, tmp_path, monk
     model, asked = str(shutil.copy(tau_alone[0], tmp_path)), []
 
     def own_text_loss(self, c, *_):
-        asked.append(c.tau)
+        asked.append(c)
         return Estimate(0.4, 0.31 if len(asked) == 1 else 0.2, 0.5)
 
     monkeypatch.setattr(RuleEvaluator, "own_text_loss", own_text_loss)
     found = search_precision(model, [text], 0.3, tokens=TOKENS, **OPTIONS).contract
-    assert len(asked) == 2 and asked[1] < asked[0] and max(c.tau for c in found.candidates if c.resident == 0.5) < asked[0]
-    assert all(c.kl * math.log(1.4) <= math.log(1.3) * max(c.kl for c in found.candidates) / 0.9 for c in found.candidates)
+    boldest, then = asked
+    assert then.tau < boldest.tau and max(c.tau for c in found.candidates if c.resident == 0.5) < boldest.tau
+    assert all(c.kl * math.log(1.4) <= math.log(1.3) * boldest.kl for c in found.candidates)  # what would lose too much as well
 
 
 def test_few_minutes_take_fewer_tokens_and_steps(tau_alone, text, tmp_path):
@@ -423,9 +426,11 @@ def test_the_same_budget_makes_the_same_choice(measured):
 MOVED = """
 import sys
 from dataclasses import replace
+from pathlib import Path
 import moeoff
 from helpers.files import CALIBRATION_TEXTS
 from moeoff.budget import memory_plan
+from moeoff.memory import rss
 
 def open_with(memory):
     return moeoff.Llama(sys.argv[1], n_ctx=64, max_loss="5%", memory=memory, n_threads=1)
@@ -442,6 +447,10 @@ with open_with(some) as llm:
         llm.set_memory(memory)
         found.append(llm.engine.quality.precision.tau)
         llm.eval([10, 300, 500])
+# a smaller process than was planned would have room for all experts: here it is planned as it is
+memory_plan._LIBRARIES, memory_plan._PROCESS = 0, rss() + (4 << 20)
+fixed = replace(plan, process=memory_plan._PROCESS).fixed
+some, little = (fixed + int(share * plan.arena_full) for share in (0.6, 0.05))
 with open_with(little) as llm:
     found.append(llm.engine.driver.prefetcher.precision.tau)
     llm.set_memory(some)
@@ -453,7 +462,8 @@ print(*found)
 def test_a_moved_budget_keeps_the_bound(tau_alone):
     """What was measured with half resident is not promised with next to nothing, nor needed where all fit; it comes back with its budget.
     In a process of its own, whose size nothing else changes."""
-    run = subprocess.run([sys.executable, "-c", MOVED, tau_alone[0]], capture_output=True, text=True)
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")])}
+    run = subprocess.run([sys.executable, "-c", MOVED, tau_alone[0]], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stderr
     first, *moved = map(float, run.stdout.split())
     assert first > 0 and moved == [0, first, 0, first, 0, first]  # the last two: what is read ahead follows

@@ -45,7 +45,7 @@ TEMPLATE = """
 
 @pytest.fixture(scope="module")
 def chatting(demo):
-    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "96"]) as it:
+    with Served(demo, expert_memory=4 << 20, n_ctx=2048, alias=MODEL, args=["--temp", "0", "-n", "256"]) as it:
         yield it
 
 

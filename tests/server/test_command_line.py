@@ -214,8 +214,8 @@ def test_texts_and_tables_are_weighed_before_they_are_read(demo, tmp_path):
     path = tmp_path / "long"
     with open(path, "wb") as file:
         file.truncate(TEXT + 1)
-    with pytest.raises(OptionError, match=f"--ssl-key-file {path}: it has 16 MiB, expected at most 16 MiB"):
-        check_files(CommandLine.read(["--ssl-key-file", str(path)]).files, [])
+    with pytest.raises(OptionError, match=f"--grammar-file {path}: it has 16 MiB, expected at most 16 MiB"):
+        check_files(CommandLine.read(["--grammar-file", str(path)]).files, [])
     assert check_files(CommandLine.read(["-lcs", str(path)]).files, []) == 10 * (TEXT + 1)
 
 
