@@ -195,14 +195,8 @@ class CoreBinding:
         self._bound = [self._pool(n, cores, True) if bind else free for n, bind, free in zip(n_threads, binds, self._free)]
 
     def _pool(self, n_threads: int, cores: Iterable[int], one_each: bool) -> int:
-        params = _PoolParams()
-        _params_init(params, n_threads)
-        for core in cores:
-            params.cpumask[core] = True
-        params.strict_cpu = one_each
-        pool: int = _pool_new(params)
-        self._pools.append(pool)
-        return pool
+        self._pools.append(_new_pool(n_threads, cores, one_each))
+        return self._pools[-1]
 
     def _drop_pools(self) -> None:
         while self._pools:
@@ -219,6 +213,16 @@ class CoreBinding:
         self._off = True
 
 
+def _new_pool(n_threads: int, cores: Iterable[int], one_each: bool) -> int:
+    params = _PoolParams()
+    _params_init(params, n_threads)
+    for core in cores:
+        params.cpumask[core] = True
+    params.strict_cpu = one_each
+    pool: int = _pool_new(params)
+    return pool
+
+
 @contextlib.contextmanager
 def bound_pool(n_threads: int) -> Iterator[int | None]:
     """A thread pool of ggml's with each thread on a core of its own, as `CoreBinding` has them; None where it binds none.
@@ -228,12 +232,7 @@ def bound_pool(n_threads: int) -> Iterator[int | None]:
     if why_not() is not None or not one_each(n_threads, cores := os.sched_getaffinity(0)):
         yield None
         return
-    params = _PoolParams()
-    _params_init(params, n_threads)
-    for core in cores:
-        params.cpumask[core] = True
-    params.strict_cpu = True
-    pool: int = _pool_new(params)
+    pool = _new_pool(n_threads, cores, True)
     try:
         yield pool
     finally:

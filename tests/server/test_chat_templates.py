@@ -210,10 +210,12 @@ def test_a_conversation_fails_and_the_next_one_does_not(demo, tmp_path, what, fi
         assert int(status.partition("VmHWM:")[2].split()[0]) << 10 <= budget
 
 
+SLOW = "{% for i in range(999) %}" * 3 + "{% endfor %}" * 3
+
+
 def test_others_are_answered_while_one_waits(demo, tmp_path):
-    slow = "{% for i in range(999) %}" * 3 + "{% endfor %}" * 3
     with (
-        Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", slow)), expert_memory=4 << 20, n_ctx=512) as served,
+        Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", SLOW)), expert_memory=4 << 20, n_ctx=512) as served,
         ThreadPoolExecutor() as pool,
     ):
         ask(served.url)
@@ -232,9 +234,8 @@ def test_others_are_answered_while_one_waits(demo, tmp_path):
 
 def test_three_that_are_slow_hold_nobody_up_and_a_stop_ends_them(demo, tmp_path):
     """They take turns among themselves; who is quick never waits for the end of one. A stop does not wait for them either."""
-    slow = "{% for i in range(999) %}" * 3 + "{% endfor %}" * 3
     with (
-        Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", slow)), expert_memory=4 << 20, n_ctx=512) as served,
+        Served(with_template(demo, tmp_path / "model.gguf", LATER.replace("WHAT", SLOW)), expert_memory=4 << 20, n_ctx=512) as served,
         ThreadPoolExecutor() as pool,
     ):
         ask(served.url)
