@@ -388,7 +388,6 @@ class PatchedLlama(_AnyLlama):
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
     _latest_sampler: Any = None
-    _adapter: Any = None
     _keeps_sampler = False
     _doubt = _NOTHING
     _turns: Turns | None = None  # llama_cpp closes objects that were never opened, too
@@ -427,7 +426,9 @@ class PatchedLlama(_AnyLlama):
         with _collected_errors() as errors:
             try:
                 with assertions_raise():
-                    super().__init__(model_path, **options)
+                    super().__init__(model_path, **{**options, "lora_path": None})
+                    if path := options.get("lora_path"):
+                        self._load_adapter(path, options.get("lora_scale", 1.0))
             except jinja2.TemplateError as error:  # llama_cpp reads the chat template here
                 raise LoadError(f"its chat template cannot be read: {error}") from error
             except _AdapterError as error:
@@ -461,16 +462,15 @@ class PatchedLlama(_AnyLlama):
         params.n_outputs_max, params.n_seq_max, params.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
         self._context_params = params
 
-    # llama_cpp looks for None where llama.cpp answers with a null pointer, and would have the context use that
-    @property
-    def _lora_adapter(self) -> Any:
-        return self._adapter
-
-    @_lora_adapter.setter
-    def _lora_adapter(self, adapter: Any) -> None:
-        self._adapter = adapter or None
-        if adapter is not None and not adapter:
+    def _load_adapter(self, path: str, scale: float) -> None:
+        """As llama_cpp does, whose way has the object refer to itself: without `close` it would live until the interpreter's last collection, which is
+        too late for a model. It also misses a null pointer."""
+        adapter = api.llama_adapter_lora_init(self._model.model, path.encode())
+        if not adapter:
             raise _AdapterError("not an adapter of this model")
+        self._stack.callback(api.llama_adapter_lora_free, adapter)
+        if api.llama_set_adapters_lora(self._ctx.ctx, (api.llama_adapter_lora_p_ctypes * 1)(adapter), 1, (ctypes.c_float * 1)(scale)):
+            raise _AdapterError("not an adapter of this context")
 
     @property
     def loaded(self) -> bool:

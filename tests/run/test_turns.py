@@ -13,6 +13,7 @@ import llama_cpp
 import pytest
 
 import moeoff
+from companions import write_expert_adapter
 from helpers.interrupts import KINDS, OPTIONS, PROMPTS, Interrupt, Rounds, at_event
 from helpers.waiting import wait_until
 from moeoff import Cancelled, MoeoffError
@@ -363,8 +364,10 @@ def test_every_method_after_the_end(demo, closes):
     llm.close()
 
 
-def test_nothing_is_left_to_the_cycle_collector(demo):
+@pytest.mark.parametrize("adapter", [False, True], ids=["alone", "with an adapter"])
+def test_nothing_is_left_to_the_cycle_collector(demo, tmp_path, adapter):
     """`del` without close: neither threads nor memory wait for a collection."""
+    path = write_expert_adapter(demo, tmp_path / "adapter.gguf") if adapter else None
     code = f"""
 import gc, os, moeoff
 gc.disable()
@@ -372,7 +375,7 @@ def state():
     with open("/proc/self/statm") as file:
         return len(os.listdir("/proc/self/task")), int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20
 def use():
-    llm = moeoff.Llama({demo!r}, expert_memory="2M", n_ctx=256, n_threads=2, strategy="fate")
+    llm = moeoff.Llama({demo!r}, expert_memory="2M", n_ctx=256, n_threads=2, strategy="fate", lora_path={path!r})
     llm.set_gate_callback(lambda event: None)
     llm.create_completion("Hello", max_tokens=4, logit_bias={{5: 1.0}})
     next(llm.create_completion("Hello", max_tokens=4, stream=True))
