@@ -463,12 +463,11 @@ class PatchedLlama(_AnyLlama):
         self._context_params = params
 
     def _load_adapter(self, path: str, scale: float) -> None:
-        """As llama_cpp does, whose way has the object refer to itself: without `close` it would live until the interpreter's last collection, which is
-        too late for a model. It also misses a null pointer."""
+        """As llama_cpp does, but without a callback that frees it: with that the object refers to itself, and a garbage collection, which ends its parts in any
+        order, then freed the adapter once more than its model had. It misses a null pointer, too."""
         adapter = api.llama_adapter_lora_init(self._model.model, path.encode())
         if not adapter:
             raise _AdapterError("not an adapter of this model")
-        self._stack.callback(api.llama_adapter_lora_free, adapter)
         if api.llama_set_adapters_lora(self._ctx.ctx, (api.llama_adapter_lora_p_ctypes * 1)(adapter), 1, (ctypes.c_float * 1)(scale)):
             raise _AdapterError("not an adapter of this context")
 
