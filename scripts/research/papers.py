@@ -305,7 +305,7 @@ def device(model: str | None, text: tuple[str, ...], quick: bool, json_file: str
            layer_us: float | None) -> None:  # fmt: skip
     """Experts lie in host memory in 16 bits, or in four where the paper's do; a GPU holds some, and gets each of the others over PCIe before it computes
     with it. The routing is the model's own; times come from a table of bandwidths (docs/internals/gpu.md)."""
-    from clock_simulators import Bandwidths, LowVersions, on_device
+    from device_simulator import Bandwidths, LowVersions, on_device
     from moeoff.policies.hobbit import thresholds, unimportance
 
     d = _data(model, text, quick)
@@ -324,7 +324,7 @@ def device(model: str | None, text: tuple[str, ...], quick: bool, json_file: str
             each = Q4_0 if contender.tier else F16
             tensors = tuple(replace(t, nbytes=int(each * n_weights)) for t in d.held.model.tensors)
             held = replace(d.held, model=replace(d.held.model, tensors=tensors))
-            low = LowVersions(t1, t2, Q4_0 / F16) if name == MIXED.fast else None
+            low = LowVersions(Q4_0 / F16, t1, t2) if name == MIXED.fast else None
             options = {"share": min(share * F16 / each, 1.0), "low": low, "profile": profile_of(d), "tokens": 96 if quick else 512}
             result = on_device(held, contender.made(), d.model_index, speeds, **options)
             found[name], on_gpu, sent = result.tps, result.device / (result.device + result.host), result.up_bytes / result.n_tokens / 1e6

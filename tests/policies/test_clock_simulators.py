@@ -11,7 +11,8 @@ import pytest
 
 import baselines  # noqa: F401  registers what the papers are compared with
 import clock_simulators
-from clock_simulators import GATE_NS, Bandwidths, DeviceBuffer, LowVersions, TimedBuffer, on_clock, on_device
+from clock_simulators import GATE_NS, TimedBuffer, on_clock
+from device_simulator import AS_NAMED, BY_ID, NEVER, PROMPTS, Bandwidths, DeviceBuffer, Execution, LowVersions, on_device
 from helpers.files import CODE, PROSE
 from moeoff import BudgetError, Llama, OptionError
 from moeoff.calibrate.profile_fit import fit
@@ -87,6 +88,23 @@ def test_by_hand():
         TimedBuffer(model, model.tensors[0].slot_bytes, 30, 20)
 
 
+@pytest.mark.parametrize("eager, ns, reads", [(True, 70, [0, 30]), (False, 80, [0, 40])])
+def test_who_is_not_eager_asks_for_a_matrix_when_it_is_its_turn(eager, ns, reads):
+    """Two matrices, each read in 30 ns and computed in 10: the second is requested by the router, or when the first has been computed."""
+    model = TraceHeader("two", 1, tuple(TensorInfo(0, 0, m, 4, 5000) for m in (0, 1)))
+    buffer = TimedBuffer(model, 8 * model.tensors[0].slot_bytes, read_ns=30, gate_ns=20, expert_share=1, eager=eager)
+    buffer.log_reads()
+    buffer.compute(GateEvent(0, np.array([[3]], np.int32), np.ones((1, 1), np.float32)))
+    assert buffer.now == ns and buffer.take_reads()["t_start"].tolist() == reads
+
+
+def test_a_strategy_that_is_not_eager_is_slower_on_the_clock(demo, recording):
+    """The field gets to the clock: the same experts, with and without it."""
+    strategy = replace(get_strategy("lru"), ab_tested=False)
+    times = [on_clock(recording, replace(strategy, eager=eager), ModelIndex.read(demo), share=0.5, read=1 / 8, tokens=64)[0] for eager in (True, False)]
+    assert times[0].hits == pytest.approx(times[1].hits, rel=0.01) and times[1].ns > 1.1 * times[0].ns
+
+
 def test_a_prompts_demand_is_read_by_popularity():
     """As the native store has it (Fate §4.3): the experts of the most tokens first, among equals as the tokens name them, also what a prefetch had queued."""
     model = TraceHeader("one", 2, (TensorInfo(0, 0, 0, 8, 5000),))
@@ -159,7 +177,7 @@ def test_papers_on_a_device(demo, learned):
     assert found["on-demand"].device == 0 and found["on-demand"].uploads == 96 * 12 * 4
     assert all(result.tps > 1.02 * found["on-demand"].tps for name, result in found.items() if name != "on-demand")
     assert decode("lru", share=0.5).tps > found["lru"].tps
-    mixed = decode("hobbit", low=LowVersions(0.6, 0.9, 0.25))
+    mixed = decode("hobbit", low=LowVersions(0.25, 0.6, 0.9))
     assert mixed.tps > found["hobbit"].tps and mixed.low > 0 < mixed.skipped
 
 
@@ -370,7 +388,7 @@ def test_what_was_sent_ahead_outlives_what_comes_meanwhile():
 
 def test_smaller_copies():
     """An absent expert of little weight comes as a copy or not at all, and is not kept; one that is there serves as it is."""
-    buffer = DeviceBuffer(replace(ONE, n_used=2), SPEEDS, 8 * 5000, low=LowVersions(0.6, 0.9, 0.25))
+    buffer = DeviceBuffer(replace(ONE, n_used=2), SPEEDS, 9 * 5000, low=LowVersions(0.25, 0.6, 0.9))
 
     def took_pair(*weights):
         before = buffer.now
@@ -392,3 +410,137 @@ def test_speeds_are_positive(change, words):
 def test_a_device_that_is_too_small():
     with pytest.raises(BudgetError, match="holds fewer of them than a gate selects"):
         DeviceBuffer(ONE, SPEEDS, 5000)
+
+
+TWO_STEPS = Execution(eager=False, reordered=NEVER, chunked=False)
+WIDE = TraceHeader("wide", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(2) for m in range(2)))  # two matrices: two pieces an expert
+
+
+def compute(buffer, gate, *rows):
+    """Nanoseconds of an event whose tokens select these experts."""
+    before, ids = buffer.now, np.array(rows, np.int32)
+    buffer.compute(GateEvent(gate, ids, np.full(ids.shape, 0.5, np.float32), decode=len(rows) == 1))
+    return buffer.now - before
+
+
+@pytest.mark.parametrize(
+    "execution, ns",
+    [
+        # 1 is there, 5 and 3 are not: all three sent behind each other beside the computing of what is there and of what has come
+        (Execution(), 4 * LINK + 2 * DEVICE + LAYER),
+        # the first has to be waited for, and the second is sent beside its computing
+        (Execution(reordered=NEVER), 4 * LINK + 2 * DEVICE + LAYER),
+        # 3 is sent when 5 has been computed
+        (Execution(eager=False), 4 * LINK + 2 * 2 * DEVICE + 2 * DEVICE + LAYER),
+        (TWO_STEPS, 4 * LINK + 3 * 2 * DEVICE + LAYER),
+    ],
+    ids=["native", "in order", "one after the other", "neither"],
+)
+def test_execution_by_hand(execution, ns):
+    """Twice as long as any prompt's experts take to compute, an expert is on its way: what overlaps shows."""
+    buffer = DeviceBuffer(replace(WIDE, n_used=3), SPEEDS, 8 * 10_000, execution=execution)
+    compute(buffer, 0, [1, 1, 1])
+    assert compute(buffer, 0, [5, 1, 3]) == ns
+
+
+def test_a_prefetch_gives_way_after_a_piece_or_after_the_expert():
+    """While 4 is sent ahead, 2 is selected: it waits for the rest of a matrix, or of the whole expert; and what was not selected is given up, or not."""
+    found = {}
+    for chunked in (True, False):
+        for eager in (True, False):
+            buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 8 * 10_000, execution=Execution(chunked=chunked, eager=eager))
+            compute(buffer, 0, [0])
+            buffer.prefetch(1, [4])
+            compute(buffer, 0, [0])  # 2 * DEVICE + LAYER later: of the first piece LINK - 4000 are left
+            found[chunked, eager] = compute(buffer, 1, [2])
+            compute(buffer, 0, [1])
+            assert (buffer.sent["uploads"], bool(buffer._there[8 + 4])) == ((3, False) if chunked and eager else (4, True)), (chunked, eager)
+    late = LINK - 4000
+    assert found[True, True] == found[True, False] == late + 2 * LINK + 2 * DEVICE + LAYER
+    assert found[False, True] == found[False, False] == late + 3 * LINK + 2 * DEVICE + LAYER
+
+
+def test_a_layers_room_is_its_own():
+    """Two layers with a room of two experts each: what one misses takes nothing from the other, and what it cannot keep goes again."""
+    for by_layer in (True, False):
+        buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 6 * 10_000)  # two of which are held free where layers have rooms
+        if by_layer:
+            buffer.divide(None)
+            assert buffer.rooms == [2, 2] and buffer.capacity == 4
+        compute(buffer, 1, [7])
+        for expert in (0, 1, 2, 3, 4, 5):
+            compute(buffer, 0, [expert])
+        there = [np.flatnonzero(row).tolist() for row in buffer.residency()]
+        assert there == ([[4, 5], [7]] if by_layer else [[0, 1, 2, 3, 4, 5], []])
+
+
+def test_a_layer_without_room_keeps_nothing():
+    buffer = DeviceBuffer(replace(WIDE, n_used=2), SPEEDS, 8 * 10_000)
+    buffer.divide(None)
+    buffer.rooms = [4, 0]
+    for _ in range(2):
+        compute(buffer, 0, [1, 2])
+        compute(buffer, 1, [3, 4])
+    assert buffer.residency().tolist() == [[0, 3, 3, 0, 0, 0, 0, 0], [0] * 8]
+    assert buffer.sent["uploads"] == 2 + 2 * 2
+
+
+def test_a_prompt_by_number_throws_out_what_it_is_about_to_need():
+    """ProMoE §7.2: of a layer's eight experts four are there, the last used of them the last by number; by number none of them is there when it is its turn."""
+    found = {}
+    for name, execution in (("by number", Execution(eager=False, reordered=NEVER, order=BY_ID)), ("reordered", Execution(order=BY_ID))):
+        buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 4 * 10_000, execution=execution)
+        compute(buffer, 0, *[[e] for e in range(8)])
+        before = buffer.sent["uploads"]
+        compute(buffer, 0, *[[e] for e in range(8)])
+        found[name] = buffer.sent["uploads"] - before
+    assert found == {"by number": 8, "reordered": 4}
+
+
+def test_what_is_eager_in_its_own_order_ends():
+    """Everything that could make room is needed later in the same layer."""
+    buffer = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 4 * 10_000, execution=Execution(reordered=NEVER, order=BY_ID))
+    compute(buffer, 0, *[[e] for e in (4, 5, 6, 7)])
+    compute(buffer, 0, *[[e] for e in range(8)])
+    assert buffer.sent["uploads"] >= 8
+
+
+def test_orders_of_a_prompt():
+    event = GateEvent(0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32))
+    assert Execution().arranged(event).tolist() == [5, 3, 7, 1, 0]
+    assert Execution(order=AS_NAMED).arranged(event).tolist() == [7, 3, 5, 1, 0]
+    assert Execution(order=BY_ID).arranged(event).tolist() == [0, 1, 3, 5, 7]
+
+
+def test_copies_of_a_prompt_and_of_what_was_not_foreseen():
+    """Fate: of a prompt's experts those of the fewest tokens (§4.5), in decode what is absent and not on its way (§5.3). HOBBIT: by the dearest token."""
+    event = GateEvent(0, np.array([[7, 3], [5, 1], [5, 3], [5, 0]], np.int32), np.ones((4, 2), np.float32), decode=False)
+    experts = np.array([0, 1, 3, 5, 7])
+    fate = LowVersions(0.5, prefill=0.4, mispredicted=True)
+    assert fate.wanted(event, experts, np.zeros(5, bool), 8).tolist() == [1, 1, 0, 0, 0]
+    one = GateEvent(0, np.array([[0, 1]], np.int32), np.array([[0.9, 0.1]], np.float32))
+    assert fate.wanted(one, np.array([0, 1]), np.array([True, False]), 8).tolist() == [0, 1]
+    weighed = GateEvent(0, np.array([[0, 1], [1, 2]], np.int32), np.array([[0.7, 0.3], [0.95, 0.05]], np.float32), decode=False)
+    assert LowVersions(0.5, 0.6, 0.9).wanted(weighed, np.array([0, 1, 2]), np.zeros(3, bool), 8).tolist() == [0, 0, 2]
+
+
+def test_widths_make_room():
+    """Half as wide experts: twice as many fit, and each is there in half the time."""
+    narrow = DeviceBuffer(replace(WIDE, n_used=1), SPEEDS, 2 * 10_000, widths=np.full((2, 8), 0.5))
+    assert narrow.capacity == 4
+    assert compute(narrow, 0, [0]) == LINK + DEVICE + LAYER
+    for expert in (1, 2, 3):
+        compute(narrow, 0, [expert])
+    assert np.flatnonzero(narrow.residency()[0]).tolist() == [0, 1, 2, 3]
+
+
+def test_only_prompts_reordered():
+    """Fate orders a prompt's experts, not a token's (§4.3)."""
+    found = {}
+    for reordered in (PROMPTS, NEVER):
+        for rows in ([[5, 1]], [[5], [1]]):
+            buffer = DeviceBuffer(replace(WIDE, n_used=len(rows[0])), SPEEDS, 8 * 10_000, execution=Execution(eager=False, reordered=reordered, order=AS_NAMED))
+            compute(buffer, 0, [1] * len(rows[0]))
+            buffer._request((5, False), 0)  # on its way
+            found[reordered, len(rows)] = compute(buffer, 0, *rows)
+    assert found[PROMPTS, 1] == found[NEVER, 1] == found[NEVER, 2] > found[PROMPTS, 2]

@@ -1,0 +1,434 @@
+"""Recorded text on a simulated device that holds some of the experts; the others lie behind a link and are sent before they are used, as the papers' systems do.
+
+The live policies and predictors run on it unchanged. What the papers' systems do beside these, and their baselines do not, is `Execution`. An expert
+takes as long to compute as the device takes to read its bytes, for one token or for a prompt of a few hundred: that is so while an expert gets fewer
+tokens than make a product bound by arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+
+from clock_simulators import ALL_MATRICES, DEMAND, PREFETCH, TimedBuffer, decode
+from moeoff.engine.batch import Span
+from moeoff.engine.driver import Driver, attach_driver
+from moeoff.engine.expert_buffer import ExpertBuffer
+from moeoff.errors import BudgetError, OptionError
+from moeoff.gate_event import GateEvent
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import CacheShape, Strategy
+from moeoff.policies.fate import n_low, quotas
+from moeoff.policies.hobbit import HIGH, LOW, SKIP, unimportance, versions
+from moeoff.policies.precision import LOSSLESS, Precision
+from moeoff.policies.recording import Recording
+from moeoff.sidecar.profile import Profile
+from moeoff.trace import TraceHeader
+
+ALWAYS, PROMPTS, NEVER = "always", "prompts", "never"
+POPULAR, AS_NAMED, BY_ID = "popular", "as named", "by id"
+
+
+@dataclass(frozen=True)
+class Bandwidths:
+    """Rates in GB/s (10^9 bytes). Decoding reads every weight once, so that a processor's rate is its memory's.
+
+    The defaults are a desktop computer with an RTX 4090 in a PCIe 4.0 x16 slot: 85 % of what data sheets say.
+
+    Attributes:
+        link: to the device.
+        device: of weights that the device computes with.
+        layer_us: what a layer takes without its routed experts.
+    """
+
+    link: float = 26.8
+    device: float = 857.0
+    layer_us: float = 150.0
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0:
+                raise OptionError(f"{name} of a simulated machine must be positive, not {value}")
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How a system runs a layer's experts. The defaults are what the native store does.
+
+    Attributes:
+        eager: what a router selects is sent before all prefetches, and what was to be sent ahead for its layer and is not selected is given up (ProMoE
+            §5.2). False: an expert is sent when it is its turn to be computed.
+        reordered: when what is there is computed before what has to come (ProMoE §5.3; Fate §5.2.1 in prompts): ALWAYS, PROMPTS or NEVER. Else in `order`.
+        chunked: a prefetch gives way after each matrix (ProMoE §5.1); False: after the whole expert.
+        order: of a prompt's experts: those of the most tokens first (Fate §4.3), as the tokens name them, or by their numbers.
+    """
+
+    eager: bool = True
+    reordered: str = ALWAYS
+    chunked: bool = True
+    order: str = POPULAR
+
+    def arranged(self, event: GateEvent) -> np.ndarray:
+        """[n] the selected experts, each once."""
+        if self.order == POPULAR:
+            return event.demand()
+        distinct, first = np.unique(event.ids, return_index=True)
+        return distinct if self.order == BY_ID else distinct[np.argsort(first)]
+
+
+@dataclass(frozen=True)
+class LowVersions:
+    """Smaller copies that a device is sent in the place of absent experts; they are not kept.
+
+    Attributes:
+        share: of an expert's bytes, that its copy has.
+        t1, t2: of unimportance: up to t1 the expert itself is sent, up to t2 the copy, above it nothing (HOBBIT §3.2); of a prompt by the token to which
+            the expert matters most. 1: not by unimportance.
+        prefill: the share of a prompt's experts that are sent as copies, those of the fewest tokens (Fate §4.5).
+        mispredicted: in decode, what is absent and was not asked for is sent as a copy (Fate §5.3).
+    """
+
+    share: float
+    t1: float = 1.0
+    t2: float = 1.0
+    prefill: float = 0.0
+    mispredicted: bool = False
+
+    def wanted(self, event: GateEvent, experts: np.ndarray, asked: np.ndarray, n_experts: int) -> np.ndarray:
+        """[n] versions of these absent experts; asked: those that are on their way."""
+        if self.t1 < 1:
+            least = np.full(n_experts, 1.0)
+            np.minimum.at(least, event.ids, np.minimum(unimportance(event.weights), 1))
+            return versions(least[experts], self.t1, self.t2)
+        out = np.full(len(experts), HIGH)
+        if event.decode:
+            out[~asked & self.mispredicted] = LOW
+        else:
+            count = np.bincount(event.ids.ravel(), minlength=n_experts)[experts]
+            out[np.argsort(count, kind="stable")[: n_low(len(experts), self.prefill)]] = LOW
+        return out
+
+    def precision(self) -> Precision:
+        """The same for the live predictor."""
+        return Precision(self.t1, self.t2, self.prefill, tier="low", mispredicted_low=self.mispredicted)
+
+
+@dataclass(frozen=True)
+class DeviceResult:
+    """Attributes:
+    ns: of the simulated clock; stall_ns: in which the device did not compute.
+    device, host: uses of experts by where these were when their router had selected.
+    low, skipped: of the uses, those that a smaller copy served, and those that nothing did.
+    uploads, up_bytes: what was sent over the link.
+    """
+
+    n_tokens: int
+    ns: int
+    stall_ns: int
+    device: int
+    host: int
+    low: int
+    skipped: int
+    uploads: int
+    up_bytes: int
+
+    @property
+    def tps(self) -> float:
+        return 1e9 * self.n_tokens / max(self.ns, 1)
+
+
+Part = tuple[int, bool]  # an expert among those of all layers, as its copy
+
+
+class DeviceBuffer(TimedBuffer):
+    """Whole experts on a device, in one pool for all layers or, where `rooms` says how many each has, in a room for each.
+
+    Evicted is what ranks lowest, among equals the least recently used; what is predicted only for what a router has selected. A layer with a full
+    room evicts its own; what it computes with beyond its room goes again.
+
+    Args:
+        vram_bytes: for experts, on the device.
+        low: smaller copies. Two gates' selections of them have their room in vram_bytes.
+        widths: [n_gates, n_experts], each expert's bytes as a share of the model's.
+
+    Attributes:
+        rooms: experts of each layer that stay, or None. Two gates' selections are then held free for what does not.
+
+    Raises:
+        BudgetError: the device has room for fewer than twice what one gate selects.
+    """
+
+    def __init__(self, model: TraceHeader, speeds: Bandwidths, vram_bytes: int, *, keep: bool = True, execution: Execution = Execution(),
+                 low: LowVersions | None = None, widths: np.ndarray | None = None):  # fmt: skip
+        super().__init__(model, model.full_bytes, 1, round(1000 * speeds.layer_us), 0.0, keep=keep, eager=execution.eager)
+        self._speeds, self._execution, self._low = speeds, execution, low
+        self._n_used = model.n_used
+        each = np.array([sum(model.tensors[i].nbytes for i in tensors) for tensors in self._of_gate])
+        self._sizes = (each[:, None] * (np.ones(self.priorities.shape) if widths is None else widths)).ravel()
+        self._largest = float(self._sizes.max())
+        self._bytes = vram_bytes - (0 if low is None else 2 * model.n_used * low.share * self._largest)
+        if self._bytes < 2 * model.n_used * self._largest:
+            raise BudgetError(f"a device with {vram_bytes} bytes for experts holds fewer of them than a gate selects")
+        self._matrices = np.array([[sum(1 << model.tensors[i].matrix for i in tensors)] for tensors in self._of_gate], np.uint8)
+        n = self.priorities.size
+        self._layer = np.repeat(np.arange(model.n_gates), self._width)
+        self._there, self._space, self._needed, self._keeps = (np.zeros(n, bool) for _ in range(4))  # keeps: what a predictor wants
+        self._used_at = np.zeros(n, np.int64)
+        self._copies: set[int] = set()  # on the device
+        self._jobs: dict[int, list[Part]] = {DEMAND: [], PREFETCH: []}
+        self._begun: dict[Part, int] = {}  # pieces that have been sent
+        self._sent: tuple[Part, int, int] | None = None  # start, end
+        self.rooms: list[int] | None = None
+        self.sent = dict.fromkeys(("device", "host", "low", "skipped", "uploads", "up_bytes"), 0)
+
+    def divide(self, policy: Any) -> None:
+        """A room for each layer: a policy's own quotas, else as many for each."""
+        self.rooms = [self._width] * self.priorities.shape[0]  # from here on the stats are without what is held free
+        shape = CacheShape(*self.priorities.shape, self._n_used, self.capacity)
+        if hasattr(policy, "quotas"):
+            policy.resize(shape.capacity)
+        self.rooms = list(getattr(policy, "quotas", quotas(shape, 0)))
+
+    @property
+    def capacity(self) -> float:
+        """Experts, of the mean size."""
+        free = 0 if self.rooms is None else 2 * self._n_used * self._largest
+        return float(min((self._bytes - free) / self._sizes.mean(), self._sizes.size))
+
+    def stats(self) -> Any:
+        reads = len(self._of_gate[0]) * self.sent["uploads"]
+        arena = round(self.arena_full * self.capacity / self._sizes.size)
+        return SimpleNamespace(**(vars(super().stats()) | {"reads": reads, "arena_bytes": arena}))
+
+    def residency(self, *, low: bool = False) -> np.ndarray:
+        found = np.isin(np.arange(self._there.size), list(self._copies)) if low else self._there
+        return found.reshape(self.priorities.shape) * self._matrices
+
+    def prefetch(
+        self, gate: int, experts: Sequence[int], n_read: int | None = None, matrices: int = ALL_MATRICES, *, low: bool = False, limit: int = -1
+    ) -> int:
+        n_queued, n_each = 0, len(self._of_gate[gate])
+        for place, i in enumerate(gate * self._width + int(e) for e in experts):
+            if self._there[i] or (i, low) in self._begun or self._has((i, low)):
+                self._keeps[i] |= not self._needed[i]
+            elif not any((i, low) in jobs for jobs in self._jobs.values()):
+                if (n_read is None or place < n_read) and (limit < 0 or n_queued + n_each <= limit):
+                    self._jobs[PREFETCH].append((i, low))
+                    self._keeps[i] |= not low
+                    n_queued += n_each
+        self.counts["prefetched"] += n_queued
+        self._start()
+        return n_queued
+
+    def compute(self, event: GateEvent) -> None:
+        """Sends what is absent, and computes."""
+        chosen = self._execution.arranged(event).astype(np.int64)
+        experts = event.gate * self._width + chosen
+        there = self._there[experts].copy()
+        wanted = np.full(len(experts), HIGH)
+        if self._low is not None:
+            asked = np.array([any((i, False) in jobs for jobs in self._jobs.values()) for i in experts.tolist()], bool)
+            wanted = np.where(there, HIGH, self._low.wanted(event, chosen, asked | there, self._width))
+            of_expert = np.full(self._width, HIGH)
+            of_expert[chosen] = wanted
+            event.versions = of_expert[event.ids].astype(np.uint8)
+        parts = [(i, v == LOW) for i, v in zip(experts.tolist(), wanted.tolist()) if v != SKIP]
+        n_each, n_there = len(self._of_gate[event.gate]), sum(map(self._has, parts))
+        for name, n in zip(("device", "host", "low", "skipped"), (there.sum(), (~there).sum(), (wanted == LOW).sum(), (wanted == SKIP).sum())):
+            self.sent[name] += int(n)
+        event.n_hit, event.n_miss, event.t_ns = n_each * n_there, n_each * (len(parts) - n_there), self.now
+        self.counts["hits"] += event.n_hit
+        self.counts["misses"] += event.n_miss
+        span = slice(event.gate * self._width, (event.gate + 1) * self._width)
+        self._keeps[span] = False
+        if self._eager:
+            self._give_up(event.gate, set(parts))
+            for part in parts:
+                self._use(part)
+                self._request(part, len(self._jobs[DEMAND]))
+        self._start()
+        if self._callback is not None:
+            self._callback(event)
+        self._run(parts, event.decode or False)
+        self._copies -= set(range(span.start, span.stop))
+        self._needed[span] = False
+        if not self._keep:
+            self._there[span] = self._space[span] = False
+        if self.rooms is not None:
+            while int(self._space[span].sum()) > self.rooms[event.gate] and self._evict(self._layer == event.gate, False):
+                pass
+        self._until(self.now + self._gate_ns)
+
+    def _run(self, parts: list[Part], is_decode: bool) -> None:
+        """Computes them all."""
+        reorders = self._execution.reordered == ALWAYS or (self._execution.reordered == PROMPTS and not is_decode)
+        began, t, computing, left = self.now, float(self.now), 0.0, list(parts)
+        while left:
+            part = next((part for part in left if self._has(part)), None) if reorders else left[0] if self._has(left[0]) else None
+            if part is None:
+                if not self._eager:
+                    self._use(left[0])
+                self._request(left[0], 0)
+                self._start()
+                if self._sent is None:  # everything that could go is needed later: in an order of its own it would wait for ever
+                    self._needed[:] = False
+                    self._use(left[0])
+                    self._start()
+                t = max(t, self._finish_read())
+                continue
+            if not self._eager:
+                self._use(part)
+            left.remove(part)
+            ns = self._nbytes(part) / self._speeds.device
+            t, computing = t + ns, computing + ns
+            self._until(int(t))
+            self._needed[part[0]] = False
+            if not self._keep:
+                self._there[part[0]] = self._space[part[0]] = False
+            self._start()
+        self._until(round(t))
+        self.counts["stall_ns"] += round(t - began - computing)
+
+    def _use(self, part: Part) -> None:
+        i, is_low = part
+        if not is_low:
+            self._clock += 1
+            self._used_at[i], self._needed[i] = self._clock, True
+
+    def _request(self, part: Part, place: int) -> None:
+        if not self._has(part) and part not in self._jobs[DEMAND]:
+            if part in self._jobs[PREFETCH]:
+                self._jobs[PREFETCH].remove(part)
+            self._jobs[DEMAND].insert(place, part)
+
+    def _give_up(self, gate: int, chosen: set[Part]) -> None:
+        """What was to be sent ahead for this gate, and is not chosen; a piece that is on its way arrives first."""
+        for part in [part for part in self._jobs[PREFETCH] if self._layer[part[0]] == gate and part not in chosen]:
+            self._jobs[PREFETCH].remove(part)
+            if self._sent is None or self._sent[0] != part:
+                self._forget(part)
+
+    def _forget(self, part: Part) -> None:
+        if self._begun.pop(part, None) is not None and not part[1] and not self._there[part[0]]:
+            self._space[part[0]] = False
+
+    def _has(self, part: Part) -> bool:
+        i, is_low = part
+        return i in self._copies if is_low else bool(self._there[i])
+
+    def _nbytes(self, part: Part) -> float:
+        i, is_low = part
+        return float(self._sizes[i]) * (self._low.share if is_low and self._low is not None else 1.0)
+
+    def _until(self, t: int) -> None:
+        while self._sent is not None and self._sent[2] <= t:
+            self._finish_read()
+        self.now = max(self.now, t)
+
+    def _finish_read(self) -> int:
+        if self._sent is None:
+            raise AssertionError("an expert is waited for that nobody sends")
+        part, start, end = self._sent
+        self._sent, self.now, self._idle_since = None, max(self.now, end), end
+        self.counts["busy_ns"] += end - start
+        self._begun[part] += 1
+        level = next((level for level, jobs in self._jobs.items() if part in jobs), None)
+        if self._begun[part] == self._pieces:
+            del self._begun[part]
+            if level is not None:
+                self._jobs[level].remove(part)
+            if part[1]:
+                self._copies.add(part[0])
+            else:
+                self._there[part[0]] = True
+            self.sent["uploads"] += 1
+        elif level is None:
+            self._forget(part)
+        self.sent["up_bytes"] += round(self._nbytes(part) / self._pieces)
+        self._start()
+        return end
+
+    @property
+    def _pieces(self) -> int:
+        return len(self._of_gate[0]) if self._execution.chunked else 1
+
+    def _start(self) -> None:
+        """The link takes the next piece that there is room for, as soon as it is idle."""
+        if self._sent is not None:
+            return
+        for level in (DEMAND, PREFETCH):
+            for part in self._jobs[level]:
+                if part in self._begun or part[1] or self._make_room(part[0], level == DEMAND):
+                    self._begun.setdefault(part, 0)
+                    self._space[part[0]] |= not part[1]
+                    start = max(self._idle_since, self.now)
+                    self._sent = part, start, start + round(self._nbytes(part) / self._pieces / self._speeds.link)
+                    return
+
+    def _make_room(self, i: int, is_demand: bool) -> bool:
+        if self.rooms is None:
+            while float(self._sizes[self._space].sum() + self._sizes[i]) > self._bytes:
+                if not self._evict(np.ones(self._there.size, bool), is_demand):
+                    return False
+            return True
+        held, rooms = np.bincount(self._layer[self._space], minlength=len(self.rooms)), np.array(self.rooms)
+        gate = int(self._layer[i])
+        if held[gate] < rooms[gate] or self._evict(self._layer == gate, is_demand):
+            return True
+        beyond = np.maximum(held - rooms, 0)
+        return int(beyond.sum()) < 2 * self._n_used or (is_demand and self._evict((beyond > 0)[self._layer], True))
+
+    def _evict(self, among: np.ndarray, is_demand: bool) -> bool:
+        """The lowest of those that no gate needs; what is predicted gives way to demand alone."""
+        found = np.flatnonzero(among & self._there & ~self._needed & (is_demand | ~self._keeps))
+        if not len(found):
+            return False
+        lowest = found[np.lexsort((found, self._used_at[found], self.priorities.ravel()[found], self._keeps[found]))[0]]
+        self._there[lowest] = self._space[lowest] = self._keeps[lowest] = False
+        return True
+
+
+def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex, speeds: Bandwidths, *, share: float, by_layer: bool = False,
+              execution: Execution = Execution(), low: LowVersions | None = None, widths: np.ndarray | None = None, profile: Profile | None = None,
+              tokens: int = 256, prompt: int = 0) -> DeviceResult:  # fmt: skip
+    """Decodes the text's first tokens, or reads a prompt, with a device that computes with all experts and holds some of them.
+
+    Args:
+        share: of the experts' bytes, that the device holds.
+        by_layer: in a room for each layer: the policy's quotas, else as many for each.
+        prompt: tokens of a prompt, which is timed after as many others have been read in one batch; 0: tokens are decoded.
+        execution, low, widths: as of `DeviceBuffer`.
+        profile, tokens: as of `on_clock`.
+
+    Raises:
+        BudgetError, OptionError: as of `on_clock`.
+    """
+    model = recording.model
+    nbytes = sum(t.nbytes * t.n_experts for t in model.tensors)
+    buffer = DeviceBuffer(model, speeds, int(share * nbytes), keep=strategy.keep, execution=execution, low=low, widths=widths)
+    precision = LOSSLESS if low is None else low.precision()
+    driver = attach_driver(cast(ExpertBuffer, buffer), strategy, model_index, io_threads=1, profile=profile, precision=precision)
+    if by_layer:
+        buffer.divide(None if driver is None else driver.policy)
+    if not prompt:
+        result = decode(buffer, recording, driver, tokens)
+        return DeviceResult(result.n_tokens, result.ns, result.stall_ns, **buffer.sent)
+    read_prompt(buffer, recording, driver, 0, prompt)
+    before, ns, stall_ns = dict(buffer.sent), buffer.now, buffer.counts["stall_ns"]
+    read_prompt(buffer, recording, driver, prompt, prompt)
+    sent = {name: value - before[name] for name, value in buffer.sent.items()}
+    return DeviceResult(prompt, buffer.now - ns, buffer.counts["stall_ns"] - stall_ns, **sent)
+
+
+def read_prompt(buffer: DeviceBuffer, recording: Recording, driver: Driver | None, start: int, n_tokens: int) -> None:
+    """One batch, a text of its own. All of its tokens must have inputs, if the strategy's predictor reads them."""
+    part = recording.part(start, start + n_tokens)
+    if driver is not None:
+        driver.begin(part.tokens, {0: Span(0, n_tokens, n_tokens, False)}, False)
+    for gate in range(recording.model.n_gates):
+        x = None if part.inputs is None else part.inputs[:, gate].astype(np.float32)
+        buffer.compute(GateEvent(gate, part.ids[:, gate], part.weights[:, gate], None, x, decode=False))
