@@ -15,7 +15,7 @@ TESTS  ?=
 EXTRAS := [test,test-clients]
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test test-archs nightly lint lint-native types results faults repin docs wheels archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env run test test-archs nightly lint lint-native types results papers faults repin docs wheels archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -108,6 +108,10 @@ wheels: docs ## wheels for other machines, in dist: a CPU backend for each level
 
 results: ## the pages of docs/results, the README's table and its chart from docs/results/data
 	@$(PYTHON) scripts/results.py
+
+papers: env ## the papers' claims and ours, in full: docs/results/papers.md
+	$(PY) scripts/research/papers.py all --json docs/results/data/papers.json --plots docs/img
+	$(PY) scripts/results.py
 
 archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path
 	@$(FORK) archs

@@ -183,6 +183,28 @@ class EAP(ActivationPath):
         super().start()
 
 
+class Oracle(Predictor):
+    """Always right, of the next layer: tells what is due to a prediction from what is due to the time for it. Knows `text`, which is decoded from its
+    beginning, and so it is registered for those runs alone."""
+
+    name, summary, wants_tokens = "oracle", "what the next layer will choose (simulated only)", True
+    text: Recording | None = None
+
+    def start(self) -> None:
+        self._at = -1
+
+    def begin(self, tokens: np.ndarray) -> list[Prediction]:
+        self._at += len(tokens)
+        return []
+
+    def observe(self, event: GateEvent) -> list[Prediction]:
+        if self.text is None or event.gate + 1 >= self.router.n_gates:
+            return []
+        scores = np.zeros((1, self.router.n_experts), np.float32)
+        scores[0, self.text.ids[self._at, event.gate + 1]] = self.text.weights[self._at, event.gate + 1]
+        return [Prediction(event.gate + 1, scores)]
+
+
 FLOOR = 1e-4  # under logarithms
 HELD = 0.2  # share of the sequences on which sources that learned from the others are weighed
 
@@ -307,6 +329,14 @@ def _replay(predictor: Predictor, recording: Recording) -> np.ndarray:
                 if later < recording.n_tokens and not (later > t and recording.starts[later]):
                     out[later, p.gate] = p.scores[0]
     return out
+
+
+# --- Fate's L ---
+
+
+def proportional(n_gates: int) -> int:
+    """As many of a model's layers as Fate's 3 are of Qwen1.5-MoE's 24 (§4.4)."""
+    return max(round(3 * n_gates / 24), 1)
 
 
 # --- presets ---

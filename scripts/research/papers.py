@@ -1,21 +1,20 @@
-"""The papers' claims and ours: each figure and table that can be had on a CPU machine, its claim, our ratio, and whether it holds here. docs/results/papers.md
+"""The papers' claims and ours: each figure and table that can be had on a CPU machine, its claim, ours, and a verdict by rule. docs/results/papers.md
 
-usage: papers.py figures [-m MODEL] [--text FILE ...]     what they say of routing, from one pass over text; times nothing
-       papers.py clock   [-m MODEL] [--text FILE ...]     speed of their systems and baselines on a simulated disk: repeats exactly
-       papers.py device  [-m MODEL] [--text FILE ...]     their headline ratios on a simulated GPU: repeats exactly
-       papers.py live    -m MODEL --text FILE             speed on this machine, in interleaved rounds, each run cold in a process of its own
+usage: papers.py all       [-m MODEL] [--text FILE ...]     a table for each paper: their figures about routing, and their systems on a simulated machine
+       papers.py live      -m MODEL --text FILE             speed on this machine, in interleaved rounds, each run cold in a process of its own
 
-Without a command: figures, clock and device. --quick takes few tokens: minutes become seconds, and the numbers rough. `live` wants a profile of
-`moeoff calibrate` at the model's side and a sidecar with tiers for --int4 and --int2.
+`all` repeats exactly. --quick takes few tokens: minutes become seconds, and the numbers rough. `live` wants a profile of `moeoff calibrate` at the model's
+side and a sidecar with tiers for --int4 and --int2.
 """
 
 from __future__ import annotations
 
-import functools
-import itertools
-import math
+import os
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,22 +22,33 @@ from typing import Any
 import click
 import numpy as np
 
-import baselines  # noqa: F401  registers them
+import baselines
 import speed as driver
+import verdicts
 from cgroup import unavailable
+from device_simulator import AS_NAMED, BY_ID, NEVER, POPULAR, PROMPTS, Bandwidths, DeviceResult, Execution, LowVersions, on_device
 from moeoff.bench import measure
 from moeoff.bench.job import rates
-from moeoff.policies import Strategy, get_strategy
+from moeoff.calibrate.bit_allocation import Planner
+from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
+from moeoff.calibrate.precision_search import RuleEvaluator
+from moeoff.calibrate.statistics import Estimate
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.policies import PREDICTORS, CacheShape, Strategy, get_strategy, register
+from moeoff.policies.fate import quotas
+from moeoff.policies.hobbit import recorded_unimportance, thresholds
 from moeoff.policies.precision import Precision
+from moeoff.sidecar.convert import convert
+from moeoff.sidecar.file import ORIGINAL, Sidecar
 from paper_figures import FIGURES, Data, popularity_curves, score_curve
 from results import HELP, ResultsFile, machine
+from verdicts import NOT_TESTABLE, REPRODUCED
 
 TEXTS = [str(driver.ROOT / "tests" / "data" / name) for name in ("prose.txt", "prose-2.txt", "code.txt")]
-CLEARLY = 1.01  # of a ratio
-HEAD = ("paper", "figure", "what", "the paper's claim", "here", "holds")
 INT4, INT2 = "int4", "int2"  # tiers of the sidecar, as the user names them
-INT4_SIZE = 18 / 34  # bytes of Q4_0 over those of Q8_0
-F16, Q4_0 = 2.0, 18 / 32  # bytes of a weight
+BITS = {"fp32": 32.0, "fp16": 16.0, INT4: 4.5, INT2: 2.25}  # of a weight: Q4_0's and Q2_0's
+ROUND = 256  # tokens of held-out text that a round decodes, and of a prompt
+EVERYTHING = 1 << 40  # expert_memory that holds all
 
 Speeds = Mapping[str, Sequence[float | None]]
 
@@ -49,54 +59,120 @@ Speeds = Mapping[str, Sequence[float | None]]
 @dataclass(frozen=True)
 class Contender:
     """Attributes:
-    strategy: by name; its predictor, if it has one, always reads ahead, as in the papers.
+    paper: what the paper says that it is, and where.
+    strategy: ours, by name; its predictor, if it has one, always reads ahead, as in the papers.
+    differs: what is not as the paper says.
     changes: fields of the strategy that differ.
-    tier: INT4 where all experts are in it; None: the model's own precision.
-    precision: fields of `Precision`; what it serves low is INT2.
+    execution: what the system does beside its strategy; on a machine the native store does all of it, always.
+    by_layer: each layer has a room of its own.
+    bits: of the experts.
+    low: bits of what is served in low precision, and the fields of `LowVersions`; "paper" in the place of T1 and T2: by the paper's shares.
+    widths: each expert has a width of its own (EdgeMoE §3.2).
     """
 
+    paper: str
     strategy: str
+    differs: str
     changes: Mapping[str, Any] = field(default_factory=dict)
-    tier: str | None = None
-    precision: Mapping[str, Any] = field(default_factory=dict)
+    execution: Execution = Execution()
+    by_layer: bool = False
+    bits: str = "fp16"
+    low: tuple[str, Mapping[str, Any]] | None = None
+    widths: bool = False
 
     def made(self) -> Strategy:
         return replace(get_strategy(self.strategy), ab_tested=False, **self.changes)
 
     def options(self, tiers: Mapping[str, str]) -> dict[str, Any] | None:
-        """Of `moeoff.Llama`; None if a tier that it needs is not there."""
-        needed = {self.tier} - {None} | ({INT2} if self.precision else set())
-        if not needed <= set(tiers):
+        """Of `moeoff.Llama`; None if a tier that it needs is not there, or a width for each expert."""
+        needed = ({self.bits} & {INT4}) | ({self.low[0]} if self.low else set())
+        if not needed <= set(tiers) or self.widths:
             return None
-        options: dict[str, Any] = {"strategy": self.made()} | ({"tier": tiers[self.tier]} if self.tier else {})
-        return options | ({"precision": Precision(tier=tiers[INT2], **self.precision)} if self.precision else {})
+        options: dict[str, Any] = {"strategy": self.made()} | ({"tier": tiers[self.bits]} if self.bits in tiers else {})
+        if self.low:
+            name, fields = self.low
+            precise = {"t1": 0.6, "t2": 0.9} if "paper" in fields else {"prefill_low_fraction": fields["prefill"]}
+            options["precision"] = Precision(tier=tiers[name], **precise)
+        return options
 
 
-_STEPS = {"eager": False}  # each matrix asks for its experts itself
+SERIAL = Execution(eager=False, reordered=NEVER, chunked=False, order=BY_ID)  # an expert that is missing is sent when it is its turn
+NAMED = replace(SERIAL, order=AS_NAMED)
+FATE = replace(SERIAL, reordered=PROMPTS, order=POPULAR)
+EDGEMOE = Execution(eager=True, reordered=NEVER, chunked=False)
+HOBBIT = Execution(eager=True, reordered=NEVER, chunked=False)
+STEP = "a miss is sent when its expert is computed, in the experts' order"
 CONTENDERS = {
-    "LoD": Contender("on-demand"),
-    "LoD, prefetching": Contender("fate", {"keep": False, "policy": None, **_STEPS}),
-    "LRU": Contender("lru"),
-    "LRU by layer": Contender("lru-layer"),
-    "static": Contender("static"),
-    "EAP": Contender("eap"),
-    "EAP, int4": Contender("eap", tier=INT4),
-    "Fate": Contender("fate"),
-    "Fate, int4": Contender("fate", tier=INT4),
-    "Fate, int4 and int2": Contender("fate", tier=INT4, precision={"prefill_low_fraction": 0.25, "mispredicted_low": True}),
-    "IO-QEXP": Contender("lru", tier=INT4),
-    "EdgeMoE": Contender("edgemoe"),
-    "EdgeMoE, int4": Contender("edgemoe", tier=INT4),
-    "EdgeMoE, int4, no preloading": Contender("edgemoe", {"predictor": None}, tier=INT4),
-    "Mixtral-offloading": Contender("lru+gate"),
-    "HOBBIT": Contender("hobbit"),
-    "HOBBIT, int2": Contender("hobbit", precision={"t1": 0.6, "t2": 0.9}),
-    "HOBBIT, LRU": Contender("lru+stacked"),
-    "ProMoE, base": Contender("lru-layer", _STEPS),
-    "ProMoE, + prefetch": Contender("promoe", _STEPS),
-    "ProMoE": Contender("promoe"),
-}
-STOCK, STOCK_LIMITED = "stock llama.cpp", "stock llama.cpp, as little memory"
+    "LoD": Contender("keeps no expert, sends each when it is routed to (§5.1)", "on-demand", "-", execution=NAMED),
+    "Fate, prefetching": Contender("LoD with §4.3 (§5.4)", "fate", "-", {"keep": False, "policy": None}, FATE),
+    "Fate, lossless": Contender("prefetching and cache (§5.4)", "fate", "L is fitted to this model's layers", {}, FATE, True),
+    "EAP": Contender("Fate's cache; the expert path of one layer (§5.1)", "eap", "its prompts in the order of the tokens, as §4.3 says of others", {}, NAMED, True),
+    "EAP, int4": Contender("the same cache; its precision is not said", "eap", "int4, so that the comparison is of the prefetching", {}, NAMED, True, INT4),
+    "Fate": Contender("int4 in the cache and over the link, of a prompt's experts a quarter in int2 (§4.5); the high-end PC", "fate",
+                      "Q4_0 and Q2_0 in the place of HQQ", {}, FATE, True, INT4, (INT2, {"prefill": 0.25})),
+    "IO-EXP": Contender("sends what is activated; caches nothing (§4.1, §4.2)", "on-demand", "4 experts a layer in the place of 1", {"eager": True}, EDGEMOE, bits="fp32"),
+    "IO-QEXP": Contender("the same in int4", "on-demand", "Q4_0 in the place of MoQE", {"eager": True}, EDGEMOE, bits=INT4),
+    "EdgeMoE, Q": Contender("IO-EXP with a width for each expert (§4.4)", "on-demand", "Q4_0 and Q2_0 at a loss of 5 %", {"eager": True}, EDGEMOE,
+                            bits=INT4, widths=True),
+    "EdgeMoE, Q+P": Contender("with preloading (§4.4)", "edgemoe", "at most what fits between two gates", {"keep": False, "policy": None, "fill": False},
+                              EDGEMOE, bits=INT4, widths=True),
+    "EdgeMoE": Contender("with the expert buffer (§4.4)", "edgemoe", "the same", {}, EDGEMOE, bits=INT4, widths=True),
+    "Mixtral-offloading": Contender("LRU, the next layer's gate (§5.1; ProMoE §8)", "lru+gate", STEP, {}, NAMED, True),
+    "HOBBIT, no prefetching": Contender("Float16 without §3.3 (§5.5.2)", "hobbit", "-", {"predictor": None}, HOBBIT),
+    "HOBBIT, lossless": Contender("Float16 without §3.2 (§5.5.1)", "hobbit", "prefetches at most what fits between two gates", {}, HOBBIT),
+    "HOBBIT, mixed, no prefetching": Contender("Float16+Int4 without §3.3", "hobbit", "-", {"predictor": None}, HOBBIT, low=(INT4, {"paper": True})),
+    "HOBBIT": Contender("Float16+Int4 (§5.1)", "hobbit", "T1 and T2 by the paper's shares of this model's experts; copies are not kept", {}, HOBBIT,
+                        low=(INT4, {"paper": True})),
+    "static": Contender("a fixed set of experts (§7.1)", "static", f"{STEP}; what is loaded goes first", {}, SERIAL),
+    "LRU": Contender("LRU in each layer, no prefetching: `base` (§7.3)", "lru", STEP, {}, SERIAL, True),
+    "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "at most what fits between two gates", {"options": {"stride": 2}}, SERIAL, True),
+    "+ chunked prefetch": Contender("in three chunks (§5.1)", "lru+learned", "the same", {"options": {"stride": 2}}, replace(SERIAL, chunked=True), True),
+    "+ early preemption": Contender("misses are sent when the gate has chosen (§5.2)", "lru+learned", "the same", {"options": {"stride": 2}},
+                                    Execution(reordered=NEVER, order=BY_ID), True),
+    "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "the same", {"options": {"stride": 2}}, Execution(order=BY_ID), True),
+}  # fmt: skip
+STOCK, STOCK_LIMITED = "stock llama.cpp", "stock llama.cpp, in HOBBIT's memory"
+
+
+# their machines
+
+
+@dataclass(frozen=True)
+class Machine:
+    """A device as a paper describes it. How long a layer takes without its experts follows from what the paper says of waiting.
+
+    Attributes:
+        link, device: GB/s, 85 % of data sheets.
+        shares: of the experts' bytes in the paper's precision, what the device holds.
+        says: where the paper says how long it waits.
+        layer: nanoseconds, from those of sending and of computing all that a token selects in a layer, and of sending what is missed of it.
+    """
+
+    link: float
+    device: float
+    bits: str
+    shares: tuple[float, float]
+    says: str
+    layer: Callable[[float, float, float], float]
+
+    def bandwidths(self, nbytes: float, n_used: int, missed: float) -> Bandwidths:
+        """nbytes: of an expert in the paper's precision; missed: of those that a token selects in a layer, the share that LRU by layer misses with half of them."""
+        send, compute = nbytes / self.link, n_used * nbytes / self.device
+        return Bandwidths(self.link, self.device, max(self.layer(n_used * send, compute, missed * n_used * send), 1.0) / 1000)
+
+
+MACHINES = {
+    "Fate": Machine(0.85 * 16, 0.85 * 936, "fp16", (0.25, 0.5), "RTX 3090, PCIe 3.0 x16; a layer computes 13 ms, an expert is sent in 6 (§3.2)",
+                    lambda send, compute, missed: send / 4 * 13 / 6 - compute),
+    "EdgeMoE": Machine(0.85 * 0.55, 0.85 * 59.7, "fp32", (0.1, 0.25), "Jetson TX2, SSD; IO-EXP takes 3.2 to 3.9 times as long as with all in memory (§2.2)",
+                       lambda send, compute, missed: (send + compute - 3.55 * compute) / 2.55),
+    "HOBBIT": Machine(0.85 * 32, 0.85 * 1008, "fp16", (0.25, 0.5), "RTX 4090, PCIe 4.0; loading on demand is 85.5 % of the time (Fig. 3a)",
+                      lambda send, compute, missed: send / 0.855 - send - compute),
+    "ProMoE": Machine(0.85 * 32, 0.85 * 1008, "fp16", (0.25, 0.5), "RTX 4090, PCIe 4.0, llama.cpp; with half of the experts LRU waits 79.0 % (Fig. 4)",
+                      lambda send, compute, missed: missed / 0.79 - missed - compute),
+    "ProMoE, transformers": Machine(0.85 * 32, 0.85 * 1008, "fp16", (0.25, 0.5), "the same, transformers; LRU waits 60.4 % (§2.3)",
+                                    lambda send, compute, missed: missed / 0.604 - missed - compute),
+}  # fmt: skip
 
 
 # their claims
@@ -107,79 +183,176 @@ class Ratio:
     """A claim about speed: of one contender over another.
 
     Attributes:
-        claim: the paper's factor, as it reports it.
+        claim: the paper's factor, or the ends of its range; None: no number.
+        says: how the paper puts it.
         fast, slow: names of `CONTENDERS`, or stock.
         prompt: of prompts; False: of decoding.
+        on: of `MACHINES`, if not the paper's first.
     """
 
     paper: str
     figure: str
     what: str
-    claim: str
+    claim: float | tuple[float, float] | None
+    says: str
     fast: str
     slow: str
     prompt: bool = False
-
-    def of_rounds(self, speeds: Speeds) -> list[float]:
-        """Sorted, of each round in which both ended."""
-        return sorted(a / b for a, b in zip(speeds.get(self.fast, ()), speeds.get(self.slow, ())) if a and b)
+    on: str = ""
 
 
 RATIOS = (
-    Ratio("Fate", "11", "prompts, Fate over load on demand", "up to 4.5", "Fate, int4 and int2", "LoD", True),
-    Ratio("Fate", "11", "prompts, Fate over EAP, both int4", "up to 1.9", "Fate, int4 and int2", "EAP, int4", True),
-    Ratio("Fate", "12", "decode, Fate over load on demand, int4 against full precision", "up to 4.1", "Fate, int4", "LoD"),
-    Ratio("Fate", "12", "decode, Fate over EAP, both int4", "up to 2.2", "Fate, int4", "EAP, int4"),
-    Ratio("Fate", "12", "the same, lossless", "", "Fate", "EAP"),
-    Ratio("Fate", "14", "prefetching, over load on demand", "1.3 on average", "LoD, prefetching", "LoD"),
-    Ratio("Fate", "14", "with prefetching and cache, over load on demand", "up to 2", "Fate", "LoD"),
-    Ratio("Fate", "14", "with its quantization, too", "up to 3.7", "Fate, int4 and int2", "LoD"),
-    Ratio("EdgeMoE", "11", "per token, EdgeMoE over IO-EXP", "2.63 to 3.01", "EdgeMoE, int4", "LRU"),
-    Ratio("EdgeMoE", "11", "per token, EdgeMoE over IO-QEXP", "1.35 to 1.5", "EdgeMoE, int4", "IO-QEXP"),
-    Ratio("EdgeMoE", "13", "lossless, EdgeMoE over its cache with LRU and no preloading", "", "EdgeMoE", "LRU"),
-    Ratio("EdgeMoE", "16", "preloading", "1.29 (ST-base-8)", "EdgeMoE, int4", "EdgeMoE, int4, no preloading"),
-    Ratio("HOBBIT", "14", "decode, HOBBIT over llama.cpp in as little memory", "13.0 and 18.9 (Jetson)", "HOBBIT, int2", STOCK_LIMITED),
-    Ratio("HOBBIT", "14", "decode, HOBBIT over LRU with the next layer's gate", "3.2 and 3.3", "HOBBIT, int2", "Mixtral-offloading"),
-    Ratio("HOBBIT", "14", "the same, lossless", "", "HOBBIT", "Mixtral-offloading"),
-    Ratio("HOBBIT", "16", "its low precision", "1.19 to 1.57", "HOBBIT, int2", "HOBBIT"),
-    Ratio("HOBBIT", "18", "its cache over LRU, the same prefetching", "no speed; 4.7 to 8.7 % less miss penalty", "HOBBIT", "HOBBIT, LRU"),
-    Ratio("ProMoE", "11", "decode, ProMoE over LRU", "1.09 on average, up to 1.17 (llama.cpp)", "ProMoE", "LRU by layer"),
-    Ratio("ProMoE", "11", "decode, ProMoE over static", "1.49 on average, up to 1.79 (llama.cpp)", "ProMoE", "static"),
-    Ratio("ProMoE", "11", "prompts, ProMoE over LRU", "2.12 on average, up to 2.22 (llama.cpp)", "ProMoE", "LRU by layer", True),
-    Ratio("ProMoE", "11", "prompts, ProMoE over static", "1.36 on average, up to 1.75 (llama.cpp)", "ProMoE", "static", True),
-    Ratio("ProMoE", "13", "prefetching, in chunks", "no number in the text", "ProMoE, + prefetch", "ProMoE, base"),
-    Ratio("ProMoE", "13", "early preemption", "no number in the text", "ProMoE", "ProMoE, + prefetch"),
-    Ratio("ProMoE", "12", "all of them", "1.35 (transformers)", "ProMoE", "ProMoE, base"),
+    Ratio("Fate", "11", "prompts, over load on demand", 4.5, "up to 4.5", "Fate", "LoD", True),
+    Ratio("Fate", "11", "prompts, over EAP", 1.9, "up to 1.9", "Fate", "EAP, int4", True),
+    Ratio("Fate", "11", "prompts, over EAP, lossless", 1.9, "up to 1.9, with int2", "Fate, lossless", "EAP", True),
+    Ratio("Fate", "12", "decode, over load on demand", 4.1, "up to 4.1", "Fate", "LoD"),
+    Ratio("Fate", "12", "decode, over EAP", 2.2, "up to 2.2", "Fate", "EAP, int4"),
+    Ratio("Fate", "12", "decode, over EAP, lossless", 2.2, "up to 2.2, in int4", "Fate, lossless", "EAP"),
+    Ratio("Fate", "14", "prefetching, over load on demand", 1.3, "1.3 on average", "Fate, prefetching", "LoD"),
+    Ratio("Fate", "14", "with cache, over load on demand", 2.0, "up to 2", "Fate, lossless", "LoD"),
+    Ratio("Fate", "14", "with quantization, over load on demand", 3.7, "up to 3.7", "Fate", "LoD"),
+    Ratio("EdgeMoE", "11", "a token, over IO-EXP", (2.63, 3.01), "2.63 to 3.01", "EdgeMoE", "IO-EXP"),
+    Ratio("EdgeMoE", "11", "a token, over IO-QEXP", (1.35, 1.5), "1.35 to 1.5", "EdgeMoE", "IO-QEXP"),
+    Ratio("EdgeMoE", "16", "a width for each expert", 2.01, "2.01 (0.789 s, 0.392 s)", "EdgeMoE, Q", "IO-EXP"),
+    Ratio("EdgeMoE", "16", "preloading", 1.29, "1.29 (0.392 s, 0.305 s)", "EdgeMoE, Q+P", "EdgeMoE, Q"),
+    Ratio("EdgeMoE", "16", "expert buffer", 1.24, "1.24 (0.305 s, 0.245 s)", "EdgeMoE", "EdgeMoE, Q+P"),
+    Ratio("HOBBIT", "14d", "decode, over Mixtral-offloading", (3.21, 3.29), "3.21 and 3.29", "HOBBIT", "Mixtral-offloading"),
+    Ratio("HOBBIT", "14d", "prompts, over Mixtral-offloading", (2.04, 2.17), "51 and 54 % less", "HOBBIT", "Mixtral-offloading", True),
+    Ratio("HOBBIT", "16", "its low precision", (1.19, 1.57), "1.19 to 1.57", "HOBBIT", "HOBBIT, lossless"),
+    Ratio("HOBBIT", "17b", "prefetching, lossless", 1.01, "1.01 (Mixtral)", "HOBBIT, lossless", "HOBBIT, no prefetching"),
+    Ratio("HOBBIT", "17b", "prefetching, in mixed precision", 1.05, "1.05", "HOBBIT", "HOBBIT, mixed, no prefetching"),
+    Ratio("ProMoE", "11", "decode, over LRU", 1.09, "1.09 on average, up to 1.17", "ProMoE", "LRU"),
+    Ratio("ProMoE", "11", "decode, over static", 1.49, "1.49 on average, up to 1.79", "ProMoE", "static"),
+    Ratio("ProMoE", "11", "prompts, over LRU", 2.12, "2.12 on average, up to 2.22", "ProMoE", "LRU", True),
+    Ratio("ProMoE", "11", "prompts, over static", 1.36, "1.36 on average, up to 1.75", "ProMoE", "static", True),
+    Ratio("ProMoE", "12", "decode, prefetching alone, over LRU", None, "no number", "+ prefetch", "LRU", on="ProMoE, transformers"),
+    Ratio("ProMoE", "12", "decode, chunks", None, "no number", "+ chunked prefetch", "+ prefetch", on="ProMoE, transformers"),
+    Ratio("ProMoE", "12", "decode, early preemption", None, "no number", "+ early preemption", "+ chunked prefetch", on="ProMoE, transformers"),
+    Ratio("ProMoE", "12", "decode, reordered inference", None, "no number", "ProMoE", "+ early preemption", on="ProMoE, transformers"),
+    Ratio("ProMoE", "12", "decode, all of them", 1.35, "1.35", "ProMoE", "LRU", on="ProMoE, transformers"),
+    Ratio("ProMoE", "12", "prompts, with early preemption", 1.27, "1.27", "+ early preemption", "LRU", True, "ProMoE, transformers"),
+    Ratio("ProMoE", "12", "prompts, all of them", 2.39, "2.39", "ProMoE", "LRU", True, "ProMoE, transformers"),
 )
+ON_A_MACHINE = (  # claims that need other hardware than is simulated
+    Ratio("HOBBIT", "14a", "decode, over llama.cpp in as little memory", (13.0, 18.9), "13.0 and 18.9", "HOBBIT", STOCK_LIMITED),
+)
+UNTESTED = {  # what of their evaluation has no row, and why
+    "Fate": [("10, Tables 2, 3", "accuracy on MMLU, GSM8K, HumanEval", "the demo model solves none of them; losses stand below")],
+    "EdgeMoE": [("10, 12, Table 2", "memory, latency of a sample and storage of Switch Transformers", "encoder-decoder models are outside llama.cpp")],
+    "HOBBIT": [
+        ("14a, b", "over llama.cpp and MoE-Infinity on a Jetson Orin: 13.0, 18.9 and 3.64, 9.93", "`papers.py live` compares with llama.cpp, on a machine; MoE-Infinity is not here"),
+        ("15", "experts on both sides at once: 1.31 and 1.42 over llama.cpp", "the simulated machine computes on the device alone"),
+        ("Table 3", "accuracy on GSM8K and TruthfulQA", "the demo model solves none of them; losses stand below"),
+    ],
+    "ProMoE": [("10", "over static and LRU in the authors' transformers", "their own code; Fig. 11 and 12 stand above")],
+}  # fmt: skip
+PAPERS = ("Fate", "EdgeMoE", "HOBBIT", "ProMoE")
 
 
-def ratios(results: ResultsFile, name: str, title: str, speeds: Speeds, prompts: Speeds | None = None, claims: Sequence[Ratio] = RATIOS) -> None:
-    """A row for each claim whose contenders ran: the median of the rounds' ratios and their range. Its direction holds if every round is faster by `CLEARLY`.
+# their systems on the simulated machines
+
+
+class Runs:
+    """Each contender on each machine, in rounds that are parts of held-out text: computed when they are first asked for.
 
     Args:
-        speeds, prompts: of each contender, one for each round; None: that round failed.
+        widths: [n_gates, n_experts] of EdgeMoE's plan, as shares of its upper width.
     """
-    table = results.table(name, title, [*HEAD[:-1], "direction holds"])
-    for r in claims:
-        found = r.of_rounds((prompts or {}) if r.prompt else speeds)
-        if not found:
-            continue
-        spread = f" ({found[0]:.2f} to {found[-1]:.2f})" if len(found) > 1 else ""
-        table.row(
-            r.paper,
-            r.figure,
-            f"{r.what} ({r.fast} / {r.slow})",
-            r.claim or "-",
-            f"{statistics.median(found):.2f}{spread}",
-            "yes" if found[0] >= CLEARLY else "no",
-        )
+
+    def __init__(self, d: Data, widths: np.ndarray, n_rounds: int, announce: Callable[[str], None] = lambda what: None):
+        self._d, self._widths, self._announce = d, widths, announce
+        self._profile = profile_of(d)
+        self.parts = [d.held.part(i * ROUND, (i + 1) * ROUND) for i in range(min(n_rounds, d.held.n_tokens // ROUND))]
+        self._known: dict[tuple[Any, ...], list[DeviceResult]] = {}
+        self._missed: float | None = None
+
+    def missed(self) -> float:
+        """Of the experts that a token selects in a layer, the share that LRU by layer misses with half of them on the device."""
+        if self._missed is None:
+            found = self._run("LRU", Bandwidths(), "fp16", 0.5, False, None)
+            self._missed = sum(r.host for r in found) / sum(r.host + r.device for r in found)
+        return self._missed
+
+    def of(self, name: str, on: str, share: float, prompt: bool = False, predictor: str | None = None) -> list[DeviceResult]:
+        """Of each round.
+
+        Args:
+            name, on: of `CONTENDERS` and of `MACHINES`.
+            predictor: in the place of its own.
+        """
+        key = (name, on, share, prompt, predictor)
+        if key not in self._known:
+            self._announce(f"{name} on {on}'s machine, {share:.0%}{', prompts' if prompt else ''}{f', {predictor}' if predictor else ''}")
+            m = MACHINES[on]
+            speeds = m.bandwidths(WEIGHTS * len(self._d.held.model.tensors) / self._d.held.model.n_gates * BITS[m.bits] / 8, self._d.k, self.missed())
+            self._known[key] = self._run(name, speeds, m.bits, share, prompt, predictor)
+        return self._known[key]
+
+    def _run(self, name: str, speeds: Bandwidths, base: str, share: float, prompt: bool, predictor: str | None) -> list[DeviceResult]:
+        c, strategy = CONTENDERS[name], CONTENDERS[name].made()
+        if predictor is not None:
+            strategy = replace(strategy, predictor=predictor, options={}, share=0.0)
+            register(baselines.Oracle, replace=True)
+        size = BITS[c.bits] / BITS[base]
+        low = None
+        if c.low is not None:
+            bits, fields = c.low
+            if "paper" in fields:
+                fields = dict(zip(("t1", "t2"), thresholds(recorded_unimportance(self._d.train))))
+            low = LowVersions(BITS[bits] / BITS[c.bits], **fields)
+        out = []
+        for part in self.parts:
+            tensors = tuple(replace(t, nbytes=round(WEIGHTS * BITS[c.bits] / 8)) for t in part.model.tensors)
+            part = replace(part, model=replace(part.model, tensors=tensors))
+            baselines.Oracle.text = part
+            held = share * (BITS[INT4] if base == "fp32" else BITS[base]) / BITS[base] / size  # EdgeMoE's buffer is so many of its own experts
+            held = held if c.made().keep else max(held, 0.1)  # room for what is computed with, and for nothing else
+            out.append(
+                on_device(
+                    part, strategy, self._d.model_index, speeds, share=min(held, 1.0), by_layer=c.by_layer, execution=c.execution, low=low,
+                    widths=self._widths if c.widths else None, profile=self._profile, tokens=ROUND, prompt=ROUND // 2 if prompt else 0,
+                )
+            )  # fmt: skip
+        PREDICTORS.pop(baselines.Oracle.name, None)
+        return out
+
+
+WEIGHTS = 1 << 21  # of a matrix of an expert; only the machine's proportions count
+
+
+def on_simulated(r: Ratio, runs: Runs) -> tuple[str, str, str]:
+    """What is so here, the verdict, and what an experiment says of the cause where it is not as claimed."""
+    on = r.on or r.paper
+    shares, found, causes = MACHINES[on].shares, [], []
+    for share in shares:
+        fast, slow = (runs.of(name, on, share, r.prompt) for name in (r.fast, r.slow))
+        found.append(verdicts.ratio([x.tps for x in fast], [x.tps for x in slow]))
+    said = [verdicts.verdict(r.claim, x) for x in found]
+    for share, estimate, verdict in zip(shares, found, said):
+        if verdict != REPRODUCED:
+            causes.append(f"{share:.0%}: {cause(r, on, share, runs, estimate)}")
+    ours = ", ".join(f"{verdicts.text(x)} with {share:.0%}" for x, share in zip(found, shares))
+    return (
+        f"{r.fast} / {r.slow}: {ours}",
+        said[0] if said[0] == said[1] else ", ".join(f"{s} with {share:.0%}" for s, share in zip(said, shares)),
+        "; ".join(causes),
+    )
+
+
+def cause(r: Ratio, on: str, share: float, runs: Runs, found: Estimate) -> str:
+    """How much faster the slower one would be if it never waited, which nothing can exceed; and with a predictor that is always right."""
+    slow = runs.of(r.slow, on, share, r.prompt)
+    out = f"without any waiting {verdicts.ratio([x.n_tokens / (x.ns - x.stall_ns) for x in slow], [x.n_tokens / x.ns for x in slow]).value:.2f}"
+    if not r.prompt and CONTENDERS[r.fast].made().predictor is not None:
+        right = runs.of(r.fast, on, share, predictor="oracle")
+        out += f", always predicted right {verdicts.ratio([x.tps for x in right], [x.tps for x in slow]).value:.2f}"
+    return out
 
 
 def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Data:
     """One pass over the texts; every fifth of them is held out."""
     from moeoff.calibrate.profile_fit import fit
     from moeoff.calibrate.record import record, recordable, sequences
-    from moeoff.gguf.model_index import ModelIndex
     from moeoff.policies import FitOptions
     from moeoff.simulate import simulate
 
@@ -192,29 +365,67 @@ def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Dat
     return Data(model_index, recording.take(train), recording.take(held), sections)
 
 
-@functools.lru_cache(maxsize=1)
-def _data(model: str | None, text: tuple[str, ...], quick: bool) -> Data:
-    from moeoff.files import demo_model
-
-    return collect(model or demo_model(), text or tuple(TEXTS), 3072 if quick else 12288, 64 if quick else 128)
-
-
 def profile_of(d: Data) -> Any:
     from moeoff.sidecar.profile import Profile
 
     return Profile("", {f"{section}/{name}": array for section, named in d.sections.items() for name, array in named.items()}, {})
 
 
+# quality
+
+
+def planned_widths(model: str, texts: Sequence[str], tokens: int) -> tuple[np.ndarray, str]:
+    """EdgeMoE's plan at a loss of 5 % (§4.1): the widths as shares of the upper one, and what it says of itself."""
+    with Planner(model, texts, types=["Q4_0", "Q2_0"], ctx=256, tokens=tokens, n_threads=2, expert_memory=EVERYTHING) as plans:
+        p = plans.plan(0.05)
+        index = plans.model_index
+    layers = sorted({layer for layer, _ in p.importance})
+    widths = np.ones((len(layers), index.n_expert))
+    for layer, expert in p.low:
+        widths[layers.index(layer), expert] = BITS[INT2] / BITS[INT4]
+    return widths, f"{p.lower} for {len(p.low)} of {p.n_experts} experts, {p.upper} for the others: {loss_text(p.quality.loss)}"
+
+
+def loss_text(loss: Estimate | None) -> str:
+    return verdicts.text(loss, "{:+.1%}").replace("%", " %") if loss is not None else ""
+
+
+def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float) -> list[tuple[str, str]]:
+    """Perplexity of what the papers serve in mixed precision, over the model's own."""
+    out = []
+    with tempfile.TemporaryDirectory(prefix="moeoff-papers-") as folder:
+        sidecar = Sidecar(convert(model, output=os.path.join(folder, "tiers.experts.gguf"), tiers="Q4_0,Q2_0").path)
+        precise = {"deterministic": True, "flash_attn": True, "profile": False, "n_threads": 2, "experts": sidecar}
+        for tier in ("Q4_0", "Q2_0"):
+            with open_model(model, 256, tier=ORIGINAL, precision=Precision(0.0, 1.0, tier=tier, resident=1.0), **precise) as llm:
+                found = RuleEvaluator(llm, read_windows(llm, texts, 256, windows))
+                with found.reference() as reference:
+                    for share in (0.25, 0.5):
+                        c = found.measure(reference, Precision(t1, t2, tier=tier, resident=share))
+                        what = f"HOBBIT, misses in {tier} above T1 {t1:.2f}, left out above T2 {t2:.2f}, {share:.0%} of each layer's experts there"
+                        out.append((what, loss_text(c.distance.loss)))
+        options = {"flash_attn": True, "profile": False, "n_threads": 2, "expert_memory": EVERYTHING}
+        with open_model(model, 256, **options) as llm:
+            parts = read_windows(llm, texts, 256, windows)
+            reference = Reference.record(llm, parts)
+        with reference:
+            for what, precision in (
+                ("Fate, all experts in Q4_0", None),
+                ("and a quarter of each prompt's in Q2_0", Precision(prefill_low_fraction=0.25, tier="Q2_0")),
+            ):
+                with open_model(
+                    model, 256, experts=sidecar, tier="Q4_0", **options | ({"precision": precision, "expert_memory": "6M"} if precision else {})
+                ) as llm:
+                    out.append((what, loss_text(evaluate(llm, parts, reference).quality().loss)))
+    return out
+
+
 # the commands
 
 
-@click.group(help=__doc__, invoke_without_command=True)
-@click.option("--quick", is_flag=True, help="Few tokens.")
-@click.pass_context
-def main(ctx: click.Context, quick: bool) -> None:
-    if ctx.invoked_subcommand is None:
-        for command in (figures, clock, device):
-            ctx.invoke(command, quick=quick)
+@click.group(help=__doc__)
+def main() -> None:
+    pass
 
 
 def shared(command: Any) -> Any:
@@ -228,115 +439,116 @@ def shared(command: Any) -> Any:
     return command
 
 
-@main.command()
+HEAD = ("figure", "what", "the paper", "here", "verdict", "looked for the cause")
+
+
+@main.command("all")
 @shared
 @click.option("--plots", type=click.Path(file_okay=False), help="Folder for popularity and scores, as PNG and SVG.")
-def figures(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, plots: str | None) -> None:
-    """What the papers say of routing."""
-    d = _data(model, text, quick)
-    print(f"{machine()}; {Path(d.model_index.files[0]).name}, {d.train.n_tokens:,} tokens counted, {d.held.n_tokens:,} held out")
+def everything(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, plots: str | None) -> None:
+    """A table for each paper: claim, like with like, result, verdict, cause."""
+    from moeoff.files import demo_model
+
+    began = time.monotonic()
+
+    def announce(what: str) -> None:
+        print(f"  {(time.monotonic() - began) / 60:.0f} min: {what}", file=sys.stderr, flush=True)
+
+    model, texts = model or demo_model(), text or tuple(TEXTS)
+    announce("one pass over the texts, and what the predictors learn")
+    d = collect(model, texts, 3072 if quick else 12288, 64 if quick else 128)
+    announce("EdgeMoE's widths")
+    widths, plan = planned_widths(model, texts[1:] or texts, 4096 if quick else 16384)
+    runs = Runs(d, widths, 2 if quick else 8, announce)
+    print(f"{machine()}; {Path(d.model_index.files[0]).name}, {d.train.n_tokens:,} tokens learned from, {d.held.n_tokens:,} held out, {len(runs.parts)} rounds")
+    counted: dict[str, list[str]] = {}
     with ResultsFile(json_file) as results:
-        table = results.table("figures", "The papers' figures about routing", HEAD)
-        for figure in FIGURES:
-            f = figure(d)
-            table.row(f.paper, f.figure, f.what, f.claim, f.ours, "yes" if f.holds else "no")
+        for paper in PAPERS:
+            table = results.table(paper.lower(), paper, HEAD)
+            said = counted.setdefault(paper, [])
+
+            def row(figure: str, what: str, claim: str, ours: str, verdict: str, why: str) -> None:
+                table.row(figure, what, claim, ours, verdict, why)  # noqa: B023  called at once
+                said.append(verdict)  # noqa: B023
+
+            for measured in FIGURES:
+                if measured.paper == paper:
+                    announce(measured.__name__)
+                    f = measured(d)
+                    row(f.figure, f.what, f.claim, f.ours, f.verdict, f.cause)
+            for r in (r for r in RATIOS if r.paper == paper):
+                row(r.figure, r.what, r.says, *on_simulated(r, runs))
+            for figure, what, why in UNTESTED[paper]:
+                row(figure, what, "", "", NOT_TESTABLE, why)
+        table = results.table("verdicts", "How often which", ["paper", *verdicts.RULES, "sign depends on the share"])
+        for paper, said in counted.items():
+            table.row(paper, *(str(said.count(name)) for name in verdicts.RULES), str(sum(v not in verdicts.RULES for v in said)))
+        contenders(results, runs)
+        shallow(results, d, runs)
+        announce("losses")
+        table = results.table("losses", "Perplexity over the model's own, on text that nothing was fitted to", ["served", "loss (95 %)"])
+        for line in losses(model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train))):
+            table.row(*line)
+        table.row(f"EdgeMoE, {plan.partition(': ')[0]}", f"{plan.partition(': ')[2]}, of the text that it was planned on")
     if plots:
         draw(d, Path(plots))
+    announce("done")
 
 
-@main.command()
-@shared
-@click.option("--share", default=0.5, show_default=True, help="Of the experts in memory.")
-@click.option("--read", default=0.125, show_default=True, help="Time of a slice's read, as a share of a layer's computing.")
-def clock(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, share: float, read: float) -> None:
-    """Speed on a simulated disk: no noise, and no computing in four bits, which takes the same time here."""
-    from clock_simulators import on_clock
-
-    d = _data(model, text, quick)
-    print(f"simulated: {share:.0%} of the experts, a read takes {read:.3f} of a layer; {Path(d.model_index.files[0]).name}")
-    speeds: dict[str, list[float | None]] = {}
-    with ResultsFile(json_file) as results:
-        table = results.table("contenders", "Hits, and time in which nothing is computed", ["contender", "hits", "waiting"])
-        for name, contender in CONTENDERS.items():
-            if contender.precision:
-                continue  # the clock knows one size of slices
-            size = INT4_SIZE if contender.tier else 1.0
-            options = {"share": min(share / size, 0.999), "read": read * size, "profile": profile_of(d), "tokens": 96 if quick else 512}
-            result, _ = on_clock(d.held, contender.made(), d.model_index, **options)
-            speeds[name] = [1e9 * result.n_tokens / result.ns]
-            table.row(name, f"{result.hit_rate:.1%}", f"{result.stall_ns / result.ns:.0%}")
-        ratios(results, "clock", "Speed on a simulated disk", speeds)
-
-
-# Of the simulated GPU: the papers' main results, and what each is here; of a range the middle.
-HEADLINES = {
-    ("Fate, int4", "LoD"): 4.1,
-    ("HOBBIT, mixed", "Mixtral-offloading"): 3.25,
-    ("Fate, int4", "EAP, int4"): 2.2,
-    ("ProMoE", "static"): 1.49,
-    ("ProMoE", "LRU by layer"): 1.09,
-}
-MIXED = Ratio("HOBBIT", "14", "HOBBIT over LRU with the next layer's gate", "3.2 and 3.3", "HOBBIT, mixed", "Mixtral-offloading")
+def contenders(results: ResultsFile, runs: Runs) -> None:
+    """Who they are, and what they do on their machines."""
+    table = results.table("contenders", "What the papers say they are, and ours", ["contender", "the paper", "ours", "what differs"])
+    for name, c in CONTENDERS.items():
+        e = c.execution
+        does = [
+            f"`{c.made().policy or 'none'}+{c.made().predictor or 'none'}`" if c.made().keep else f"`{c.made().predictor or 'nothing'}`, kept nowhere",
+            c.bits,
+        ]
+        does += [f"and {c.low[0]}"] if c.low else []
+        does += ["a width for each expert"] if c.widths else []
+        does += ["a room for each layer"] if c.by_layer else []
+        does += ["sent at once" if e.eager else "sent in turn"] + {NEVER: [], PROMPTS: ["prompts reordered"]}.get(e.reordered, ["reordered"])
+        does += (["in chunks"] if e.chunked else []) + [f"prompts {e.order}"]
+        table.row(name, c.paper, ", ".join(does), c.differs)
+    table = results.table("machines", "Their machines", ["machine", "as the paper says", "link, GB/s", "a layer without its experts, µs", "shares"])
+    for name, m in MACHINES.items():
+        speeds = m.bandwidths(WEIGHTS * 3 * BITS[m.bits] / 8, runs._d.k, runs.missed())
+        table.row(name, m.says, f"{speeds.link:.2f}", f"{speeds.layer_us:.0f}", " and ".join(f"{share:.0%}" for share in m.shares))
+    table = results.table("runs", "Each run, in all rounds", ["machine", "contender", "share", "", "tok/s", "found on the device", "sent, MB/token", "waiting"])
+    for (name, on, share, prompt, predictor), found in sorted(runs._known.items(), key=lambda item: str(item[0][1:2] + item[0])):
+        n, ns = sum(r.n_tokens for r in found), sum(r.ns for r in found)
+        uses = sum(r.device + r.host for r in found)
+        table.row(on, name + (", always predicted right" if predictor else ""), f"{share:.0%}", "prompts" if prompt else "decode", f"{1e9 * n / ns:.1f}",
+                  f"{sum(r.device for r in found) / uses:.1%}", f"{sum(r.up_bytes for r in found) / n / 1e6:.1f}", f"{sum(r.stall_ns for r in found) / ns:.0%}")  # fmt: skip
 
 
-def device_ratios() -> list[Ratio]:
-    """Claims about decoding whose contenders the simulated GPU has: it knows one low precision, and no order of matrices."""
-    known = {name for name, c in CONTENDERS.items() if not c.precision and not c.changes}
-    return [*(r for r in RATIOS if r.paper in ("Fate", "HOBBIT", "ProMoE") and not r.prompt and {r.fast, r.slow} <= known), MIXED]
+def shallow(results: ResultsFile, d: Data, runs: Runs) -> None:
+    """What Fate's L does: the first layers that keep all of their experts (§4.4)."""
+    n, own = d.held.model.n_gates, int(d.sections["gate"]["shallow"][0])
+    table = results.table("shallow", f"Fate's L: fitted {own}, the paper's 3 of 24 layers would be {baselines.proportional(n)} of {n}",
+                          ["L", "share", "rooms of the layers", "found on the device", "tok/s"])  # fmt: skip
+    for share in MACHINES["Fate"].shares:
+        for shallow in sorted({0, 1, baselines.proportional(n), 3, own}):
+            name = "Fate, lossless"
+            with_l = dict(d.sections) | {"gate": d.sections["gate"] | {"shallow": np.array([shallow])}}
+            found = Runs(replace(d, sections=with_l), runs._widths, len(runs.parts)).of(name, "Fate", share)
+            rooms = quotas(CacheShape(n, d.held.router.n_experts, d.k, share * n * d.held.router.n_experts), shallow)
+            hits = sum(r.device for r in found) / sum(r.device + r.host for r in found)
+            table.row(
+                str(shallow),
+                f"{share:.0%}",
+                ", ".join(map(str, rooms)),
+                f"{hits:.1%}",
+                f"{1e9 * sum(r.n_tokens for r in found) / sum(r.ns for r in found):.1f}",
+            )
 
 
-def device_contenders() -> dict[str, Contender]:
-    """ "HOBBIT, mixed" serves absent experts of little weight in four bits."""
-    return {name: CONTENDERS.get(name, CONTENDERS["HOBBIT"]) for r in device_ratios() for name in (r.fast, r.slow)}
-
-
-def agreeing_pairs(found: dict[tuple[str, str], float]) -> tuple[int, int]:
-    """Of the headlines' pairs, how many lie in the papers' order, and how many there are."""
-    pairs = list(itertools.combinations(HEADLINES, 2))
-    return sum((HEADLINES[a] > HEADLINES[b]) == (found[a] > found[b]) for a, b in pairs), len(pairs)
-
-
-@main.command()
-@shared
-@click.option("--share", default=0.25, show_default=True, help="Of the experts' bytes in 16 bits, what the GPU has for experts.")
-@click.option("--expert-weights", type=int, help="Of each matrix of an expert: a grown model has its small one's routing. Default: the model's own.")
-@click.option("--layer-us", default=None, type=float, help="What a layer takes without its experts. Default: of the table.")
-def device(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, share: float, expert_weights: int | None,
-           layer_us: float | None) -> None:  # fmt: skip
-    """Experts lie in host memory in 16 bits, or in four where the paper's do; a GPU holds some, and gets each of the others over PCIe before it computes
-    with it. The routing is the model's own; times come from a table of bandwidths (docs/internals/gpu.md)."""
-    from device_simulator import Bandwidths, LowVersions, on_device
-    from moeoff.policies.hobbit import thresholds, unimportance
-
-    d = _data(model, text, quick)
-    speeds = Bandwidths() if layer_us is None else Bandwidths(layer_us=layer_us)
-    sizes = {math.prod(span.shape) // d.model_index.n_expert for span in d.model_index.experts.values()}
-    if len(sizes) > 1:
-        raise click.UsageError("the model's matrices of experts are of several shapes")
-    n_weights = expert_weights or sizes.pop()
-    t1, t2 = thresholds(np.concatenate([unimportance(d.train.weights[:, g]).ravel() for g in range(d.train.model.n_gates)]))
-    print(f"simulated: {speeds}; {Path(d.model_index.files[0]).name}, {d.held.n_tokens:,} tokens held out; {n_weights:,} weights a matrix; "
-          f"T1 {t1:.2f}, T2 {t2:.2f}", flush=True)  # fmt: skip
-    found: dict[str, float] = {}
-    with ResultsFile(json_file) as results:
-        table = results.table("device-contenders", "A simulated GPU behind PCIe 4.0 x16", ["contender", "tok/s", "on the GPU", "sent, MB/token", "waiting"])
-        for name, contender in device_contenders().items():
-            each = Q4_0 if contender.tier else F16
-            tensors = tuple(replace(t, nbytes=int(each * n_weights)) for t in d.held.model.tensors)
-            held = replace(d.held, model=replace(d.held.model, tensors=tensors))
-            low = LowVersions(Q4_0 / F16, t1, t2) if name == MIXED.fast else None
-            options = {"share": min(share * F16 / each, 1.0), "low": low, "profile": profile_of(d), "tokens": 96 if quick else 512}
-            result = on_device(held, contender.made(), d.model_index, speeds, **options)
-            found[name], on_gpu, sent = result.tps, result.device / (result.device + result.host), result.up_bytes / result.n_tokens / 1e6
-            table.row(name, f"{found[name]:.1f}", f"{on_gpu:.1%}", f"{sent:.1f}", f"{result.stall_ns / result.ns:.0%}")
-        ratios(results, "device-ratios", "Ratios of speed", {name: [tps] for name, tps in found.items()}, claims=device_ratios())
-        table = results.table("device-order", "The headline ratios in order", ["ratio", "the paper's", "its place", "here", "place here"])
-        ours = {pair: found[pair[0]] / found[pair[1]] for pair in HEADLINES}
-        places = [sorted(values, reverse=True) for values in (HEADLINES.values(), ours.values())]
-        for pair, theirs in HEADLINES.items():
-            table.row(" / ".join(pair), f"{theirs:.2f}", str(places[0].index(theirs) + 1), f"{ours[pair]:.2f}", str(places[1].index(ours[pair]) + 1))
-        agree, n_pairs = agreeing_pairs(ours)
-        table.row("pairs in the papers' order", f"{n_pairs}", "", f"{agree}", "")
+def alike(r: Ratio) -> bool:
+    """What the store does of itself, both contenders do in the paper, or neither: a ratio on a machine is of what the paper compares."""
+    if r.slow not in CONTENDERS:
+        return True
+    fast, slow = (CONTENDERS[name].execution for name in (r.fast, r.slow))
+    return fast == slow or (not r.prompt and (fast.eager, fast.chunked) == (slow.eager, slow.chunked) and {fast.reordered, slow.reordered} <= {NEVER, PROMPTS})
 
 
 @main.command()
@@ -345,14 +557,14 @@ def device(model: str | None, text: tuple[str, ...], quick: bool, json_file: str
 @click.option("--share", default=0.5, show_default=True, help="Of the experts in memory, in the model's own precision.")
 @click.option("--io-threads", default=4, show_default=True, help="Of every contender.")
 @click.option("--n-prompt", default=128, show_default=True)
-@click.option("--n-decode", default=48, show_default=True)
+@click.option("--n-decode", default=256, show_default=True)
 @click.option("--int4", help="Tier of the sidecar beside the model for the contenders in four bits, as Q4_0. Without it they are left out.")
 @click.option("--int2", help="Its tier for what is read in two bits, as Q2_K; likewise.")
-@click.option("--stock/--no-stock", default=True, show_default=True, help="Stock llama.cpp on the same tokens: in the page cache, and in LRU's memory.")
+@click.option("--stock/--no-stock", default=True, show_default=True, help="Stock llama.cpp on the same tokens: in the page cache, and in HOBBIT's memory.")
 @click.option("--plots", type=click.Path(file_okay=False), help="Folder for a chart of speeds and ratios, as PNG and SVG.")
 def live(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, rounds: int, share: float, io_threads: int, n_prompt: int,
          n_decode: int, int4: str | None, int2: str | None, stock: bool, plots: str | None) -> None:  # fmt: skip
-    """On this machine: contenders in turn, so that what the machine does meets all of them."""
+    """On this machine: contenders in turn, so that what the machine does meets all of them. Only claims whose contenders differ in what a strategy says."""
     if model is None or len(text) != 1:
         raise click.UsageError("live needs -m MODEL and one --text FILE")
     if quick:
@@ -360,20 +572,37 @@ def live(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
     bench = driver.Bench(model, text[0], n_prompt, n_decode, rounds)
     common = {"expert_memory": int(driver.arena_full(model) * share), "io_threads": io_threads}
     tiers = {name: tier for name, tier in ((INT4, int4), (INT2, int2)) if tier}
-    offered = {name: contender.options(tiers) for name, contender in CONTENDERS.items()}
+    claims = [r for r in (*RATIOS, *ON_A_MACHINE) if alike(r)]
+    offered = {name: CONTENDERS[name].options(tiers) for r in claims for name in (r.fast, r.slow) if name in CONTENDERS}
     jobs = {name: bench.job(**options, **common) for name, options in offered.items() if options is not None}
     if stock:
         jobs[STOCK] = bench.stock(use_mmap=True)
-        if unavailable() is None:  # without repacked kernels, which would need the weights twice
-            jobs[STOCK_LIMITED] = bench.stock(measure(jobs["LRU"]).closed["peak_rss_bytes"], use_mmap=True, use_extra_bufts=False)
+        if unavailable() is None and "HOBBIT" in jobs:  # without repacked kernels, which would need the weights twice
+            jobs[STOCK_LIMITED] = bench.stock(measure(jobs["HOBBIT"]).closed["peak_rss_bytes"], use_mmap=True, use_extra_bufts=False)
     print(f"{machine()}; {n_prompt} + {n_decode} tokens, {share:.0%} of the experts, {io_threads} I/O threads, {rounds} rounds")
     found = bench.compare(jobs)
     prompts, speeds = ({one.name: [rates(m.of(test)).get("tps") for m in one.measurements] for one in found[test::2]} for test in range(2))
     with ResultsFile(json_file) as results:
         driver.table(results, "live-contenders", "The contenders, medians and ranges of the rounds", {"": found})
-        ratios(results, "live", "Speed on this machine", speeds, prompts)
+        ratios(results, "live", "Speed on this machine", speeds, prompts, claims)
     if plots:
-        draw_live(speeds, Path(plots))
+        draw_live(speeds, Path(plots), claims)
+
+
+def ratios(results: ResultsFile, name: str, title: str, speeds: Speeds, prompts: Speeds, claims: Sequence[Ratio]) -> None:
+    """A row for each claim whose contenders ran, of the rounds in which both ended.
+
+    Args:
+        speeds, prompts: of each contender, one for each round; None: that round failed.
+    """
+    table = results.table(name, title, ["paper", *HEAD[:-1]])
+    for r in claims:
+        both = [(a, b) for a, b in zip(*((prompts if r.prompt else speeds).get(x, ()) for x in (r.fast, r.slow))) if a and b]
+        if both:
+            estimate = verdicts.ratio(*zip(*both))
+            enough = len(both) >= verdicts.MIN_ROUNDS
+            table.row(r.paper, r.figure, r.what, r.says, f"{r.fast} / {r.slow}: {verdicts.text(estimate)}",
+                      verdicts.verdict(r.claim, estimate) if enough else f"{len(both)} rounds are too few")  # fmt: skip
 
 
 def draw(d: Data, folder: Path) -> None:
@@ -393,7 +622,7 @@ def draw(d: Data, folder: Path) -> None:
         figure.savefig(folder / f"papers.{ending}", dpi=110)
 
 
-def draw_live(speeds: Speeds, folder: Path) -> None:
+def draw_live(speeds: Speeds, folder: Path, claims: Sequence[Ratio]) -> None:
     """Bars of decode speed with each round as a point, and the ratios of decoding, on a scale where halving is as far from 1 as doubling."""
     from matplotlib.figure import Figure
 
@@ -406,7 +635,10 @@ def draw_live(speeds: Speeds, folder: Path) -> None:
         left.plot(values, [at] * len(values), "k.", markersize=4)
     left.set_yticks(range(len(ended)), list(reversed(ended)))
     left.set(xlabel="tokens per second, decode: median, and every round", title="Contenders")
-    rows = [(f"{r.paper} {r.figure}: {r.fast} / {r.slow}", values) for r in reversed(RATIOS) if not r.prompt and (values := r.of_rounds(speeds))]
+    rows = []
+    for r in reversed(claims):
+        if not r.prompt and (values := sorted(a / b for a, b in zip(speeds.get(r.fast, ()), speeds.get(r.slow, ())) if a and b)):
+            rows.append((f"{r.paper} {r.figure}: {r.fast} / {r.slow}", values))
     for at, (_, values) in enumerate(rows):
         right.plot(values, [at] * len(values), "-", color="tab:gray")
         right.plot([statistics.median(values)], [at], "o", color="tab:blue")

@@ -1,0 +1,60 @@
+"""How a measurement stands to a paper's claim, by rule: reproduced, direction, level, opposite or not testable here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from moeoff.calibrate.statistics import Estimate
+
+REPRODUCED, DIRECTION, LEVEL, OPPOSITE, NOT_TESTABLE = "reproduced", "direction", "level", "opposite", "not testable here"
+RULES = {
+    REPRODUCED: "the claim's gain to within a third of it",
+    DIRECTION: "a gain, though smaller or larger by more than a third: the 95 % interval lies above none",
+    LEVEL: "the interval holds no gain, or what there is makes less than a tenth of the claim's, or 1 %",
+    OPPOSITE: "a loss where the paper has a gain",
+    NOT_TESTABLE: "why stands beside it",
+}
+CLOSE, NOTHING, LEAST = 1 / 3, 0.1, 0.01  # of the claim's gain; of what is compared
+MIN_ROUNDS = 5
+
+
+def verdict(claim: float | tuple[float, float] | None, found: Estimate, floor: float = 1.0) -> str:
+    """What a value says of a claim.
+
+    Args:
+        claim: the paper's value, or the ends of its range; None: it has a direction and no number.
+        found: ours. Without an interval, as of one deterministic replay, the value stands for both its ends.
+        floor: what would be no gain: 1 of a ratio, chance of an accuracy. A claim below it is one of a reduction.
+    """
+    low, high = (found.value if bound is None else bound for bound in (found.low, found.high))
+    theirs = (min(max(found.value, claim[0]), claim[1]) if isinstance(claim, tuple) else floor + 1 if claim is None else claim) - floor
+    gain = (found.value - floor) / theirs
+    least = max(LEAST * max(abs(floor), LEAST) / abs(theirs), NOTHING if claim is not None else 0)
+    if low <= floor <= high or abs(gain) < least:
+        return LEVEL
+    if gain < 0:
+        return OPPOSITE
+    return REPRODUCED if claim is not None and abs(gain - 1) <= CLOSE else DIRECTION
+
+
+def ratio(ours: Sequence[float], base: Sequence[float]) -> Estimate:
+    """The geometric mean of the rounds' ratios, with an interval if there are enough of them."""
+    logs = np.log(np.asarray(ours, float) / np.asarray(base, float))
+    if len(logs) < MIN_ROUNDS:
+        return Estimate(math.exp(logs.mean()), None, None)
+    return Estimate.mean(logs[:, None]).map(math.exp)
+
+
+def of_values(values: Sequence[float]) -> Estimate:
+    """The mean of one value for each layer or text, with its interval."""
+    return Estimate.mean(np.asarray(values, float)[:, None])
+
+
+def text(found: Estimate, form: str = "{:.2f}") -> str:
+    """The value, and its interval if it has one."""
+    if found.low is None or found.high is None:
+        return form.format(found.value)
+    return f"{form.format(found.value)} ({form.format(found.low)} to {form.format(found.high)})"
