@@ -7,7 +7,7 @@
     §4.5  share p of a prompt's least popular experts in int2      n_low, `Precision.prefill_low_fraction`; executed by the native store
     §5.3  a mispredicted expert in int2                            `Precision.mispredicted_low` (both moeoff-version-selector)
 
-The preset is `fate`. Its baselines are in scripts/research/baselines.py.
+The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's and §5.3's two bits. Their baselines are in scripts/research/baselines.py.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..npz import require_arrays
 from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, Sections, recall, top_k
 from .classic import ARC
 from .gate import RoutersAhead
+from .precision import Precision
 from .recording import Recording
 from .strategy import Strategy, register
 
@@ -103,6 +104,11 @@ def shallow_boundary(recall: np.ndarray) -> int:
     return int(good[0]) if len(good) else 0
 
 
+def proportional_boundary(n_gates: int) -> int:
+    """L where nothing was measured: as many of a model's layers as 3 are of Qwen1.5-MoE's 24."""
+    return max(round(3 * n_gates / 24), 1)
+
+
 def quotas(shape: CacheShape, shallow: int) -> list[int]:
     """Experts that each layer may keep: cache_deep = (cache_total - L x num_experts) / (num_layers - L), and with less room the first L layers in turn."""
     total, out = int(shape.capacity + 1e-6), []  # a share of a whole number may lie below it
@@ -126,11 +132,11 @@ class ShallowFavoringARC(Policy):
     needs room, so that a layer's unused quota serves other layers meanwhile.
 
     Options:
-        shallow: L.
+        shallow: L; None: `proportional_boundary`.
     """
 
     name, summary = "arc", "shallow layers first, recency and frequency balanced in each (Fate)"
-    defaults = {"shallow": 3}
+    defaults = {"shallow": None}
     profile_sections = ("gate",)
 
     @classmethod
@@ -148,7 +154,8 @@ class ShallowFavoringARC(Policy):
     def resize(self, capacity: float) -> None:
         """New quotas; lists that are longer lose their oldest, those used once first."""
         super().resize(capacity)
-        self.quotas = quotas(self.shape, min(self.options["shallow"], self.shape.n_gates))
+        shallow = proportional_boundary(self.shape.n_gates) if self.options["shallow"] is None else self.options["shallow"]
+        self.quotas = quotas(self.shape, min(shallow, self.shape.n_gates))
         for gate, (size, layer) in enumerate(zip(self.quotas, self._layers)):
             for gone in layer.resize(size):
                 self.priorities[gate, gone] = _BEYOND_QUOTA
@@ -164,6 +171,8 @@ class ShallowFavoringARC(Policy):
 
 # --- §4.5: popularity-aware hybrid quantization of a prompt's experts ---
 
+P = 0.25  # the paper's, of Qwen1.5-MoE
+
 
 def n_low(n_chosen: int, p: float) -> int:
     """How many of the experts that a prompt's batch chose are read in low precision: those that the fewest tokens chose, the share p rounded down."""
@@ -171,3 +180,13 @@ def n_low(n_chosen: int, p: float) -> int:
 
 
 register(Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25, vram_mode="centric"))
+register(
+    Strategy(
+        "fate-lossy",
+        "Fate, lossy: of a prompt's experts the quarter that the fewest tokens chose, and mispredicted ones, in two bits (a sidecar with Q2_K)",
+        policy="arc",
+        predictor="gate",
+        share=0.25,
+        precision=Precision(prefill_low_fraction=P, mispredicted_low=True, tier="Q2_K"),
+    )
+)

@@ -96,6 +96,8 @@ class Learned(Predictor):
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """From a `Recording` with gate inputs, 9:1 by sequence; None if it has none, or there is no room for the networks. A network for each of `strides`.
 
+        Nothing is chosen on the tenth: which epoch is best says another tenth of the text that is trained on.
+
         Returns:
             for each stride s: first_s [n_gates, hidden, n_embd], first_bias_s, second_s [n_gates, E, hidden], second_bias_s,
             there_s [n_gates] true where a gate has a network, recall_s [n_gates] at k on the tenth that was not trained on.
@@ -107,11 +109,14 @@ class Learned(Predictor):
             return None
         router, hidden, strides = recording.router, options.hidden, cls.strides
         n, e, d = router.n_gates, router.n_experts, recording.inputs.shape[2]
-        parts = min(d, COMPONENTS) + e
+        parts = min(d, COMPONENTS)
         if options.room is not None and 2 * len(strides) * n * hidden * (d + e) + 24 * hidden * (parts + e) + 4 * d * parts > options.room:
             return None
         used = recording.used()[recording.kept]
-        train, held = (mask[recording.kept] for mask in recording.split())
+        rest, held = recording.split()
+        chosen = np.zeros(len(rest), bool)
+        _, chosen[rest] = recording.take(rest).split()
+        train, choose, held = (mask[recording.kept] for mask in (rest & ~chosen, chosen if (rest & ~chosen).any() else rest, held))
         arrays: dict[str, np.ndarray] = {}
         for s in strides:
             arrays |= {
@@ -128,7 +133,7 @@ class Learned(Predictor):
             active = np.flatnonzero(y[train].any(axis=0) & ~y[train].all(axis=0))  # the classifier needs both classes of each output
             if not len(active):
                 continue
-            fold, shift = _features(x[train], ahead[0])
+            fold, shift = _features(x[train])
             x = x @ fold.T - shift
             x_train, y_train, classes = x[train], y[train][:, active].astype(int), np.arange(len(active))
             few = x_train[:2], y_train[:2]
@@ -138,29 +143,30 @@ class Learned(Predictor):
             with threadpool_limits(1):
                 network.partial_fit(*few, classes=classes)  # makes its layers
                 network.batch_size = min(BATCH, len(x_train))
-                _begin_as_router(network, active, e, y[train].mean(axis=0))
+                _begin_as_router(network, x_train, ahead[0] @ np.linalg.pinv(fold), active, y[train].mean(axis=0))
                 for epoch in range(EPOCHS + FINE_EPOCHS):
                     network.partial_fit(x_train, y_train, classes=classes)
                     if epoch == EPOCHS - 1:
                         network._optimizer.learning_rate_init = RATE / 4
-                    found = recall(network.predict_proba(x[held]), y[held][:, active], router.n_used[g + s])
+                    found = recall(network.predict_proba(x[choose]), y[choose][:, active], router.n_used[g + s])
                     if found >= best[0]:
                         best = (found, [c.copy() for c in network.coefs_], [b.copy() for b in network.intercepts_])
                     if progress:
                         progress(done * (EPOCHS + FINE_EPOCHS) + epoch + 1, len(jobs) * (EPOCHS + FINE_EPOCHS))
-            found, (w1, w2), (b1, b2) = best
+            _, network.coefs_, network.intercepts_ = best
+            (w1, w2), (b1, b2) = network.coefs_, network.intercepts_
             arrays[f"first_{s}"][g + s] = np.clip(w1.T @ fold, -65504, 65504)
             arrays[f"first_bias_{s}"][g + s] = b1 - w1.T @ shift
             arrays[f"second_{s}"][g + s, active] = w2.T
             arrays[f"second_bias_{s}"][g + s] = -30
             arrays[f"second_bias_{s}"][g + s, active] = b2
-            arrays[f"there_{s}"][g + s], arrays[f"recall_{s}"][g + s] = True, found
+            arrays[f"there_{s}"][g + s] = True
+            arrays[f"recall_{s}"][g + s] = recall(network.predict_proba(x[held]), y[held][:, active], router.n_used[g + s]) if held.any() else 0
         return arrays
 
 
-def _features(x: np.ndarray, ahead: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input (its main components if wide) and the logits of the router
-    `ahead` [n_experts, n_embd] on it, each of mean 0 and deviation 1."""
+def _features(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Fold [m, n_embd] and shift [m]: x @ fold.T - shift is the input, its main components if it is wide, each of mean 0 and deviation 1."""
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import StandardScaler
 
@@ -168,25 +174,25 @@ def _features(x: np.ndarray, ahead: np.ndarray) -> tuple[np.ndarray, np.ndarray]
     sample, basis = x[:: max(len(x) // 2048, 1)], np.eye(d, dtype=np.float32)
     if d > COMPONENTS:
         basis = PCA(min(COMPONENTS, len(sample)), svd_solver="full").fit(sample).components_  # a short text has no more components than tokens
-    fold = np.concatenate([basis, ahead])
-    scaler = StandardScaler().fit(x @ fold.T)
-    return (fold / scaler.scale_[:, None]).astype(np.float32), (scaler.mean_ / scaler.scale_).astype(np.float32)
+    scaler = StandardScaler().fit(x @ basis.T)
+    return (basis / scaler.scale_[:, None]).astype(np.float32), (scaler.mean_ / scaler.scale_).astype(np.float32)
 
 
-def _begin_as_router(network: Any, active: np.ndarray, n_experts: int, share: np.ndarray) -> None:
-    """Where there is room, the first 2 E units pass on the router ahead's logits: training begins at its accuracy.
-
-    The last E features are its logits; relu(z) - relu(-z) = z.
+def _begin_as_router(network: Any, x: np.ndarray, router: np.ndarray, active: np.ndarray, share: np.ndarray) -> None:
+    """Where there is room, the first 2 E units compute the logits of the router ahead [n_experts, m] on the features x [n_tokens, m], but for a
+    constant: training begins at its accuracy. relu(z) - relu(-z) = z.
     """
     first, second = network.coefs_
-    if len(second) < 2 * n_experts:
+    n = 2 * len(router)
+    if len(second) < n:
         return
-    first[:, : 2 * n_experts], second[:] = 0, 0
+    logits = x @ router.T
+    first[:, :n], second[:], network.intercepts_[0][:n] = 0, 0, 0
     for i, expert in enumerate(active):
-        feature = len(first) - n_experts + expert
-        first[feature, 2 * expert], first[feature, 2 * expert + 1] = 1, -1
-        second[2 * expert, i], second[2 * expert + 1, i] = GAIN, -GAIN
-    network.intercepts_[0][: 2 * n_experts] = 0
+        mean, deviation = logits[:, expert].mean(), max(logits[:, expert].std(), 1e-6)
+        for unit, sign in ((2 * expert, 1), (2 * expert + 1, -1)):
+            first[:, unit], network.intercepts_[0][unit] = sign * router[expert] / deviation, -sign * mean / deviation
+            second[unit, i] = sign * GAIN
     odds = np.clip(share[active], 1e-3, 1 - 1e-3)
     network.intercepts_[1][:] = np.log(odds / (1 - odds)) - 1
 

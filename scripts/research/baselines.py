@@ -331,14 +331,6 @@ def _replay(predictor: Predictor, recording: Recording) -> np.ndarray:
     return out
 
 
-# --- Fate's L ---
-
-
-def proportional(n_gates: int) -> int:
-    """As many of a model's layers as Fate's 3 are of Qwen1.5-MoE's 24 (§4.4)."""
-    return max(round(3 * n_gates / 24), 1)
-
-
 # --- presets ---
 
 register(Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False))

@@ -35,7 +35,7 @@ from moeoff.calibrate.precision_search import RuleEvaluator
 from moeoff.calibrate.statistics import Estimate
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import PREDICTORS, CacheShape, Strategy, get_strategy, register
-from moeoff.policies.fate import quotas
+from moeoff.policies.fate import proportional_boundary, quotas, shallow_boundary
 from moeoff.policies.hobbit import recorded_unimportance, thresholds
 from moeoff.policies.precision import Precision
 from moeoff.sidecar.convert import convert
@@ -105,7 +105,7 @@ STEP = "a miss is sent when its expert is computed, in the experts' order"
 CONTENDERS = {
     "LoD": Contender("keeps no expert, sends each when it is routed to (§5.1)", "on-demand", "-", execution=NAMED),
     "Fate, prefetching": Contender("LoD with §4.3 (§5.4)", "fate", "-", {"keep": False, "policy": None}, FATE),
-    "Fate, lossless": Contender("prefetching and cache (§5.4)", "fate", "L is fitted to this model's layers", {}, FATE, True),
+    "Fate, lossless": Contender("prefetching and cache (§5.4)", "fate", "L is 2 of 12 layers, in proportion", {}, FATE, True),
     "EAP": Contender("Fate's cache; the expert path of one layer (§5.1)", "eap", "its prompts in the order of the tokens, as §4.3 says of others", {}, NAMED, True),
     "EAP, int4": Contender("the same cache; its precision is not said", "eap", "int4, so that the comparison is of the prefetching", {}, NAMED, True, INT4),
     "Fate": Contender("int4 in the cache and over the link, of a prompt's experts a quarter in int2 (§4.5); the high-end PC", "fate",
@@ -237,7 +237,10 @@ ON_A_MACHINE = (  # claims that need other hardware than is simulated
     Ratio("HOBBIT", "14a", "decode, over llama.cpp in as little memory", (13.0, 18.9), "13.0 and 18.9", "HOBBIT", STOCK_LIMITED),
 )
 UNTESTED = {  # what of their evaluation has no row, and why
-    "Fate": [("10, Tables 2, 3", "accuracy on MMLU, GSM8K, HumanEval", "the demo model solves none of them; losses stand below")],
+    "Fate": [
+        ("11, 12", "the low-end PC: 1.8 and 1.5 in prompts, 2.3 and 1.6 in decode", "how long its layers take is not said"),
+        ("10, Tables 2, 3", "accuracy on MMLU, GSM8K, HumanEval", "the demo model solves none of them; losses stand below"),
+    ],
     "EdgeMoE": [("10, 12, Table 2", "memory, latency of a sample and storage of Switch Transformers", "encoder-decoder models are outside llama.cpp")],
     "HOBBIT": [
         ("14a, b", "over llama.cpp and MoE-Infinity on a Jetson Orin: 13.0, 18.9 and 3.64, 9.93", "`papers.py live` compares with llama.cpp, on a machine; MoE-Infinity is not here"),
@@ -362,6 +365,7 @@ def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Dat
     train, held = recording.split(0.2)
     options = FitOptions(hidden=hidden, replay=simulate)  # HOBBIT's weights are fitted on replays
     sections = fit(recording.take(train), options, only={"popularity", "gate", "path", "pairs", "first", "tokens", "learned", "hobbit"})
+    sections["gate"]["shallow"] = np.array([proportional_boundary(router.n_gates)])  # the fitted one: `shallow`
     return Data(model_index, recording.take(train), recording.take(held), sections)
 
 
@@ -524,11 +528,12 @@ def contenders(results: ResultsFile, runs: Runs) -> None:
 
 def shallow(results: ResultsFile, d: Data, runs: Runs) -> None:
     """What Fate's L does: the first layers that keep all of their experts (§4.4)."""
-    n, own = d.held.model.n_gates, int(d.sections["gate"]["shallow"][0])
-    table = results.table("shallow", f"Fate's L: fitted {own}, the paper's 3 of 24 layers would be {baselines.proportional(n)} of {n}",
-                          ["L", "share", "rooms of the layers", "found on the device", "tok/s"])  # fmt: skip
+    n, gate = d.held.model.n_gates, d.sections["gate"]
+    own, proportional = shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"])), proportional_boundary(n)
+    title = f"Fate's L: {proportional} of {n} layers are as many as the paper's 3 of 24; calibration finds {own}"
+    table = results.table("shallow", title, ["L", "share", "rooms of the layers", "found on the device", "tok/s"])
     for share in MACHINES["Fate"].shares:
-        for shallow in sorted({0, 1, baselines.proportional(n), 3, own}):
+        for shallow in sorted({0, 1, proportional, 3, own}):
             name = "Fate, lossless"
             with_l = dict(d.sections) | {"gate": d.sections["gate"] | {"shallow": np.array([shallow])}}
             found = Runs(replace(d, sections=with_l), runs._widths, len(runs.parts)).of(name, "Fate", share)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -84,9 +85,25 @@ def test_hobbits_jetson(demo, moeoff_command, tmp_path):
     config = Config.make(demo, strategy="hobbit-jetson")
     assert config.precision == Precision(0.6, 0.9, tier="Q2_K")
     assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
-    assert all(s.precision is LOSSLESS for name, s in PRESETS.items() if name != "hobbit-jetson")
+    assert all(s.precision is LOSSLESS for name, s in PRESETS.items() if name not in ("hobbit-jetson", "fate-lossy"))
     with pytest.raises(OptionError, match="give no other"):
         Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
+
+
+def test_fates_preset_with_two_bits(demo, moeoff_command, tmp_path):
+    """§4.5 and §5.3 by name: what `fate` computes with, and two bits in prompts and where it has mispredicted."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    convert(model, tiers=["Q2_K"])
+    prompt = "The quick brown fox jumps over the lazy dog, and then it sleeps until the evening comes."
+    options = ("-m", model, "--expert-memory", "3M", "--raw", "--temp", "0", "--json", "--warm", "off", "-p", prompt)
+    low = [
+        json.loads(moeoff_command("run", *options, "--strategy", name, "-n", n).stdout)["stats"]["low_bytes_read"]
+        for name, n in (("fate", "16"), ("fate-lossy", "1"), ("fate-lossy", "16"))
+    ]
+    assert low[0] == 0 < low[1] < low[2]  # in the prompt, and more in decode
+    found = Config.make(demo, strategy="fate-lossy")
+    assert found.precision == Precision(prefill_low_fraction=0.25, mispredicted_low=True, tier="Q2_K")
+    assert replace(found.strategy, name="fate", summary="", precision=LOSSLESS, vram_mode="") == replace(PRESETS["fate"], summary="", vram_mode="")
 
 
 def test_fates_quantization(demo, moeoff_command, tmp_path):

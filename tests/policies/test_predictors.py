@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, edgemoe, get_predictor
+from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, edgemoe, get_predictor, promoe
 from moeoff.policies.base import top_k
 from moeoff.policies.edgemoe import PRIOR, PRIOR_ONE, PRIOR_TWO, PairCounts, fit_first, fit_pairs
 from moeoff.policies.fate import best_above, shallow_boundary
@@ -527,11 +528,16 @@ def recall(predictor: Predictor, recording: Recording, tokens: range) -> np.ndar
     return hits / np.maximum(seen, 1)
 
 
-def test_what_they_are_worth(recording, sections):
-    """On the demo model: the router ahead beats the path of two layers, that of one, the token before; all beat chance."""
-    tokens = range(0, 400)
-    found = {name: recall(make(name, recording, sections), recording, tokens)[2:].mean() for name in ("gate", "activation-path", "eap", "previous-token")}
-    assert found["gate"] > 0.7 > found["activation-path"] > found["eap"] > found["previous-token"] > 4 / 32
+def test_what_they_are_worth(recording):
+    """On text that none of them has seen: the router ahead beats the path of two layers, that of one, popularity, the token before; all beat chance."""
+    train, held = (recording.take(mask) for mask in recording.split(0.25))
+    fitted = {get_predictor("activation-path").profile_section: get_predictor("activation-path").fit(train)}
+    names = ("gate", "activation-path", "eap", "previous-token")
+    found = {name: recall(make(name, recording, fitted), held, range(held.n_tokens))[2:].mean() for name in names}
+    best = np.argsort(-train.popularity(), axis=1)[:, :4]
+    popular = np.take_along_axis(held.used().mean(axis=0), best, axis=1).sum(axis=1)[2:].mean() / 4
+    assert found["gate"] > 0.7 > found["activation-path"] > found["eap"] + 0.005 and found["eap"] > popular + 0.03
+    assert found["eap"] > found["previous-token"] > popular > 1.3 * 4 / 32
 
 
 @pytest.mark.parametrize("name, expected", [("previous-token", 1181), ("activation-path", 1287)])
@@ -561,11 +567,36 @@ def test_learned_on_text_it_has_not_seen(recording, sections):
         right = np.take_along_axis(used[:, gate], top_k(found.scores, 4), axis=1).mean()
         popular = used[:, gate][:, np.argsort(-recording.popularity()[gate])[:4]].mean()
         assert right > 1.5 * popular
-        assert right == pytest.approx(arrays["recall_1"][gate], abs=0.02)
+        assert right == pytest.approx(arrays["recall_1"][gate], abs=0.005)  # the weights are kept in 16 bits
+        ahead = recall(get_predictor("gate")(recording.router), recording.take(recording.split()[1]), range(int(held.sum())))[gate]
+        assert right > ahead - 0.02, "training has made it worse than the router that it began as"
     strides = {s: get_predictor("learned")(recording.router, arrays, stride=s).observe(recording.events(0, 1)[3])[0].gate for s in (1, 2)}
     assert strides == {1: 4, 2: 5}
     with pytest.raises(OptionError, match="stride is one of 1, 2, not 3"):
         get_predictor("learned")(recording.router, arrays, stride=3)
+
+
+def test_learned_never_sees_the_tenth_that_it_is_judged_on():
+    """Other choices there change what is said of it, and nothing of what it is: the best epoch is chosen on text that it trains on."""
+    recording = random_recording(n_tokens=400)
+    held = recording.split()[1]
+    other = replace(recording, ids=np.where(held[:, None, None], (recording.ids + 3) % recording.router.n_experts, recording.ids))
+    first, second = (get_predictor("learned").fit(r, FitOptions(hidden=16)) for r in (recording, other))
+    assert all(np.array_equal(first[name], second[name]) for name in first if not name.startswith("recall"))
+    assert not np.array_equal(first["recall_1"], second["recall_1"])
+
+
+def test_learned_begins_as_the_router(recording, monkeypatch):
+    """Before it has learned anything its scores rank as the router's logits on the same input; its input alone is what it reads."""
+    monkeypatch.setattr(promoe, "EPOCHS", 1)
+    monkeypatch.setattr(promoe, "FINE_EPOCHS", 0)
+    monkeypatch.setattr(promoe, "RATE", 1e-12)
+    arrays = get_predictor("learned").fit(recording, FitOptions(hidden=HIDDEN))
+    held = recording.take(recording.split()[1])
+    found, router = (
+        recall(p, held, range(held.n_tokens))[1:] for p in (get_predictor("learned")(recording.router, arrays), get_predictor("gate")(recording.router))
+    )
+    assert found.mean() > router.mean() - 0.06
 
 
 def test_learned_on_fewer_tokens_than_components():
@@ -573,7 +604,8 @@ def test_learned_on_fewer_tokens_than_components():
     wide = random_recording(n_tokens=100, n_embd=320)
     arrays = get_predictor("learned").fit(wide, FitOptions(hidden=16))
     assert arrays["there_1"].tolist() == [False, True, True, True] and arrays["first_1"].shape == (4, 16, 320)
-    assert (arrays["recall_1"][1:] > 2 / 8).all()  # what chance gives
+    assert (np.abs(arrays["recall_1"][1:] - 2 / 8) < 0.15).all()  # these choices are random: what chance gives, and no more
+    assert all(np.isfinite(array).all() for array in arrays.values())
 
 
 @pytest.mark.slow
