@@ -14,7 +14,7 @@ from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.waiting import wait_until_still
 from moeoff import OptionError, native
 from moeoff.engine.batch import BatchRows, batch_spans, is_decode, spans_of
-from moeoff.engine.comparison import BLOCK, ORDER
+from moeoff.engine.comparison import BLOCK, ORDER, ABTest
 from moeoff.engine.driver import Driver
 from moeoff.engine.prefetcher import Prefetcher, Usefulness, WeightEstimate
 from moeoff.gate_event import GateEvent
@@ -134,16 +134,24 @@ def test_limit(demo):
         assert llm.engine.buffer.prefetch(4, range(2)) == 6
 
 
-def test_ab_tested_strategies_report_what_they_found(demo):
-    n = BLOCK * len(ORDER) + 40
+@pytest.mark.parametrize("times", [(2.0, 1.0), (1.0, 2.0)], ids=["pays", "costs"])
+def test_ab_tested_strategies_report_what_they_found(demo, monkeypatch, times):
+    """Tokens that take twice or half as long with prefetching as without, whatever they take here: that is said, and acted on."""
+    judged, without, with_ = ABTest.token, *times
+    monkeypatch.setattr(ABTest, "token", lambda self, ns: judged(self, int(1e6 * (with_ if self.on else without))))
     with moeoff.Llama(demo, expert_memory=share(demo, 0.3), strategy="auto", n_ctx=512, n_threads=2) as llm:
         llm.eval(PROMPT[:4])
-        for token in range(n):
+        for token in range(BLOCK * len(ORDER) + 40):
             llm.eval([100 + token])
         llm.engine.buffer.drain()
+        before = llm.stats()
+        for token in range(8):
+            llm.eval([300 + token])
+        llm.engine.buffer.drain()
         stats = llm.stats()
-    assert stats.prefetch_gain is not None and stats.prefetch_gain > -1
-    assert not stats.prefetch_on or stats.prefetch_gain > 0  # on only where it wins: it reads more
+    assert stats.prefetch_gain == pytest.approx(without / with_ - 1)
+    assert stats.prefetch_on == (without > with_)
+    assert (stats.prefetch_issued > before.prefetch_issued) == stats.prefetch_on  # on only where it wins: it reads more
 
 
 def test_no_driver_when_everything_is_resident(demo):

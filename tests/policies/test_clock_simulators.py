@@ -102,7 +102,7 @@ def test_a_strategy_that_is_not_eager_is_slower_on_the_clock(demo, recording):
     """The field gets to the clock: the same experts, with and without it."""
     strategy = replace(get_strategy("lru"), ab_tested=False)
     times = [on_clock(recording, replace(strategy, eager=eager), ModelIndex.read(demo), share=0.5, read=1 / 8, tokens=64)[0] for eager in (True, False)]
-    assert times[0].hits == pytest.approx(times[1].hits, rel=0.01) and times[1].ns > 1.1 * times[0].ns
+    assert times[0].hits == pytest.approx(times[1].hits, rel=0.01) and times[1].ns > 1.02 * times[0].ns
 
 
 def test_a_prompts_demand_is_read_by_popularity():
@@ -137,7 +137,7 @@ def test_the_clock_changes_no_hit(recording, name):
     assert found["misses"] == pytest.approx(expected.gate_misses.sum(), rel=2e-3)
 
 
-@pytest.mark.parametrize("read", [1 / 32, 1 / 2])
+@pytest.mark.parametrize("read", [1 / 12, 1 / 2])
 def test_auto_finds_within_64_tokens_whether_prefetching_pays(demo, recording, read):
     """By the clock of a disk that has time to spare, and of one that is always behind, where a buffer that fills hides what prefetching gains."""
 
@@ -157,7 +157,7 @@ def test_auto_finds_within_64_tokens_whether_prefetching_pays(demo, recording, r
         return clock_simulators.decode(buffer, recording, driver, 66).ns, driver.prefetcher  # 64, and the first and last are not timed
 
     (without, _), (with_, _), (_, prefetcher) = (decode(test) for test in (Always(False), Always(True), None))
-    assert prefetcher.gain is not None and prefetcher.on == (with_ < 0.99 * without)
+    assert prefetcher.gain is not None and prefetcher.on == (with_ < 0.99 * without) and abs(with_ / without - 1) > 0.005
 
 
 SLOW_LINK = Bandwidths(link=1.0)  # the demo model's experts are small: over PCIe 4.0 hardly anything would be waited for
@@ -175,8 +175,16 @@ def test_papers_on_a_device(demo, learned):
     assert decode("hobbit") == found["hobbit"]
     assert all(result.n_tokens == 96 and result.device + result.host == 96 * 12 * 4 for result in found.values())
     assert found["on-demand"].device == 0 and found["on-demand"].uploads == 96 * 12 * 4
-    assert all(result.tps > 1.02 * found["on-demand"].tps for name, result in found.items() if name != "on-demand")
-    assert decode("lru", share=0.5).tps > found["lru"].tps
+    # LRU's hits are those of the simulator without a clock, which knows no device
+    events = held.events(0, 96, inputs=False)
+    hits = simulate(Trace(held.model, events, np.zeros(len(events), bool)), "lru", held.model.full_bytes // 4).hit_rate
+    assert found["lru"].device / (96 * 12 * 4) == pytest.approx(hits, abs=0.01) and found["lru"].uploads == found["lru"].host
+    for name in ("fate", "hobbit", "promoe"):  # prediction sends more and waits less than the same cache without it
+        strategy = replace(get_strategy(name), ab_tested=False, predictor=None)
+        without = on_device(held, strategy, ModelIndex.read(demo), SLOW_LINK, share=0.25, profile=profile, tokens=96)
+        assert found[name].tps > 1.02 * without.tps and found[name].uploads > without.uploads, name
+        assert found[name].uploads < 1.6 * without.uploads, "what was sent ahead was thrown out before its use"
+    assert decode("lru", share=0.5).uploads < 0.8 * found["lru"].uploads
     mixed = decode("hobbit", low=LowVersions(0.25, 0.6, 0.9))
     assert mixed.tps > found["hobbit"].tps and mixed.low > 0 < mixed.skipped
 
@@ -289,8 +297,10 @@ def test_the_meter_counts_what_was_there_in_time(demo, learned):
 def test_strides_differ_as_promoe_says(demo, learned):
     """One layer more of distance costs accuracy and leaves more time (ProMoE §4.4)."""
     meters = [run(demo, learned, PRESETS["promoe"].with_stride(stride), share=0.25)[1].prefetcher.meter for stride in (1, 2)]
-    assert meters[0].accuracy > meters[1].accuracy + 0.02
-    assert meters[1].fetch_rate > meters[0].fetch_rate
+    assert 0.02 < meters[0].accuracy - meters[1].accuracy < 0.15
+    assert meters[1].fetch_rate > meters[0].fetch_rate + 0.01
+    quick = [run(demo, learned, PRESETS["promoe"].with_stride(stride), share=0.25, read=1 / 64)[1].prefetcher.meter for stride in (1, 2)]
+    assert all(meter.fetch_rate > 0.97 for meter in quick), "where reading takes little time little is late, however far ahead"
 
 
 def test_fate_reads_as_many_as_the_time_allows(demo, learned):
@@ -302,6 +312,8 @@ def test_fate_reads_as_many_as_the_time_allows(demo, learned):
         room = (result.ns - result.misses * read * GATE_NS) / (read * GATE_NS)
         assert 0 < result.prefetched <= room
     assert reads[1 / 16] > 1.2 * reads[1 / 8]
+    wanted = run(demo, learned, replace(PRESETS["fate"], policy="lru"), share=0.5, read=1 / 64)[0].prefetched
+    assert reads[1 / 8] < 0.8 * wanted, "more than the time allows"
 
 
 def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
@@ -327,9 +339,28 @@ def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
     assert accuracies["promoe", True] > accuracies["fate", True] + 0.03
 
 
-def test_presets_are_what_their_papers_say():
-    assert PRESETS["eap"].policy == PRESETS["fate"].policy == "arc"
-    assert PRESETS["promoe"].policy == "lru-layer" and PRESETS["promoe"].options == {"stride": 2}
+def test_presets_are_what_their_papers_say(demo, learned):
+    """By what they do: EAP keeps what Fate keeps (§5.1) and predicts otherwise; ProMoE keeps as many of each layer, and foresees the layer after the next."""
+    held, profile = learned
+    arena = held.model.full_bytes // 2
+    tables = {}
+    for name in ("eap", "fate", "promoe"):
+        strategy = PRESETS[name]
+        kind = get_policy(strategy.policy)
+        measured = {section: profile.section(section) for section in kind.profile_sections}
+        policy = kind.from_profile(measured, CacheShape.of(held.model, arena), np.zeros((12, 32), np.float32))
+        for event in held.events(0, 64, inputs=False):
+            policy.update(event)
+        tables[name] = policy.priorities.copy()
+    assert np.array_equal(tables["eap"], tables["fate"]) and PRESETS["eap"].predictor != PRESETS["fate"].predictor
+    kept = (tables["promoe"] > -1.5).sum(axis=1)  # those beyond a layer's quota lie below
+    assert kept.tolist() == [16] * 12
+    targets = {}
+    for name in ("promoe", "fate", "eap"):
+        _, driver = run(demo, learned, PRESETS[name], tokens=1)
+        (event,) = held.events(0, 1)[3:4]
+        targets[name] = [p.gate for p in driver.prefetcher.predictor.observe(event)]
+    assert targets == {"promoe": [5], "fate": [4], "eap": [4]}
 
 
 # one matrix of 5000 bytes, two layers of four experts; a byte takes 2 ns over the link, a tenth on the device
