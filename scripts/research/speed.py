@@ -1,6 +1,6 @@
 """Speed of contenders in interleaved rounds: each run cold, in a process of its own, on the same tokens; medians, ranges, and ratios of the same round.
 
-usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategies lru,auto]   docs/results/strategies.md
+usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategies lru,auto]   in turn, from disk or tmpfs
        speed.py ladder     -m MODEL --text FILE [--shares 50]                                 what each part of the engine adds, there
        speed.py memory     -m MODEL --text FILE [--limits 1400,1100,800] [--stock]            in memory cgroups: offload.md, real-sizes.md (root)
                            [--strategies auto --max-loss 1% --no-in-memory]                   a contract beside lossless
