@@ -5,7 +5,7 @@ A data file says what was run, where, when and at which commit, and holds the ta
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
-from docs/results/data/NAME.json; with `NAME:TABLE` from that one table. The README's chart is drawn from the same data. Everything outside the blocks is
+from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. The README's chart is drawn from the same data. Everything outside the blocks is
 written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
 """
 
@@ -27,7 +27,7 @@ DATA = ROOT / "docs" / "results" / "data"
 CHART = ROOT / "docs" / "img" / "speed.svg"
 FRONTIER = ROOT / "docs" / "img" / "frontier.svg"
 STOCK, PLAIN = "stock llama.cpp", "stock, plain"  # with its repacked kernels, and without
-BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?::(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 HEAD = ("command", "machine", "date", "commit")
 HELP = "Keep the tables as a data file for docs/results."
 
@@ -150,13 +150,16 @@ def markdown(table: dict) -> str:
     return _line(table["columns"]) + _rule(table["columns"]) + "".join(map(_line, table["rows"]))
 
 
-def block(name: str, table: str | None) -> str:
-    """The text of a block: one table of a data file, or all of it; "models": one row of each."""
+def block(name: str, table: str | None, mark: str | None = ":") -> str:
+    """The text of a block: one table of a data file, with what was run if its mark is "+", or all of it; "models": one row of each."""
     if name == "models":
         return models_table()
     data = read(name)
     if table:
-        return markdown(next(t for t in data["tables"] if t["name"] == table))
+        one = next(t for t in data["tables"] if t["name"] == table)
+        if mark == ":":
+            return markdown(one)
+        data = data | {"tables": [one]}
     said = f"Measured {data['date']}" + (f" at {data['commit']}" if "commit" in data else "") + f"; {data['machine']}"
     said += f":\n\n    {data['command']}\n" if "command" in data else ".\n"
     return said + "".join(f"\n**{t['title']}**\n\n{markdown(t)}" for t in data["tables"])
@@ -269,7 +272,7 @@ def pages() -> dict[Path, str]:
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):
-            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"]) + "\n" + m[4], text)
+            made[page] = BLOCK.sub(lambda m: m[1] + "\n" + block(m["name"], m["table"], m["mark"]) + "\n" + m[5], text)
     return made
 
 
