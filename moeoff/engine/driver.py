@@ -1,4 +1,5 @@
-"""The driver: gate events in, priorities out, on the native driver thread. Compute never waits for it.
+"""The driver: gate events in, priorities out, on the native driver thread. Compute waits for it where a text begins, and
+before each token whose predictor reads tokens (`Prefetcher.begin`); else never.
 
 Its observers see every event, one after the other: prefetcher, replay, a user's callback, trace and meter, cache policy, as far as a strategy has
 them. Knows nothing of text but which sequences begin, and which a batch holds.

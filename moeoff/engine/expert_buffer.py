@@ -424,7 +424,7 @@ class ExpertBuffer:
     # --- events ---
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None, queue_bytes: int = QUEUE_BYTES) -> None:
-        """Calls back for every gate event on the native driver thread; compute never waits for it.
+        """Calls back for every gate event on the native driver thread; compute waits for it in `drain` alone.
 
         Of the events that have to wait, `queue_bytes` are kept, or a few if they are larger; `stats().events_dropped` counts the others.
 
