@@ -42,11 +42,13 @@ class Bandwidths:
     Attributes:
         link: to the device.
         device: of weights that the device computes with.
+        host: of weights that the processor computes with, where it helps.
         layer_us: what a layer takes without its routed experts.
     """
 
     link: float = 26.8
     device: float = 857.0
+    host: float = 70.0
     layer_us: float = 150.0
 
     def __post_init__(self) -> None:
@@ -65,12 +67,14 @@ class Execution:
         reordered: when what is there is computed before what has to come (ProMoE §5.3; Fate §5.2.1 in prompts): ALWAYS, PROMPTS or NEVER. Else in `order`.
         chunked: a prefetch gives way after each matrix (ProMoE §5.1); False: after the whole expert.
         order: of a prompt's experts: those of the most tokens first (Fate §4.3), as the tokens name them, or by their numbers.
+        cooperative: the processor computes with what is absent, beside the device (HOBBIT §4); sent is what is predicted alone.
     """
 
     eager: bool = True
     reordered: str = ALWAYS
     chunked: bool = True
     order: str = POPULAR
+    cooperative: bool = False
 
     def arranged(self, event: GateEvent) -> np.ndarray:
         """[n] the selected experts, each once."""
@@ -185,6 +189,11 @@ class DeviceBuffer(TimedBuffer):
         self.rooms: list[int] | None = None
         self.sent = dict.fromkeys(("device", "host", "low", "skipped", "uploads", "up_bytes"), 0)
 
+    def fill_layers(self) -> None:
+        """All experts of the first layers, as many as there is room for whole ones."""
+        n = int(self.capacity) // self._width
+        self._there[: n * self._width] = self._space[: n * self._width] = True
+
     def divide(self, policy: Any) -> None:
         """A room for each layer: a policy's own quotas, else as many for each."""
         self.rooms = [self._width] * self.priorities.shape[0]  # from here on the stats are without what is held free
@@ -249,11 +258,15 @@ class DeviceBuffer(TimedBuffer):
             self._give_up(event.gate, set(parts))
             for part in parts:
                 self._use(part)
-                self._request(part, len(self._jobs[DEMAND]))
+                if not self._execution.cooperative:
+                    self._request(part, len(self._jobs[DEMAND]))
         self._start()
         if self._callback is not None:
             self._callback(event)
-        self._run(parts, event.decode or False)
+        if self._execution.cooperative:
+            self._run_on_both(parts)
+        else:
+            self._run(parts, event.decode or False)
         self._copies -= set(range(span.start, span.stop))
         self._needed[span] = False
         if not self._keep:
@@ -292,6 +305,14 @@ class DeviceBuffer(TimedBuffer):
             self._start()
         self._until(round(t))
         self.counts["stall_ns"] += round(t - began - computing)
+
+    def _run_on_both(self, parts: list[Part]) -> None:
+        """Computes with what is there on the device, and with the others on the processor at the same time."""
+        began = self.now
+        device = sum(self._nbytes(part) for part in parts if self._has(part)) / self._speeds.device
+        host = sum(self._nbytes(part) for part in parts if not self._has(part)) / self._speeds.host
+        self.counts["stall_ns"] += round(max(host - device, 0))
+        self._until(round(began + max(device, host)))
 
     def _use(self, part: Part) -> None:
         i, is_low = part
@@ -392,7 +413,7 @@ class DeviceBuffer(TimedBuffer):
         return True
 
 
-def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex, speeds: Bandwidths, *, share: float, by_layer: bool = False,
+def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex, speeds: Bandwidths, *, share: float, by_layer: bool = False, whole_layers: bool = False,
               execution: Execution = Execution(), low: LowVersions | None = None, widths: np.ndarray | None = None, profile: Profile | None = None,
               tokens: int = 256, prompt: int = 0) -> DeviceResult:  # fmt: skip
     """Decodes the text's first tokens, or reads a prompt, with a device that computes with all experts and holds some of them.
@@ -400,6 +421,7 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     Args:
         share: of the experts' bytes, that the device holds.
         by_layer: in a room for each layer: the policy's quotas, else as many for each.
+        whole_layers: the device begins with the first layers' experts.
         prompt: tokens of a prompt, which is timed after as many others have been read in one batch; 0: tokens are decoded.
         execution, low, widths: as of `DeviceBuffer`.
         profile, tokens: as of `on_clock`.
@@ -414,6 +436,8 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     driver = attach_driver(cast(ExpertBuffer, buffer), strategy, model_index, io_threads=1, profile=profile, precision=precision)
     if by_layer:
         buffer.divide(None if driver is None else driver.policy)
+    if whole_layers:
+        buffer.fill_layers()
     if not prompt:
         result = decode(buffer, recording, driver, tokens)
         return DeviceResult(result.n_tokens, result.ns, result.stall_ns, **buffer.sent)

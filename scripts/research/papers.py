@@ -68,6 +68,7 @@ class Contender:
     bits: of the experts.
     low: bits of what is served in low precision, and the fields of `LowVersions`; "paper" in the place of T1 and T2: by the paper's shares.
     widths: each expert has a width of its own (EdgeMoE §3.2).
+    whole_layers: the device has the experts of the first layers, and no others.
     """
 
     paper: str
@@ -79,14 +80,15 @@ class Contender:
     bits: str = "fp16"
     low: tuple[str, Mapping[str, Any]] | None = None
     widths: bool = False
+    whole_layers: bool = False
 
     def made(self) -> Strategy:
         return replace(get_strategy(self.strategy), ab_tested=False, **self.changes)
 
     def options(self, tiers: Mapping[str, str]) -> dict[str, Any] | None:
-        """Of `moeoff.Llama`; None if a tier that it needs is not there, or a width for each expert."""
+        """Of `moeoff.Llama`; None if a tier that it needs is not there, or a width for each expert, or a device."""
         needed = ({self.bits} & {INT4}) | ({self.low[0]} if self.low else set())
-        if not needed <= set(tiers) or self.widths:
+        if not needed <= set(tiers) or self.widths or self.execution.cooperative:
             return None
         options: dict[str, Any] = {"strategy": self.made()} | ({"tier": tiers[self.bits]} if self.bits in tiers else {})
         if self.low:
@@ -123,6 +125,9 @@ CONTENDERS = {
     "HOBBIT, mixed, no prefetching": Contender("Float16+Int4 without §3.3", "hobbit", "-", {"predictor": None}, HOBBIT, low=(INT4, {"paper": True})),
     "HOBBIT": Contender("Float16+Int4 (§5.1)", "hobbit", "T1 and T2 by the paper's shares of this model's experts; copies are not kept", {}, HOBBIT,
                         low=(INT4, {"paper": True})),
+    "HOBBIT, both sides": Contender("the CPU computes with what is missing (§4, §5.4)", "hobbit", "what is missing is not sent afterwards", {},
+                                    replace(HOBBIT, cooperative=True), low=(INT4, {"paper": True})),
+    "llama.cpp, both sides": Contender("layers on the GPU, the others on the CPU (§4)", "lru", "-", {}, replace(HOBBIT, cooperative=True), whole_layers=True),
     "static": Contender("a fixed set of experts (§7.1)", "static", f"{STEP}; what is loaded goes first", {}, SERIAL),
     "LRU": Contender("LRU in each layer, no prefetching: `base` (§7.3)", "lru", STEP, {}, SERIAL, True),
     "+ prefetch": Contender("base with prefetching (§7.3)", "lru+learned", "at most what fits between two gates", {"options": {"stride": 2}}, SERIAL, True),
@@ -143,6 +148,7 @@ class Machine:
 
     Attributes:
         link, device: GB/s, 85 % of data sheets.
+        host: of what a processor computes with; HOBBIT's takes 5 ms for an expert of Mixtral (§5.4).
         shares: of the experts' bytes in the paper's precision, what the device holds.
         says: where the paper says how long it waits.
         layer: nanoseconds, from those of sending and of computing all that a token selects in a layer, and of sending what is missed of it.
@@ -154,11 +160,12 @@ class Machine:
     shares: tuple[float, float]
     says: str
     layer: Callable[[float, float, float], float]
+    host: float = 70.0
 
     def bandwidths(self, nbytes: float, n_used: int, missed: float) -> Bandwidths:
         """nbytes: of an expert in the paper's precision; missed: of those that a token selects in a layer, the share that LRU by layer misses with half of them."""
         send, compute = nbytes / self.link, n_used * nbytes / self.device
-        return Bandwidths(self.link, self.device, max(self.layer(n_used * send, compute, missed * n_used * send), 1.0) / 1000)
+        return Bandwidths(self.link, self.device, self.host, max(self.layer(n_used * send, compute, missed * n_used * send), 1.0) / 1000)
 
 
 MACHINES = {
@@ -218,6 +225,15 @@ RATIOS = (
     Ratio("EdgeMoE", "16", "expert buffer", 1.24, "1.24 (0.305 s, 0.245 s)", "EdgeMoE", "EdgeMoE, Q+P"),
     Ratio("HOBBIT", "14d", "decode, over Mixtral-offloading", (3.21, 3.29), "3.21 and 3.29", "HOBBIT", "Mixtral-offloading"),
     Ratio("HOBBIT", "14d", "prompts, over Mixtral-offloading", (2.04, 2.17), "51 and 54 % less", "HOBBIT", "Mixtral-offloading", True),
+    Ratio(
+        "HOBBIT",
+        "15",
+        "decode, experts on both sides, over llama.cpp's layers on both",
+        (1.31, 1.42),
+        "1.31 and 1.42",
+        "HOBBIT, both sides",
+        "llama.cpp, both sides",
+    ),
     Ratio("HOBBIT", "16", "its low precision", (1.19, 1.57), "1.19 to 1.57", "HOBBIT", "HOBBIT, lossless"),
     Ratio("HOBBIT", "17b", "prefetching, lossless", 1.01, "1.01 (Mixtral)", "HOBBIT, lossless", "HOBBIT, no prefetching"),
     Ratio("HOBBIT", "17b", "prefetching, in mixed precision", 1.05, "1.05", "HOBBIT", "HOBBIT, mixed, no prefetching"),
@@ -244,7 +260,6 @@ UNTESTED = {  # what of their evaluation has no row, and why
     "EdgeMoE": [("10, 12, Table 2", "memory, latency of a sample and storage of Switch Transformers", "encoder-decoder models are outside llama.cpp")],
     "HOBBIT": [
         ("14a, b", "over llama.cpp and MoE-Infinity on a Jetson Orin: 13.0, 18.9 and 3.64, 9.93", "`papers.py live` compares with llama.cpp, on a machine; MoE-Infinity is not here"),
-        ("15", "experts on both sides at once: 1.31 and 1.42 over llama.cpp", "the simulated machine computes on the device alone"),
         ("Table 3", "accuracy on GSM8K and TruthfulQA", "the demo model solves none of them; losses stand below"),
     ],
     "ProMoE": [("10", "over static and LRU in the authors' transformers", "their own code; Fig. 11 and 12 stand above")],
@@ -312,7 +327,7 @@ class Runs:
             held = held if c.made().keep else max(held, 0.1)  # room for what is computed with, and for nothing else
             out.append(
                 on_device(
-                    part, strategy, self._d.model_index, speeds, share=min(held, 1.0), by_layer=c.by_layer, execution=c.execution, low=low,
+                    part, strategy, self._d.model_index, speeds, share=min(held, 1.0), by_layer=c.by_layer, whole_layers=c.whole_layers, execution=c.execution, low=low,
                     widths=self._widths if c.widths else None, profile=self._profile, tokens=ROUND, prompt=ROUND // 2 if prompt else 0,
                 )
             )  # fmt: skip
@@ -511,7 +526,10 @@ def contenders(results: ResultsFile, runs: Runs) -> None:
         does += [f"and {c.low[0]}"] if c.low else []
         does += ["a width for each expert"] if c.widths else []
         does += ["a room for each layer"] if c.by_layer else []
-        does += ["sent at once" if e.eager else "sent in turn"] + {NEVER: [], PROMPTS: ["prompts reordered"]}.get(e.reordered, ["reordered"])
+        does += ["the first layers'"] if c.whole_layers else []
+        does += ["not sent" if e.cooperative else "sent at once" if e.eager else "sent in turn"] + {NEVER: [], PROMPTS: ["prompts reordered"]}.get(
+            e.reordered, ["reordered"]
+        )
         does += (["in chunks"] if e.chunked else []) + [f"prompts {e.order}"]
         table.row(name, c.paper, ", ".join(does), c.differs)
     table = results.table("machines", "Their machines", ["machine", "as the paper says", "link, GB/s", "a layer without its experts, µs", "shares"])

@@ -575,3 +575,17 @@ def test_only_prompts_reordered():
             buffer._request((5, False), 0)  # on its way
             found[reordered, len(rows)] = compute(buffer, 0, *rows)
     assert found[PROMPTS, 1] == found[NEVER, 1] == found[NEVER, 2] > found[PROMPTS, 2]
+
+
+def test_the_processor_computes_with_what_is_absent():
+    """Beside the device, and nothing is sent; what was predicted is, and is then the device's. Whole layers begin there."""
+    speeds = replace(SPEEDS, host=2)  # a fifth of the device's rate
+    buffer = DeviceBuffer(replace(WIDE, n_used=2), speeds, 8 * 10_000, execution=Execution(cooperative=True))
+    assert compute(buffer, 0, [1, 2]) == 2 * 5_000 + LAYER and buffer.sent["uploads"] == 0
+    buffer.prefetch(1, [3])
+    for _ in range(3):
+        compute(buffer, 0, [1, 2])
+    assert buffer.sent["uploads"] == 1 and compute(buffer, 1, [3, 4]) == 5_000 + LAYER  # the device has ended by then
+    whole = DeviceBuffer(replace(WIDE, n_used=2), speeds, 8 * 10_000, execution=Execution(cooperative=True))
+    whole.fill_layers()
+    assert (compute(whole, 0, [1, 2]), compute(whole, 1, [1, 2])) == (2 * 2 * DEVICE + LAYER, 2 * 5_000 + LAYER)
