@@ -19,6 +19,7 @@ import re
 import socket
 import threading
 from collections.abc import AsyncIterator, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from .console import note
@@ -41,6 +42,8 @@ except ImportError:
 
 __all__ = ["deployment"]
 
+_SILENT = 2  # health checks without an answer, after which a server is ended: Ray ends an actor after three, and the server would be left
+_ANSWERS = 10.0  # seconds for one
 _ACTOR = 256 * MIB  # what a replica's actor takes besides the server's own process
 _TRIES = 3
 _BEGINNING = 256  # characters of a bare prompt; what is longer grows from turn to turn
@@ -68,7 +71,8 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         **options: of `moeoff.Server`.
 
     Raises:
-        OptionError: a share of memory, host or port; or, with Ray started, more replicas than its machines can hold.
+        OptionError: a share of memory, host or port; or, with Ray started, more replicas than its machines can hold. Where it is started later, as by
+            `serve run`, the application does not start for that reason.
     """
     if isinstance(memory, str) and memory.strip().endswith("%"):
         raise OptionError("`memory`: a size as 6G, not a share: replicas are placed by it before it is known where")
@@ -88,29 +92,39 @@ def deployment(model: str | os.PathLike[str], *, memory: str | int, num_replicas
         "graceful_shutdown_timeout_s": 120,
         "request_router_config": {"request_router_class": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"},
     }
-    if "num_replicas" in given and "autoscaling_config" not in given:
-        _require_machines(given["num_replicas"], (ours | given)["max_replicas_per_node"], actor)
+    wanted = _Wanted(given.get("num_replicas", 1), (ours | given)["max_replicas_per_node"], actor) if "autoscaling_config" not in given else None
+    if wanted is not None and ray.is_initialized():
+        wanted.check()
     replicas = serve.deployment(name=name, ray_actor_options=actor, **(ours | given))(_Replica)
     ingress = serve.deployment(name=f"{name}-ingress", max_ongoing_requests=10_000, ray_actor_options={"num_cpus": 0})(_Ingress)
     server = {"memory": budget, "parallel": parallel, "alias": os.path.basename(model).removesuffix(".gguf")} | options
-    return ingress.bind(replicas.bind(os.fspath(model), server))
+    return ingress.bind(replicas.bind(os.fspath(model), server), wanted)
 
 
-def _require_machines(n_replicas: Any, per_machine: int, actor: Mapping[str, Any]) -> None:
-    """Ray would wait for machines without an end, and say so in its own log alone. Raises OptionError; nothing is known before Ray is started."""
-    if not isinstance(n_replicas, int) or not ray.is_initialized():
-        return
-    labels = {key: value for key, value in (actor.get("label_selector") or {}).items() if not re.match(r"!|in\(", value)}  # Ray's own operators
-    wanted = {"memory": actor.get("memory") or 0, "CPU": actor.get("num_cpus") or 0}
-    alive = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
-    labelled = [node for node in alive if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())]
-    fit = [node for node in labelled if all(node["Resources"].get(name, 0) >= n for name, n in wanted.items())]
-    if len(fit) * per_machine < n_replicas:
-        has = f"{len(alive)} machines, {len(labelled)} with its labels, {len(fit)} with {format_size(wanted['memory'])} of memory and {wanted['CPU']:g} cores"
-        raise OptionError(
-            f"`num_replicas`: {n_replicas} replicas, at most {per_machine} on a machine, and Ray has {has}: start Ray on more, give fewer, or "
-            "max_replicas_per_node in ray_options; with autoscaling_config they may come later"
-        )
+@dataclass(frozen=True)
+class _Wanted:
+    """Replicas, and what each asks of its machine. Ray would wait for machines without an end, and say so in its own log alone."""
+
+    n_replicas: Any
+    per_machine: int
+    actor: Mapping[str, Any]
+
+    def check(self) -> None:
+        """Raises OptionError if Ray's machines, of which none has died, cannot hold them; before Ray is started there are none to ask."""
+        nodes: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+        if not isinstance(self.n_replicas, int) or not all(node["Alive"] for node in nodes):  # one may come for one that has gone
+            return
+        labels = {key: value for key, value in (self.actor.get("label_selector") or {}).items() if not re.match(r"!|in\(", value)}  # Ray's own operators
+        needs = {name: n for name, n in {"memory": self.actor.get("memory"), "CPU": self.actor.get("num_cpus")}.items() if n}
+        labelled = [node for node in nodes if all(node.get("Labels", {}).get(key) == value for key, value in labels.items())]
+        hold = [min([self.per_machine, *(int(node["Resources"].get(name, 0) // n) for name, n in needs.items())]) for node in labelled]
+        if sum(hold) < self.n_replicas:
+            has = f"{len(nodes)} machines, {len(labelled)} with its labels, on which {sum(hold)} have room"
+            each = f"{format_size(int(needs.get('memory', 0)))} of memory and {needs.get('CPU', 0):g} cores"
+            raise OptionError(
+                f"`num_replicas`: {self.n_replicas} replicas of {each}, at most {self.per_machine} on a machine, and Ray has {has}: start Ray on more, give "
+                "fewer, or max_replicas_per_node in ray_options; with autoscaling_config they may come later"
+            )
 
 
 class _Replica:
@@ -124,7 +138,7 @@ class _Replica:
         self._key = {"Authorization": f"Bearer {options['api_key']}"} if options.get("api_key") else {}
         self._session: aiohttp.ClientSession | None = None
         self._gauges: dict[str, Gauge] = {}
-        self._ending = False
+        self._ending, self._silent = False, 0
         self._server = ServerProcess(model, **options)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -159,8 +173,15 @@ class _Replica:
 
     async def check_health(self) -> None:
         """Ray's. Hands the server's metrics on to Ray's, unless they wait for a batch that takes long."""
-        async with self._client().get("/health", timeout=aiohttp.ClientTimeout(total=10)) as response:
-            response.raise_for_status()
+        try:
+            async with self._client().get("/health", timeout=aiohttp.ClientTimeout(total=_ANSWERS)) as response:
+                response.raise_for_status()
+        except asyncio.TimeoutError:
+            self._silent += 1
+            if self._silent >= _SILENT:
+                self._server.kill()  # the actor ends with it
+            raise
+        self._silent = 0
         with contextlib.suppress(asyncio.TimeoutError):
             async with self._client().get("/metrics", headers=self._key, timeout=aiohttp.ClientTimeout(total=5)) as response:
                 for name, value in _SAMPLE.findall(await response.text()):
@@ -171,9 +192,14 @@ class _Replica:
 
 
 class _Ingress:
-    """Finds each request the replica of its conversation, and sees to it that it gets an answer or an error."""
+    """Finds each request the replica of its conversation, and sees to it that it gets an answer or an error.
 
-    def __init__(self, replicas: DeploymentHandle[Any]):
+    It is the first to know the machines where Ray is started after the application was made.
+    """
+
+    def __init__(self, replicas: DeploymentHandle[Any], wanted: _Wanted | None = None):
+        if wanted is not None:
+            wanted.check()
         self._replicas = replicas.options(method_name="answer", stream=True)
 
     async def __call__(self, request: Request) -> Response:

@@ -75,6 +75,10 @@ class ServerProcess:
         code = self._process.wait()
         return f"ended with code {code}" if code >= 0 else f"been ended by {signal.Signals(-code).name}"
 
+    def kill(self) -> None:
+        """Ends the process at once, also one that no longer does anything."""
+        self._process.kill()
+
     def stop(self) -> None:
         """Ends every answer, then the process. May be called twice."""
         if self._process.stdin is not None:

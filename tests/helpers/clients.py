@@ -1,4 +1,4 @@
-"""Clients of other people's, each asked for the same seven things with its default settings; and what some of them cannot do, with the reason.
+"""Nine clients of other people's, each asked for the same seven things with its default settings; and what some of them cannot do, with the reason.
 
 The libraries are imported where they are used: without the extra test-clients, tests of them are skipped. docs/guides/serving.md has the table
 (scripts/build/docs.py cli), so this imports nothing that is not there without the extras.
@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +34,7 @@ class Client:
     """
 
     cannot: dict[str, str] = {}
+    slow = False  # takes long to import, or to start
 
     def __init__(self, url: str, model: str, folder: Path):
         self.url, self.model, self.folder = url, model, folder
@@ -228,6 +234,99 @@ class LangChainOllama(_LangChain):
         return OllamaEmbeddings(base_url=self.url, model=self.model).embed_documents(texts)
 
 
+class LiteLLM(Client):
+    slow = True
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # else it asks the network for prices when it is imported
+        import litellm
+
+        self.module = litellm
+        self.where = {"model": f"openai/{self.model}", "api_base": f"{self.url}/v1", "api_key": KEY}
+
+    def chat(self, text: str) -> str:
+        return self.module.completion(**self.where, messages=self.user(text)).choices[0].message.content
+
+    def stream(self, text: str) -> Iterator[str]:
+        for chunk in self.module.completion(**self.where, messages=self.user(text), stream=True):
+            yield chunk.choices[0].delta.content or ""
+
+    def tools(self, text: str) -> list[Calls]:
+        messages: list[Any] = self.user(text)
+        replies = []
+        for _ in range(2):
+            said = self.module.completion(**self.where, messages=messages, tools=[TOOL]).choices[0].message
+            replies.append([(call.function.name, json.loads(call.function.arguments)) for call in said.tool_calls])
+            messages += [said, *({"role": "tool", "tool_call_id": call.id, "content": RESULT} for call in said.tool_calls)]
+        return replies
+
+    def schema(self, text: str) -> str:
+        wanted = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
+        return self.module.completion(**self.where, messages=self.user(text), response_format=wanted).choices[0].message.content
+
+    def embeddings(self, texts: list[str]) -> list[list[float]]:
+        return [item["embedding"] for item in self.module.embedding(**self.where, input=texts).data]
+
+    def list(self) -> list[str]:
+        found = self.module.get_valid_models(check_provider_endpoint=True, custom_llm_provider="openai", api_key=KEY, api_base=self.where["api_base"])
+        return [name.removeprefix("openai/") for name in found]
+
+    def cancel(self, text: str) -> None:
+        stream = self.module.completion(**self.where, messages=self.user(text), stream=True)
+        with contextlib.closing(stream.completion_stream):
+            _first(chunk.choices[0].delta.content for chunk in stream)
+
+
+class LLM(Client):
+    """The program, as a person runs it, with the server in its file of other models."""
+
+    slow = True
+    cannot = {
+        "embeddings": "its models of OpenAI's kind take no address for embeddings",
+        "list": "it lists the models of its own file, and asks no server",
+    }
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import llm  # noqa: F401
+
+        more = {"model_id": self.model, "model_name": self.model, "api_base": f"{self.url}/v1", "supports_tools": True, "supports_schema": True}
+        (self.folder / "extra-openai-models.yaml").write_text(json.dumps([more]))  # which is YAML, too
+        self.environment = os.environ | {"LLM_USER_PATH": str(self.folder)}
+
+    def command(self, *args: str) -> list[str]:
+        return [os.path.join(os.path.dirname(sys.executable), "llm"), "-m", self.model, *args]
+
+    def run(self, *args: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.command(*args), env=self.environment, capture_output=True, text=True, timeout=300, check=check, stdin=subprocess.DEVNULL)
+
+    def chat(self, text: str) -> str:
+        return self.run("--no-stream", text).stdout
+
+    def stream(self, text: str) -> Iterator[str]:
+        with subprocess.Popen(self.command(text), env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as process:
+            while piece := os.read(process.stdout.fileno(), 1 << 16):
+                yield piece.decode()
+        assert process.returncode == 0
+
+    def tools(self, text: str) -> list[Calls]:
+        """It calls by itself, and gives up with an error what goes on calling."""
+        code = f"def measure(unit: str) -> str:\n    'Measures the room'\n    return {RESULT!r}\n"
+        done = self.run("--functions", code, "--td", "--no-stream", text, check=False)
+        calls = (line.removeprefix("Tool call: ").partition("(") for line in done.stderr.splitlines() if line.startswith("Tool call: "))
+        return [[(name, json.loads(given.rstrip(")").replace("'", '"')))] for name, _, given in calls]
+
+    def schema(self, text: str) -> str:
+        return self.run("--schema", json.dumps(SCHEMA), text).stdout
+
+    def cancel(self, text: str) -> None:
+        with subprocess.Popen(self.command(text), env=self.environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+            _first(iter(lambda: os.read(process.stdout.fileno(), 1 << 16), b""))
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+
+
 class OpenWebUI(Client):
     """The requests that its backend sends to a connection of OpenAI's kind: routers/openai.py, retrieval/utils.py. A chat is always streamed;
     titles and tags are not."""
@@ -291,9 +390,59 @@ class OpenWebUI(Client):
             _first(delta.get("content") for delta in deltas)
 
 
+class Page(Client):
+    """llama-server's web page, in a headless Chromium."""
+
+    slow = True
+    cannot = {
+        "tools": "it calls those of servers of its own protocol (MCP), of which there is none here",
+        "schema": "it asks for text",
+        "embeddings": "it asks for text",
+        "list": "it shows the one model that is served",
+    }
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        import httpx
+
+        from helpers.browser import find_browser
+
+        if (program := find_browser()) is None:
+            raise ImportError("no Chromium on PATH")
+        if httpx.get(self.url, timeout=300).status_code == 404:
+            raise ImportError("the server was built without its web page, which wants npm")
+        self.program = program
+
+    @contextlib.contextmanager
+    def conversation(self) -> Iterator[Any]:
+        from helpers.browser import Browser, Chat
+
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile, Browser(self.program, Path(profile)) as browser:
+            yield Chat(browser, self.url)
+
+    def chat(self, text: str) -> str:
+        with self.conversation() as chat:
+            chat.ask(text)
+            return chat.read()
+
+    def stream(self, text: str) -> Iterator[str]:
+        """Lengths of what was seen are all that there is of the pieces."""
+        with self.conversation() as chat:
+            chat.ask(text)
+            seen = chat.watch()
+            answer = chat.read()
+        for start, end in zip([0, *seen], [*seen, len(answer)]):
+            yield answer[start:end]
+
+    def cancel(self, text: str) -> None:
+        with self.conversation() as chat:
+            chat.ask(text)
+            chat.stop_after(20)
+
+
 CLIENTS: dict[str, type[Client]] = {
     "openai": OpenAI, "anthropic": Anthropic, "ollama": Ollama, "langchain-openai": LangChainOpenAI, "langchain-ollama": LangChainOllama,
-    "Open WebUI": OpenWebUI,
+    "litellm": LiteLLM, "llm": LLM, "Open WebUI": OpenWebUI, "the web page": Page,
 }  # fmt: skip
 
 

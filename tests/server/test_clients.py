@@ -92,7 +92,9 @@ def each(what: str) -> pytest.MarkDecorator:
     """Every client that can do it."""
     assert what in WHAT
     able = {name: kind for name, kind in CLIENTS.items() if what not in kind.cannot}
-    return pytest.mark.parametrize("client", [pytest.param(kind, id=name) for name, kind in able.items()], indirect=True)
+    return pytest.mark.parametrize(
+        "client", [pytest.param(kind, id=name, marks=pytest.mark.slow if kind.slow else ()) for name, kind in able.items()], indirect=True
+    )
 
 
 def expected(served: Served) -> str:

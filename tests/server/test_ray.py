@@ -177,6 +177,32 @@ def test_sixteen_chats_and_a_replica_that_is_killed(served, client, victim):
 
 
 @pytest.mark.slow
+def test_a_replica_that_hangs_is_replaced(served, client):
+    """Its server is stopped, and would outlive its actor: it is ended, and gives its memory back."""
+    hung, other = served.replicas(2)
+    os.kill(hung.server_pid, signal.SIGSTOP)
+    wait_until(lambda: not os.path.exists(f"/proc/{hung.server_pid}"))
+    assert other in served.replicas(2) and hung not in served.replicas(2)
+    for number in range(4):
+        assert client.chat.completions.create(**chat(f"{number}: still there?")).usage.completion_tokens == 48
+
+
+@pytest.mark.slow
+def test_serve_run_says_that_there_are_too_many_replicas(served, demo, tmp_path):
+    """Ray's program makes the application before it knows a machine."""
+    (tmp_path / "too_many.py").write_text(f"import moeoff.ray\napp = moeoff.ray.deployment({demo!r}, memory='200M', num_replicas=9, name='many')\n")
+    ray = os.path.join(os.path.dirname(sys.executable), "serve")
+    command = [ray, "run", "--name", "many", "--route-prefix", "/many", "--app-dir", str(tmp_path), "too_many:app"]
+    try:
+        done = subprocess.run(command, env=os.environ | {"RAY_ADDRESS": served.address}, capture_output=True, text=True, timeout=300)
+        assert done.returncode and "9 replicas of 456 MiB of memory and 1 cores, at most 1 on a machine, and Ray has 2 machines" in done.stderr + done.stdout
+    finally:
+        from ray import serve
+
+        serve.delete("many")
+
+
+@pytest.mark.slow
 def test_a_model_that_is_on_no_machine(served):
     from ray import serve
 
@@ -199,17 +225,24 @@ def test_options_that_make_no_sense(demo, options, said):
 def test_more_replicas_than_machines_are_refused(demo, monkeypatch):
     """In the place of a deployment that is DEPLOYING without an end."""
 
-    def node(alive: bool = True, gib: int = 4, **labels: str) -> dict:
-        return {"Alive": alive, "Resources": {"memory": gib * GIB, "CPU": 2.0}, "Labels": labels}
+    def node(alive: bool = True, gib: int = 4, cores: float = 2.0, **labels: str) -> dict:
+        return {"Alive": alive, "Resources": {"memory": gib * GIB, "CPU": cores}, "Labels": labels}
 
+    nodes = [node(model="a", gib=5), node(model="b"), node(gib=1, model="a")]
     monkeypatch.setattr(moeoff.ray.ray, "is_initialized", lambda: True)
-    monkeypatch.setattr(moeoff.ray.ray, "nodes", lambda: [node(model="a"), node(model="b"), node(gib=1, model="a"), node(alive=False, model="a")])
-    for options in ({"num_replicas": 2}, {"num_replicas": 3, "labels": None}, {"num_replicas": 1, "memory": "8G"}):
-        with pytest.raises(OptionError, match="replicas, at most 1 on a machine, and Ray has 3 machines"):
+    monkeypatch.setattr(moeoff.ray.ray, "nodes", lambda: nodes)
+    two = {"ray_options": {"max_replicas_per_node": 2}}
+    for options in ({"num_replicas": 2}, {"num_replicas": 3, "labels": None}, {"num_replicas": 1, "memory": "8G"}, {"memory": "8G"},
+                    {"num_replicas": 3, "ray_options": {"max_replicas_per_node": 9}}, {"num_replicas": 2, "memory": "3G", **two},
+                    {"num_replicas": 2, "ray_options": {"max_replicas_per_node": 2, "ray_actor_options": {"num_cpus": 2}}}):  # fmt: skip
+        with pytest.raises(OptionError, match=r"replicas of .*, at most \d on a machine, and Ray has 3 machines"):
             moeoff.ray.deployment(demo, **({"memory": "2G", "labels": {"model": "a"}} | options))
+    nodes.append(node(alive=False, model="a"))  # another may come for it
+    moeoff.ray.deployment(demo, memory="2G", labels={"model": "a"}, num_replicas=2)
+    nodes.pop()
     for options in (
         {"num_replicas": 1},
-        {"num_replicas": 2, "ray_options": {"max_replicas_per_node": 2}},
+        {"num_replicas": 2} | two,
         {"ray_options": {"autoscaling_config": {"max_replicas": 9}}},
     ):
         moeoff.ray.deployment(demo, memory="2G", labels={"model": "a"}, **options)

@@ -1,0 +1,159 @@
+"""A Ray cluster of nodes on this machine to which things happen while clients ask: a server that hangs, a node that dies, one that joins, more requests.
+
+usage: ray_cluster.py -m MODEL [--memory 200M] [--clients 4] [--json FILE]
+
+Two nodes with a replica each (tests/helpers/ray_cluster.py). The clients ask short questions, each a conversation of its own, one after the other, from before
+the event until the cluster is whole again and for some seconds more; an answer that is not whole is an error. At last replicas are scaled by the requests in
+flight: one client, then many, then none.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[2] / "tests")]
+
+import httpx
+from rich.console import Console
+
+from helpers.ray_cluster import Cluster, cluster
+from results import HELP, ResultsFile
+
+GIB = 1 << 30
+N_TOKENS = 32
+AROUND = 5.0  # seconds of asking before an event and behind it
+LONGEST = 240.0  # seconds until the cluster must be whole again
+SCALED = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 2, "downscale_delay_s": 5}
+
+
+class Clients:
+    """Ask while the block runs. answers: (seconds, whole or not) of each request, in the order of their ends."""
+
+    def __init__(self, url: str, n: int):
+        self.url, self.answers, self._ends = url, list[tuple[float, bool]](), threading.Event()
+        self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(n)]
+
+    def __enter__(self) -> Clients:
+        self.begun = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._ends.set()
+        for thread in self._threads:
+            thread.join()
+        self.seconds = time.monotonic() - self.begun
+
+    def _ask(self, client: int) -> None:
+        number = 0
+        while not self._ends.is_set():
+            number += 1
+            body = {"messages": [{"role": "user", "content": f"{client}.{number}: how many?"}], "max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True}
+            asked = time.monotonic()
+            try:
+                answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=LONGEST)
+                whole = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == N_TOKENS
+            except httpx.HTTPError:
+                whole = False
+            self.answers.append((time.monotonic() - asked, whole))
+
+
+def servers(it: Cluster) -> set[tuple[int, int]]:
+    """(node, process) of every server that there is now."""
+    return {(replica.node, replica.server_pid) for replica in it.running()}
+
+
+def after(condition: Callable[[], bool]) -> float:
+    """Seconds until it is so."""
+    began = time.monotonic()
+    while not condition():
+        if time.monotonic() - began > LONGEST:
+            raise click.ClickException(f"not so after {LONGEST:.0f} s")
+        time.sleep(0.1)
+    return time.monotonic() - began
+
+
+def n_running(name: str) -> int:
+    """Replicas that answer, as Ray knows it."""
+    from ray import serve
+
+    return sum(app.deployments[name].replica_states.get("RUNNING", 0) for app in serve.status().applications.values() if name in app.deployments)
+
+
+@click.command()
+@click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--memory", default="200M", show_default=True, help="Of each replica.")
+@click.option("--clients", "n_clients", default=4, show_default=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None:
+    from ray import serve
+
+    import moeoff.ray
+
+    console = Console(stderr=True)
+    rows: list[tuple[str, float, Clients]] = []
+    steps: list[tuple[str, int, float, Clients | None]] = []
+    model = os.path.abspath(model)
+
+    def happens(it: Cluster, what: str, event: Callable[[], Callable[[], bool]]) -> None:
+        """event: does it, and returns what says that the cluster is whole again."""
+        console.print(what, style="dim")
+        with Clients(it.url, n_clients) as clients:
+            time.sleep(AROUND)
+            seconds = after(event())
+            time.sleep(AROUND)
+        rows.append((what, seconds, clients))
+
+    def hang() -> Callable[[], bool]:
+        hung = min(servers(it))
+        os.kill(hung[1], signal.SIGSTOP)
+        return lambda: hung not in servers(it) and n_running("moeoff") == 2
+
+    def die() -> Callable[[], bool]:
+        it.kill(1)
+        return lambda: n_running("moeoff") == 1
+
+    def join() -> Callable[[], bool]:
+        it.add({"holds": "model"})
+        return lambda: n_running("moeoff") == 2
+
+    with cluster([{"holds": "model"}] * 2, 2 * GIB, None) as it:
+        serve.run(moeoff.ray.deployment(model, memory=memory, num_replicas=2, labels={"holds": "model"}, n_threads=1))
+        happens(it, "a server hangs (SIGSTOP)", hang)
+        happens(it, "a node dies", die)
+        happens(it, "a node joins", join)
+        serve.delete("default")
+        after(lambda: not servers(it))
+        scaled = moeoff.ray.deployment(model, memory=memory, labels={"holds": "model"}, n_threads=1, ray_options={"autoscaling_config": SCALED})
+        serve.run(scaled)
+        for n, wanted in ((1, 1), (2 * n_clients, 2)):
+            console.print(f"{n} clients, replicas scaled", style="dim")
+            with Clients(it.url, n):
+                seconds = after(lambda wanted=wanted: n_running("moeoff") == wanted)
+            with Clients(it.url, n) as clients:
+                time.sleep(4 * AROUND)
+            steps.append((f"{n} client{'s' * (n > 1)}", n_running("moeoff"), seconds, clients))
+        steps.append(("none", 1, after(lambda: n_running("moeoff") == 1), None))
+    with ResultsFile(json_file) as results:
+        title = f"{n_clients} clients, two replicas with {memory} each"
+        table = results.table("events", title, ["", "whole again after, s", "requests", "answered", "errors", "slowest, s"])
+        for what, seconds, clients in rows:
+            whole = sum(ok for _, ok in clients.answers)
+            n = len(clients.answers)
+            table.row(what, f"{seconds:.1f}", str(n), str(whole), str(n - whole), f"{max(s for s, _ in clients.answers):.1f}")
+        table = results.table("scaled", "Replicas by requests in flight, one to two, two for each", ["", "replicas", "after, s", "answers/s"])
+        for what, n, seconds, clients in steps:
+            table.row(what, str(n), f"{seconds:.1f}", f"{len(clients.answers) / clients.seconds:.1f}" if clients else "")
+
+
+if __name__ == "__main__":
+    main()
