@@ -325,6 +325,17 @@ def test_a_conversation_that_makes_room_for_another_is_kept(demo):
         assert timings["cache_n"] >= 600 and timings["prompt_n"] <= 9
 
 
+def test_a_conversation_that_comes_back_to_a_full_context_gets_its_room(demo):
+    """The other one's, which is kept in turn."""
+    with Served(demo, memory="150M", n_ctx=1024, parallel=2, cache_ram="24M", args=LONGER) as it:
+        first, second = words(1, 600), words(2, 800)
+        complete(it.url, first, id_slot=0)
+        complete(it.url, second, id_slot=1)
+        for prompt in (first, second, first):
+            timings = complete(it.url, [*prompt, *words(3, 8)])["timings"]
+            assert timings["cache_n"] >= len(prompt) and timings["prompt_n"] <= 9
+
+
 def test_prompts_take_memory_from_the_experts_when_they_are_kept(grown):
     """And not when they are computed."""
     options = {"n_ctx": 2048, "parallel": 1, "cache_ram": "40M", "args": LONGER}
