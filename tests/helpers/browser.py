@@ -67,6 +67,7 @@ class Browser:
         target = self.call("Target.createTarget", url=url, newWindow=True)["targetId"]
         page = Page(self, self.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"])
         page.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        wait_until(page.is_there)
         return page
 
     def call(self, method: str, session: str | None = None, **params: Any) -> dict[str, Any]:
@@ -113,18 +114,18 @@ class Page:
         """Until the expression is true."""
         wait_until(lambda: self.evaluate(script), timeout)
 
+    def is_there(self) -> bool:
+        """Whether a new document is."""
+        try:
+            return self.evaluate("window.isOld !== true && location.href !== 'about:blank' && document.readyState === 'complete'")
+        except BrowserError:  # before the first one, and between two, there is none to ask
+            return False
+
     def reload(self) -> None:
         """Returns when the new document is there; what its scripts have yet to do must be waited for."""
         self.evaluate("window.isOld = true")
         self.call("Page.reload")
-
-        def is_new() -> bool:
-            try:
-                return self.evaluate("window.isOld !== true && document.readyState === 'complete'")
-            except BrowserError:  # between the two documents there is none to ask
-                return False
-
-        wait_until(is_new)
+        wait_until(self.is_there)
 
     def type(self, text: str) -> None:
         """Into what has the focus."""

@@ -312,7 +312,7 @@ class LLM(Client):
 
     def tools(self, text: str) -> list[Calls]:
         """It calls by itself, and gives up with an error what goes on calling."""
-        code = f"def measure(unit: str) -> str:\n    'Measures the room'\n    return {RESULT!r}\n"
+        code = f"from typing import Literal as _L\ndef measure(unit: _L['metres']) -> str:\n    'Measures the room'\n    return {RESULT!r}\n"
         done = self.run("--functions", code, "--td", "--no-stream", text, check=False)
         calls = (line.removeprefix("Tool call: ").partition("(") for line in done.stderr.splitlines() if line.startswith("Tool call: "))
         return [[(name, json.loads(given.rstrip(")").replace("'", '"')))] for name, _, given in calls]
