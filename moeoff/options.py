@@ -244,6 +244,14 @@ def _cache_size(value: str | int) -> int | None:
     return 0 if value == 0 else parse_size(value)
 
 
+def _disk_size(value: str | int) -> int:
+    if str(value).strip() == "0":
+        return 0
+    if isinstance(value, str) and value.strip().endswith("%"):
+        raise OptionError(f"a size as 4G, or 0, not {value!r}")
+    return parse_size(value)
+
+
 # --- the table ---
 
 
@@ -762,6 +770,9 @@ class ServerOptions:
     cache_ram: int | None = option("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, group="Server", commands="serve",
                                    help="Memory for prompts that are kept outside the context; counts in --memory. Default: at most an eighth of what experts "
                                         "would have, and what they cannot use.")  # fmt: skip
+    kv_disk: int | None = option("--kv-disk", metavar="SIZE", parse=_disk_size, group="Server", commands="serve",
+                                 help="Disk, in the user's cache folder, for prompts that fall out of memory: they come back where reading is quicker than "
+                                      "computing. 0: none. Default: 4G.")  # fmt: skip
     ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=_integer(0, 1024), also=("--swa-checkpoints",), group="Server", commands="serve",
                                          help="Copies of each answer's recurrent state to go back to; count in --memory. Default: up to 8, as they fit.")  # fmt: skip
     mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", also=("-mm",), group="Server", commands="serve",

@@ -360,8 +360,9 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
     if unknown := {name for name, value in config.llama_cpp.items() if value is not None} - {"use_mmap", "use_mlock"}:
         raise OptionError(f"{min(unknown)}: give llama-server's own option for it in args")
     out = ["llama-server", "-m", config.model_path, "-c", str(n_ctx), "--kv-unified" if options.kv_unified else "--no-kv-unified"]
-    out += ["--cache-ram", str(kept.cache_ram // MIB), "--ctx-checkpoints", str(kept.n_checkpoints), "--slot-prompt-similarity", str(_SIMILARITY)]
-    if options.cache_ram is None:  # what is in a slot stays there until the slot is needed: a cache of this size may be too small for it
+    cache_ram = max(kept.cache_ram // MIB, 1 if options.kv_disk else 0)  # without a cache nothing falls out of it
+    out += ["--cache-ram", str(cache_ram), "--ctx-checkpoints", str(kept.n_checkpoints), "--slot-prompt-similarity", str(_SIMILARITY)]
+    if not options.cache_ram:  # what is in a slot stays there until the slot is needed: a cache of this size may be too small for it
         out.append("--no-cache-idle-slots")
     out += ["--threads-http", str(_HTTP_THREADS + 2 * kept.n_slots), "--metrics", "--no-slots", "-lv", "4" if config.verbose else "1"]
     for name, line in table_of(Config).items():

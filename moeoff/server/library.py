@@ -22,7 +22,35 @@ After = CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)
 Lend = CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)
 Metrics = CFUNCTYPE(None, c_void_p, c_size_t)
 Keep = CFUNCTYPE(c_int, c_int64)
+Wants = CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_uint64)
 Answered = CFUNCTYPE(None, c_char_p, c_char_p, c_int32, c_char_p)
+
+
+class Prompt(Structure):
+    """struct moeoff_prompt"""
+
+    _fields_ = [
+        ("tokens", POINTER(c_int32)),
+        ("n_tokens", c_int32),
+        ("state_data", c_void_p),
+        ("state_size", c_uint64),
+        ("draft_data", c_void_p),
+        ("draft_size", c_uint64),
+    ]
+
+    @property
+    def parts(self) -> tuple[memoryview, memoryview]:
+        """Bytes of both states."""
+        return _bytes_at(self.state_data, self.state_size), _bytes_at(self.draft_data, self.draft_size)
+
+
+def _bytes_at(address: int | None, size: int) -> memoryview:
+    return memoryview((c_uint8 * size).from_address(address) if address and size else b"").cast("B")
+
+
+Takes = CFUNCTYPE(None, POINTER(Prompt))
+Finds = CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))
+Reads = CFUNCTYPE(c_int, POINTER(Prompt))
 
 
 class Hooks(Structure):
@@ -41,6 +69,10 @@ class Hooks(Structure):
         ("metrics", Metrics),
         ("keep", Keep),
         ("answered", Answered),
+        ("wants", Wants),
+        ("takes", Takes),
+        ("finds", Finds),
+        ("reads", Reads),
         ("page", c_char_p),
     ]
 
@@ -63,6 +95,7 @@ def library() -> ctypes.CDLL:
     lib.moeoff_isolate_templates.restype, lib.moeoff_isolate_templates.argtypes = None, [c_char_p]
     lib.moeoff_check_template.restype, lib.moeoff_check_template.argtypes = c_bool, [c_char_p, c_char_p, c_size_t]
     lib.moeoff_serve_has_page.restype, lib.moeoff_serve_has_page.argtypes = c_bool, []
+    lib.moeoff_serve_forget.restype, lib.moeoff_serve_forget.argtypes = None, [POINTER(Prompt)]
     lib.moeoff_serve_stop.restype, lib.moeoff_serve_stop.argtypes = None, []
     lib.moeoff_isolate_templates(os.fsencode(os.path.join(folder, _TEMPLATES)))
     return lib

@@ -36,12 +36,34 @@ from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels
 from .kept_prompts import KeptPrompts
-from .library import After, Answered, Before, Hooks, Keep, Lend, Loaded, Metrics, Ready, c_arguments, check_arguments, check_templates, library, write_text
+from .library import (
+    After,
+    Answered,
+    Before,
+    Finds,
+    Hooks,
+    Keep,
+    Lend,
+    Loaded,
+    Metrics,
+    Reads,
+    Ready,
+    Takes,
+    Wants,
+    c_arguments,
+    check_arguments,
+    check_templates,
+    library,
+    write_text,
+)
 from .log import FirstError, FirstErrorOf
+from .prompts_on_disk import Given, Kept, PromptsOnDisk, folder, identity
 
 _POLL = 0.05  # seconds
 _IDLE = 0.25  # seconds without a batch, after which none is taken to be on its way
 _STEP = 1 << 20  # bytes, in which prompts that are kept take memory from the experts
+_KV_DISK = 4 << 30  # bytes, unless said
+_MEASURED = 256  # tokens of prompts, before whose speed is known
 _LOOKS = ("/health", "/v1/health", "/metrics", "/moeoff", "/", "/tools")  # which programs and pages ask for again and again
 _LONGEST_PATH = 200  # characters
 _PAGE = Path(__file__).with_name("page.html")
@@ -125,7 +147,14 @@ class Server:
         self._core_binding: CoreBinding | None = None
         self._thread = threading.Thread(target=self._serve, name="moeoff-server", daemon=True)
         self._n_batches, self._computes = 0, False
-        self._taken = 0  # bytes, for prompts outside the context
+        self._taken = self._cached = self._given = 0  # bytes, for prompts outside the context: in all; of the cache; of those that are written to disk
+        self._disk: PromptsOnDisk | None = None
+        self._found: Kept | None = None
+        if self._options.kv_disk:
+            try:
+                self._disk = PromptsOnDisk(folder(), self._options.kv_disk, self._identity, self._prompt_rate, lambda nbytes: self._hold(given=-nbytes))
+            except OSError as error:
+                self._remarks.append(f"prompts are not kept on disk: {error}")
         self._closing = threading.Event()
         self._idle = threading.Thread(target=self._use_idle, name="moeoff-idle", daemon=True)
 
@@ -149,9 +178,28 @@ class Server:
         self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
         kept = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
         engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident + loaded, nextn=extras.nextn)
+        self._options = replace(self._options, kv_disk=self._disk_bound(engine.kept_prompts))
+        self._identity = identity(config, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
             raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return engine
+
+    def _disk_bound(self, kept: KeptPrompts) -> int:
+        """Bytes for prompts on disk, where they can be gone on from."""
+        options = self._options
+        bound = _KV_DISK if options.kv_disk is None else options.kv_disk
+        if options.embedding or options.rerank or not bound:
+            return 0
+        why = ""
+        if kept.checkpoint:
+            why = "this model has states that cannot be cut to what two prompts have in common"
+        elif options.mmproj:
+            why = "prompts may hold pictures"
+        elif any(argument.startswith("--lora") for argument in options.args):
+            why = "requests choose adapters"
+        if why and options.kv_disk:
+            self._remarks.append(f"--kv-disk has no effect: {why}")
+        return 0 if why else bound
 
     def _choose_context(self, config: Config, model_index: ModelIndex) -> ContextSize:
         """For all conversations together: as the user says, else what the budget allows."""
@@ -279,6 +327,10 @@ class Server:
                 Metrics(self._guarded(self._metrics, None)),
                 Keep(self._keep),
                 Answered() if self._on_request is None else Answered(self._answered),
+                Wants(self._wants),
+                Takes(self._takes),
+                Finds(self._finds),
+                Reads(self._reads),
                 _PAGE.read_bytes(),
             )
             self._lib.moeoff_serve(len(self._argv), c_arguments(self._argv), ctypes.byref(hooks))
@@ -296,6 +348,8 @@ class Server:
                 if self._idle.is_alive():
                     stack.callback(self._idle.join)
                 stack.callback(self._closing.set)
+                if self._disk is not None:
+                    stack.callback(self._disk.close)
 
     def _use_idle(self) -> None:
         """The idle thread: once after each request, when no batch has come for a while."""
@@ -413,17 +467,54 @@ class Server:
 
     def _keep(self, nbytes: int) -> int:
         """Prompts outside the context are the experts' memory."""
-        wanted = -(-nbytes // _STEP) * _STEP
-        taken = self._taken
+        return self._hold(cached=nbytes)
+
+    def _hold(self, cached: int | None = None, given: int = 0) -> int:
+        """cached: bytes of the prompt cache, if they are others now. given: how many more are written to disk."""
         try:
             with self._between:
-                if wanted != taken:
-                    self.engine.sizer.reserve(wanted - taken)
-                    self._taken = wanted
+                cached, given, before = self._cached if cached is None else cached, self._given + given, self._taken
+                wanted = -(-(cached + given) // _STEP) * _STEP
+                if wanted != before:
+                    self.engine.sizer.reserve(wanted - before)
+                self._cached, self._given, self._taken = cached, given, wanted
         except BudgetError:
             return 1
-        if wanted < taken:
+        if wanted < before:
             trim()  # what was there is free, and the C allocator would keep it from the experts
+        return 0
+
+    # --- prompts on disk; these answer 0 or nothing where there are none ---
+
+    def _prompt_rate(self) -> float:
+        """Tokens per second of the prompts so far; 0: too few to know."""
+        stats = self.stats()
+        return stats.prompt_tokens / stats.prompt_seconds if stats.prompt_tokens >= _MEASURED and stats.prompt_seconds > 0 else 0.0
+
+    def _wants(self, tokens: Any, n: int, nbytes: int) -> int:
+        return self._disk is not None and self._disk.wants(np.ctypeslib.as_array(tokens, (n,)), nbytes)
+
+    def _takes(self, prompt: Any) -> None:
+        assert self._disk is not None  # it was asked before
+        it, forget = prompt.contents, self._lib.moeoff_serve_forget
+        given = Given(np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), it.parts, lambda: forget(prompt))
+        with self._between:
+            self._cached, self._given = self._cached - given.nbytes, self._given + given.nbytes
+        self._disk.take(given)
+
+    def _finds(self, tokens: Any, n: int, n_have: int, found: Any) -> int:
+        self._found = None if self._disk is None else self._disk.find(np.ctypeslib.as_array(tokens, (n,)), n_have)
+        if self._found is None:
+            return 0
+        found.contents.n_tokens = len(self._found.tokens)
+        found.contents.state_size, found.contents.draft_size = self._found.sizes
+        return 1
+
+    def _reads(self, found: Any) -> int:
+        kept, it = self._found, found.contents
+        if self._disk is None or kept is None or not self._disk.read(kept, it.parts):
+            return 1
+        np.ctypeslib.as_array(it.tokens, (it.n_tokens,))[:] = kept.tokens
         return 0
 
     def _answered(self, method: bytes, path: bytes, status: int, took: bytes) -> None:
@@ -436,7 +527,7 @@ class Server:
         if self._ready.is_set():
             with self._between:
                 layers = self.engine.count_layers()
-        write_text(text, size, metrics_text(self.stats(), layers))
+        write_text(text, size, metrics_text(self.stats(), layers, self._disk))
 
 
 def batch_rows(order: UbatchOrder, slots: list[int], is_prompt: list[int]) -> BatchRows | None:
@@ -470,7 +561,7 @@ def request_line(method: str, path: str, status: int, took: str) -> str:
     return f"{method} {path} {status}" + (f": {took}" if took else "")
 
 
-def metrics_text(stats: Stats, layers: LayerHits | None = None) -> str:
+def metrics_text(stats: Stats, layers: LayerHits | None = None, disk: PromptsOnDisk | None = None) -> str:
     """Counters since the server started and gauges of now, in Prometheus' text format."""
     lines = []
 
@@ -516,6 +607,11 @@ def metrics_text(stats: Stats, layers: LayerHits | None = None) -> str:
     metric("arena_bytes", "Memory that experts may take.", stats.arena_bytes)
     metric("resident_memory_bytes", "Resident memory of the process.", rss())
     metric("budget_bytes", "The bound given by --memory; 0 where only the experts are bounded.", stats.budget_bytes)
+    if disk is not None:
+        metric("prompts_disk_bytes", "Prompts on disk, of all servers of this user.", disk.nbytes)
+        metric("prompts_disk_kept_total", "Prompts that fell out of memory and went to disk.", disk.n_kept)
+        metric("prompts_disk_read_total", "Prompts that came back from there.", disk.n_read)
+        metric("prompts_disk_read_seconds_total", "Time that reading them took.", disk.read_seconds)
     if layers is not None:  # from the first look at them on
         for i, (name, text) in enumerate((("hits", "resident when they were asked for"), ("misses", "that had to be read"))):
             by_layer: dict[str, float] = {f'{{layer="{layer}"}}': count for layer, count in zip(layers.layers, layers.counts[:, i].tolist())}

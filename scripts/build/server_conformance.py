@@ -67,7 +67,8 @@ def options(argv: list[str]) -> dict[str, Any]:
         args += ["-lv", MOST_VERBOSE]
     if "parallel" in out:  # llama-server shares the context among the slots where their number is its own choice, or it is told to
         out.setdefault("kv_unified", False)
-    return out | {"args": tuple(args), "expert_memory": EXPERT_MEMORY, "profile": False, "experts": False} | ({"model": model[-1]} if model else {})
+    out |= {"args": tuple(args), "expert_memory": EXPERT_MEMORY, "kv_disk": 0, "profile": False, "experts": False}
+    return out | ({"model": model[-1]} if model else {})
 
 
 def serve(argv: list[str]) -> None:

@@ -35,10 +35,10 @@ print("stopped", flush=True)
 
 
 class Served:
-    """A process that serves until it is told to stop. first: code that it runs before all else."""
+    """A process that serves until it is told to stop. first: code that it runs before all else. Nothing is kept on disk unless it is said."""
 
     def __init__(self, model: str, first: str = "", **options):
-        command = [sys.executable, "-c", first + SCRIPT, model, json.dumps(options)]
+        command = [sys.executable, "-c", first + SCRIPT, model, json.dumps({"kv_disk": 0} | options)]
         self._errors = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would fill up
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=self._errors, text=True)
         self.url = self.process.stdout.readline().strip()

@@ -31,7 +31,7 @@ class Server:
     """A running `moeoff serve` on a free port."""
 
     def __init__(self, *args: str, shell: str | None = None):
-        command = [*(["sh", "-c", shell] if shell else []), COMMAND, "serve", "--warm", "off", "--port", "0", *args]
+        command = [*(["sh", "-c", shell] if shell else []), COMMAND, "serve", "--warm", "off", "--kv-disk", "0", "--port", "0", *args]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
         self.said = ""
         for line in self.process.stderr:  # llama.cpp's remarks come first

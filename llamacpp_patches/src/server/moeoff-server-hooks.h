@@ -14,7 +14,11 @@
 
 struct common_params;
 struct mtmd_input_chunk;
+struct server_prompt;
+struct server_prompt_cache;
+struct server_prompt_cache_state;
 struct server_task_result;
+struct server_tokens;
 
 namespace moeoff {
 
@@ -151,6 +155,16 @@ void server_abandon(const std::unordered_set<int> & ids);
 
 // Prompts outside the context are about to take so many bytes in all, or no more any longer; false: there is not so much.
 bool server_keeps_prompts(size_t nbytes);
+
+// A prompt falls out of the cache: the host may take it, and leaves an empty one.
+void server_prompt_drops(server_prompt_cache_state & state);
+
+// For one that is larger than the cache: null, or where to write what the host will take when it is written.
+server_prompt_cache_state * server_prompt_beside(const server_prompt_cache & cache, const server_prompt & prompt, size_t size, size_t draft_size);
+void                        server_prompt_saved(const server_prompt_cache_state * written); // also one of the cache's own
+
+// The host has one that begins with more than n_have of these tokens: it is the first of the cache now.
+bool server_prompt_comes_back(server_prompt_cache & cache, const server_tokens & tokens, size_t n_have);
 
 // A request, on the thread that answers it: it has come, has got a result of a task, has been answered. The last one says so to the host.
 void server_request_begins(const std::string & method, const std::string & path);

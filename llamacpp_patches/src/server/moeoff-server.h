@@ -18,6 +18,16 @@ struct llama_model;
 struct llama_model_tensor_buft_override;
 struct moeoff_expert_buffer;
 
+// A prompt outside the context: its tokens, and the states that the model, and the one that makes drafts, had behind it.
+struct moeoff_prompt {
+    int32_t * tokens;
+    int32_t   n_tokens;
+    uint8_t * state_data;
+    uint64_t  state_size;
+    uint8_t * draft_data;
+    uint64_t  draft_size;
+};
+
 struct moeoff_server_hooks {
     struct moeoff_expert_buffer * buffer; // answers tell what they took of its counters
 
@@ -55,6 +65,18 @@ struct moeoff_server_hooks {
     // A request has been answered. took: what its answers were, and what they took; empty where nothing was computed. Null: nobody asks. Any thread.
     void (*answered)(const char * method, const char * path, int32_t status, const char * took);
 
+    // Whether a prompt of so many tokens that is about to fall out of memory would be taken. If so, it is given, and stays until moeoff_serve_forget().
+    // Neither is asked of prompts with pictures, nor of those with states to go back to.
+    int (*wants)(const int32_t * tokens, int32_t n_tokens, uint64_t nbytes);
+    void (*takes)(struct moeoff_prompt * prompt);
+
+    // A prompt is about to be computed, of which the first n_have tokens are in memory. Nonzero: there is one that begins with more of it, and that comes
+    // back sooner than those are computed; its sizes are in found.
+    int (*finds)(const int32_t * tokens, int32_t n_tokens, int32_t n_have, struct moeoff_prompt * found);
+
+    // Writes it to where found points now. Nonzero: it cannot be read.
+    int (*reads)(const struct moeoff_prompt * found);
+
     const char * page; // what GET /moeoff answers, without a key: HTML that holds nothing of anybody's
 };
 
@@ -76,6 +98,9 @@ __attribute__((visibility("default"))) bool moeoff_serve_has_page(void);
 // Bytes in host memory of the projector that the arguments name: [0] its weights, [1] what it computes its largest picture or sound with,
 // one at a time. Returns the numbers of one embedding, which the model's must equal; or 0, with a text in message. Loads nothing.
 __attribute__((visibility("default"))) int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
+
+// Any thread.
+__attribute__((visibility("default"))) void moeoff_serve_forget(struct moeoff_prompt * prompt);
 
 // Every answer ends, and then the server.
 __attribute__((visibility("default"))) void moeoff_serve_stop(void);

@@ -1,0 +1,356 @@
+"""Prompts on disk: those that fall out of a server's memory, and come back where reading is quicker than computing.
+
+A prompt is its tokens, and behind them the state of the model, and of the one that makes drafts, as llama.cpp writes it. What is kept lies in one folder for all
+servers of a user: a file for each prompt, whole or not at all, with a digest of every byte. Its name begins with the identity of what computed it, and
+no other file is looked at. When the bound is reached, those go first that were used the longest ago, whoever's they are.
+
+Knows neither llama.cpp nor the server: bytes come as buffers, rates from a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from .. import __version__
+from ..budget.disk_probe import probe
+from ..console import note
+from ..errors import ModelError, WriteError
+from ..files import atomic_file, cache_folder, open_file
+from ..options import Config, ServerOptions
+
+Tokens = npt.NDArray[np.int32]
+
+_SUFFIX = ".kv"
+_MAGIC = b"moeoffK1"
+_HEADER = struct.Struct("<8s16sIQQd")  # magic, identity, tokens, bytes of both states, tokens per second when they were computed
+_DIGEST = 16  # bytes
+_PIECE = 8 << 20  # bytes that are read or written at a time
+_SYNCED = 64 << 20  # bytes after which what is written goes to the disk: pages that wait for it count in a cgroup's memory
+_LEAST = 64  # tokens: fewer are computed before a file is open
+_MOST = 512  # files: their tokens are compared with each prompt's
+_GAIN = 0.8  # of the time to compute, what reading may take
+_PROBE = 0.1  # seconds
+_IRRELEVANT = set("model_path memory n_ctx n_threads n_threads_batch expert_memory strategy stride profile experts verify_reads warm io_threads trace n_batch n_ubatch "
+                  "numa priority verbose direct_io gate_input replay".split())  # fmt: skip
+
+
+def folder() -> Path:
+    """Where prompts lie. Raises `OSError` if there is no cache folder."""
+    return cache_folder() / "prompts"
+
+
+def identity(config: Config, options: ServerOptions, files: Sequence[str]) -> bytes:
+    """16 bytes that are the same where a state means the same, to the last bit that does not depend on who shared the batch.
+
+    Args:
+        files: all that the model is read from.
+    """
+    facts: list[object] = [__version__]
+    for path in files:
+        with contextlib.suppress(OSError):
+            found = os.stat(path)
+            facts.append([os.path.realpath(path), found.st_size, found.st_mtime_ns])
+    facts += [[f.name, repr(getattr(config, f.name))] for f in fields(Config) if f.name not in _IRRELEVANT]
+    args = list(options.args)
+    while "--log-file" in args:
+        at = args.index("--log-file")
+        del args[at : at + 2]
+    facts += [options.kv_unified or options.parallel, options.draft, options.spec_type, args]
+    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+
+
+@dataclass(frozen=True)
+class Given:
+    """A prompt that has been handed over. parts: both states. forget: gives their memory back."""
+
+    tokens: Tokens
+    parts: tuple[memoryview, memoryview]
+    forget: Callable[[], None]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.nbytes for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A file, as its header says. rate: tokens per second when it was computed; 0: not known."""
+
+    path: Path
+    tokens: Tokens
+    sizes: tuple[int, int]
+    rate: float
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.sizes)
+
+
+class _Closed(Exception):
+    """The server ends while a file is written."""
+
+
+class PromptsOnDisk:
+    """What one server has there.
+
+    Args:
+        place: the folder, which is made when there is something to keep.
+        bound: bytes of all files.
+        whose: identity of what computes.
+        prompt_rate: tokens per second of the prompts that were computed; 0: not known yet.
+        done: called with each prompt's bytes when its memory has been given back, on the thread that writes.
+
+    Attributes:
+        n_kept, n_read: prompts, since the start.
+        read_seconds: that reading took.
+    """
+
+    def __init__(self, place: Path, bound: int, whose: bytes, prompt_rate: Callable[[], float], done: Callable[[int], None] = lambda _nbytes: None):
+        self._folder, self._bound, self._identity = place, bound, whose
+        self._prompt_rate, self._done = prompt_rate, done
+        self._read_rate = 0.0  # bytes per second; 0: not known yet
+        self.n_kept = self.n_read = 0
+        self.read_seconds = 0.0
+        self._lock = threading.Lock()  # of what is kept, which the writing thread changes
+        self._writer: threading.Thread | None = None
+        self._closing = False
+        self._has_complained = False
+        self._kept: dict[Path, Kept] = {}
+        for path, _, _ in self._files():
+            if path.name.startswith(whose.hex()) and path.suffix == _SUFFIX and (kept := self._open(path)) is not None:
+                self._kept[path] = kept
+
+    # --- out ---
+
+    def wants(self, tokens: Tokens, nbytes: int) -> bool:
+        """Whether this prompt would be kept: one at a time, and only what would come back."""
+        writes = self._writer is not None and self._writer.is_alive()
+        if self._closing or writes or len(tokens) < _LEAST or self._file_size(len(tokens), nbytes) > self._bound:
+            return False
+        with self._lock:
+            if any(_common(kept.tokens, tokens) == len(tokens) for kept in self._kept.values()):
+                return False
+        rate = self._prompt_rate()
+        return rate > 0 and self._pays(nbytes, len(tokens) / rate)
+
+    def take(self, given: Given) -> None:
+        """Writes it, on a thread of its own."""
+        self._writer = threading.Thread(target=self._write, args=(given,), name="moeoff-prompts", daemon=True)
+        self._writer.start()
+
+    def _write(self, given: Given) -> None:
+        nbytes = given.nbytes
+        try:
+            self._write_file(given)
+        except WriteError as error:
+            self._complain(error.message)
+        except _Closed:
+            pass
+        finally:
+            given.forget()
+            self._done(nbytes)
+
+    def _write_file(self, given: Given) -> None:
+        kept = Kept(self._path(given.tokens), given.tokens, (given.parts[0].nbytes, given.parts[1].nbytes), self._prompt_rate())
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if not self._make_room(self._file_size(len(kept.tokens), kept.nbytes)):
+                self._complain(f"{self._folder}: the disk is nearly full: prompts are not kept there")
+                return
+        except OSError as error:
+            raise WriteError(f"{self._folder}: prompts cannot be kept: {error.strerror}") from None
+        with atomic_file(kept.path) as file:
+            fd, digest, unsynced = file.fileno(), hashlib.blake2b(digest_size=_DIGEST), 0
+            os.fchmod(fd, 0o600)
+            header = _HEADER.pack(_MAGIC, self._identity, len(kept.tokens), *kept.sizes, kept.rate)
+            for part in (memoryview(header), memoryview(kept.tokens).cast("B"), *given.parts):
+                for at in range(0, part.nbytes, _PIECE):
+                    if self._closing:
+                        raise _Closed
+                    piece = part[at : at + _PIECE]
+                    digest.update(piece)
+                    file.write(piece)
+                    unsynced += piece.nbytes
+                    if unsynced >= _SYNCED:
+                        file.flush()
+                        _let_go(fd, sync=True)
+                        unsynced = 0
+            file.write(digest.digest())
+            file.flush()
+            _let_go(fd, sync=True)
+        with self._lock:
+            for shorter in [other for other in self._kept.values() if _common(other.tokens, kept.tokens) == len(other.tokens)]:
+                if shorter.path != kept.path:
+                    self._forget(shorter.path)
+            self._kept[kept.path] = kept
+            self.n_kept += 1
+
+    def _path(self, tokens: Tokens) -> Path:
+        return self._folder / f"{self._identity.hex()}-{hashlib.blake2b(tokens.tobytes(), digest_size=16).hexdigest()}{_SUFFIX}"
+
+    def _make_room(self, nbytes: int) -> bool:
+        """Removes what was used the longest ago; whether there is room then, and as much again is left to others."""
+        files = sorted(self._files(), key=lambda file: file[2])
+        disk = os.statvfs(self._folder)
+        free = disk.f_bavail * disk.f_frsize
+        total = sum(size for _, size, _ in files)
+        if free + total < 2 * nbytes:
+            return False
+        while files and (total + nbytes > self._bound or free < 2 * nbytes or len(files) >= _MOST):
+            path, size, _ = files.pop(0)
+            with self._lock:
+                self._forget(path)
+            total, free = total - size, free + size
+        return True
+
+    # --- back ---
+
+    def find(self, tokens: Tokens, n_have: int) -> Kept | None:
+        """What begins with more of these tokens than the first n_have, and would come back sooner than the others are computed."""
+        with self._lock:
+            common = [(_common(kept.tokens, tokens), kept) for kept in self._kept.values()]
+        best, most, measured = None, 0.0, self._prompt_rate()
+        for n, kept in common:
+            rate = measured or kept.rate
+            if n - n_have < _LEAST or rate <= 0:
+                continue
+            if not self._read_rate:
+                self._measure(kept)
+            computing = (n - n_have) / rate
+            saves = computing - kept.nbytes / self._read_rate if self._read_rate else 0.0
+            if saves > most and self._pays(kept.nbytes, computing):
+                best, most = kept, saves
+        return best
+
+    def read(self, kept: Kept, into: Sequence[memoryview]) -> bool:
+        """Its bytes; False: it cannot be read, or is damaged, and then it goes."""
+        began = time.perf_counter()
+        try:
+            with open_file(kept.path) as file:
+                digest = hashlib.blake2b(digest_size=_DIGEST)
+                head = _read_all(file, memoryview(bytearray(_HEADER.size + kept.tokens.nbytes)))
+                digest.update(head)
+                size = os.fstat(file.fileno()).st_size
+                whole = size == self._file_size(len(kept.tokens), kept.nbytes) and head[_HEADER.size :] == memoryview(kept.tokens).cast("B")
+                for part in into:
+                    for at in range(0, part.nbytes, _PIECE):
+                        digest.update(_read_all(file, part[at : at + _PIECE]))
+                whole = whole and _read_all(file, memoryview(bytearray(_DIGEST))) == digest.digest()
+                _let_go(file.fileno())
+        except OSError as error:
+            return self._drop(kept.path, error.strerror or str(error))
+        if not whole:
+            return self._drop(kept.path, "damaged")
+        seconds = time.perf_counter() - began
+        self.n_read, self.read_seconds = self.n_read + 1, self.read_seconds + seconds
+        self._read_rate = (self._read_rate + kept.nbytes / seconds) / 2 if self._read_rate else kept.nbytes / seconds
+        with contextlib.suppress(OSError):
+            os.utime(kept.path)
+        return True
+
+    def _pays(self, nbytes: int, computing: float) -> bool:
+        """Whether so many bytes are read sooner than in these seconds, as far as that is known."""
+        return not self._read_rate or nbytes / self._read_rate < _GAIN * computing
+
+    def _measure(self, kept: Kept) -> None:
+        """The disk's rate, before anything was read from it."""
+        try:
+            self._read_rate = probe(kept.path, 1 << 20, _PROBE, 1).bytes_per_second
+        except ModelError as error:
+            self._drop(kept.path, error.message)
+
+    # --- files ---
+
+    @property
+    def nbytes(self) -> int:
+        """Of all files in the folder."""
+        return sum(size for _, size, _ in self._files())
+
+    def _files(self) -> list[tuple[Path, int, int]]:
+        """Path, size and time of what is in the folder, parts of files that were given up, too."""
+        out = []
+        with contextlib.suppress(OSError), os.scandir(self._folder) as entries:
+            for entry in entries:
+                with contextlib.suppress(OSError):
+                    if entry.is_file(follow_symlinks=False):
+                        out.append((Path(entry.path), entry.stat().st_size, entry.stat().st_mtime_ns))
+        return out
+
+    def _file_size(self, n_tokens: int, nbytes: int) -> int:
+        return _HEADER.size + 4 * n_tokens + nbytes + _DIGEST
+
+    def _open(self, path: Path) -> Kept | None:
+        """None: it is no such file, and goes."""
+        try:
+            with open_file(path) as file:
+                magic, whose, n, size, draft_size, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
+                if magic != _MAGIC or whose != self._identity or os.fstat(file.fileno()).st_size != self._file_size(n, size + draft_size):
+                    raise OSError(0, "damaged")
+                tokens = np.frombuffer(_read_all(file, memoryview(bytearray(4 * n))), np.int32)
+        except OSError as error:
+            self._drop(path, error.strerror or str(error))
+            return None
+        return Kept(path, tokens, (size, draft_size), rate)
+
+    def _drop(self, path: Path, why: str) -> bool:
+        if path.exists():  # else another server has removed it
+            self._complain(f"{path}: a prompt that was kept cannot be used, and is removed: {why}")
+        with self._lock:
+            self._forget(path)
+        return False
+
+    def _forget(self, path: Path) -> None:
+        """With the lock held."""
+        self._kept.pop(path, None)
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+    def _complain(self, text: str) -> None:
+        """Once: a disk that is full stays full for every prompt."""
+        if not self._has_complained:
+            self._has_complained = True
+            note(text)
+
+    def close(self) -> None:
+        """Gives up what is being written."""
+        self._closing = True
+        if self._writer is not None:
+            self._writer.join()
+
+
+def _common(a: Tokens, b: Tokens) -> int:
+    """Tokens that both begin with."""
+    n = min(len(a), len(b))
+    differ = np.flatnonzero(a[:n] != b[:n])
+    return int(differ[0]) if len(differ) else n
+
+
+def _read_all(file: object, into: memoryview) -> memoryview:
+    """Fills a buffer from an unbuffered file. Raises `OSError`: it has ended."""
+    done = 0
+    while done < into.nbytes:
+        n = file.readinto(into[done:])  # type: ignore[attr-defined]
+        if not n:
+            raise OSError(0, "it is too short")
+        done += n
+    return into
+
+
+def _let_go(fd: int, sync: bool = False) -> None:
+    """Of the page cache, which a cgroup counts."""
+    if sync:
+        os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)

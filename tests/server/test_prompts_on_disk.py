@@ -1,0 +1,329 @@
+"""Prompts that fall out of a server's memory, go to disk, and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from helpers.servers import Served, needed
+from helpers.waiting import wait_until
+from moeoff.errors import ModelError
+from moeoff.options import Config, ServerOptions
+from moeoff.server import prompts_on_disk
+from moeoff.server.prompts_on_disk import Given, PromptsOnDisk, identity
+
+WHOSE = b"0123456789abcdef"
+N, STATE, DRAFT = 300, 20_000, 1_000
+FILE = 52 + 4 * N + STATE + DRAFT + 16  # bytes
+
+
+class Disk(PromptsOnDisk):
+    """In a folder of a test's, of a server that computes 1000 tokens a second."""
+
+    def __init__(self, place: Path, bound: int = 1 << 20, whose: bytes = WHOSE, rate: float = 1000.0):
+        super().__init__(place, bound, whose, lambda: rate)
+
+    def keep(self, seed: int) -> bool:
+        """Whether it was wanted; it is written then."""
+        tokens = words(seed)
+        if not self.wants(tokens, STATE + DRAFT):
+            return False
+        self.take(Given(tokens, (memoryview(state(seed)), memoryview(state(-seed)[:DRAFT])), lambda: None))
+        self._writer.join()
+        return True
+
+    def comes_back(self, seed: int) -> bool:
+        """What is asked for begins as what was kept, and goes on."""
+        if (found := self.find(np.concatenate([words(seed), words(99)[:8]]), 3)) is None:
+            return False
+        into = memoryview(bytearray(STATE)), memoryview(bytearray(DRAFT))
+        if not self.read(found, into):
+            return False
+        assert (found.tokens == words(seed)).all() and into[0] == state(seed) and into[1] == state(-seed)[:DRAFT]
+        return True
+
+
+def words(seed: int, n: int = N) -> np.ndarray:
+    return np.random.default_rng(abs(seed)).integers(300, 3000, n).astype(np.int32)
+
+
+def state(seed: int) -> bytes:
+    return np.random.default_rng(abs(seed) + (1000 if seed < 0 else 0)).bytes(STATE)
+
+
+def files(place: Path) -> list[Path]:
+    return sorted(place.iterdir()) if place.exists() else []
+
+
+def test_it_comes_back_to_this_server_and_to_the_next(tmp_path):
+    place = tmp_path / "prompts"
+    disk = Disk(place)
+    assert files(place) == [] and disk.keep(1) and disk.comes_back(1) and not disk.comes_back(2)
+    assert disk.n_kept == disk.n_read == 1 and disk.read_seconds > 0 and disk.nbytes == FILE
+    assert place.stat().st_mode & 0o777 == 0o700 and [path.stat().st_mode & 0o777 for path in files(place)] == [0o600]
+    assert Disk(place, rate=0).comes_back(1)  # this one has computed nothing yet: the file says how fast that was
+
+
+def test_others_do_not_find_it(tmp_path):
+    assert Disk(tmp_path).keep(1) and not Disk(tmp_path, whose=b"f" * 16).comes_back(1)
+
+
+def test_what_is_not_kept(tmp_path):
+    disk = Disk(tmp_path)
+    assert disk.keep(1) and not disk.keep(1)
+    assert not disk.wants(words(1)[:-20], STATE), "the longer one serves for it"
+    assert not disk.wants(words(2, 63), STATE), "too short to be worth a file"
+    assert not disk.wants(words(2), 1 << 20), "beyond the bound"
+    assert not Disk(tmp_path, rate=0).wants(words(2), STATE), "nobody knows how long it takes to compute"
+
+
+def test_a_longer_one_takes_the_place_of_its_beginning(tmp_path):
+    disk = Disk(tmp_path)
+    for n in (N - 100, N):
+        disk.take(Given(words(1)[:n].copy(), (memoryview(state(1)), memoryview(state(-1)[:DRAFT])), lambda: None))
+        disk._writer.join()
+    assert len(files(tmp_path)) == 1 and disk.comes_back(1)
+
+
+@pytest.mark.parametrize("read_rate", [1e4, 1e9])
+def test_reading_has_to_be_quicker(tmp_path, monkeypatch, read_rate):
+    """21 kB in 2.1 s, or at once, where 300 tokens are computed in 0.3 s."""
+    assert Disk(tmp_path).keep(1)
+    probed = type("", (), {"bytes_per_second": read_rate})
+    monkeypatch.setattr(prompts_on_disk, "probe", lambda *_args: probed)
+    disk = Disk(tmp_path)
+    assert disk.comes_back(1) == (read_rate == 1e9)
+    assert disk.keep(2) == (read_rate == 1e9), "what would not come back is not kept"
+    assert disk.find(words(1), N - 20) is None, "what is in memory already needs no file"
+
+
+def test_a_file_that_cannot_be_measured_goes(tmp_path, monkeypatch):
+    def fails(*_args):
+        raise ModelError("no")
+
+    assert Disk(tmp_path).keep(1)
+    monkeypatch.setattr(prompts_on_disk, "probe", fails)
+    assert not Disk(tmp_path).comes_back(1) and files(tmp_path) == []
+
+
+def test_the_oldest_go_when_the_bound_is_reached(tmp_path):
+    disk = Disk(tmp_path, bound=3 * FILE + 100)
+    for seed in range(1, 6):
+        assert disk.keep(seed)
+        for age, path in enumerate(sorted(files(tmp_path), key=lambda path: path.stat().st_mtime_ns, reverse=True)):
+            os.utime(path, ns=(10**9 * (1000 - age),) * 2)
+        if seed == 3:
+            assert disk.comes_back(1)  # and has been used since the second
+        assert sum(path.stat().st_size for path in files(tmp_path)) <= 3 * FILE + 100
+    assert [seed for seed in range(1, 6) if disk.comes_back(seed)] == [1, 4, 5]
+
+
+def test_files_of_others_count_and_go(tmp_path):
+    """Of another model, and of a server that was killed while it wrote."""
+    assert Disk(tmp_path, whose=b"f" * 16).keep(1)
+    (tmp_path / ".a.kv.1.part").write_bytes(bytes(FILE))
+    for path in files(tmp_path):
+        os.utime(path, ns=(10**9, 10**9))
+    disk = Disk(tmp_path, bound=2 * FILE)
+    assert disk.keep(2) and disk.keep(3)
+    assert len(files(tmp_path)) == 2 and disk.comes_back(2) and disk.comes_back(3)
+
+
+# where each field begins
+@pytest.mark.parametrize("at", [0, 8, 24, 28, 36, 44, 48 + 4 * N, 52 + 4 * N, 52 + 4 * N + STATE, FILE - 16, FILE - 1])
+def test_a_damaged_file_is_not_used_and_goes(tmp_path, capfd, at):
+    assert Disk(tmp_path).keep(1)
+    path = files(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+    disk = Disk(tmp_path)
+    assert not disk.comes_back(1) and files(tmp_path) == []
+    assert "is removed" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("size", [0, 51, 60, 52 + 4 * N, FILE - 1, FILE + 1])
+@pytest.mark.parametrize("known", [False, True])
+def test_so_is_one_of_another_length(tmp_path, size, known):
+    """Whether it was so at the start, or has become so since."""
+    disk = Disk(tmp_path)
+    assert disk.keep(1)
+    os.truncate(files(tmp_path)[0], size)
+    disk = disk if known else Disk(tmp_path)
+    assert not disk.comes_back(1) and files(tmp_path) == []
+
+
+def test_a_header_that_claims_much_takes_no_memory(tmp_path):
+    assert Disk(tmp_path).keep(1)
+    path = files(tmp_path)[0]
+    data = bytearray(path.read_bytes())
+    data[24:28] = struct.pack("<I", 2**32 - 1)
+    path.write_bytes(data)
+    assert Disk(tmp_path).find(words(1), 0) is None and files(tmp_path) == []
+
+
+def test_one_that_has_gone_is_no_error(tmp_path, capfd):
+    disk = Disk(tmp_path)
+    assert disk.keep(1)
+    files(tmp_path)[0].unlink()
+    assert not disk.comes_back(1) and capfd.readouterr().err == ""
+
+
+def test_a_folder_that_nothing_can_be_written_to_is_said_once(tmp_path, capfd):
+    place = tmp_path / "prompts"
+    place.write_text("")
+    disk = Disk(place)
+    assert disk.keep(1) and disk.keep(2) and disk.n_kept == 0
+    assert capfd.readouterr().err.count("prompts cannot be kept") == 1
+
+
+def test_a_disk_that_is_nearly_full(tmp_path, monkeypatch, capfd):
+    """As much again must be left to others; what was kept stays if that does not help."""
+    disk = Disk(tmp_path)
+    assert disk.keep(1)
+    room = os.statvfs(tmp_path)
+    blocks = 2 * FILE // room.f_frsize
+    full = type("", (), {"f_bavail": blocks, "f_frsize": room.f_frsize})
+    monkeypatch.setattr(os, "statvfs", lambda _path: full)
+    assert disk.keep(2) and disk.n_kept == 2 and len(files(tmp_path)) == 1, "the first made room"
+    full.f_bavail = 1
+    assert disk.keep(3) and disk.n_kept == 2 and len(files(tmp_path)) == 1
+    assert "nearly full" in capfd.readouterr().err
+
+
+def test_what_is_written_when_the_server_ends_is_given_up(tmp_path):
+    disk, forgotten = Disk(tmp_path), []
+    given = Given(words(1), (memoryview(state(1)), memoryview(b"")), lambda: forgotten.append(1))
+    disk._closing = True
+    disk._write(given)
+    assert files(tmp_path) == [] and forgotten == [1]
+
+
+def test_the_identity_is_that_of_what_is_computed(tmp_path):
+    model, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
+    for path in (model, other):
+        path.write_bytes(b"GGUF")
+
+    def of(path: Path = model, args: tuple[str, ...] = (), **options) -> bytes:
+        server = {name: options.pop(name) for name in ("draft", "kv_unified", "parallel") if name in options}
+        return identity(Config.make(path, **options), ServerOptions.make(args=args, **server), [str(path)])
+
+    same = of()
+    assert of(memory="1G") == of(n_ctx=512) == of(n_threads=3) == of(strategy="lru") == of(parallel=2) == of(args=("--log-file", "x")) == same
+    others = [of(other), of(type_k="q8_0"), of(flash_attn=True), of(tau=0.1), of(rope_freq_base=1e4), of(draft="x.gguf"), of(kv_unified=False),
+              of(args=("--control-vector", "x.gguf"))]  # fmt: skip
+    os.utime(model, ns=(1, 1))
+    assert len({same, of(), *others}) == 2 + len(others)
+
+
+# --- with a server ---
+
+
+def ask(served: Served, prompt: list[int], n: int = 16) -> tuple[str, dict]:
+    """The text, and the timings."""
+    import httpx
+
+    body = {"prompt": prompt, "n_predict": n, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{served.url}/completion", json=body, timeout=300).json()
+    return answer["content"], answer["timings"]
+
+
+def metrics(served: Served) -> dict[str, float]:
+    import httpx
+
+    lines = httpx.get(f"{served.url}/metrics", timeout=300).text.splitlines()
+    return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
+
+
+OPTIONS = {"n_ctx": 2048, "parallel": 1, "cache_ram": 0, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch) -> Path:
+    """The folder of prompts, of servers that this test starts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "moeoff" / "prompts"
+
+
+def fill(served: Served, prompts: list[list[int]]) -> None:
+    """Asks for them in turn, each of which puts the one before out of the only slot, until that one is on disk."""
+    for n, prompt in enumerate(prompts):
+        ask(served, prompt)
+        wait_until(lambda n=n: metrics(served)["moeoff_prompts_disk_kept_total"] == n)
+
+
+def test_a_prompt_outlives_its_server(grown, cache):
+    """The next one computes what is new, and says the same; with another type of cache it is another prompt."""
+    long, asked = words(1, 1500).tolist(), words(1, 1500).tolist() + words(3, 8).tolist()
+    with Served(grown, memory=(needed(grown, **OPTIONS) + 60) << 20, **OPTIONS) as it:
+        ask(it, long)
+        expected, timings = ask(it, asked)
+        assert timings["prompt_n"] == 8
+    with Served(grown, memory=(needed(grown, **OPTIONS) + 60) << 20, kv_disk="1G", **OPTIONS) as it:
+        fill(it, [long, words(2, 300).tolist()])
+        assert metrics(it)["moeoff_prompts_disk_bytes"] == sum(path.stat().st_size for path in files(cache)) > 1 << 20
+    with Served(grown, memory=(needed(grown, **OPTIONS) + 90) << 20, kv_disk="1G", **OPTIONS) as it:
+        text, timings = ask(it, asked)
+        assert text == expected and timings["cache_n"] >= 1500 and timings["prompt_n"] <= 64
+        assert metrics(it)["moeoff_prompts_disk_read_total"] == 1
+    with Served(grown, expert_memory=16 << 20, kv_disk="1G", type_k="q8_0", **OPTIONS) as it:
+        assert ask(it, asked)[1]["prompt_n"] == 1508
+
+
+def test_a_file_that_was_damaged_costs_a_computation(grown, cache):
+    prompts = [words(seed, 900).tolist() for seed in (1, 2)]
+    with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
+        expected = ask(it, prompts[0])[0]
+        fill(it, [prompts[0], prompts[1]])
+        (path,) = files(cache)
+        data = bytearray(path.read_bytes())
+        data[-100_000] ^= 255
+        path.write_bytes(data)
+        text, timings = ask(it, prompts[0])
+        assert text == expected and timings["prompt_n"] == 900 and path not in files(cache)
+        wait_until(lambda: metrics(it)["moeoff_prompts_disk_kept_total"] == 2)
+        text, timings = ask(it, prompts[1])  # and the other one was written in the meantime
+        assert timings["prompt_n"] <= 64
+
+
+def test_the_budget_is_held_while_prompts_go_and_come(grown, cache):
+    """Their states are the experts' memory on the way."""
+    budget = (needed(grown, **OPTIONS) + 60) << 20
+    prompts = [words(seed, 1500).tolist() for seed in range(3)]
+    with Served(grown, memory=budget, kv_disk="1G", **OPTIONS) as it:
+        fill(it, [*prompts, words(9, 300).tolist()])
+        for prompt in prompts:
+            assert ask(it, prompt, 4)[1]["prompt_n"] <= 64
+        status = Path(f"/proc/{it.process.pid}/status").read_text()
+        assert int(status.partition("VmHWM:")[2].split()[0]) << 10 <= budget
+
+
+def test_a_full_disk_stops_no_answer(grown, cache):
+    first = "import resource\nresource.setrlimit(resource.RLIMIT_FSIZE, (1 << 18, 1 << 18))\n"
+    with Served(grown, first=first, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
+        for seed in (1, 2, 1, 2):
+            assert ask(it, words(seed, 900).tolist())[1]["prompt_n"] == 900
+        assert metrics(it)["moeoff_prompts_disk_kept_total"] == 0
+    assert files(cache) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_is_killed_leaves_whole_files(grown, cache):
+    for n in range(6):
+        with Served(grown, expert_memory=16 << 20, kv_disk="1G", **OPTIONS) as it:
+            for seed in range(n, n + 2):
+                ask(it, words(seed, 1500).tolist(), 1)
+            if n:
+                wait_until(lambda: any(path.suffix == ".part" for path in files(cache)) or metrics(it)["moeoff_prompts_disk_kept_total"])
+            os.kill(it.process.pid, signal.SIGKILL)
+    kept = [path for path in files(cache) if path.suffix == ".kv"]
+    disk = PromptsOnDisk(cache, 1 << 30, bytes.fromhex(kept[0].name.partition("-")[0]), lambda: 1.0)
+    found = list(disk._kept.values())
+    assert len(found) == len(kept) > 0
+    for one in found:
+        assert disk.read(one, [memoryview(bytearray(size)) for size in one.sizes])
