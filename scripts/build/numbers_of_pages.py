@@ -59,6 +59,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "256 MiB for the actor": "moeoff/ray.py: _ACTOR = 256 * MIB",
         "workers at niceness 15": "fact: Ray's RAY_worker_niceness",
         "takes (2 x": "moeoff/ray.py: 2 * parallel",
+        "health check of 10 s": "moeoff/ray.py: _ANSWERS = 10.0",
     },
     "docs/guides/serving.md": {
         "4,096 for each of them": "moeoff/budget/dry_load.py: DEFAULT_CTX = 4096",
@@ -72,6 +73,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "32 MiB and": "llamacpp_patches/src/common/moeoff-templates.cpp: LARGE    = 32 << 20",
         "64 times": "llamacpp_patches/src/common/moeoff-templates.cpp: TIMES    = 64",
         "10 s and that memory": "moeoff/chat_sandbox.py: SECONDS = 10.0",
+        "4 GiB unless said; 0": "moeoff/options.py: 0: none. Default: 4G",
         "8 GiB, checkpoints": "fact: llama-server's --cache-ram",
     },
     "docs/guides/start.md": {"takes 80 % of what is available": "moeoff/memory.py: DEFAULT_SHARE = 0.8"},
