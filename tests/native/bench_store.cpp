@@ -57,7 +57,7 @@ struct bench {
                 REQUIRE(s.set_sources(g * n_matrix + m, HIGH, sources.data(), n_experts, error));
             }
         }
-        s.set_reader([](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) { return 0; });
+        s.set_reader(one_by_one([](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) { return 0; }));
         const uint64_t slot = s.experts().arena_full(HIGH) / (uint64_t) (n_gates * n_matrix * n_experts);
         REQUIRE(s.set_limits(std::max((uint64_t) (share * (double) s.experts().arena_full(HIGH)), slot * (uint64_t) (n_matrix * n_used * 2)), 0, error));
         REQUIRE(s.start(error));

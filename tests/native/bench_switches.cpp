@@ -90,10 +90,10 @@ struct model {
                 REQUIRE(s.set_sources(s.experts().n_tensors() - 1, HIGH, sources.data(), n_expert, error));
             }
         }
-        s.set_reader([=](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
+        s.set_reader(one_by_one([=](const moeoff_source &, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
             std::this_thread::sleep_for(std::chrono::microseconds(read_us));
             return 0;
-        });
+        }));
         REQUIRE(s.set_limits(s.experts().arena_full(HIGH) / 2, 0, error));
         REQUIRE(s.start(error));
         s.set_gate_callback([](const moeoff_gate_event *, void *) {}, nullptr, 16 << 20);

@@ -278,6 +278,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
 
     uint64_t offset = 32; // slices begin anywhere, as in an ordinary GGUF
     for (int layer = 0; layer < n_layers; layer++) {
+        std::vector<std::vector<moeoff_source>> low;
         for (const int matrix : { MOEOFF_MATRIX_UP, MOEOFF_MATRIX_GATE, MOEOFF_MATRIX_DOWN }) {
             s.add_tensor(tensor_info(layer, matrix, n_expert), false);
             std::vector<moeoff_source> sources;
@@ -290,11 +291,18 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
             const int32_t index = s.experts().n_tensors() - 1;
             REQUIRE(s.set_sources(index, HIGH, sources.data(), n_expert, error));
             for (auto & source : sources) {
-                source.offset = offset;
                 source.nbytes = source.nbytes / 2 - 100;
-                offset       += source.nbytes + 32;
             }
-            REQUIRE(!two_versions || s.set_sources(index, LOW, sources.data(), n_expert, error));
+            low.push_back(sources);
+        }
+        for (int e = 0; e < n_expert; e++) { // of the low version an expert's matrices lie side by side
+            for (auto & sources : low) {
+                sources[(size_t) e].offset = offset = page_ceil(offset);
+                offset += sources[(size_t) e].nbytes;
+            }
+        }
+        for (size_t i = 0; two_versions && i < low.size(); i++) {
+            REQUIRE(s.set_sources(s.experts().n_tensors() - (int32_t) (low.size() - i), LOW, low[i].data(), n_expert, error));
         }
     }
     const uint64_t floor = s.experts().arena_floor(HIGH), low_floor = s.experts().arena_floor(LOW);
@@ -307,8 +315,8 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     std::atomic<bool> stop {false};
     std::atomic<unsigned> n_reads {seed};
     uint64_t low_reads = 0; // in the log
-    const slice_reader plain = s.reader();
-    s.set_reader([&](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
+    const one_slice_reader plain = for_one(s.reader());
+    s.set_reader(one_by_one([&](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
         const unsigned n = n_reads++;
         if (n % 101 == 0) {
             err = "injected";
@@ -318,7 +326,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
             std::this_thread::sleep_for(std::chrono::microseconds(500));
         }
         return plain(src, dst, cancel, direct, err);
-    });
+    }));
     REQUIRE(s.start(error));
     s.set_gate_callback(on_gate, nullptr, 1 << 14);
     const int mode = (int) (rng() % 4);

@@ -421,10 +421,10 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
         sources.push_back({ 0, 1, (uint64_t) e * nbytes, nbytes, 0 });
     }
     REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error) && s.set_limits(s.experts().arena_full(HIGH), 0, error));
-    s.set_reader([](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
+    s.set_reader(one_by_one([](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
         message = "scripted";
         return source.offset == 0 ? 5 : 0;
-    });
+    }));
     REQUIRE(s.start(error));
     s.set_device(MOEOFF_DEVICE_CENTRIC, 0, 2, { 3 }, std::make_unique<fake_device>());
     int32_t ids[2] = { 0, 1 }, slots[2], host[2];

@@ -80,8 +80,8 @@ int fstat(int fd, struct stat * st) noexcept {
 
 static thread_local std::function<bool(int fd)> before_read; // true: refuses this one
 
-ssize_t pread(int fd, void * data, size_t n, off_t at) {
-    static const auto next = real<ssize_t (*)(int, void *, size_t, off_t)>("pread");
+ssize_t preadv(int fd, const struct iovec * to, int n, off_t at) {
+    static const auto next = real<ssize_t (*)(int, const struct iovec *, int, off_t)>("preadv");
     if (before_read && before_read(fd)) {
         errno = EINVAL;
         return -1;
@@ -89,13 +89,14 @@ ssize_t pread(int fd, void * data, size_t n, off_t at) {
     for (const int call : { READ_ERROR, READ_SHORT, READ_INTERRUPTED, READ_END, READ_REFUSED }) {
         if (strikes(call)) {
             if (call == READ_SHORT) {
-                return next(fd, data, n > 1 ? n / 2 : n, at);
+                const iovec half = { to[0].iov_base, std::max<size_t>(to[0].iov_len / 2, 1) };
+                return next(fd, &half, 1, at);
             }
             errno = call == READ_ERROR ? EIO : call == READ_INTERRUPTED ? EINTR : EINVAL;
             return call == READ_END ? 0 : -1;
         }
     }
-    return next(fd, data, n, at);
+    return next(fd, to, n, at);
 }
 
 void * mmap(void * at, size_t n, int prot, int flags, int fd, off_t offset) noexcept {
@@ -314,17 +315,47 @@ TEST(a_read_goes_on_when_another_one_is_refused) {
     int  n = 0;
     before_read = [&](int) {
         if (++n == 2) { // between two chunks of the first read; what it was told of the file no longer holds
+            const file_range range { 0, 5000, other };
             std::string message;
             bool        is_direct = true;
-            REQUIRE(f.read(0, 0, 5000, other, page_size, nullptr, is_direct, message) == 0 && !is_direct);
+            REQUIRE(f.read(0, &range, 1, page_size, nullptr, is_direct, message) == 0 && !is_direct);
         }
         return n == 3; // the file system refuses the other one
     };
-    const int err = f.read(0, 100, 30000, bytes, page_size, nullptr, direct, error);
+    const file_range range { 100, 30000, bytes };
+    const int err = f.read(0, &range, 1, page_size, nullptr, direct, error);
     before_read = nullptr;
     REQUIRE(err == 0 && f.any_buffered() && n > 5);
     for (int i = 100; i < 30100; i++) {
         REQUIRE(bytes[i] == byte_at((uint64_t) i));
+    }
+}
+
+TEST(ranges_that_adjoin_are_read_in_one_call_and_go_where_each_belongs) {
+    const slice_file file { 1 << 16 };
+    alignas(page_size) static uint8_t bytes[3][1 << 14];
+    for (const bool tries_direct : { true, false }) {
+        for (const bool is_refused : { false, true }) { // between two chunks: the rest comes through the page cache
+            for (const uint64_t chunk : { (uint64_t) page_size, (uint64_t) 3 * page_size, (uint64_t) 1 << 20 }) {
+                files       f;
+                std::string error;
+                bool        direct = false;
+                REQUIRE(f.add(file.path, tries_direct, error) == 0);
+                std::fill_n(&bytes[0][0], sizeof(bytes), (uint8_t) 0);
+                const file_range ranges[3] = { { page_size + 70, 9000, bytes[0] }, { 4 * page_size, 4096, bytes[1] }, { 5 * page_size, 10001, bytes[2] } };
+                int n = 0;
+                before_read = [&](int) { return ++n == 2 && is_refused && tries_direct; };
+                REQUIRE(f.read(0, ranges, 3, chunk, nullptr, direct, error) == 0);
+                before_read = nullptr;
+                REQUIRE(chunk < 1 << 20 ? n > 2 : n == 1);
+                for (const auto & range : ranges) {
+                    for (uint64_t i = range.offset; i < range.offset + range.nbytes; i++) {
+                        REQUIRE(range.dst[i - range.begin()] == byte_at(i));
+                    }
+                    REQUIRE(range.dst[range.end() - range.begin()] == 0);
+                }
+            }
+        }
     }
 }
 
@@ -336,8 +367,9 @@ TEST(a_disk_with_large_sectors_is_not_asked_for_pages) {
         files       f;
         std::string error;
         bool        direct = false;
+        const file_range range { 0, 5000, bytes };
         REQUIRE(f.add(file.path, true, error) == 0);
-        REQUIRE(f.read(0, 0, 5000, bytes, page_size, nullptr, direct, error) == 0);
+        REQUIRE(f.read(0, &range, 1, page_size, nullptr, direct, error) == 0);
         REQUIRE(direct == (alignment <= page_size) && f.any_buffered() == !direct);
     }
     direct_alignment = 0;

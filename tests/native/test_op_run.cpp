@@ -35,10 +35,10 @@ struct one_matrix {
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
         REQUIRE(s.set_limits(arena_slots * arena::slot_bytes(nbytes), 0, error));
-        s.set_reader([this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
+        s.set_reader(one_by_one([this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string &) {
             wait_until([&] { return released[source.offset / nbytes].load(); });
             return 0;
-        });
+        }));
         REQUIRE(s.start(error));
     }
 

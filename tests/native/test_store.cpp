@@ -40,13 +40,13 @@ struct scripted_store {
         }
         REQUIRE(s.set_sources(0, HIGH, sources.data(), n_expert, error));
         REQUIRE(s.set_limits(s.experts().arena_full(HIGH), 0, error));
-        s.set_reader([this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
+        s.set_reader(one_by_one([this](const moeoff_source & source, uint8_t *, const std::atomic<bool> *, bool &, std::string & message) {
             scripted_read & read = reads[source.offset / nbytes];
             read.started = true;
             wait_until([&] { return read.released.load(); });
             message = read.result ? "scripted" : "";
             return read.result.load();
-        });
+        }));
         REQUIRE(s.start(error));
     }
 

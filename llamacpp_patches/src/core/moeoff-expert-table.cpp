@@ -408,12 +408,32 @@ bool expert_table::next_read(read_request & r) {
     }
     wants_slots.store(got_no_slot, std::memory_order_relaxed);
     if (found) {
-        unqueue(*r.of, r.matrix);
-        r.of->loading |= set_of(r.matrix);
-        space.reconsider(*r.of);
+        begin_read(r);
         wake_workers(); // the next, if there is more
     }
     return found;
+}
+
+bool expert_table::next_behind(const read_request & r, read_request & behind) {
+    const expert_state &  x      = *r.of;
+    const moeoff_source & source = source_of(x, r.matrix);
+    for (const int32_t matrix : graph_order) {
+        if (x.queued & set_of(matrix)) {
+            const moeoff_source & other = source_of(x, matrix);
+            if (other.file == source.file && other.offset == page_ceil(source.offset + source.nbytes)) {
+                behind = { r.of, matrix };
+                begin_read(behind);
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
+void expert_table::begin_read(const read_request & r) {
+    unqueue(*r.of, r.matrix);
+    r.of->loading |= set_of(r.matrix);
+    space.reconsider(*r.of);
 }
 
 void expert_table::end_read(const read_request & r, int err, const std::string & message) {

@@ -131,6 +131,8 @@ class expert_table {
     // --- reading ---
     // the slice that a worker should read next, loading from now on; false: nothing is queued that could get a slot. May evict
     bool      next_read(read_request & r) REQUIRES(store_mutex);
+    // what is queued of the same expert and begins on the page behind r in the file, loading from now on, too; false: nothing
+    bool      next_behind(const read_request & r, read_request & behind) REQUIRES(store_mutex);
     uint8_t * destination(const read_request & r) const { return r.of->data + r.of->at[(size_t) r.matrix] * page_size; } // page aligned
     // err: 0, ECANCELED, or an errno with its message. What no op waits for is then absent, and nobody's failure
     void      end_read(const read_request & r, int err, const std::string & message) REQUIRES(store_mutex);
@@ -156,6 +158,7 @@ class expert_table {
     read_request numbered(uint32_t i) { return { &all.experts[i / MOEOFF_N_MATRIX], (int32_t) (i % MOEOFF_N_MATRIX) }; }
     pool &   pool_of(const expert_state & x) { return pools[x.version]; }
     bool     is_awaited(const expert_state & x, int32_t matrix) const REQUIRES(store_mutex) { return x.pins > x.held && x.level[(size_t) matrix] == DEMAND; }
+    void     begin_read(const read_request & r) REQUIRES(store_mutex);
     void     unqueue(expert_state & x, int32_t matrix) REQUIRES(store_mutex);
     void     drop_queued(expert_state & x, request_level level) REQUIRES(store_mutex);
     void     give_up(expert_state & x, int32_t matrix, std::string_view message) noexcept REQUIRES(store_mutex);

@@ -10,6 +10,7 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 namespace moeoff {
@@ -84,23 +85,38 @@ bool files::any_buffered() const {
     return std::any_of(entries.begin(), entries.end(), [](const auto & e) { return e->fd_direct < 0 || e->is_refused; });
 }
 
-int files::read(int file, uint64_t offset, uint64_t nbytes, uint8_t * dst, uint64_t chunk,
-                const std::atomic<bool> * cancel, bool & was_direct, std::string & error) {
+// where the bytes [at, at + size) of the file go; returns how many places those are
+static int places_of(const file_range * ranges, int n, uint64_t at, uint64_t size, iovec * out) {
+    int n_out = 0;
+    for (const file_range * r = ranges; r < ranges + n && size > 0; r++) {
+        if (at < r->end()) {
+            const uint64_t part = std::min(size, r->end() - at);
+            out[n_out++] = { r->dst + (at - r->begin()), (size_t) part };
+            at   += part;
+            size -= part;
+        }
+    }
+    return n_out;
+}
+
+int files::read(int file, const file_range * ranges, int n, uint64_t chunk, const std::atomic<bool> * cancel, bool & was_direct, std::string & error) {
     entry & e = *entries[file];
 
-    const uint64_t begin = page_floor(offset);
-    const uint64_t need  = offset + nbytes; // one past the last byte that matters
-    const uint64_t end   = page_ceil(need); // direct reads take whole pages; at the end of the file they come back short
+    const file_range & last   = ranges[n - 1];
+    const uint64_t     offset = ranges[0].offset;
+    const uint64_t     need   = last.offset + last.nbytes; // one past the last byte that matters
+    const uint64_t     nbytes = need - offset;
 
     was_direct = e.fd_direct >= 0 && !e.is_refused;
-    uint64_t at = begin;
+    uint64_t at = ranges[0].begin();
     while (at < need) {
         if (cancel && cancel->load(std::memory_order_relaxed)) {
             return ECANCELED;
         }
+        iovec          to[max_ranges];
         const int      fd   = was_direct ? e.fd_direct : e.fd_buffered; // both stay open, whatever other threads find out
-        const uint64_t want = std::min(chunk, end - at);
-        const ssize_t  got  = pread(fd, dst + (at - begin), want, (off_t) at);
+        const int      n_to = places_of(ranges, n, at, std::min(chunk, last.end() - at), to); // whole pages; at the end of the file they come back short
+        const ssize_t  got  = preadv(fd, to, n_to, (off_t) at);
         if (got < 0) {
             if (errno == EINTR) {
                 continue;

@@ -33,22 +33,28 @@ void io_threads::run() {
     store_lock     lock(sync);
     moeoff_stats & stats = table.counters();
     while (!stopping) {
-        read_request r;
-        if (!table.next_read(r)) {
+        read_request r[files::max_ranges];
+        slice_target to[files::max_ranges];
+        if (!table.next_read(r[0])) {
             lock.sleep(sync.work);
             continue;
         }
-        const moeoff_source & source = table.source_of(*r.of, r.matrix);
-        uint8_t *             dst    = table.destination(r);
-        const int64_t         t0     = now_ns();
-        stats.queue_wait_ns += (uint64_t) (t0 - r.of->t_queued[(size_t) r.matrix]);
+        const int64_t t0 = now_ns();
+        int  n    = 0;
+        bool more = true;
+        while (more) {
+            const read_request & last = r[n];
+            to[n++] = { &table.source_of(*last.of, last.matrix), table.destination(last) };
+            stats.queue_wait_ns += (uint64_t) (t0 - last.of->t_queued[(size_t) last.matrix]);
+            more = n < files::max_ranges && table.next_behind(last, r[n]);
+        }
         lock.unlock();
 
         bool        direct = false;
         std::string message;
         int         err;
         try {
-            err = reader(source, dst, &r.of->cancel, direct, message);
+            err = reader(to, n, &r[0].of->cancel, direct, message);
         } catch (const std::bad_alloc &) {
             err     = ENOMEM;
             message = "out of memory"; // short enough to be stored in the string itself
@@ -57,17 +63,25 @@ void io_threads::run() {
 
         lock.lock();
         stats.io_thread_busy_ns += (uint64_t) (t1 - t0);
-        stats.reads++;
-        stats.direct_reads += direct;
-        if (err == 0) {
-            stats.bytes_read += source.nbytes;
-            stats.low_bytes_read += r.of->version == LOW ? source.nbytes : 0;
+        for (int i = 0; i < n; i++) {
+            end_read(r[i], t0, t1, direct, err, message);
         }
-        if (flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_LOG_READS) {
-            log_read(r, t0, t1, err);
-        }
-        table.end_read(r, err, message);
     }
+}
+
+void io_threads::end_read(const read_request & r, int64_t t_start, int64_t t_done, bool direct, int err, const std::string & message) {
+    moeoff_stats & stats = table.counters();
+    stats.reads++;
+    stats.direct_reads += direct;
+    if (err == 0) {
+        const uint64_t nbytes = table.source_of(*r.of, r.matrix).nbytes;
+        stats.bytes_read += nbytes;
+        stats.low_bytes_read += r.of->version == LOW ? nbytes : 0;
+    }
+    if (flags.load(std::memory_order_relaxed) & MOEOFF_FLAG_LOG_READS) {
+        log_read(r, t_start, t_done, err);
+    }
+    table.end_read(r, err, message);
 }
 
 void io_threads::log_read(const read_request & r, int64_t t_start, int64_t t_done, int err) {

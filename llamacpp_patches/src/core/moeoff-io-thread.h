@@ -1,7 +1,7 @@
 #pragma once
 
-// The threads that read slices. Each takes the most urgent request that can get a slot, reads it without the mutex, and reports
-// how it ended. Knows nothing of experts; the log of reads is kept here.
+// The threads that read slices. Each takes the most urgent request that can get a slot, and what is queued of the same expert and lies behind it in
+// the file, reads it in one call without the mutex, and reports how it ended. Knows nothing of experts; the log of reads is kept here.
 
 #include "moeoff-expert-table.h"
 
@@ -13,9 +13,15 @@
 
 namespace moeoff {
 
-// Reads a source so that its first byte lands at dst + offset % page_size. Gives up once cancel is true. Returns 0, ECANCELED, or
+// A slice that is to be read, so that its first byte lands at dst + offset % page_size
+struct slice_target {
+    const moeoff_source * source;
+    uint8_t *             dst;
+};
+
+// Reads slices of which each begins on the page behind the one before, of one file. Gives up once cancel is true. Returns 0, ECANCELED, or
 // an errno with a message; tells whether the read went around the page cache.
-using slice_reader = std::function<int(const moeoff_source &, uint8_t * dst, const std::atomic<bool> * cancel, bool & was_direct, std::string & message)>;
+using slice_reader = std::function<int(const slice_target *, int n, const std::atomic<bool> * cancel, bool & was_direct, std::string & message)>;
 
 class io_threads {
   public:
@@ -28,6 +34,7 @@ class io_threads {
 
   private:
     void run() EXCLUDES(store_mutex);
+    void end_read(const read_request & r, int64_t t_start, int64_t t_done, bool direct, int err, const std::string & message) REQUIRES(store_mutex);
     void log_read(const read_request & r, int64_t t_start, int64_t t_done, int err) REQUIRES(store_mutex);
 
     static constexpr size_t n_read_log = 65536; // finished reads that may wait to be taken

@@ -11,21 +11,31 @@
 namespace moeoff {
 
 store::store(const moeoff_params & p) : params(p), flags(p.flags), limits { p.arena_bytes, 0 } {
-    read = [this](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
-        return read_source(src, dst, cancel, direct, message);
+    read = [this](const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
+        return read_slices(slices, n, cancel, direct, message);
     };
 }
 
 store::~store() { stop(); }
 
-int store::read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
-    const int err = sources.read(src.file, src.offset, src.nbytes, dst, params.read_chunk, cancel, direct, message);
-    if (err == 0 && src.hash != 0 && hash64(dst + src.offset % page_size, src.nbytes, 0) != src.hash) {
-        message = sources.path(src.file) + ": the " + std::to_string(src.nbytes) + " bytes at offset " + std::to_string(src.offset) +
-                  " are not the ones that were converted (moeoff verify tells which expert they belong to)";
-        return EBADMSG;
+int store::read_slices(const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message) {
+    file_range ranges[files::max_ranges];
+    for (int i = 0; i < n; i++) {
+        ranges[i] = { slices[i].source->offset, slices[i].source->nbytes, slices[i].dst };
     }
-    return err;
+    const int file = slices[0].source->file;
+    if (const int err = sources.read(file, ranges, n, params.read_chunk, cancel, direct, message)) {
+        return err;
+    }
+    for (int i = 0; i < n; i++) {
+        const moeoff_source & src = *slices[i].source;
+        if (src.hash != 0 && hash64(slices[i].dst + src.offset % page_size, src.nbytes, 0) != src.hash) {
+            message = sources.path(file) + ": the " + std::to_string(src.nbytes) + " bytes at offset " + std::to_string(src.offset) +
+                      " are not the ones that were converted (moeoff verify tells which expert they belong to)";
+            return EBADMSG;
+        }
+    }
+    return 0;
 }
 
 // --- set-up ---

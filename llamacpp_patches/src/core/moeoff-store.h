@@ -146,7 +146,7 @@ class store {
     bool upload_expert(gate & g, const upload & u, bool is_held);
     void announce(const gate & g, std::vector<upload> & all) REQUIRES(store_mutex);
     void bring_down(const gate & g, const upload & u);
-    int  read_source(const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & message);
+    int  read_slices(const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
     bool check_options(const moeoff_options & options, std::string & error) const REQUIRES(store_mutex);
     bool check_routing(std::string & error) const;
