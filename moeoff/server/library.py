@@ -45,7 +45,9 @@ class Prompt(Structure):
 
 
 def _bytes_at(address: int | None, size: int) -> memoryview:
-    return memoryview((c_uint8 * size).from_address(address) if address and size else b"").cast("B")
+    if not address or not size:
+        return memoryview(b"")
+    return memoryview((c_uint8 * size).from_address(address)).cast("B")
 
 
 Takes = CFUNCTYPE(None, POINTER(Prompt))

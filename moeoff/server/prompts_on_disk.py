@@ -175,7 +175,7 @@ class PromptsOnDisk:
             fd, digest, unsynced = file.fileno(), hashlib.blake2b(digest_size=_DIGEST), 0
             os.fchmod(fd, 0o600)
             header = _HEADER.pack(_MAGIC, self._identity, len(kept.tokens), *kept.sizes, kept.rate)
-            for part in (memoryview(header), memoryview(kept.tokens).cast("B"), *given.parts):
+            for part in (memoryview(header), kept.tokens.data.cast("B"), *given.parts):
                 for at in range(0, part.nbytes, _PIECE):
                     if self._closing:
                         raise _Closed
@@ -221,7 +221,8 @@ class PromptsOnDisk:
         """What begins with more of these tokens than the first n_have, and would come back sooner than the others are computed."""
         with self._lock:
             common = [(_common(kept.tokens, tokens), kept) for kept in self._kept.values()]
-        best, most, measured = None, 0.0, self._prompt_rate()
+        best: Kept | None = None
+        most, measured = 0.0, self._prompt_rate()
         for n, kept in common:
             rate = measured or kept.rate
             if n - n_have < _LEAST or rate <= 0:
@@ -243,7 +244,7 @@ class PromptsOnDisk:
                 head = _read_all(file, memoryview(bytearray(_HEADER.size + kept.tokens.nbytes)))
                 digest.update(head)
                 size = os.fstat(file.fileno()).st_size
-                whole = size == self._file_size(len(kept.tokens), kept.nbytes) and head[_HEADER.size :] == memoryview(kept.tokens).cast("B")
+                whole = size == self._file_size(len(kept.tokens), kept.nbytes) and head[_HEADER.size :] == kept.tokens.data.cast("B")
                 for part in into:
                     for at in range(0, part.nbytes, _PIECE):
                         digest.update(_read_all(file, part[at : at + _PIECE]))
@@ -296,7 +297,7 @@ class PromptsOnDisk:
         try:
             with open_file(path) as file:
                 magic, whose, n, size, draft_size, rate = _HEADER.unpack(_read_all(file, memoryview(bytearray(_HEADER.size))))
-                if magic != _MAGIC or whose != self._identity or os.fstat(file.fileno()).st_size != self._file_size(n, size + draft_size):
+                if magic != _MAGIC or whose != self._identity or n < _LEAST or os.fstat(file.fileno()).st_size != self._file_size(n, size + draft_size):
                     raise OSError(0, "damaged")
                 tokens = np.frombuffer(_read_all(file, memoryview(bytearray(4 * n))), np.int32)
         except OSError as error:
@@ -351,6 +352,6 @@ def _read_all(file: object, into: memoryview) -> memoryview:
 def _let_go(fd: int, sync: bool = False) -> None:
     """Of the page cache, which a cgroup counts."""
     if sync:
-        os.fdatasync(fd) if hasattr(os, "fdatasync") else os.fsync(fd)
+        getattr(os, "fdatasync", os.fsync)(fd)  # macOS has none
     if hasattr(os, "posix_fadvise"):
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
