@@ -117,7 +117,7 @@ class PromptsOnDisk:
         read_seconds: that reading took.
     """
 
-    def __init__(self, place: Path, bound: int, whose: bytes, prompt_rate: Callable[[], float], done: Callable[[int], None] = lambda _nbytes: None):
+    def __init__(self, place: Path, bound: int, whose: bytes, prompt_rate: Callable[[], float], done: Callable[[int], object] = lambda _nbytes: None):
         self._folder, self._bound, self._identity = place, bound, whose
         self._prompt_rate, self._done = prompt_rate, done
         self._read_rate = 0.0  # bytes per second; 0: not known yet
