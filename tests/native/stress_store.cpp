@@ -316,7 +316,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
     std::atomic<unsigned> n_reads {seed};
     uint64_t low_reads = 0; // in the log
     const one_slice_reader plain = for_one(s.reader());
-    s.set_reader(one_by_one([&](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
+    s.set_reader(one_by_one([&, plain](const moeoff_source & src, uint8_t * dst, const std::atomic<bool> * cancel, bool & direct, std::string & err) {
         const unsigned n = n_reads++;
         if (n % 101 == 0) {
             err = "injected";
@@ -480,7 +480,7 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
 int main(int argc, char ** argv) {
     const double   seconds = argc > 1 ? atof(argv[1]) : 5.0;
     const unsigned seed    = argc > 2 ? (unsigned) atoi(argv[2]) : 1;
-    const slice_file file(4 << 20);
+    const slice_file file(8 << 20);
     const int n_rounds = 6;
     for (int i = 0; i < n_rounds; i++) {
         round_of(file.path, seconds / n_rounds, seed + 1000u * (unsigned) i);
