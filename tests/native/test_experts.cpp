@@ -133,6 +133,10 @@ TEST(matrices_that_lie_side_by_side_are_read_in_one_call) {
     x.compute_all({ 3, 1 });
     REQUIRE((x.calls == std::vector<int> { 3, 3 }));
     REQUIRE(x.stats().reads == 6 && x.stats().bytes_read == 6 * nbytes && x.stats().demand_misses == 6);
+    const int32_t guess = 2;
+    REQUIRE(x.s.prefetch(0, &guess, 1, 1, ~0u, HIGH, true, -1) == 3);
+    wait_until([&] { return x.state(MOEOFF_MATRIX_DOWN, 2) == READY; });
+    REQUIRE((x.calls == std::vector<int> { 3, 3, 1, 1, 1 })); // after each of which it would have given way
     one_layer apart(n_expert);
     apart.compute_all({ 3, 1 });
     REQUIRE(apart.calls == std::vector<int>(6, 1));

@@ -417,6 +417,9 @@ bool expert_table::next_read(read_request & r) {
 bool expert_table::next_behind(const read_request & r, read_request & behind) {
     const expert_state &  x      = *r.of;
     const moeoff_source & source = source_of(x, r.matrix);
+    if (x.level[(size_t) r.matrix] == PREFETCH) {
+        return false; // gives way to what is chosen after each matrix
+    }
     for (const int32_t matrix : graph_order) {
         if (x.queued & set_of(matrix)) {
             const moeoff_source & other = source_of(x, matrix);

@@ -131,7 +131,7 @@ class expert_table {
     // --- reading ---
     // the slice that a worker should read next, loading from now on; false: nothing is queued that could get a slot. May evict
     bool      next_read(read_request & r) REQUIRES(store_mutex);
-    // what is queued of the same expert and begins on the page behind r in the file, loading from now on, too; false: nothing
+    // what is queued of the same expert and begins on the page behind r in the file, loading from now on, too; false: nothing, or r is a prefetch
     bool      next_behind(const read_request & r, read_request & behind) REQUIRES(store_mutex);
     uint8_t * destination(const read_request & r) const { return r.of->data + r.of->at[(size_t) r.matrix] * page_size; } // page aligned
     // err: 0, ECANCELED, or an errno with its message. What no op waits for is then absent, and nobody's failure
