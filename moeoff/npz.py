@@ -19,7 +19,7 @@ from .errors import MoeoffError
 from .files import open_file
 from .memory import format_size
 
-__all__ = ["ArchiveError", "WrongArrays", "read_npz", "require_arrays"]
+__all__ = ["ArchiveError", "TooLargeArchive", "WrongArrays", "read_npz", "require_arrays"]
 
 _DIRECTORY = 1 << 20  # bytes of an archive's table of contents: some ten thousand members
 _PIECE = 1 << 20
@@ -27,7 +27,11 @@ _HEADER = 1 << 14  # bytes of a member's description
 
 
 class ArchiveError(MoeoffError):
-    """An archive is damaged, holds what is no array of numbers, or unpacks to more than it may."""
+    """An archive is damaged, or holds what is no array of numbers."""
+
+
+class TooLargeArchive(ArchiveError):
+    """An archive unpacks to more than it may; it may well be whole."""
 
 
 class WrongArrays(ValueError):
@@ -57,7 +61,8 @@ def read_npz(path: str | os.PathLike[str], limit: int, wanted: Callable[[str], b
 
     Raises:
         OSError: it cannot be read; `strerror` says why in words.
-        ArchiveError: it is damaged, holds something else than numbers and short texts, or is larger.
+        ArchiveError: it is damaged, or holds something else than numbers and short texts.
+        TooLargeArchive: it is larger.
     """
     with open_file(path) as file:
         try:
@@ -66,7 +71,7 @@ def read_npz(path: str | os.PathLike[str], limit: int, wanted: Callable[[str], b
                 members = {name: info for name, info in members.items() if wanted(name)}
                 size = sum(info.file_size for info in members.values())
                 if size > limit:
-                    raise ArchiveError(f"it unpacks to {format_size(size)}, and there is room for {format_size(max(limit, 0))}")
+                    raise TooLargeArchive(f"it unpacks to {format_size(size)}, and there is room for {format_size(max(limit, 0))}")
                 return {name: _array(archive, info, name) for name, info in members.items()}
         except (ValueError, KeyError, EOFError, RuntimeError, NotImplementedError, struct.error, zipfile.BadZipFile, zlib.error) as error:
             raise ArchiveError(str(error) or type(error).__name__) from None

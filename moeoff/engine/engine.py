@@ -27,7 +27,7 @@ from ..binding import api
 from ..budget.disk_probe import IO_THREADS, IoThreads, choose_io_threads
 from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
-from ..budget.memory_plan import ALLOCATED, DeviceBound, MemoryPlan, require_header_room
+from ..budget.memory_plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
 from ..budget.micro_batch import USUAL, MicroBatch, choose_within, keep_rates, recall_rates
 from ..chat_sandbox import growing
 from ..devices import devices
@@ -238,8 +238,8 @@ class Engine:
     def _find_profile(self) -> Profile | None:
         # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
         wanted, needed = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.config.strategy))
-        # twice: what is made of the arrays is as large, while they are there
-        room = max((available() if self.budget is None else self.budget) - self.planned.floor, 0) // 2
+        # twice: what is made of the arrays is as large, while they are there; at the floor a part of the reserve
+        room = max((available() if self.budget is None else self.budget) - self.planned.floor, RESERVE // 8) // 2
         if wanted == "auto":
             return Profile.find(self.model_index, needed, room)
         return Profile.read(wanted, self.model_index, needed, room) if wanted else None

@@ -267,7 +267,7 @@ def test_contracts_with_wrong_arrays(demo, tmp_path, name, wrong):
 def test_a_profile_that_leaves_no_room_is_refused(demo, tmp_path):
     index, path = ModelIndex.read(demo), tmp_path / "p.npz"
     Profile.write(path, index, {"popularity": {"counts": np.zeros((1 << 27,), np.int8)}})
-    with pytest.raises(ModelError, match=r"it unpacks to 128 MiB, and there is room for"):
+    with pytest.raises(ModelError, match=r"no profile for this budget \(it unpacks to 128 MiB, and there is room for"):
         moeoff.Llama(demo, profile=str(path), strategy="edgemoe", memory=f"{rss() // 2**20 + 80}M")
 
 

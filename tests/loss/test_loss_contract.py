@@ -430,7 +430,14 @@ from pathlib import Path
 import moeoff
 from helpers.files import CALIBRATION_TEXTS
 from moeoff.budget import memory_plan
-from moeoff.memory import rss
+from moeoff.memory import MIB, rss
+
+# with 0.6 of the experts and with the fewest, in a process of this size or up to a MiB more: floors are whole MiB
+def bounds(process):
+    memory_plan._PROCESS = process
+    memory_plan._PROCESS += -(replace(plan, process=process).fixed + plan.arena_floor) % MIB
+    planned = replace(plan, process=memory_plan._PROCESS)
+    return planned.fixed + int(0.6 * plan.arena_full), planned.floor
 
 def open_with(memory):
     return moeoff.Llama(sys.argv[1], n_ctx=64, max_loss="5%", memory=memory, n_threads=1)
@@ -438,9 +445,7 @@ def open_with(memory):
 with open_with("1G") as llm:
     plan, process = llm.engine.planned, llm.engine.plan.process
 # a share is told from a process of the usual size; this machine's libraries may take more than that leaves the demo model's experts
-memory_plan._PROCESS = max(process, plan.process) + (8 << 20)
-fixed = replace(plan, process=memory_plan._PROCESS).fixed
-some, little = (fixed + int(share * plan.arena_full) for share in (0.6, 0.05))
+some, little = bounds(max(process, plan.process) + (8 << 20))
 with open_with(some) as llm:
     found = [llm.engine.quality.precision.tau]
     for memory in (1 << 30, some, little, some):
@@ -448,9 +453,8 @@ with open_with(some) as llm:
         found.append(llm.engine.quality.precision.tau)
         llm.eval([10, 300, 500])
 # a smaller process than was planned would have room for all experts: here it is planned as it is
-memory_plan._LIBRARIES, memory_plan._PROCESS = 0, rss() + (4 << 20)
-fixed = replace(plan, process=memory_plan._PROCESS).fixed
-some, little = (fixed + int(share * plan.arena_full) for share in (0.6, 0.05))
+memory_plan._LIBRARIES = 0
+some, little = bounds(rss() + (4 << 20))
 with open_with(little) as llm:
     found.append(llm.engine.driver.prefetcher.precision.tau)
     llm.set_memory(some)
