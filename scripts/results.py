@@ -5,7 +5,8 @@ A data file says what was run, where, when and at which commit, and holds the ta
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
-from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. The README's chart is drawn from the same data. Everything outside the blocks is
+from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models` and `reliability` gather one row from each of several data files, `recall` is a table's last column. The README's
+chart is drawn from the same data. Everything outside the blocks is
 written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
 """
 
@@ -151,9 +152,9 @@ def markdown(table: dict) -> str:
 
 
 def block(name: str, table: str | None, mark: str | None = ":") -> str:
-    """The text of a block: one table of a data file, with what was run if its mark is "+", or all of it; "models": one row of each."""
-    if name == "models":
-        return models_table()
+    """The text of a block: one table of a data file, with what was run if its mark is "+", or all of it; "models", "reliability": one row of each."""
+    if name in GATHERED:
+        return GATHERED[name]()
     data = read(name)
     if table:
         one = next(t for t in data["tables"] if t["name"] == table)
@@ -184,12 +185,67 @@ def models_table() -> str:
     """Which model in how much memory at what speed."""
     rows = []
     for name, (model, size) in SHAPES.items():
-        table = next(t for t in read(name)["tables"] if t["name"] == "summary")
+        data = read(name)
+        table = next(t for t in data["tables"] if t["name"] == "summary")
         tight, column = table["rows"][0], {title: i for i, title in enumerate(table["columns"])}
         rows.append(
-            [model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(tight[0]), tight[column["`auto`: tok/s"]], tight[column[f"{STOCK}: tok/s"]] or "not measured"]
+            [
+                model,
+                f"{size * 1e9 / 2**30:.1f} GiB",
+                _gib(tight[0]),
+                tight[column["`auto`: tok/s"]],
+                data["command"].partition("--rounds ")[2].partition(" ")[0],
+                tight[column[f"{STOCK}: tok/s"]] or "not measured",
+            ]
         )
-    return markdown({"columns": ["model's shape", "file", "memory", "moeoff, tok/s", f"{STOCK}, tok/s"], "rows": rows})
+    return markdown({"columns": ["model's shape", "file", "memory", "moeoff, tok/s", "median of rounds", f"{STOCK}, tok/s, one round"], "rows": rows})
+
+
+SCENARIOS = {  # of docs/results/reliability.md: what is done
+    "nth-fault": "each call in turn fails: open, read, map, allocate, write, ...",
+    "damaged": "damaged models, profiles, sidecars, plans, traces",
+    "headers": "headers damaged in four ways",
+    "beside": "damaged files beside a model",
+    "objects": "an answer is interrupted, anywhere",
+    "kill": "SIGKILL or SIGINT at a random moment",
+    "disk": "disk trouble: slow, full, cut, replaced",
+    "hostile-http": "hostile clients of a server",
+    "soak": "two hours under load while the budget moves",
+    "soak-interrupted": "the same, and half of the moves are interrupted",
+}
+CASES = ("faults", "files", "cases", "requests", "ended by SIGKILL", "by SIGINT", "had ended")  # columns that count them
+
+
+def reliability_table() -> str:
+    """How much of each scenario was run, and how much of it ended as it should not."""
+    rows = []
+    for name, what in SCENARIOS.items():
+        data = read(name)
+        lines = [dict(zip(t["columns"], row)) for t in data["tables"] if not t["name"].endswith("-kinds") for row in t["rows"]]
+        n = sum(int(line[column]) for line in lines for column in CASES if column in line)
+        wrong = sum(int(line.get("problems", line.get("wrong", 0))) + (line.get("held", "yes") != "yes") for line in lines)
+        script = data["command"].split()[1]
+        rows.append(
+            [
+                what,
+                f"{n or len(lines):,}",
+                str(wrong),
+                f"[{script.rpartition('/')[2]}](../../{script})",
+                f"{data['date']}, {data['commit']}",
+                f"[data](data/{name}.json)",
+            ]
+        )
+    return markdown({"columns": ["scenario", "cases", "not as it must be", "script", "measured", ""], "rows": rows})
+
+
+def recall_table() -> str:
+    """Of the predictors' table of recall the mean over the layers alone."""
+    table = next(t for t in read("prediction")["tables"] if t["name"] == "recall")
+    at = table["columns"].index("mean")
+    return markdown({"columns": ["", "recall at k, %"], "rows": [[row[0], row[at]] for row in table["rows"]]})
+
+
+GATHERED = {"models": models_table, "reliability": reliability_table, "recall": recall_table}
 
 
 def chart(data: dict) -> str:
