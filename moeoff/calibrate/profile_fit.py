@@ -18,7 +18,8 @@ from ..errors import BudgetError, OptionError
 from ..files import open_file, require_new
 from ..gguf.model_index import ModelIndex
 from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, trim
-from ..policies import POLICIES, CacheShape, FitOptions, Policy
+from ..policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor
+from ..policies.base import top_k
 from ..policies.promoe import COMPONENTS
 from ..policies.recording import Recording
 from ..policies.router import Router
@@ -54,8 +55,8 @@ class Calibrated:
         n_tokens: evaluated.
         seconds: it took.
         sections: written.
-        recall: mean over layers of the cross-layer gate at k, on the calibration text; None without gate inputs.
-        shallow: Fate's L: first layers whose experts are hard to predict; None without gate inputs.
+        recall: mean over layers of the cross-layer gate at k, on the calibration text; None if its section was not written.
+        shallow: Fate's L: first layers whose experts are hard to predict; likewise.
     """
 
     path: str
@@ -139,11 +140,12 @@ def calibrate(
     how = FitOptions(seed, hidden or cap_hidden(model_index, recording.router), low_cost(model_index), room=max(int(_SHARE * (bound - rss())), 0))
     sections = fit(recording, how, progress, only, checkpoint, warn)
     info = {"tokens": recording.n_tokens, "texts": [os.path.basename(file) for file in text] or ["written by the model"]}
-    Profile.write(path, model_index, sections, info)
+    left_out: dict[str, Section] = {name: {} for name in fits() if only is None or name in only}  # an earlier calibration's go, too
+    Profile.write(path, model_index, left_out | sections, info)
     checkpoint.remove()
-    gate = sections.get("gate")
+    gate, boundary = sections.get("gate"), sections.get("shallow")
     recall = float(np.maximum(gate["recall_raw"], gate["recall_norm"])[1:].mean()) if gate else None
-    shallow = int(gate["shallow"][0]) if gate else None
+    shallow = int(boundary["shallow"][0]) if boundary else None
     return Calibrated(path, recording.n_tokens, time.monotonic() - started, tuple(sections), recall, shallow)
 
 
@@ -184,24 +186,30 @@ def _record(
 
 def fit(
     recording: Recording, options: FitOptions, progress: Callable[[str, int, int], None] | None = None, only: Collection[str] | None = None,
-    checkpoint: Checkpoint | None = None, warn: Callable[[str], None] | None = None,
+    checkpoint: Checkpoint | None = None, warn: Callable[[str], None] | None = None, compare: bool = True,
 ) -> dict[str, Section]:  # fmt: skip
     """Sections of a profile: arrays that each of `fits`, or of those `only`, learns from the recording, or has learned before an interruption. From its
     first tokens, where there is room for no more.
 
-    What a policy learns and `compared` says so of is fitted on the first tokens and replayed on the others, all of which lie all over the texts: it is
-    left out, and `warn` told, if the policy misses no less with it than with its defaults.
+    What a policy or predictor learns and `compared` says so of is fitted on the first tokens and replayed on the others, all of which lie all over the
+    texts: it is left out, and `warn` told, if the policy misses no less with it than with its defaults, or the predictor predicts no more.
+
+    Args:
+        compare: False keeps everything, fitted on all tokens.
     """
     options = replace(options, replay=options.replay or simulate)
     if options.room is not None:
         recording = recording.part(0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
     sections: dict[str, Section] = {}
-    policies = {policy.profile_sections[0]: policy for policy in POLICIES.values() if policy.compared}
-    cut, end = _held_out(recording)
+    # of those that share a section the first that was registered is asked, as for its fit
+    policies = {policy.profile_sections[0]: policy for policy in reversed(POLICIES.values()) if policy.compared and policy.profile_sections}
+    predictors = {predictor.profile_section: predictor for predictor in reversed(PREDICTORS.values()) if predictor.compared}.values()
+    predicts = {name for predictor in predictors for name in _sections_of(predictor)}
+    cut, end = _held_out(recording) if compare else (0, 0)
     wanted = [name for name in fits() if only is None or name in only]
     for number, (name, learn) in enumerate(((name, fits()[name]) for name in wanted), 1):
         policy = policies.get(name) if cut < end else None
-        source = recording if policy is None else recording.part(0, cut)
+        source = recording.part(0, cut) if policy is not None or (cut < end and name in predicts) else recording
         stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(wanted)})")
         learned = functools.partial(lambda learn, source, stage: learn(source, options, stage) or {}, learn, source, stage)
         arrays = checkpoint.once(f"fit-{name}", learned) if checkpoint else learned()
@@ -210,6 +218,11 @@ def fit(
                 warn(f"{name}: on text that it was not fitted to it keeps no more than the defaults, and is left out")
         elif arrays:
             sections[name] = arrays
+    for predictor in predictors if cut < end else ():
+        for name in _useless(predictor, sections, recording.part(cut, end)):
+            del sections[name]
+            if warn:
+                warn(f"{name}: on text that it was not fitted to no more is predicted with it, and it is left out")
     return sections
 
 
@@ -248,6 +261,48 @@ def _helps(policy: type[Policy], sections: Mapping[str, Section], trace: Trace, 
         learned, usual = (replay(trace, made, arena).bytes_read for made in (policy.from_profile(sections, shape), policy(shape)))
         logs += math.log(max(learned, 1)) - math.log(max(usual, 1))
     return logs < 0
+
+
+def _sections_of(predictor: type[Predictor]) -> list[str]:
+    """Those that a predictor reads; without the first it reads none of the others."""
+    return [*([predictor.profile_section] if predictor.profile_section else []), *predictor.more_sections]
+
+
+def _useless(predictor: type[Predictor], sections: Mapping[str, Section], held: Recording) -> list[str]:
+    """Of a predictor's sections that are there, those with which it foresees no more of what these tokens select."""
+    first, *more = _sections_of(predictor)
+    there = [name for name in (first, *more) if name in sections]
+    if first not in there:
+        return []  # nothing to judge the others by
+    useless: list[str] = []
+    arrays: Section = {}
+    most = _n_foreseen(predictor(held.router), held)
+    for name in there:
+        tried = arrays | sections[name]
+        if (n := _n_foreseen(predictor(held.router, tried), held)) > most:
+            most, arrays = n, tried
+        elif name == first:
+            return there
+        else:
+            useless.append(name)
+    return useless
+
+
+def _n_foreseen(predictor: Predictor, held: Recording) -> int:
+    """How many of the experts that routers selected, token by token, had been predicted, of each gate as many as it selects."""
+    expected, n_right = dict[int, np.ndarray](), 0
+    for token in range(held.n_tokens):
+        if held.starts[token]:
+            predictor.reset_sequence()
+            expected.clear()
+        predictions = predictor.begin(held.tokens[token : token + 1]) if predictor.wants_tokens else []
+        for event in held.events(token, token + 1):
+            expected |= {p.gate: p.scores.copy() for p in predictions}  # which the predictor may write over
+            if (scores := expected.pop(event.gate, None)) is not None:
+                n_right += int(np.isin(event.ids, top_k(scores, event.ids.shape[1])).sum())
+            predictions = predictor.observe(event)
+        expected |= {p.gate: p.scores.copy() for p in predictions}
+    return n_right
 
 
 def cap_hidden(model_index: ModelIndex, router: Router) -> int:

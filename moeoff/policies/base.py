@@ -284,6 +284,7 @@ class Predictor:
     profile_section: str | None = None
     more_sections: Mapping[str, Fit] = {}  # of a profile, that only the strategy's own predictor is given, not one that stands in for it
     needs_profile = False  # predicts nothing without one
+    compared = False  # what `fit` has learned, and `more_sections`, are kept only where more is predicted with them than without, as of a policy
     defaults: dict[str, Any] = {}
 
     def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options: Any):

@@ -187,6 +187,7 @@ class ActivationPath(Predictor):
     name, summary = "activation-path", "what followed the experts of the last two layers in other text"
     profile_section = "path"
     more_sections = {"pairs": fit_pairs, "first": fit_first}
+    compared = True
 
     def start(self) -> None:
         n, e, arrays = self.router.n_gates, self.router.n_experts, self.arrays

@@ -38,6 +38,7 @@ class CrossLayerGate(RoutersAhead):
 
     name, summary = "gate", "the next layer's router on this layer's input"
     defaults = {"norm": None}
+    compared = True
 
     def start(self) -> None:
         self.look_ahead(1, self.options["norm"])
@@ -49,7 +50,6 @@ class CrossLayerGate(RoutersAhead):
         Returns:
             [n_gates] each: next_norm, true where the next layer's norm predicts better; recall_raw, recall_norm at k without and
             with it; recall_widened at the 75th percentile of the better; cosine of the gate input with the one before.
-            shallow [1]: `shallow_boundary`'s L.
         """
         if recording.inputs is None:
             return None
@@ -72,7 +72,6 @@ class CrossLayerGate(RoutersAhead):
             arrays["cosine"][target] = _cosine(x, inputs[:, target].astype(np.float32))
             if progress:
                 progress(target, n - 1)
-        arrays["shallow"] = np.array([shallow_boundary(np.maximum(arrays["recall_raw"], arrays["recall_norm"]))])
         return arrays
 
 
@@ -94,6 +93,7 @@ def best_above(scores: np.ndarray, percentile: float = 75) -> np.ndarray:
 
 MAX_GATES = 4096  # more than any model has
 SHALLOW = 0.85  # of the median layer's recall: a layer that is predicted worse is shallow
+JUDGED = 1024  # tokens that say how well a layer is predicted
 
 
 def shallow_boundary(recall: np.ndarray) -> int:
@@ -137,14 +137,22 @@ class ShallowFavoringARC(Policy):
 
     name, summary = "arc", "shallow layers first, recency and frequency balanced in each (Fate)"
     defaults = {"shallow": None}
-    profile_sections = ("gate",)
+    profile_sections = ("shallow",)
+    compared = True
 
     @classmethod
     def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        if "gate" not in profile:
+        if "shallow" not in profile:
             return {}
-        require_arrays(profile["gate"], {"shallow": ("i", (1,), 0, MAX_GATES)})
-        return {"shallow": int(profile["gate"]["shallow"][0])}
+        require_arrays(profile["shallow"], {"shallow": ("i", (1,), 0, MAX_GATES)})
+        return {"shallow": int(profile["shallow"]["shallow"][0])}
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """L, shallow [1], of a `Recording` with gate inputs; None if it has none."""
+        kept = recording.kept[:JUDGED]
+        gate = CrossLayerGate.fit(recording.part(0, int(kept[-1]) + 1), options, progress) if len(kept) else None
+        return None if gate is None else {"shallow": np.array([shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"]))])}
 
     def start(self) -> None:
         self._layers = [ARC() for _ in range(self.shape.n_gates)]

@@ -75,7 +75,6 @@ class EvenARC(ShallowFavoringARC):
 
     name, summary = "arc-even", "recency and frequency balanced in each layer, as many experts in each"
     defaults = {"shallow": 0}
-    profile_sections = ()
 
     @classmethod
     def profile_options(cls, profile: Sections) -> dict[str, Any]:

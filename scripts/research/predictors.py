@@ -223,9 +223,9 @@ def main(model: str, calib: Sequence[str], valid: Sequence[str], tokens: int, va
         rows = [(title, [f"{whole[key][g]:.3f}" for g in range(1, n)]) for title, key in kinds.items()]
         table(results, "cross-layer", f"The router of the next layer, {second.n_tokens:,} validation tokens", [f"layer {g}" for g in range(1, n)], rows)
         positions(results, some, attention)
-        sections = fit(first, FitOptions(hidden=hidden))
+        sections = fit(first, FitOptions(hidden=hidden), compare=False)
         next_norm = np.flatnonzero(sections["gate"]["next_norm"])[1:].tolist()
-        print(f"\nshallow boundary L = {int(sections['gate']['shallow'][0])}; next norm for layers {next_norm}")
+        print(f"\nshallow boundary L = {int(sections['shallow']['shallow'][0])}; next norm for layers {next_norm}")
         events, scores = second.events(0, decode_tokens), {}
         for title, name, options in ROWS:
             ahead = options.get("p", options.get("stride", 1))

@@ -100,6 +100,45 @@ def test_what_does_not_help_is_left_out(monkeypatch):
         POLICIES.pop("mine", None)
 
 
+def test_what_foresees_no_more_is_left_out(monkeypatch):
+    """A predictor's fit, too. The text's end is of another kind: what followed what in its beginning does not there, and the predictor learns more of it
+    while it runs."""
+    monkeypatch.setattr(module, "_LEAST_HELD", 64)
+    recording, said, names = random_recording(1600, n_experts=16), [], ["first", "path"]
+    steps = np.arange(1600)[:, None] * 4 + np.arange(4)  # gate after gate
+    recording.tokens[:] = np.arange(1600) % 16
+    follows = (3 * steps % 16)[..., None] + 8 * np.arange(2)
+    recording.ids[:] = follows % 16
+    kept = fit(recording, FitOptions(), only=names, warn=said.append)
+    assert set(kept) >= {"path"} and not [line for line in said if line.startswith("path")]
+    recording.ids[1440:] = (5 * steps[1440:] % 16)[..., None] + np.arange(2)
+    recording.ids %= 16
+    said.clear()
+    assert fit(recording, FitOptions(), only=names, warn=said.append) == {}
+    assert said == [f"{name}: on text that it was not fitted to no more is predicted with it, and it is left out" for name in ("path", "first")]
+    assert set(fit(recording, FitOptions(), only=names, compare=False)) == set(names)
+
+
+def test_the_norm_is_chosen_only_where_that_helps(monkeypatch):
+    """What `gate` and `shallow` say is left out where the default does as well."""
+    monkeypatch.setattr(module, "_LEAST_HELD", 64)
+    recording, said = random_recording(800), []
+    fitted = CrossLayerGate.fit(recording)
+    monkeypatch.setattr(CrossLayerGate, "fit", lambda *_: fitted | {"next_norm": np.ones(4, bool)})
+    assert "gate" not in fit(recording, FitOptions(), only=["gate"], warn=said.append)
+    assert said == ["gate: on text that it was not fitted to no more is predicted with it, and it is left out"]
+
+
+def test_what_is_left_out_leaves_an_earlier_profile(demo, tmp_path, monkeypatch):
+    model = shutil.copy(demo, tmp_path / "model.gguf")
+    how = {"text": CALIBRATION_TEXTS[:1], "tokens": 512, "only": {"gate", "popularity"}, "n_threads": 1}
+    assert calibrate(model, **how).sections == ("popularity", "gate")
+    fit = module.fit
+    monkeypatch.setattr(module, "fit", lambda *args: {name: arrays for name, arrays in fit(*args).items() if name != "gate"})
+    assert calibrate(model, **how).recall is None
+    assert Profile.find(ModelIndex.read(model)).sections == ["popularity"]
+
+
 class TestFitsOfUsers:
     """A registered predictor's fit is called like moeoff's own, or refused."""
 
