@@ -656,7 +656,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
         if values.get("rope_freq_scale") is not None:
             raise OptionError("give `rope_scale` or `rope_freq_scale`, not both: one is 1 divided by the other")
         values["rope_freq_scale"] = 1 / values["rope_scale"]
-    return values | {"strategy": strategy, "precision": precision, "vram_mode": vram_mode}
+    return values | {"strategy": strategy, "precision": precision, "vram_mode": vram_mode, "tier": values.get("tier") or chosen.tier}
 
 
 def precision_of(values: Mapping[str, Any]) -> Precision | None:

@@ -8,7 +8,7 @@
     §3.3.3  eviction score -f / distance                          FrequencyOverDistance
             the buffer begins with the most frequent              FrequencyOverDistance.fit, `fill` of the preset
 
-The preset is `edgemoe`. Encoder-decoder models, of which the paper's are, are outside llama.cpp.
+The presets are `edgemoe`, which is lossless, and `edgemoe-lossy`, with §3.2's widths. Encoder-decoder models, of which the paper's are, are outside llama.cpp.
 """
 
 from __future__ import annotations
@@ -393,3 +393,13 @@ class FrequencyOverDistance(GroupedPolicy):
 
 
 register(Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path", fill=True))
+register(
+    Strategy(
+        "edgemoe-lossy",
+        "EdgeMoE, lossy: each expert in the bits that calibrate --bits-plan found for it (a sidecar of convert --bits)",
+        policy="edgemoe",
+        predictor="activation-path",
+        fill=True,
+        tier="bits",
+    )
+)

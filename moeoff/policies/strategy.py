@@ -32,6 +32,7 @@ class Strategy:
         ab_tested: prefetching is switched off where token times with it are longer than without.
         vram_mode: how a device computes with experts, if there is one and nothing else is asked for (`moeoff.options.Config`).
         precision: of misses, if no other is asked for. Lossless but for the presets whose summary says otherwise.
+        tier: of a sidecar, that all experts are in if no other is asked for; None: the model's own.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Strategy:
     fill: bool = False
     vram_mode: str = "auto"
     precision: Precision = LOSSLESS
+    tier: str | None = None
 
     def with_stride(self, stride: int) -> Strategy:
         """With a predictor that looks this many layers ahead (ProMoE §4.4).
