@@ -52,6 +52,7 @@ __all__ = [
     "DEVICE_WAVES",
     "THRESHOLDS_BLIND",
     "THRESHOLDS_MISPREDICTED",
+    "THRESHOLDS_PROMPTS",
     "Thresholds",
     "Routing",
     "Options",
@@ -123,7 +124,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 17
+ABI_VERSION = 18
 MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -149,6 +150,7 @@ DEVICE_CENTRIC = 2
 DEVICE_WAVES = 3
 THRESHOLDS_BLIND = 1
 THRESHOLDS_MISPREDICTED = 2
+THRESHOLDS_PROMPTS = 4
 
 
 class Thresholds(Structure):

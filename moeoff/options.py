@@ -379,7 +379,7 @@ class Config:
 
     Attributes:
         precision: which experts may be served in lower precision, not at all, or by others; the default is lossless. `tau`, `t1`, `t2`,
-            `prefill_low_fraction`, `reroute`, `mispredicted_low` and `low_tier` are the same in single options.
+            `prefill_low_fraction`, `reroute`, `mispredicted_low`, `weigh_prompts` and `low_tier` are the same in single options.
         direct_io: False reads through the page cache.
         gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
             tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
@@ -438,6 +438,8 @@ class Config:
                                    help="Let resident experts take the places of absent ones: what they gain, of the scores' range (λ).")  # fmt: skip
     mispredicted_low: bool = option("--mispredicted-low", default=False, group=_SHARE["group"], commands=_RUN_EVAL,
                                     help="Where a preset predicts, read in low precision only what it did not ask for (Fate §5.3).")  # fmt: skip
+    weigh_prompts: bool = option("--weigh-prompts", default=False, group=_SHARE["group"], commands=_RUN_EVAL,
+                                 help="--t1 and --t2 in prompts, too: each expert by the token to which it matters most (HOBBIT §3.2).")  # fmt: skip
     low_tier: str | None = option("--low-tier", metavar="NAME", group=_SHARE["group"], commands=_RUN_EVAL,
                                   help="Tier of the sidecar that these read, as Q2_K.")  # fmt: skip
 
@@ -640,7 +642,7 @@ def without_gpu(values: dict[str, Any]) -> list[str]:
 
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
-THRESHOLDS = ("tau", "t1", "t2", "prefill_low_fraction", "reroute", "mispredicted_low", "low_tier")
+THRESHOLDS = ("tau", "t1", "t2", "prefill_low_fraction", "reroute", "mispredicted_low", "weigh_prompts", "low_tier")
 _HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it quantizes them
 
 

@@ -358,13 +358,14 @@ class ExpertBuffer:
     # --- precision ---
 
     def set_thresholds(self, t1: float = 1.0, t2: float = 1.0, prefill_low_fraction: float = 0.0, *, tau: float = 0.0, blind: bool = False,
-                       mispredicted_low: bool = False) -> None:  # fmt: skip
+                       mispredicted_low: bool = False, weigh_prompts: bool = False) -> None:  # fmt: skip
         """Which version serves an expert that is chosen and not resident: `moeoff.policies.precision.Precision` says what they mean.
 
         Raises:
             OptionError: out of range, or it needs low versions and there is no arena for them.
         """
         flags = (native.THRESHOLDS_BLIND if blind else 0) | (native.THRESHOLDS_MISPREDICTED if mispredicted_low else 0)
+        flags |= native.THRESHOLDS_PROMPTS if weigh_prompts else 0
         thresholds = native.Thresholds(t1, t2, prefill_low_fraction, flags, tau)
         self._set_options(thresholds=thresholds)
 

@@ -46,11 +46,12 @@ class ReadAhead:
         self._uses = [np.zeros(n, np.float32) for n in self._n_experts]
         self._slices_per_byte = sum(self._n_slices) / buffer.arena_full
 
-    def observe(self, event: GateEvent, first: Sequence[int] = ()) -> bool:
+    def observe(self, event: GateEvent, first: Sequence[int] = (), versions: np.ndarray | None = None) -> bool:
         """After a batch's router has selected; False if it selected too few experts to tell what the next gate needs.
 
         Args:
             first: of the next gate, what a predictor expects, the most popular first (Fate §4.3); the others follow.
+            versions: as for `read`.
         """
         uses, n = self._uses[event.gate], self._n_experts[event.gate]
         count = np.bincount(event.ids.ravel(), minlength=n)
@@ -59,7 +60,7 @@ class ReadAhead:
         if np.count_nonzero(count) < _MOST_EXPERTS_SHARE * n:
             return False
         if event.gate + 1 < len(self._uses):
-            self._read(event.gate + 1, self._n_slices[event.gate], first)
+            self._read(event.gate + 1, self._n_slices[event.gate], first, versions)
         return True
 
     def begin(self, n_tokens: int, n_used: int) -> bool:
@@ -69,17 +70,25 @@ class ReadAhead:
         self._read(0, 0)
         return True
 
-    def _read(self, gate: int, n_computing: int, first: Sequence[int] = ()) -> None:
+    def _read(self, gate: int, n_computing: int, first: Sequence[int] = (), versions: np.ndarray | None = None) -> None:
         """Queues as many as fit next to the slices of the gate that is computed: more would be evicted again before their turn."""
         room = int(self._buffer.stats().arena_bytes * self._slices_per_byte) - n_computing
-        self.read(gate, list(dict.fromkeys([*first, *np.argsort(-self._uses[gate], kind="stable").tolist()])), max(room, 0))
+        self.read(gate, list(dict.fromkeys([*first, *np.argsort(-self._uses[gate], kind="stable").tolist()])), max(room, 0), versions)
 
-    def read(self, gate: int, order: list[int], limit: int = -1) -> int:
-        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all. Returns how many it has queued."""
-        n_high = len(order) - n_low(len(order), self.precision.prefill_low_fraction)
-        queued = self._buffer.prefetch(gate, order[:n_high], limit=limit)
-        if n_high < len(order):
-            queued += self._buffer.prefetch(gate, order[n_high:], low=True, limit=limit if limit < 0 else limit - queued)
+    def read(self, gate: int, order: list[int], limit: int = -1, versions: np.ndarray | None = None) -> int:
+        """Queues these experts, those that the most tokens select first, but at most `limit` slices; -1: all. Returns how many it has queued.
+
+        Args:
+            versions: [n_experts], that a prediction says will serve them (HOBBIT §3.3); None: high ones, and of the last experts low ones.
+        """
+        if versions is None:
+            n_high = len(order) - n_low(len(order), self.precision.prefill_low_fraction)
+            high, low = order[:n_high], order[n_high:]
+        else:
+            high, low = ([e for e in order if versions[e] == version] for version in (native.HIGH, native.LOW))
+        queued = self._buffer.prefetch(gate, high, limit=limit)
+        if low:
+            queued += self._buffer.prefetch(gate, low, low=True, limit=limit if limit < 0 else limit - queued)
         return queued
 
 
@@ -301,7 +310,7 @@ class Prefetcher(Observer):
         self._read_ahead = ReadAhead(buffer, precision)
         self._weights = WeightEstimate(self._n_gates, min(n_used, self._n_candidates))
         self._set_precision(precision)
-        self._popular: dict[int, list[int]] = {}  # of a prompt's batch, by gate: the experts that are foreseen
+        self._popular: dict[int, tuple[list[int], np.ndarray | None]] = {}  # of a prompt's batch, by gate: the experts that are foreseen, and in which versions
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
         for t in buffer.tensors:
             self._matrices[t.gate] |= 1 << t.matrix
@@ -354,8 +363,8 @@ class Prefetcher(Observer):
             # the papers' presets foresee the batch's own popularity; without a prediction that of earlier ones has to do
             found = self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
             for p in found or []:
-                self._popular[p.gate] = _by_popularity(p.scores, self._n_used)
-            if not self._read_ahead.observe(event, self._popular.pop(event.gate + 1, [])):
+                self._popular[p.gate] = _by_popularity(p.scores, self._n_used), self._of_prompt(p)
+            if not self._read_ahead.observe(event, *self._popular.pop(event.gate + 1, ([], None))):
                 self._act(self.predictor.observe(event.sample(SAMPLE)) if found is None else found, False)
             return
         usefulness = self._usefulness if self._predicts else None
@@ -474,7 +483,13 @@ class Prefetcher(Observer):
 
     def _read_union(self, p: Prediction) -> int:
         """A batch: all experts that some token is likely to select, those of the most tokens first (Fate §4.3); returns how many slices were absent."""
-        return self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used))
+        return self._read_ahead.read(p.gate, _by_popularity(p.scores, self._n_used), versions=self._of_prompt(p))
+
+    def _of_prompt(self, p: Prediction) -> np.ndarray | None:
+        """Versions that would serve the experts of a prompt's batch; None: it is not weighed."""
+        if not self.precision.weigh_prompts:
+            return None
+        return self._would_serve(p, p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1])
 
     def new_sequence(self, sequence: int) -> None:
         self.predictor.reset_sequence(sequence)

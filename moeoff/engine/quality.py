@@ -74,6 +74,7 @@ class Quality:
             tau=precision.tau,
             blind=self._config.deterministic,
             mispredicted_low=precision.mispredicted_low,
+            weigh_prompts=precision.weigh_prompts,
         )
         if self.routing and self._config.replay is None:  # which has what became of it
             self.buffer.set_routing(precision.reroute, precision.reroute_margin)

@@ -362,6 +362,6 @@ register(
         "HOBBIT from flash, lossy: misses of less weight in two bits, of little weight skipped (a sidecar with Q2_K)",
         policy="hobbit",
         predictor="stacked",
-        precision=Precision(t1=T1, t2=T2, tier="Q2_K"),
+        precision=Precision(t1=T1, t2=T2, tier="Q2_K", weigh_prompts=True),
     )
 )

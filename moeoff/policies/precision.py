@@ -23,6 +23,7 @@ class Precision:
         t1, t2: for tokens that are decoded, each by itself (HOBBIT §3.2). An expert's unimportance s is the sum of the larger gate weights of the same
             token, all scaled to 1 (equation 2): s <= t1 is read in high precision, t1 < s <= t2 in low, s > t2 is skipped. The
             first expert is always read in high precision.
+        weigh_prompts: t1 and t2 hold for a prompt's tokens, too: an expert is read as the token wants it to which it matters most.
         tau: for tokens that are decoded, in the place of t1 and t2: an expert whose weight, the factor of its output, lies below it and that is not
             on its way either is left out; the other weights stay as they are. docs/guides/precision.md has the rule. 0: none is left out.
         prefill_low_fraction: for a prompt's batch (Fate §4.5). Of the experts chosen, this share is read in low precision: those
@@ -52,6 +53,7 @@ class Precision:
     resident: float = 0.0
     mispredicted_low: bool = False
     tau: float = 0.0
+    weigh_prompts: bool = False
 
     def __post_init__(self) -> None:
         numbers = (self.t1, self.t2, self.prefill_low_fraction, self.low_share, self.reroute, self.reroute_margin, self.resident, self.tau)
@@ -67,6 +69,8 @@ class Precision:
             raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
         if self.mispredicted_low and self.t1 < 1:
             raise OptionError("`mispredicted_low` has no use for `t1` and `t2`: give one or the other")
+        if self.weigh_prompts and (self.t1 >= 1 or self.prefill_low_fraction > 0):
+            raise OptionError("`weigh_prompts` weighs by `t1` and `t2`, in the place of `prefill_low_fraction`", hint={"t1": ...})
         if self.tau < 0 or (self.tau > 0 and (self.t1 < 1 or self.reroute > 0 or self.mispredicted_low)):
             raise OptionError("`tau` is a weight of at least 0, and excludes `t1`, `t2`, `reroute` and `mispredicted_low`")
         if self.uses_low and not self.tier:

@@ -82,6 +82,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "alone was 6 and 8 % faster": "docs/results/real-sizes.md: 2.46 (2.46-2.46)",
         "p is 25 % for every model": "moeoff/policies/fate.py: P = 0.25",
         "and may be 0": "moeoff/policies/fate.py: return 0",
+        "or 4 MiB of it": "moeoff/engine/expert_buffer.py: READ_CHUNK = 4 << 20",
         "layers 0 and 1 are not predicted, with one layer 0 is not": "moeoff/policies/promoe.py: STRIDES = (1, 2)",
     },
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -380,6 +381,22 @@ def test_prefetches_by_predicted_weight():
     batch = np.array([[9, 8, 1, 0], [9, 8, 0, 1], [9, 1, 8, 0], [9, 1, 0, 8]], np.float32)
     Prefetcher(buffer, SimpleNamespace(), n_used=2, io_threads=1, ab_tested=False, precision=rule)._act([Prediction(0, batch)], decode=False)
     assert buffer.prefetched == [(0, [0, 1], False, 2), (0, [2, 3], True, 2)]  # chosen by 4, 2, 1, 1 tokens
+
+
+def test_prefetches_of_a_prompt_by_predicted_weight():
+    """An expert is read as the token wants it to which it matters most: 0 and 1 are somebody's first; before 2 and 3 lies 0.6 of their tokens' weight, or more;
+    what nobody needs is not read."""
+    rule = Precision(0.4, 0.8, tier="Q4_0", weigh_prompts=True)
+    batch = np.array([[3.5, 6.5, 0, 0], [3.5, 6.5, 0, 0], [6, 0, 4, 0], [6, 0, 0, 4], [9, 0, 0, 0.5]], np.float32)
+    batch = np.pad(batch, ((0, 0), (0, 4)))
+    for precision, expected in (
+        (rule, [(1, [0, 1], False, 2), (1, [3, 2], True, 2)]),
+        (replace(rule, t2=0.5), [(1, [0, 1], False, 2)]),
+        (Precision(0.4, 0.8, tier="Q4_0"), [(1, [0, 1, 3, 2], False, 4)]),
+    ):
+        buffer = Recorder()
+        Prefetcher(buffer, SimpleNamespace(), n_used=2, io_threads=1, ab_tested=False, precision=precision)._act([Prediction(1, batch)], decode=False)
+        assert [(gate, experts, low, n) for gate, experts, low, n in buffer.prefetched] == expected, precision
 
 
 def test_of_what_is_left_out_below_a_weight_only_what_is_predicted_above_it_is_read():

@@ -40,6 +40,8 @@ def test_what_they_make():
         ({"low_tier": "Q2_0"}, "none of them is given"),
         ({"mispredicted_low": True}, "needs a tier of the sidecar"),
         ({"mispredicted_low": True, "t1": 0.5, "low_tier": "Q2_0"}, "no use for t1 and t2"),
+        ({"weigh_prompts": True}, "weighs by t1 and t2"),
+        ({"weigh_prompts": True, "t1": 0.5, "prefill_low_fraction": 0.5, "low_tier": "Q2_0"}, "in the place of prefill_low_fraction"),
     ):
         with pytest.raises(OptionError, match=why):
             precision_of(wrong)
@@ -71,6 +73,9 @@ def test_thresholds_on_the_command_line(demo, moeoff_command, tmp_path):
     done = moeoff_command("eval", *options, "--text", str(PROSE), "--ctx", "64", "--chunks", "2", "--prefill-low-fraction", "0.5", "--json")
     found = json.loads(done.stdout)
     assert found["served_low"] > 0 == found["skipped"] and found["precision"]["prefill_low_fraction"] == 0.5 and found["kl"] is not None
+    weighed = [json.loads(moeoff_command("eval", *options, "--text", str(PROSE), "--ctx", "8", "--chunks", "2", "--t1", "0.4", "--t2", "0.7", "--json", *given).stdout)
+               for given in ((), ("--weigh-prompts",))]  # fmt: skip
+    assert [(w["served_low"] > 0, w["skipped"] > 0) for w in weighed] == [(False, False), (True, True)]
 
 
 def test_hobbits_jetson(demo, moeoff_command, tmp_path):
@@ -83,9 +88,9 @@ def test_hobbits_jetson(demo, moeoff_command, tmp_path):
     stats = json.loads(moeoff_command("run", *options).stdout)["stats"]
     assert stats["served_low"] > 0
     config = Config.make(demo, strategy="hobbit-jetson")
-    assert config.precision == Precision(0.6, 0.9, tier="Q2_K")
+    assert config.precision == Precision(0.6, 0.9, tier="Q2_K", weigh_prompts=True)
     assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
-    assert all(s.precision is LOSSLESS for name, s in PRESETS.items() if name not in ("hobbit-jetson", "fate-lossy"))
+    assert all(s.precision is LOSSLESS and s.tier is None for name, s in PRESETS.items() if name not in ("hobbit-jetson", "fate-lossy", "edgemoe-lossy"))
     with pytest.raises(OptionError, match="give no other"):
         Config.make(demo, strategy="hobbit-jetson", max_loss="1%")
 
@@ -104,6 +109,22 @@ def test_fates_preset_with_two_bits(demo, moeoff_command, tmp_path):
     found = Config.make(demo, strategy="fate-lossy")
     assert found.precision == Precision(prefill_low_fraction=0.25, mispredicted_low=True, tier="Q2_K")
     assert replace(found.strategy, name="fate", summary="", precision=LOSSLESS, vram_mode="") == replace(PRESETS["fate"], summary="", vram_mode="")
+
+
+def test_edgemoes_widths(demo, moeoff_command, tmp_path):
+    """§3.2 by name: a plan's widths for all experts, where a sidecar has them; another tier, and the model's own, can still be asked for."""
+    model = str(shutil.copy(demo, tmp_path / "model.gguf"))
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"default": "Q4_0", "layers": {"0": {"default": "Q2_0", "3": "Q4_0"}}}))
+    options = ("-m", model, "--expert-memory", "6M", "--strategy", "edgemoe-lossy", "-p", "Once", "-n", "8", "--temp", "0", "--json")
+    done = moeoff_command("run", *options)
+    assert done.returncode == 1 and "tier bits needs a sidecar" in done.stderr and "Traceback" not in done.stderr
+    convert(model, tiers=["Q4_0"], bits=str(plan))
+    found = [json.loads(moeoff_command("run", *options, *given).stdout)["stats"] for given in ((), ("--tier", "Q4_0"), ("--tier", "original"))]
+    assert [stats["tier"] for stats in found] == ["bits", "Q4_0", "original"]
+    assert replace(PRESETS["edgemoe-lossy"], name="edgemoe", summary="", tier=None) == replace(PRESETS["edgemoe"], summary="")
+    with pytest.raises(OptionError, match="give no other"):
+        Config.make(demo, strategy="edgemoe-lossy", max_loss="1%")
 
 
 def test_fates_quantization(demo, moeoff_command, tmp_path):

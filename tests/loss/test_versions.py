@@ -137,13 +137,14 @@ class Graph:
             np.testing.assert_array_equal(read(out, shape), expected)
 
 
-def decide(graph: Graph, t1, t2, share, blind) -> np.ndarray:
+def decide(graph: Graph, t1, t2, share, blind, weighed) -> np.ndarray:
     """The rule in numpy, from what is resident now: [n_tokens, n_used]."""
     t1, t2, share = np.float32(t1), np.float32(t2), float(np.float32(share))
     ids, wish = graph.ids, np.full(N_EXPERT, HIGH)
-    if len(ids) == 1:
-        s = unimportance(graph.weights)[0]
-        wish[ids[0]] = np.where(s <= t1, HIGH, np.where(s <= t2, LOW, SKIP))
+    if len(ids) == 1 or weighed:
+        least = np.full(N_EXPERT, np.inf, np.float32)
+        np.minimum.at(least, ids, unimportance(graph.weights))
+        wish = np.where(least <= t1, HIGH, np.where(least <= t2, LOW, SKIP))
     else:
         experts, counts = np.unique(ids, return_counts=True)
         unpopular = sorted(zip(counts, -experts))[: math.floor(share * len(experts))]
@@ -166,10 +167,11 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
                 for i in range(400 if n_tokens == 1 else 60):
                     t1, t2 = sorted(rng.choice([0, 0.2, 0.5, 0.8, 1], 2))
                     share = rng.choice([0, 0.25, 0.4, 1])
-                    block.buffer.set_thresholds(t1, t2, share, blind=blind)
+                    weighed = t1 < 1 and share == 0  # a prompt, too
+                    block.buffer.set_thresholds(t1, t2, share, blind=blind, weigh_prompts=weighed)
                     graph.choose(rng)
                     before = block.buffer.stats()
-                    expected = decide(graph, t1, t2, share, blind)
+                    expected = decide(graph, t1, t2, share, blind, weighed)
                     versions = graph.speak(backend)
                     if versions is None:
                         assert t1 == 1 and share == 0

@@ -353,6 +353,7 @@ TEST(options_are_taken_as_a_whole_or_not_at_all) {
         { [](auto & o) { o.thresholds.t1 = 0.5f; }, "need low versions" },
         { [](auto & o) { o.thresholds.tau = -1.0f; }, "tau is a weight" },
         { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_MISPREDICTED | MOEOFF_THRESHOLDS_BLIND; }, "was not predicted" },
+        { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_PROMPTS; }, "weighed by t1 and t2" },
         { [](auto & o) { o.routing.lambda = 2.0f; }, "routing needs" },
         { [](auto & o) { o.routing.lambda = 1.0f; }, "MOEOFF_FLAG_ROUTING" },
         { [](auto & o) { o.simulated_share = NAN; }, "at most 1" },

@@ -111,6 +111,9 @@ TEST(of_several_tokens_that_are_decoded_each_says_what_it_wants) {
     REQUIRE(b.select(s) == (versions { 9, LOW, SKIP, 9, HIGH, 9, HIGH, 9 }));
     b.event.decode = 0; // chosen twice 1 and 6, once 2 and 4: of four, two are low
     REQUIRE(b.select(s) == (versions { 9, HIGH, LOW, 9, LOW, 9, HIGH, 9 }));
+    s = selector_of(0.4f, 0.6f, 0.0f, MOEOFF_THRESHOLDS_PROMPTS);
+    REQUIRE(b.select(s) == (versions { 9, LOW, SKIP, 9, HIGH, 9, HIGH, 9 })); // by weight there, too
+    REQUIRE(b.select(s, { 1 }) == (versions { 9, HIGH, SKIP, 9, HIGH, 9, HIGH, 9 }));
 }
 
 TEST(what_is_neither_resident_nor_predicted_is_served_low) {

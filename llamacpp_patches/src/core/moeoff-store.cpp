@@ -543,6 +543,8 @@ bool store::check_options(const moeoff_options & o, std::string & error) const {
         error = "tau is a weight of at least 0, and in the place of t1, t2 and what was not predicted";
     } else if (t.flags & MOEOFF_THRESHOLDS_MISPREDICTED && (t.t1 < 1.0f || t.flags & MOEOFF_THRESHOLDS_BLIND)) {
         error = "what serves an expert that was not predicted depends on neither thresholds nor the gates alone";
+    } else if (t.flags & MOEOFF_THRESHOLDS_PROMPTS && (t.t1 == 1.0f || t.prefill_low_fraction > 0.0f)) {
+        error = "a prompt's tokens are weighed by t1 and t2, below 1, and not by a share";
     } else if (version_selector::uses_low(t) && limits[LOW] == 0) {
         error = "the thresholds need low versions and an arena for them";
     } else if (!(r.lambda >= 0.0f && r.lambda <= 1.0f && r.margin >= 0.0f && r.margin <= 1.0f) || r.n_candidates < 0 || r.n_kept < 0) {

@@ -82,7 +82,7 @@ void version_selector::select(const choice & c, const std::vector<int32_t> & cho
         }
         return;
     }
-    if (c.event.decode) {
+    if (c.event.decode || thresholds.flags & MOEOFF_THRESHOLDS_PROMPTS) {
         by_weight(c, chosen, version_of);
     } else {
         by_popularity(c, chosen, version_of);

@@ -1,6 +1,6 @@
 #pragma once
 
-// Which version serves each expert that a gate has chosen: a threshold on its weight or those of HOBBIT §3.2 where tokens are decoded, the
+// Which version serves each expert that a gate has chosen: a threshold on its weight or those of HOBBIT §3.2 where tokens are decoded, these or the
 // share of Fate §4.5 in a prompt and its rule for what was not predicted (§5.3), or decisions recorded in an earlier run. Knows nothing of slices. Not thread safe.
 
 #include "moeoff-expert-state.h"

@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 17
+#define MOEOFF_ABI_VERSION 18
 #define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
@@ -77,12 +77,13 @@ enum moeoff_device_mode {
 enum moeoff_thresholds_flag {
     MOEOFF_THRESHOLDS_BLIND = 1, // select without looking at what is resident, so that versions depend on the gates alone
     MOEOFF_THRESHOLDS_MISPREDICTED = 2, // where tokens are decoded, instead of t1 and t2: what no prefetch has asked for is served low (Fate §5.3)
+    MOEOFF_THRESHOLDS_PROMPTS = 4, // t1 and t2 hold in prompts, too, in the place of the share (HOBBIT §3.2)
 };
 
 // Which version serves a chosen expert whose high version is not resident. Where tokens are decoded (HOBBIT §3.2): s is the sum
 // of the larger gate weights of the same token, all scaled to 1; s <= t1 is served high, s <= t2 low, the rest is skipped; an
 // expert that several tokens chose gets the best of what they say. In a prompt (Fate §4.5): of the experts chosen, this share
-// is served low, those that the fewest tokens chose.
+// is served low, those that the fewest tokens chose; or with PROMPTS by t1 and t2, as where tokens are decoded.
 // tau, in the place of t1 and t2: where tokens are decoded, an expert is served high if its weight, the factor of its output, is at least tau
 // for one of the tokens, or if it is on its way; else it is skipped.
 // Nothing is lost at t1 = 1, prefill_low_fraction = 0, tau = 0 and without flags, the default. Without EAGER every expert is served high.
