@@ -4,7 +4,7 @@ usage: papers.py all       [-m MODEL] [--text FILE ...]     a table for each pap
        papers.py live      -m MODEL --text FILE             speed on this machine, in interleaved rounds, each run cold in a process of its own
 
 `all` repeats exactly. --quick takes few tokens: minutes become seconds, and the numbers rough. `live` wants a profile of `moeoff calibrate` at the model's
-side and a sidecar with tiers for --int4 and --int2.
+side and a sidecar with tiers for --int4 and --int2, and for --bits of a plan by `calibrate --bits-plan`.
 """
 
 from __future__ import annotations
@@ -36,16 +36,17 @@ from moeoff.calibrate.statistics import Estimate
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import PREDICTORS, CacheShape, Strategy, get_strategy, register
 from moeoff.policies.fate import proportional_boundary, quotas, shallow_boundary
-from moeoff.policies.hobbit import recorded_unimportance, thresholds
+from moeoff.policies.hobbit import T1, T2, recorded_unimportance, thresholds
 from moeoff.policies.precision import Precision
 from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import ORIGINAL, Sidecar
+from moeoff.sidecar.file import ORIGINAL, ExpertSource, Sidecar, relative_bytes
+from moeoff.sidecar.profile import Profile
 from paper_figures import FIGURES, Data, popularity_curves, score_curve
 from results import HELP, ResultsFile, machine
 from verdicts import NOT_TESTABLE, REPRODUCED
 
 TEXTS = [str(driver.ROOT / "tests" / "data" / name) for name in ("prose.txt", "prose-2.txt", "code.txt")]
-INT4, INT2 = "int4", "int2"  # tiers of the sidecar, as the user names them
+INT4, INT2, PLAN = "int4", "int2", "bits"  # tiers of the sidecar, as the user names them; EdgeMoE's plan
 BITS = {"fp32": 32.0, "fp16": 16.0, INT4: 4.5, INT2: 2.25}  # of a weight: Q4_0's and Q2_0's
 ROUND = 256  # tokens of held-out text that a round decodes, and of a prompt
 EVERYTHING = 1 << 40  # expert_memory that holds all
@@ -85,16 +86,29 @@ class Contender:
     def made(self) -> Strategy:
         return replace(get_strategy(self.strategy), ab_tested=False, **self.changes)
 
-    def options(self, tiers: Mapping[str, str]) -> dict[str, Any] | None:
-        """Of `moeoff.Llama`; None if a tier that it needs is not there, or a width for each expert, or a device."""
-        needed = ({self.bits} & {INT4}) | ({self.low[0]} if self.low else set())
-        if not needed <= set(tiers) or self.widths or self.execution.cooperative:
+    @property
+    def high(self) -> str:
+        """What most of its experts are in: full precision, or a name of `--int4`, `--bits`."""
+        return PLAN if self.widths else self.bits
+
+    def options(self, tiers: Mapping[str, str], by_share: tuple[float, float] = (T1, T2)) -> dict[str, Any] | None:
+        """Of `moeoff.Llama`, whose store always sends at once what is selected; None if a tier that it needs is not there, or a device.
+
+        Args:
+            tiers: of the model's sidecar; full precision is the model's own.
+            by_share: T1 and T2, by the paper's shares of this model's experts.
+        """
+        needed = ({self.high} & {INT4, PLAN}) | ({self.low[0]} if self.low else set())
+        if not needed <= set(tiers) or self.execution.cooperative:
             return None
-        options: dict[str, Any] = {"strategy": self.made()} | ({"tier": tiers[self.bits]} if self.bits in tiers else {})
+        strategy = replace(self.made(), eager=True)
+        if self.by_layer and strategy.policy == "lru":
+            strategy = replace(strategy, policy="lru-layer")
+        options: dict[str, Any] = {"strategy": strategy} | ({"tier": tiers[self.high]} if self.high in tiers else {})
         if self.low:
             name, fields = self.low
-            precise = {"t1": 0.6, "t2": 0.9} if "paper" in fields else {"prefill_low_fraction": fields["prefill"]}
-            options["precision"] = Precision(tier=tiers[name], **precise)
+            weighed = dict(zip(("t1", "t2"), by_share), weigh_prompts=True)
+            options["precision"] = Precision(tier=tiers[name], **(weighed if "paper" in fields else {"prefill_low_fraction": fields["prefill"]}))
         return options
 
 
@@ -379,14 +393,13 @@ def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Dat
         recording = record(llm, sequences(llm, texts, tokens), router, Path(model).name)
     train, held = recording.split(0.2)
     options = FitOptions(hidden=hidden, replay=simulate)  # HOBBIT's weights are fitted on replays
-    sections = fit(recording.take(train), options, only={"popularity", "gate", "path", "pairs", "first", "tokens", "learned", "hobbit"})
-    sections["gate"]["shallow"] = np.array([proportional_boundary(router.n_gates)])  # the fitted one: `shallow`
+    learned = {"popularity", "gate", "path", "pairs", "first", "tokens", "learned"}  # as the papers' systems have it, whether it helps or not
+    sections = fit(recording.take(train), options, only=learned, compare=False) | fit(recording.take(train), options, only={"hobbit"})
+    sections["shallow"] = {"shallow": np.array([proportional_boundary(router.n_gates)])}  # the fitted one: `shallow`
     return Data(model_index, recording.take(train), recording.take(held), sections)
 
 
-def profile_of(d: Data) -> Any:
-    from moeoff.sidecar.profile import Profile
-
+def profile_of(d: Data) -> Profile:
     return Profile("", {f"{section}/{name}": array for section, named in d.sections.items() for name, array in named.items()}, {})
 
 
@@ -553,7 +566,7 @@ def shallow(results: ResultsFile, d: Data, runs: Runs) -> None:
     for share in MACHINES["Fate"].shares:
         for shallow in sorted({0, 1, proportional, 3, own}):
             name = "Fate, lossless"
-            with_l = dict(d.sections) | {"gate": d.sections["gate"] | {"shallow": np.array([shallow])}}
+            with_l = dict(d.sections) | {"shallow": {"shallow": np.array([shallow])}}
             found = Runs(replace(d, sections=with_l), runs._widths, len(runs.parts)).of(name, "Fate", share)
             rooms = quotas(CacheShape(n, d.held.router.n_experts, d.k, share * n * d.held.router.n_experts), shallow)
             hits = sum(r.device for r in found) / sum(r.device + r.host for r in found)
@@ -574,6 +587,19 @@ def alike(r: Ratio) -> bool:
     return fast == slow or (not r.prompt and (fast.eager, fast.chunked) == (slow.eager, slow.chunked) and {fast.reordered, slow.reordered} <= {NEVER, PROMPTS})
 
 
+def like_sizes(r: Ratio, sizes: Mapping[str, float]) -> bool:
+    """Where its contenders are in several precisions, their sizes here are to each other as the paper's are, to within a third.
+
+    Args:
+        sizes: of the tiers, and of "full" precision, in the model's own bytes.
+    """
+    names = {bits for name in (r.fast, r.slow) if (c := CONTENDERS.get(name)) for bits in (c.bits, *([c.low[0]] if c.low else []))}
+    theirs = {bits: BITS[bits] for bits in names}
+    full = max(theirs, key=theirs.__getitem__)
+    ours = {bits: sizes.get(bits, sizes["full"]) for bits in names}
+    return all(abs(ours[bits] / ours[full] / (theirs[bits] / theirs[full]) - 1) <= verdicts.CLOSE for bits in names)
+
+
 @main.command()
 @shared
 @click.option("--rounds", default=5, show_default=True)
@@ -583,21 +609,31 @@ def alike(r: Ratio) -> bool:
 @click.option("--n-decode", default=256, show_default=True)
 @click.option("--int4", help="Tier of the sidecar beside the model for the contenders in four bits, as Q4_0. Without it they are left out.")
 @click.option("--int2", help="Its tier for what is read in two bits, as Q2_K; likewise.")
+@click.option("--bits", is_flag=True, help="It has EdgeMoE's width for each expert, made by convert --bits; likewise.")
+@click.option("--paper", "papers", multiple=True, type=click.Choice(PAPERS), help="These papers' claims alone. Default: all.")
 @click.option("--stock/--no-stock", default=True, show_default=True, help="Stock llama.cpp on the same tokens: in the page cache, and in HOBBIT's memory.")
 @click.option("--plots", type=click.Path(file_okay=False), help="Folder for a chart of speeds and ratios, as PNG and SVG.")
 def live(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, rounds: int, share: float, io_threads: int, n_prompt: int,
-         n_decode: int, int4: str | None, int2: str | None, stock: bool, plots: str | None) -> None:  # fmt: skip
-    """On this machine: contenders in turn, so that what the machine does meets all of them. Only claims whose contenders differ in what a strategy says."""
+         n_decode: int, int4: str | None, int2: str | None, bits: bool, papers: tuple[str, ...], stock: bool, plots: str | None) -> None:  # fmt: skip
+    """On this machine: contenders in turn, so that what the machine does meets all of them. Only claims whose contenders differ in what a strategy says, and
+    whose precisions have sizes that the tiers have, too."""
     if model is None or len(text) != 1:
         raise click.UsageError("live needs -m MODEL and one --text FILE")
     if quick:
         rounds, n_prompt, n_decode = 1, 16, 24
     bench = driver.Bench(model, text[0], n_prompt, n_decode, rounds)
     common = {"expert_memory": int(driver.arena_full(model) * share), "io_threads": io_threads}
-    tiers = {name: tier for name, tier in ((INT4, int4), (INT2, int2)) if tier}
-    claims = [r for r in (*RATIOS, *ON_A_MACHINE) if alike(r)]
-    offered = {name: CONTENDERS[name].options(tiers) for r in claims for name in (r.fast, r.slow) if name in CONTENDERS}
-    jobs = {name: bench.job(**options, **common) for name, options in offered.items() if options is not None}
+    tiers = {name: tier for name, tier in ((INT4, int4), (INT2, int2), (PLAN, PLAN if bits else None)) if tier}
+    index = ModelIndex.read(model)
+    profile = Profile.find(index)
+    weights = profile.section("hobbit") if profile is not None else None
+    source = ExpertSource.make(index)
+    sizes = {name: relative_bytes(index, source.sidecar, tier) if source.sidecar else 1.0 for name, tier in tiers.items()} | {"full": 1.0}
+    claims = [r for r in (*RATIOS, *ON_A_MACHINE) if alike(r) and like_sizes(r, sizes) and r.paper in (papers or PAPERS)]
+    by_share = (float(weights["t1"]), float(weights["t2"])) if weights is not None else (T1, T2)
+    offered = {name: CONTENDERS[name].options(tiers, by_share) for r in claims for name in (r.fast, r.slow) if name in CONTENDERS}
+    claims = [r for r in claims if all(offered.get(name, {}) is not None for name in (r.fast, r.slow))]
+    jobs = {name: bench.job(**offered[name], **common) for r in claims for name in (r.fast, r.slow) if name in offered}
     if stock:
         jobs[STOCK] = bench.stock(use_mmap=True)
         if unavailable() is None and "HOBBIT" in jobs:  # without repacked kernels, which would need the weights twice
@@ -607,7 +643,8 @@ def live(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
     prompts, speeds = ({one.name: [rates(m.of(test)).get("tps") for m in one.measurements] for one in found[test::2]} for test in range(2))
     with ResultsFile(json_file) as results:
         driver.table(results, "live-contenders", "The contenders, medians and ranges of the rounds", {"": found})
-        ratios(results, "live", "Speed on this machine", speeds, prompts, claims)
+        said = ", ".join(f"{name}: {tier}, {sizes[name]:.2f} of its bytes" for name, tier in tiers.items())
+        ratios(results, "live", f"Speed on this machine, full precision: the model's own{said and '; '}{said}", speeds, prompts, claims)
     if plots:
         draw_live(speeds, Path(plots), claims)
 

@@ -170,7 +170,10 @@ def test_contenders_are_strategies():
         assert c.paper and "§" in c.paper + name + c.differs or c.bits != "fp16" or c.low, name
     hobbit, fate = papers.CONTENDERS["HOBBIT"], papers.CONTENDERS["Fate"]
     assert hobbit.options({"int2": "Q2_0"}) is None
-    assert hobbit.options({"int4": "Q4_0"}) == {"strategy": hobbit.made(), "precision": Precision(t1=0.6, t2=0.9, tier="Q4_0")}
+    assert hobbit.options({"int4": "Q4_0"}, (0.7, 0.95)) == {"strategy": hobbit.made(), "precision": Precision(0.7, 0.95, tier="Q4_0", weigh_prompts=True)}
+    assert papers.CONTENDERS["EdgeMoE"].options({"int4": "Q4_0"}) is None
+    assert papers.CONTENDERS["EdgeMoE"].options({"bits": "bits"})["tier"] == "bits" and papers.CONTENDERS["LoD"].options({})["strategy"].eager
+    assert papers.CONTENDERS["LRU"].options({})["strategy"].policy == "lru-layer"
     assert fate.options({"int4": "Q4_0", "int2": "Q2_0"}) == {
         "strategy": fate.made(),
         "tier": "Q4_0",
@@ -203,6 +206,19 @@ def test_on_a_machine_only_what_the_store_can_leave_out():
     found = {(r.fast, r.slow, r.prompt) for r in papers.RATIOS if papers.alike(r)}
     assert ("HOBBIT", "HOBBIT, lossless", False) in found and ("Fate, lossless", "EAP", False) in found
     assert not any(pair[0] == "ProMoE" for pair in found) and ("Fate, lossless", "EAP", True) not in found
+
+
+def test_on_a_machine_precisions_have_the_papers_sizes():
+    """To each other: of Q8_0 experts, two bits are what four are of sixteen; nothing is what four are of 32."""
+
+    def found(**sizes):
+        return {(r.fast, r.slow) for r in papers.RATIOS if papers.like_sizes(r, {"full": 1.0} | sizes)}
+
+    same = {(r.fast, r.slow) for r in papers.RATIOS if not papers.CONTENDERS[r.fast].low and papers.CONTENDERS[r.fast].bits == papers.CONTENDERS[r.slow].bits}
+    assert found() == same and ("Fate, lossless", "EAP") in same and ("EdgeMoE", "IO-QEXP") in same
+    assert found(int4=0.53) == same
+    assert found(int4=0.27) - same == {(r.fast, r.slow) for r in papers.RATIOS if r.paper == "HOBBIT"} - same
+    assert ("Fate", "LoD") in found(int4=0.27, int2=0.14) and ("EdgeMoE, Q", "IO-EXP") not in found(int4=0.27)
 
 
 def test_a_machine_waits_as_long_as_its_paper_says():
@@ -242,16 +258,17 @@ def test_live(calibrated, tmp_path):
     """Every contender runs on a model, stock among them, and every claim has its ratio; those in low precision serve some low."""
     model = shutil.copy(calibrated[0], tmp_path / "model.gguf")
     shutil.copy(profile_path(calibrated[0]), profile_path(model))
-    convert(model, tiers=["Q4_0", "Q2_0"])
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"default": "Q4_0", "layers": {"0": "Q2_0"}}))
+    convert(model, tiers=["Q2_0"], bits=str(plan))
     options = [
         "-m",
         str(model),
         "--text",
         str(PROSE),
         "--int4",
-        "Q4_0",
-        "--int2",
         "Q2_0",
+        "--bits",
         "--quick",
         "--json",
         str(tmp_path / "x.json"),
@@ -262,10 +279,12 @@ def test_live(calibrated, tmp_path):
     assert done.exit_code == 0
     contenders, found = (json.loads((tmp_path / "x.json").read_text())["tables"][i] for i in (0, 1))
     rows = {row[0]: dict(zip(contenders["columns"], row, strict=True)) for row in contenders["rows"]}
-    claims = [r for r in (*papers.RATIOS, *papers.ON_A_MACHINE) if papers.alike(r)]
-    ran = {name for r in claims for name in (r.fast, r.slow) if name in papers.CONTENDERS}
-    ran = {name for name in ran if papers.CONTENDERS[name].options({"int4": "Q4_0", "int2": "Q2_0"}) is not None}
-    ran |= {papers.STOCK} | ({papers.STOCK_LIMITED} if unavailable() is None else set())
+    claims = [r for r in (*papers.RATIOS, *papers.ON_A_MACHINE) if papers.alike(r) and papers.like_sizes(r, {"full": 1.0, "int4": 0.26})]
+    offered = {name: c.options({"int4": "Q2_0", "bits": "bits"}) for name, c in papers.CONTENDERS.items()}
+    claims = [r for r in claims if offered[r.fast] is not None and offered.get(r.slow, {}) is not None]
+    ran = {name for r in claims for name in (r.fast, r.slow)} | {papers.STOCK}
+    ran -= {papers.STOCK_LIMITED} if unavailable() is not None else set()
+    assert ran >= {"Fate, lossless", "EdgeMoE", "EdgeMoE, Q+P", "HOBBIT", "HOBBIT, lossless", "LoD"}
     assert set(rows) == ran and all(float(rows[name]["tok/s"]) > 0 for name in ran), rows
     assert len(found["rows"]) == len([r for r in claims if {r.fast, r.slow} <= ran])
     assert float(rows["HOBBIT"]["served low"].rstrip("%")) > 0 == float(rows["HOBBIT, lossless"]["served low"].rstrip("%"))
