@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.progress import Progress
 
 LOADING_DELAY = 0.3  # seconds; a model that loads faster shows no bar
@@ -24,6 +25,16 @@ LINE_MINUTE = 60.0  # between lines elsewhere
 
 
 COLUMNS = 80
+_LEAST_COLUMNS = 60  # of tables: a narrower terminal breaks their lines better than their cells can be folded
+
+
+def table_console() -> Console:
+    """Of standard output, for tables: as wide as the terminal is."""
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.width = max(console.width, _LEAST_COLUMNS)
+    return console
 
 
 def wrapped(text: str, indent: str = "") -> str:
@@ -37,10 +48,17 @@ def wrapped(text: str, indent: str = "") -> str:
 
 def note(text: str) -> None:
     """A line on standard error; on a terminal dimmed, and broken between words where that is too narrow."""
-    if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns
-        text = "\x1b[2m" + "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n")) + "\x1b[0m"
-    print(text, file=sys.stderr, flush=True)
+    print(f"\x1b[2m{_broken(text)}\x1b[0m" if sys.stderr.isatty() else text, file=sys.stderr, flush=True)
+
+
+def say(text: str) -> None:
+    """A line on standard output, broken between words where that is a terminal and too narrow."""
+    print(_broken(text) if sys.stdout.isatty() else text, flush=True)
+
+
+def _broken(text: str) -> str:
+    width = shutil.get_terminal_size().columns
+    return "\n".join(textwrap.fill(line, width, break_long_words=False, break_on_hyphens=False) for line in text.split("\n"))
 
 
 class ProgressLine:

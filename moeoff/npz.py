@@ -19,7 +19,7 @@ from .errors import MoeoffError
 from .files import open_file
 from .memory import format_size
 
-__all__ = ["ArchiveError", "TooLargeArchive", "WrongArrays", "read_npz", "require_arrays"]
+__all__ = ["ArchiveError", "NoArchive", "TooLargeArchive", "WrongArrays", "read_npz", "require_arrays"]
 
 _DIRECTORY = 1 << 20  # bytes of an archive's table of contents: some ten thousand members
 _PIECE = 1 << 20
@@ -28,6 +28,10 @@ _HEADER = 1 << 14  # bytes of a member's description
 
 class ArchiveError(MoeoffError):
     """An archive is damaged, or holds what is no array of numbers."""
+
+
+class NoArchive(ArchiveError):
+    """A file does not begin as an archive."""
 
 
 class TooLargeArchive(ArchiveError):
@@ -61,10 +65,13 @@ def read_npz(path: str | os.PathLike[str], limit: int, wanted: Callable[[str], b
 
     Raises:
         OSError: it cannot be read; `strerror` says why in words.
+        NoArchive: it is something else.
         ArchiveError: it is damaged, or holds something else than numbers and short texts.
         TooLargeArchive: it is larger.
     """
     with open_file(path) as file:
+        if file.read(2) != b"PK":
+            raise NoArchive("no archive")
         try:
             with zipfile.ZipFile(_Bounded(file)) as archive:
                 members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}

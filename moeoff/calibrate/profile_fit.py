@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import hashlib
 import math
@@ -112,9 +113,6 @@ def calibrate(
     model_index.require_text()
     path = os.fspath(output) if output is not None else profile_output(model_index)
     require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")
-    for file in text:
-        if not os.path.isfile(file):
-            raise OptionError(f"{os.fspath(file)}: no such text file")
     if tokens < 2 * LENGTH:
         raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
     key = {"moeoff": __version__, "tokens": tokens, "minutes": minutes, "threads": n_threads, "hidden": hidden, "seed": seed,
@@ -150,14 +148,20 @@ def calibrate(
 
 
 def _digest(path: str | os.PathLike[str]) -> str:
+    """Raises `OptionError` if it cannot be read, or holds anything but text."""
     try:
         with open_file(path) as file:
-            digest = hashlib.sha256()
+            digest, decoder = hashlib.sha256(), codecs.getincrementaldecoder("utf-8")()
             while part := file.read(1 << 20):
                 digest.update(part)
+                if "\0" in decoder.decode(part):
+                    raise UnicodeError
+            decoder.decode(b"", final=True)
             return digest.hexdigest()
     except OSError as error:
         raise OptionError(f"{os.fspath(path)}: cannot be read: {error.strerror}") from None
+    except UnicodeError:
+        raise OptionError(f"{os.fspath(path)}: is not UTF-8 text") from None
 
 
 def _record(

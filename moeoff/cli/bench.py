@@ -142,9 +142,11 @@ def bench(
     Options that take several values take 128,256 or 128-1024*2, and may be repeated; every combination runs in a process of its own.
     """
     from ..bench.rows import format_named
+    from ..simulate.comparison import require_drawable
 
     model = path + model
     require_new(plot, [*(file for one in model or (None,) for file in files_beside(one)), options["text"], *given_files(options)], "--plot")
+    require_drawable(plot, "--plot")
     for size in options["memory"]:
         remark_on_memory(size)
     tests = _tests(n_prompt or [512], n_gen or [128], pg, n_depth or [0])

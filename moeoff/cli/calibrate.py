@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import note, progress_bar
+from ..console import note, progress_bar, say, table_console
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
 from ..memory import format_size, peak_rss
@@ -65,7 +65,7 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
         if any(found.contract.choose(found.max_loss, share) for share in (0.0, *_RESIDENT)):
             click.echo(f"{found.path}: for moeoff run -m {model} --max-loss {max_loss}")
         else:
-            click.echo(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
+            say(f"nothing that was measured keeps within {max_loss}: --max-loss {max_loss} leaves the model lossless")
     else:
         from ..calibrate import calibrate as library
 
@@ -78,9 +78,9 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
         except KeyboardInterrupt:
             note("interrupted: the same command goes on from here")
             raise
-        click.echo(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
+        say(f"{done.path}: {', '.join(done.sections)}; {done.n_tokens:,} tokens in {done.seconds:.0f} s")
         if done.recall is not None:
-            click.echo(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict", err=True)
+            note(f"the next layer's experts are predicted to {100 * done.recall:.0f} %; the first {done.shallow} layers are hard to predict")
 
 
 def _announce(estimate: CalibrationEstimate) -> None:
@@ -97,7 +97,6 @@ def _announce(estimate: CalibrationEstimate) -> None:
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
@@ -105,7 +104,7 @@ def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:
         table.add_column(name, justify="left" if name == columns[0] else "right", overflow="fold")
     for row in rows:
         table.add_row(*row)
-    Console().print(table)
+    table_console().print(table)
 
 
 def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | None, minutes: float | None, **options: Any) -> SearchResult:
@@ -128,7 +127,7 @@ def _search(model: str, *, text: tuple[str, ...], max_loss: str, experts: str | 
     _table(title, ["precision", "resident", "left out", "bytes", "loss (95 %)", "at most", "KL (95 %)", "same top"], rows)
     for share in _RESIDENT:
         found = contract.choose(bound, share)
-        click.echo(f"with {share:.0%} of the experts in memory: {_name(found) if found else 'lossless'}", err=True)
+        note(f"with {share:.0%} of the experts in memory: {_name(found) if found else 'lossless'}")
     return done
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from ..console import progress_bar
+from ..console import note, progress_bar, say
 from ..memory import format_size
 from .options import command, takes_model
 
@@ -32,15 +32,15 @@ def convert(**options: Any) -> None:
         with progress_bar("bytes") as progress:
             done = library(**options, progress=progress and functools.partial(progress, "converting"))
     except KeyboardInterrupt:
-        click.echo("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"), err=True)
+        note("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"))
         raise
     for line in done.fallbacks:
-        click.echo(line, err=True)
+        note(line)
     tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())
     if options["dry_run"]:
-        click.echo(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} of disk, about {done.seconds:.0f} s")
+        say(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} of disk, about {done.seconds:.0f} s")
     else:
-        click.echo(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} in {done.seconds:.1f} s")
+        say(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} in {done.seconds:.1f} s")
 
 
 @command()
@@ -53,7 +53,7 @@ def merge(**options: Any) -> None:
 
     with progress_bar("bytes") as progress:
         done = library(**options, progress=progress and (lambda now, all_: progress("merging", now, all_)))
-    click.echo(f"{done.path}: {done.n_before} experts' tensors in {done.n_after}, {format_size(done.n_bytes)}")
+    say(f"{done.path}: {done.n_before} experts' tensors in {done.n_after}, {format_size(done.n_bytes)}")
 
 
 @command()
@@ -66,4 +66,4 @@ def verify(**options: Any) -> None:
     with progress_bar("bytes") as progress:
         done = library(**options, progress=progress and functools.partial(progress, "verifying"))
     belongs = f"made of {done.model}" if done.model else "its model is not beside it and was not checked (give -m)"
-    click.echo(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")
+    say(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")

@@ -18,6 +18,7 @@ import click
 
 from .. import __version__, cpu
 from ..budget.disk_probe import IN_MEMORY, choose_io_threads, direct_io, file_system, probe
+from ..console import table_console
 from ..cpu import n_cores
 from ..errors import MoeoffError
 from ..memory import available, cgroup_limit, format_size
@@ -248,11 +249,10 @@ def run_checks(*, model: str | None = None, as_json: bool = False) -> bool:
 
 def _print(findings: list[Finding]) -> None:
     """A line each, which a terminal breaks within its column."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console, grid = Console(highlight=False), Table.grid("", "", "", padding=(0, 1))
+    console, grid = table_console(), Table.grid("", "", "", padding=(0, 1))
     colours = {OK: "green", WARNING: "yellow", PROBLEM: "red"}
     for finding in findings:
         state, name, text = Text(f"{finding.state:<8}", colours[finding.state]), f"{finding.name:<13}", Text(finding.text, overflow="fold")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..console import wrapped
+from ..console import table_console, wrapped
 from ..memory import MIB, format_size
 from .options import command, own, takes, takes_model
 
@@ -39,10 +39,9 @@ def _rate(tps: float) -> str:
 
 
 def _print(r: Report) -> None:
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    console = table_console()
 
     def table(*columns: str) -> Table:
         made = Table(box=None, pad_edge=False, header_style="bold", show_header=bool(any(columns)))

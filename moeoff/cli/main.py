@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 import warnings
 from typing import Any
@@ -24,8 +26,34 @@ SHELLS = ("bash", "zsh", "fish")
 _VARIABLE = "_MOEOFF_COMPLETE"  # click's own name for it: with it set, the program answers what could come next
 
 
+# commands that others have, and ours for it
+_MEANT = {"chat": "run", "generate": "run", "ask": "run", "server": "serve", "quantize": "convert", "perplexity": "eval", "pull": "run -hf ORG/REPO", "help": "--help"}  # fmt: skip
+
+
 class Program(click.Group):
     """The command as the shell starts it."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if any(error.option_name in param.opts for command in self.commands.values() for param in command.params):
+                raise click.UsageError(f"{error.option_name}: a command comes first, as in: moeoff run {error.option_name} ...", ctx) from None
+            raise
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        name = args[0]
+        if not ctx.resilient_parsing and self.get_command(ctx, name) is None:
+            if name.endswith(".gguf") or os.path.exists(name):
+                raise click.UsageError(f"{name}: a command comes first, as in: moeoff run {shlex.quote(name)}", ctx)
+            if meant := _MEANT.get(name.lower(), name.lower() if name.lower() in self.commands else None):
+                raise click.UsageError(f"No such command {name!r}: is moeoff {meant} meant?", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """A sentence each, whole."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, _first_sentence(command.help or "")) for name, command in sorted(self.commands.items())])
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         open_standard_streams()
@@ -37,6 +65,10 @@ class Program(click.Group):
         except WriteError as error:  # of what click prints by itself, as --help
             print(f"Error: {error}", file=sys.stderr)
             sys.exit(1)
+
+
+def _first_sentence(text: str) -> str:
+    return " ".join(text.split("\n\n")[0].split()).split(". ")[0].removesuffix(".") + "."
 
 
 @click.group(cls=Program, context_settings=CONTEXT)

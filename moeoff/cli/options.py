@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import errno
 import functools
 import io
 import os
+import re
 import shlex
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -26,20 +28,43 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 _TYPED = "moeoff.typed"  # of a context: the words behind the command's name
+_LONG_DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
 _LONGEST_COMMAND = 160  # characters; a longer one is not repeated
 
 
 class Command(click.Command):
     """A command whose options stand under headings, those without one first."""
 
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_TYPED] = list(args)
-        return super().parse_args(ctx, args)
-
     def __init__(self, *args: Any, **settings: Any):
         super().__init__(*args, **settings)
+        self.allow_extra_args = True  # `parse_args` has words for them
         group = "Machine" if any(getattr(param, "group", "") for param in self.params) else ""
         self.params.append(GroupedOption(["--debug"], group=group, is_flag=True, help="Show the traceback of an error."))
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        ctx.meta[_TYPED] = list(args)
+        if ctx.resilient_parsing:  # as for completion
+            return super().parse_args(ctx, args)
+        self._refuse_one_dash(ctx, args)
+        rest = super().parse_args(ctx, args)
+        given = ctx.params.get("path") or ()
+        for word in (*((given,) if isinstance(given, str) else given), *ctx.args):
+            if word[0] in _LONG_DASHES:
+                raise click.UsageError(f"{word}: begins with a long dash, as pages print it: type - or --", ctx)
+        if ctx.args:
+            prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""
+            raise click.UsageError(f"{shlex.join(ctx.args)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
+        return rest
+
+    def _refuse_one_dash(self, ctx: click.Context, args: Sequence[str]) -> None:
+        """Refuses -memory 6G, which would be -m with the value emory."""
+        takes_value = {flag: not param.is_flag for param in self.get_params(ctx) if isinstance(param, click.Option) for flag in param.opts}
+        for before, word in zip(("", *args), args, strict=False):
+            flag = word.partition("=")[0]
+            if word == "--":
+                return
+            if re.fullmatch(r"-[a-zA-Z][\w-]+", flag) and flag not in takes_value and f"-{flag}" in takes_value and not takes_value.get(before):
+                raise click.UsageError(f"{flag}: is -{flag} meant?", ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {"": []}
@@ -230,7 +255,9 @@ def open_standard_streams() -> None:
     if sys.stdout is sys.__stdout__ and sys.stdout is not None:
         out = sys.stdout  # which writes at once, and not line by line, with PYTHONUNBUFFERED
         raw = _Output(1, "w", closefd=False)
-        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, out.errors, line_buffering=out.line_buffering or out.write_through)
+        # a terminal of another encoding gets ? for what it has no sign for; names of files keep bytes that are no UTF-8
+        errors = "surrogateescape" if codecs.lookup(out.encoding).name == "utf-8" else "replace"
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, errors, line_buffering=out.line_buffering or out.write_through)
 
 
 def remark_on_memory(size: str) -> None:
@@ -272,6 +299,8 @@ def sentence(error: BaseException) -> str:
     """One line for people, with the flags of the running command as they were typed, and that command with what would do."""
     if not isinstance(error, MoeoffError):
         return one_line(str(error)) or type(error).__name__
+    if error.message.startswith("~"):
+        return f"{in_flags(error)} (the shell leaves ~ as it is within quotes and behind =: write $HOME)"
     context = click.get_current_context(silent=True)
     if context is None:
         return in_flags(error)

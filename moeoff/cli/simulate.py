@@ -47,12 +47,14 @@ def simulate(
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace`, or route traces of other programs (.csv, .csv.gz), through strategies: what each would have had in memory, and read."""
     from ..policies.hobbit import MissCost
-    from ..simulate.comparison import compare, gap_recovered, left_out, recorded_reads
+    from ..simulate.comparison import compare, gap_recovered, left_out, recorded_reads, require_drawable
     from ..simulate.route_trace import read_trace
     from ..trace import Trace
 
     require_new(plot, [*traces, scores], "--plot")
     require_new(scores, traces, "--scores")
+    require_drawable(plot, "--plot")
+    require_drawable(scores, "--scores")
     trace = Trace.join([read_trace(path) for path in traces])
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
     if scores:

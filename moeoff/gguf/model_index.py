@@ -190,6 +190,8 @@ class ModelIndex:
             ModelError: missing, unreadable, not a GGUF file, damaged, truncated, or not the first part of a split model.
         """
         path = os.fspath(path)
+        if any("\udc80" <= letter <= "\udcff" for letter in path):  # as Python reads a byte that is none
+            raise ModelError(f"{path}: its name is not UTF-8, as llama.cpp needs it: rename the file or its folder")
         first = _read_file(path, 0)
         parts, files = [first], [path]
         if first.n_split > 1:

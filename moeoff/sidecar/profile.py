@@ -19,7 +19,7 @@ from ..errors import ModelError, WriteError
 from ..files import atomic_file, cache_folder, demo_model
 from ..gguf.model_index import ModelIndex, model_stem
 from ..memory import available
-from ..npz import ArchiveError, TooLargeArchive, WrongArrays, read_npz
+from ..npz import ArchiveError, NoArchive, TooLargeArchive, WrongArrays, read_npz
 from .file import source_sample
 
 __all__ = ["VERSION", "Profile", "profile_output", "profile_path"]
@@ -136,6 +136,8 @@ class Profile:
             raise ModelError(f"{path}: cannot be read: {error.strerror or error}") from None
         except TooLargeArchive as error:
             raise ModelError(f"{path}: no profile for this budget ({error}): give more memory, or move it away") from None
+        except NoArchive:
+            raise ModelError(f"{path}: is no profile: name another file, or move it away and run moeoff calibrate") from None
         except (ArchiveError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise ModelError(f"{path}: the profile is damaged ({error}): delete it, or run moeoff calibrate again") from None
         return cls(path, arrays, info)

@@ -138,6 +138,20 @@ def new_figure(width: float, height: float = 4.6) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
+def require_drawable(path: str | os.PathLike[str] | None, what: str) -> None:
+    """Before any work: raises `OptionError` if such a figure cannot be written.
+
+    Args:
+        path: None: none will be.
+        what: the option that gives it.
+    """
+    if path is None:
+        return
+    kinds = new_figure(1).canvas.get_supported_filetypes()
+    if os.path.splitext(path)[1][1:].lower() not in kinds:
+        raise OptionError(f"{what} {os.fspath(path)}: no such picture can be drawn; end the name in .svg, .png or .pdf")
+
+
 def save(figure: Any, path: str | os.PathLike[str], dpi: int | str = 110) -> None:
     """In the format of the name's ending. Raises `OptionError` if there is no such format."""
     try:

@@ -231,7 +231,7 @@ def test_hidden_units_cost_their_share(demo):
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"text": ["/nowhere.txt"]}, "/nowhere.txt: no such text file"),
+        ({"text": ["/nowhere.txt"]}, "/nowhere.txt: cannot be read: No such file or directory"),
         ({"tokens": 100}, "100 tokens are too few"),
         ({"text": ["empty.txt"]}, "holds no text to calibrate on"),
         ({"text": ["short.txt"]}, "too few to calibrate on: give more"),
@@ -299,7 +299,7 @@ def test_another_models_profile_is_in_the_way(demo, tmp_path):
     """Said before the work, and left alone."""
     model = shutil.copy(demo, tmp_path / "model.gguf")
     Path(profile_path(model)).write_bytes(b"something else")
-    with pytest.raises(ModelError, match="the profile is damaged"):
+    with pytest.raises(ModelError, match="is no profile: name another file, or move it away"):
         calibrate(model, text=CALIBRATION_TEXTS, tokens=1 << 20, progress=lambda *_: pytest.fail("the work has begun"))
     assert Path(profile_path(model)).read_bytes() == b"something else"
 
@@ -316,7 +316,7 @@ def test_command(calibrated, moeoff_command, monkeypatch):
     twice = CliRunner().invoke(command, [model, "-m", model])
     assert twice.exit_code == 1 and "give MODEL or -m, not both" in twice.stderr
     refused = moeoff_command("calibrate", model, "--text", "/nowhere.txt")
-    assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: no such text file\n"
+    assert refused.returncode == 1 and refused.stderr == "Error: /nowhere.txt: cannot be read: No such file or directory\n"
 
 
 @pytest.mark.slow

@@ -1,11 +1,12 @@
 """Ordinary mistakes of somebody's first hour: what was typed, the exit code, and the sentence. No traceback, no word of Python, one way out."""
 
 import os
+import shlex
 
 import pytest
 from click.testing import CliRunner
 
-from helpers.files import DEMO
+from helpers.files import DEMO, SMALL_TRACE
 from moeoff.cli.main import main
 
 M = str(DEMO)
@@ -92,6 +93,55 @@ MISTAKES = [
     (f"serve {M} --port 99999", 1, "--port: 0 to 65535"),
     ("doctor missing.gguf", 1, "does not exist"),
     ("sing", 2, "No such command"),
+    # the order of words
+    (f"{M} run", 2, "a command comes first, as in: moeoff run "),
+    (f"-m {M} -p x", 2, "-m: a command comes first, as in: moeoff run -m ..."),
+    ("missing.gguf", 2, "a command comes first"),
+    ("RUN -p x", 2, "is moeoff run meant?"),
+    ("chat", 2, "No such command 'chat': is moeoff run meant?"),
+    ("server", 2, "is moeoff serve meant?"),
+    ("pull org/repo", 2, "is moeoff run -hf ORG/REPO meant?"),
+    ("help", 2, "is moeoff --help meant?"),
+    (f"run {M} 'how many?' now", 2, "'how many?' now: more than this command takes; a path with blanks goes in quotes, and a prompt behind -p"),
+    (f"inspect {M} {M}", 2, "more than this command takes; a path with blanks goes in quotes"),
+    ("verify a.experts.gguf b.experts.gguf", 2, "b.experts.gguf: more than this command takes"),
+    # dashes, and ~
+    ("run \u2014-p x", 2, "\u2014-p: begins with a long dash, as pages print it: type - or --"),
+    (f"bench {M} \u2013p 8", 2, "\u2013p: begins with a long dash"),
+    ("serve \u2014-port 8081", 2, "\u2014-port: begins with a long dash"),
+    ("run -memory 6G -p x", 2, "-memory: is --memory meant?"),
+    (f"run {M} -prompt x", 2, "-prompt: is --prompt meant?"),
+    ("run -temp=0.5 -p x", 2, "-temp: is --temp meant?"),
+    ("run --model=~/m.gguf -p x", 1, "~/m.gguf: cannot be read: No such file or directory (the shell leaves ~ as it is"),
+    ("inspect '~/m.gguf'", 1, "write $HOME)"),
+    # files of another kind
+    (f"run -p x --profile {M}", 1, "is no profile: name another file, or move it away"),
+    ("run -p x --profile .", 1, "cannot be read: Is a directory"),
+    ("run -p x --profile tuned", 1, "tuned: cannot be read: No such file"),
+    (f"calibrate {M} --text {M} -o p.npz", 1, "is not UTF-8 text"),
+    (f"calibrate {M} --text /dev/null -o p.npz", 1, "/dev/null: cannot be read: a device, expected a file"),
+    (f"calibrate {M} --text missing.txt -o p.npz", 1, "missing.txt: cannot be read: No such file"),
+    (f"bench {M} --plot x.docx", 1, "--plot x.docx: no such picture can be drawn; end the name in .svg, .png or .pdf"),
+    (f"simulate {SMALL_TRACE} --plot drawing", 1, "--plot drawing: no such picture can be drawn"),
+    (f"simulate {__file__}", 1, "is not a trace of moeoff"),
+    ("inspect '\udcff.gguf' --probe off", 1, "its name is not UTF-8, as llama.cpp needs it: rename the file or its folder"),
+    ("verify /dev/null", 1, "/dev/null: cannot be read: a device, expected a file"),
+    # numbers and units
+    ("run -p x --memory 6,5G", 1, "--memory: not a size: '6,5G'; write for example 6G"),
+    ("run -p x --memory 0.8", 1, "--memory: 0.8 is a number of bytes: was 0.8G meant?"),
+    ("run -p x --memory 99999999999999999999G", 1, "is more than any machine has"),
+    ("run -p x -c 4k", 1, "-c: a whole number, not '4k'"),
+    ("run -p x -n 1e3", 1, "-n: a whole number, not '1e3'"),
+    ("run -p x --temp=", 1, "--temp: a number, not ''"),
+    ("run -p x --max-loss 1", 1, "--max-loss: not a loss: '1'; write for example 1%"),
+    ("run -p x --strategy lru,lfu", 1, "unknown strategy 'lru,lfu'; there are: auto"),
+    (f"serve {M} --host nowhere.invalid --port 0", 1, "cannot listen on nowhere.invalid:0"),
+    (f"serve {M} --port 0 --bogus", 1, "--bogus: neither moeoff serve nor llama-server has such an option"),
+    (f"convert {M} -o {M}", 1, "lies in moeoff's own package"),
+    (f"convert {M} --tier Q9", 2, "No such option '--tier'. Did you mean '--tiers'?"),
+    ("run -p ''", 1, "the prompt is empty"),
+    ("run -p", 2, "Option '-p' requires an argument"),
+    ("shell-completion tcsh", 2, "'tcsh' is not one of 'bash', 'zsh', 'fish'"),
 ]
 
 
@@ -99,7 +149,30 @@ MISTAKES = [
 def test_mistakes(typed, code, words, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    done = CliRunner().invoke(main, typed.split(), prog_name="moeoff")
+    done = CliRunner().invoke(main, shlex.split(typed), prog_name="moeoff")
     assert done.exit_code == code and words in done.output, done.output
     assert "Traceback" not in done.output and "`" not in done.output and "=..." not in done.output
-    assert [name for name in os.listdir(tmp_path) if name != "moeoff"] == []  # nothing is left behind
+    assert [name for name in os.listdir(tmp_path) if name not in ("moeoff", "matplotlib")] == []  # nothing is left behind but in caches
+
+
+@pytest.mark.parametrize("typed", ["run -p x -n 4", f"inspect {M} --probe off", "doctor", f"bench {M} -p 8 -n 8 -r 1 --no-warmup", f"simulate {SMALL_TRACE}"])
+def test_a_terminal_that_is_not_utf8(moeoff_command, typed):
+    """What it has no sign for is a ?, whatever is printed."""
+    done = moeoff_command(*shlex.split(typed), env=os.environ | {"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and done.stdout.isascii() and "Traceback" not in done.stderr, done.stderr
+
+
+def test_no_home(moeoff_command, tmp_path):
+    """Without a folder that could be written to nothing is kept, and the answer comes all the same."""
+    (tmp_path / "file").touch()
+    for home in ("/proc/1", str(tmp_path / "file")):
+        done = moeoff_command("run", "-p", "x", "-n", "4", env=os.environ | {"HOME": home, "XDG_CACHE_HOME": ""})
+        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("columns", [1, 20, 40])
+def test_a_narrow_terminal(moeoff_command, columns):
+    """Words stay whole: the terminal breaks lines that are too long."""
+    for typed in (f"inspect {M} --probe off --memory 6G", f"simulate {SMALL_TRACE}"):
+        done = moeoff_command(*shlex.split(typed), env=os.environ | {"COLUMNS": str(columns)})
+        assert done.returncode == 0 and ("smallest --memory" in done.stdout or "belady" in done.stdout), done.stdout
