@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from grow_model import Growth, grow_model
 from helpers.files import DEMO, PROSE
 from moeoff.bench.job import BenchTest
 from moeoff.bench.run import Grid
+from moeoff.budget import compute_probe
 from moeoff.budget.dry_load import dry_load, memory_sizes, slice_kinds
 from moeoff.budget.inspection import examine, speed
 from moeoff.budget.memory_plan import expected_bytes
@@ -214,6 +216,30 @@ def test_probe(demo):
     assert report.disk.bytes_per_second > 0 and report.disk.seconds > 1.5  # it reads for two seconds
     assert report.disk.block_bytes >= max(kind.nbytes for kind in report.slices)
     assert report.compute_seconds > 0 and all(a.tps <= b.tps for a, b in itertools.pairwise(report.budgets))
+
+
+def test_computing_is_reckoned_type_by_type(demo, monkeypatch):
+    """Each type of weights at its own rate, whatever share of a model's first layers it has: attention in Q8_0 is twice as quick as experts in MXFP4."""
+    rates, shown = {"fast": 4e9, "slow": 1e9}, {}
+
+    def graph(_stack, products, nbytes):
+        shown[products[0][0]] = min(sum(size for *_, size in products), nbytes)
+        return products[0][0], shown[products[0][0]]
+
+    monkeypatch.setattr(compute_probe, "_products", lambda _: [("fast", 1, 1, 1 << 28)] * 8 + [("slow", 1, 1, 1 << 20)] * 999)
+    monkeypatch.setattr(compute_probe, "_graph", graph)
+    monkeypatch.setattr(compute_probe, "_seconds", lambda _, kind: shown[kind] / rates[kind])
+    assert compute_probe.token_seconds(ModelIndex.read(demo), 1, 0.0) == pytest.approx((8 << 28) / 4e9 + (999 << 20) / 1e9)
+    assert sum(shown.values()) <= compute_probe._BYTES
+
+
+def test_what_is_timed_lies_in_the_middle_of_a_model(demo):
+    """The first layers of some are dense, and wide."""
+    index = ModelIndex.read(demo)
+    odd = {name: replace(span, type=-1) if name.startswith(("blk.0.", "blk.11.")) else span for name, span in (index.dense | index.experts).items()}
+    index = replace(index, dense={n: s for n, s in odd.items() if n in index.dense}, experts={n: s for n, s in odd.items() if n in index.experts})
+    kinds = [kind for kind, *_ in compute_probe._products(index)]
+    assert -1 in kinds and -1 not in kinds[: len(kinds) * 3 // 4]
 
 
 def test_split(demo, tmp_path, moeoff_command):
