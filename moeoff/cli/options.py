@@ -28,7 +28,7 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 _TYPED = "moeoff.typed"  # of a context: the words behind the command's name
-_LONG_DASHES = "\N{EN DASH}\N{EM DASH}\N{MINUS SIGN}"
+_LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 _LONGEST_COMMAND = 160  # characters; a longer one is not repeated
 
 
@@ -49,7 +49,7 @@ class Command(click.Command):
         rest = super().parse_args(ctx, args)
         given = ctx.params.get("path") or ()
         for word in (*((given,) if isinstance(given, str) else given), *ctx.args):
-            if word[0] in _LONG_DASHES:
+            if word.startswith(_LONG_DASHES):
                 raise click.UsageError(f"{word}: begins with a long dash, as pages print it: type - or --", ctx)
         if ctx.args:
             prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""

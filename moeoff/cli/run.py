@@ -68,6 +68,8 @@ def run(
     """Answer a prompt, or chat. Text goes to stdout, a line of statistics to stderr."""
     if model and hf_repo:
         raise OptionError("give -m or -hf, not both")
+    if model and " " in model and not os.path.exists(model):
+        raise OptionError(f"{model}: there is no such file; a prompt goes behind -p")
     if chat_template and chat_template_file:
         raise OptionError("give --chat-template or --chat-template-file, not both")
     if prompt_cache is None and (prompt_cache_all or prompt_cache_ro):

@@ -102,7 +102,9 @@ MISTAKES = [
     ("server", 2, "is moeoff serve meant?"),
     ("pull org/repo", 2, "is moeoff run -hf ORG/REPO meant?"),
     ("help", 2, "is moeoff --help meant?"),
+    ("run 'What is 2 + 3?'", 1, "What is 2 + 3?: there is no such file; a prompt goes behind -p"),
     (f"run {M} 'how many?' now", 2, "'how many?' now: more than this command takes; a path with blanks goes in quotes, and a prompt behind -p"),
+    (f"run {M} ''", 2, "'': more than this command takes"),
     (f"inspect {M} {M}", 2, "more than this command takes; a path with blanks goes in quotes"),
     ("verify a.experts.gguf b.experts.gguf", 2, "b.experts.gguf: more than this command takes"),
     # dashes, and ~
