@@ -60,7 +60,7 @@ def chat_template(model_path: str, given: str | None = None) -> str | None:
 
     from ..gguf.file import LONGEST_TEMPLATE, ModelFile
 
-    source = model_path if given is None else "`chat_template`"
+    source, way_out = (f"{model_path}: its chat template", _RAW) if given is None else ("`chat_template`:", "")
     if given is not None and "{" not in given:
         if given.lower() != "chatml":
             raise OptionError(f"`chat_template`: a Jinja template or chatml, not {given!r}; one in a file is given with `chat_template_file`")
@@ -74,7 +74,7 @@ def chat_template(model_path: str, given: str | None = None) -> str | None:
         ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(given)
     except jinja2.TemplateSyntaxError as error:
         if "Encountered unknown tag" not in str(error):  # what an extension of transformers' adds, llama_cpp's formatter knows
-            raise ModelError(f"{source}: its chat template cannot be read: {error}{_RAW}") from None
+            raise ModelError(f"{source} cannot be read: {str(error).rstrip('.')}{way_out}") from None
     return given
 
 

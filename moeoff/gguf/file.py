@@ -147,6 +147,17 @@ def read_range(fd: int, path: str | os.PathLike[str], offset: int, nbytes: int, 
     return found
 
 
+def _what_begins(magic: bytes) -> str:
+    """What a file that begins with these bytes is, where it has come from a download."""
+    if not magic:
+        return "it is empty"
+    if magic == b"vers":
+        return "it looks like what git leaves in the place of a large file (git lfs pull fetches it)"
+    if magic.lower() in (b"<!do", b"<htm"):
+        return "it looks like a web page that was saved in its place (download the file itself)"
+    return "it is something else, or damaged (llama.cpp's convert_hf_to_gguf.py makes one of a model in other files)"
+
+
 class ModelFile:
     """A GGUF file opened for reading; close it or use it as a context manager.
 
@@ -178,7 +189,7 @@ class ModelFile:
             raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
         try:
             if magic != MAGIC:
-                raise ModelError(f"{path}: not a GGUF file (it begins with {magic!r})")
+                raise ModelError(f"{path}: not a GGUF file: {_what_begins(magic)}")
             self._head, self._begin = bytearray(), 0  # the part of the header that was read last, and where it begins
             self._read_header()
             del self._head

@@ -86,10 +86,10 @@ def check(done: subprocess.CompletedProcess, words: str, code: int = 1) -> None:
 FILES = [
     ("missing", "cannot be read: No such file"),
     ("directory", "cannot be read: Is a directory"),
-    ("empty", "not a GGUF file"),
+    ("empty", "not a GGUF file: it is empty"),
     ("truncated", "truncated: its tensors end at byte"),
     ("header only", "header is damaged"),
-    ("not a GGUF", "not a GGUF file (it begins with b'# a "),
+    ("not a GGUF", "not a GGUF file: it is something else, or damaged"),
     ("corrupt header", "header is damaged"),
     ("version", "of a version that llama.cpp does not read"),
     ("dense", "nothing to offload, run it with llama.cpp"),

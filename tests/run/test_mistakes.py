@@ -128,6 +128,7 @@ MISTAKES = [
     (f"simulate {__file__}", 1, "is not a trace of moeoff"),
     ("inspect '\udcff.gguf' --probe off", 1, "its name is not UTF-8, as llama.cpp needs it: rename the file or its folder"),
     ("verify /dev/null", 1, "/dev/null: cannot be read: a device, expected a file"),
+    ("run -p x --chat-template '{{ bad'", 1, "--chat-template: cannot be read: unexpected end of template"),
     # numbers and units
     ("run -p x --memory 6,5G", 1, "--memory: not a size: '6,5G'; write for example 6G"),
     ("run -p x --memory 0.8", 1, "--memory: 0.8 is a number of bytes: was 0.8G meant?"),
@@ -155,6 +156,22 @@ def test_mistakes(typed, code, words, tmp_path, monkeypatch):
     assert done.exit_code == code and words in done.output, done.output
     assert "Traceback" not in done.output and "`" not in done.output and "=..." not in done.output
     assert [name for name in os.listdir(tmp_path) if name not in ("moeoff", "matplotlib")] == []  # nothing is left behind but in caches
+
+
+@pytest.mark.parametrize(
+    "begins, words",
+    [
+        ("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n", "git lfs pull fetches it"),
+        ("<!DOCTYPE html><html>Sign in", "a web page that was saved in its place"),
+        ('\x10\0\0\0\0\0\0\0{"__metadata__":', "convert_hf_to_gguf.py"),
+        ("", "not a GGUF file: it is empty"),
+    ],
+    ids=["lfs", "page", "safetensors", "empty"],
+)
+def test_what_a_download_left(begins, words, tmp_path):
+    (tmp_path / "model.gguf").write_text(begins)
+    done = CliRunner().invoke(main, ["inspect", str(tmp_path / "model.gguf")], prog_name="moeoff")
+    assert done.exit_code == 1 and words in done.output and "b'" not in done.output, done.output
 
 
 @pytest.mark.parametrize("typed", ["run -p x -n 4", f"inspect {M} --probe off", "doctor", f"bench {M} -p 8 -n 8 -r 1 --no-warmup", f"simulate {SMALL_TRACE}"])
