@@ -78,7 +78,7 @@ class Chat:
         if self._template.stop:
             completer.stop_at(self._template.stop)
         self._read = read or _terminal_reader()
-        self._waits = contextlib.nullcontext if read else _typed_ahead
+        self._waits = contextlib.nullcontext if read else typed_ahead
         self._system = system
         self._messages: list[dict[str, str]] = []
         self._answers: list[Completion] = []
@@ -244,7 +244,7 @@ def _overflow(error: ContextError, has_history: bool) -> str:
 
 
 @contextlib.contextmanager
-def _typed_ahead() -> Iterator[None]:
+def typed_ahead() -> Iterator[None]:
     """While open, what is typed before it is asked for waits as it was typed: nothing of it is echoed into an answer, and each Enter ends a message."""
     terminal = sys.stdin.fileno()
     before, mode = termios.tcgetattr(terminal), termios.tcgetattr(terminal)

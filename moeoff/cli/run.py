@@ -108,16 +108,19 @@ def run(
     template = None if raw else find_template(path, given)  # before the weights are read
     cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
     share = f" ({DEFAULT_SHARE:.0%} of what is available)" if not options.keys() & {"memory", "expert_memory"} else ""
-    llm = open_model(Llama, path, seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options)
-    remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
-    with llm, Completer(llm, sampling, cache) as completer:
+    with contextlib.ExitStack() as stack:
+        if chat:
+            from .chat import Chat, typed_ahead
+
+            stack.enter_context(typed_ahead())  # also while the model is loaded
+        llm = stack.enter_context(open_model(Llama, path, seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options))
+        remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
+        completer = stack.enter_context(Completer(llm, sampling, cache))
         if live:
             from .live import Live
 
             completer.live = Live(llm)
         if prompt is None:
-            from .chat import Chat
-
             stats = Chat(completer, system, template).loop(share)
             cancelled = False
         else:

@@ -1,9 +1,13 @@
 """The chat as a person sees it: a real terminal, real keys, the demo model."""
 
+import io
 import json
+import os
 import re
+import termios
 import time
 
+import click
 import pytest
 
 from helpers.models import with_metadata
@@ -12,6 +16,8 @@ from helpers.waiting import wait_until
 from moeoff import Llama
 from moeoff.cli.chat import Chat, is_open, unquote
 from moeoff.cli.completion import Completer, Sampling
+from moeoff.cli.run import run
+from moeoff.errors import MoeoffError
 
 CTRL_C = "\x03"
 CTRL_J = "\n"
@@ -105,6 +111,26 @@ def test_what_is_typed_ahead_waits_as_its_own_messages(chat, tmp_path):
     terminal.ready()
     questions = [m["content"] for m in saved(terminal, tmp_path / "chat.json") if m["role"] == "user"]
     assert questions == ["Tell a story.", "Xylo?", "Zebra?"]
+
+
+def test_what_is_typed_while_the_model_is_loaded_waits_too(demo, monkeypatch):
+    """Enter ends a message there, and is no new line of the first one; nothing is echoed."""
+    ours, theirs = os.openpty()
+    seen = []
+
+    def load(*_args, **_options):
+        seen.append(termios.tcgetattr(theirs))
+        raise MoeoffError("loaded enough")
+
+    with os.fdopen(ours, "rb"), os.fdopen(theirs, "r+b", buffering=0) as raw, io.TextIOWrapper(raw, write_through=True) as terminal:
+        before = termios.tcgetattr(theirs)
+        monkeypatch.setattr("sys.stdin", terminal)
+        monkeypatch.setattr("sys.stdout", terminal)
+        monkeypatch.setattr("moeoff.engine.llama.open_model", load)
+        with pytest.raises(click.ClickException, match="loaded enough"):
+            run.main([demo], standalone_mode=False)
+        assert termios.tcgetattr(theirs) == before
+    assert [not mode[0] & termios.ICRNL and not mode[3] & termios.ECHO for mode in seen] == [True]
 
 
 def test_when_a_text_is_complete():
