@@ -101,6 +101,7 @@ def test_the_page_of_figures_asks_for_the_key(program, demo, tmp_path):
         page.press_enter()
         page.wait("document.getElementById('state').textContent === 'live' && !document.body.classList.contains('locked')")
         assert value(page, "memory").endswith("MiB")
+        assert [value(page, name) for name in ("decode", "prompt", "waiting")] == ["–", "–", "being answered"]  # nothing has been asked: there is no speed
 
 
 def test_stop_ends_the_answer_here_and_on_the_server(browser, url):
