@@ -2,9 +2,11 @@
 
 usage: normalized.py -m DEMO.gguf --text FILE --tau 0.2            shares of what a token's experts weigh
        normalized.py -m DEMO.gguf --text FILE --tau 0.1 --as-is    the model's own weights: the same rules where their sum tells something
+       normalized.py -m DEMO.gguf --text FILE --tau 0.1 --as-is --types Q4_0,Q2_0    what weighs more than a second threshold in low precision
 
 A weight is then a share: an expert of a share below tau weighs little beside the token's others, and what the others weigh could make up for it. The
-rules are those of `Precision.tau`, with and without scaling what is left to the sum of all, with and without keeping the first.
+rules are those of `Precision.tau`, with and without scaling what is left to the sum of all, with and without keeping the first; or, with a low precision,
+with a second threshold below tau, between which and tau what is missing is served low.
 
 The reference model (qwen2moe, which does not normalize) is computed in numpy, so that all of that can be changed; its weights are divided by their sum, and
 each layer's experts take the mean of those sums as a factor, since they were trained with it. That is a model of its own: its own lossless run is what losses
@@ -15,6 +17,7 @@ with the native ones.
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -28,13 +31,15 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1])]
 from moeoff.calibrate.perplexity import n_scored, open_model, read_windows
 from moeoff.calibrate.statistics import Estimate, Scores, divergence, interval, log_probs, upper_loss
 from moeoff.gguf.file import ModelFile
+from moeoff.gguf.quantize import dequantize, quantize, row_bytes, type_from_name
+from precision import BESIDE, beside_curve
 from results import HELP, ResultsFile
 
 KEPT_BY_TOKEN = 0.98  # of a count of uses, as in the native simulated cache
 FILE = click.Path(exists=True, dir_okay=False)
 
-# (layer, ids [n, n_used] best first, weights [n, n_used]) -> weights, 0 of what is left out
-Decide = Callable[[int, np.ndarray, np.ndarray], np.ndarray]
+# (layer, ids [n, n_used] best first, weights [n, n_used]) -> weights of what is served high, and low; 0 in both of what is left out
+Decide = Callable[[int, np.ndarray, np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
 @dataclass(frozen=True)
@@ -44,14 +49,17 @@ class Rule:
     Attributes:
         renormalized: the weights that are left are scaled to the sum of all.
         keeps_first: the expert of the largest weight is never left out.
+        low_from: what is missing and weighs at least this, but less than tau, is served in low precision.
     """
 
     tau: float = 0.0
     renormalized: bool = False
     keeps_first: bool = False
+    low_from: float = math.inf
 
     def __str__(self) -> str:
         more = (", first kept" if self.keeps_first else "") + (", renormalized" if self.renormalized else "")
+        more += f", low from {self.low_from:g}" if self.low_from < self.tau else ""
         return f"τ {self.tau:g}{more}"
 
 
@@ -78,23 +86,25 @@ class SimulatedCache:
 
 
 class Caches:
-    """A rule behind the simulated caches of all layers, empty when a text begins.
+    """A rule behind the simulated caches of all layers, empty when a text begins. Low versions have caches of their own, as large, that take no room from the
+    others: more than any memory gives them.
 
     Attributes:
-        misses, skipped, uses: of the tokens decided.
+        misses, low_misses, skipped, uses: of the tokens decided.
     """
 
     def __init__(self, rule: Rule, n_layers: int, n_expert: int, share: float):
-        self.rule, self._layers = rule, [SimulatedCache(n_expert, share) for _ in range(n_layers)]
-        self.misses = self.skipped = self.uses = 0
+        self.rule = rule
+        self._layers, self._low_layers = ([SimulatedCache(n_expert, share) for _ in range(n_layers)] for _ in range(2))
+        self.misses = self.low_misses = self.skipped = self.uses = 0
 
     def follow(self, layer: int, ids: np.ndarray) -> None:
         """Tokens of a prompt, of which nothing is left out."""
         for chosen in ids.tolist():
             self._layers[layer].use(chosen, itertools.repeat(True, len(chosen)))
 
-    def decide(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> np.ndarray:
-        cache, rule = self._layers[layer], self.rule
+    def decide(self, layer: int, ids: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        cache, low_cache, rule = self._layers[layer], self._low_layers[layer], self.rule
         heavy = weights >= np.float32(rule.tau)
         if rule.keeps_first:
             heavy[:, 0] = True
@@ -104,11 +114,15 @@ class Caches:
             served[t] = is_read = [a or b for a, b in zip(here, enough, strict=True)]
             self.misses += sum(is_read) - sum(here)
             cache.use(chosen, is_read)
-        self.skipped, self.uses = self.skipped + int((~served).sum()), self.uses + served.size
+        low = ~served & (weights >= np.float32(rule.low_from))
+        for chosen, is_low in zip(ids.tolist(), low.tolist(), strict=True):
+            self.low_misses += sum(is_read and e not in low_cache.inside for e, is_read in zip(chosen, is_low, strict=True))
+            low_cache.use(chosen, is_low)
+        self.skipped, self.uses = self.skipped + int((~served & ~low).sum()), self.uses + served.size
         kept = np.where(served, weights, np.float32(0))
         if rule.renormalized:
             kept *= weights.sum(axis=1, keepdims=True) / np.maximum(kept.sum(axis=1, keepdims=True), np.finfo(np.float32).tiny)
-        return kept
+        return kept, np.where(low, weights, np.float32(0))
 
 
 @dataclass
@@ -125,9 +139,11 @@ class NumpyModel:
 
     Attributes:
         factors: [n_layers], that the experts' outputs take.
+        low_size: bytes of an expert in low precision, of its own.
     """
 
-    def __init__(self, path: str, normalized: bool):
+    def __init__(self, path: str, normalized: bool, types: Sequence[str] = ()):
+        """types: of the experts, and of their low version; without, they are as they are, and the low version is the same."""
         with ModelFile(path) as model:
             if model.value("general.architecture") != "qwen2moe":
                 raise click.UsageError(f"{path}: is no qwen2moe model, which this computes")
@@ -138,7 +154,14 @@ class NumpyModel:
         if get["attention.head_count_kv"] != self._n_head:
             raise click.UsageError(f"{path}: shares keys among heads, which this does not compute")
         self.n_expert = len(self._w["blk.0.ffn_gate_inp.weight"])
-        self.normalized, self.factors = normalized, np.ones(self.n_layers, np.float32)
+        self.normalized, self.factors, self.low_size = normalized, np.ones(self.n_layers, np.float32), 1.0
+        self._low = self._w
+        if types:
+            experts = {name: w for name, w in self._w.items() if "_exps." in name}
+            high, low = ({name: _in_type(w, type_from_name(of)) for name, w in experts.items()} for of in types)
+            self._w, self._low = self._w | high, low
+            sizes = [sum(row_bytes(type_from_name(of), w.shape[-1]) * w.shape[-2] for w in experts.values()) for of in types]
+            self.low_size = sizes[1] / sizes[0]
 
     def compute(self, tokens: Sequence[int], past: Past | None = None, decide: Decide | None = None) -> tuple[np.ndarray, Past]:
         """Logits [n, n_vocab] of tokens behind a past, and the past of those behind them."""
@@ -183,13 +206,12 @@ class NumpyModel:
         after.ids.append(ids)
         if self.normalized:
             weights = weights / weights.sum(axis=1, keepdims=True)
-        if decide:
-            weights = decide(layer, ids, weights)
         out = np.zeros_like(h)
-        matrices = [w[f"{name}{m}_exps.weight"] for m in ("gate", "up", "down")]
-        for e in np.unique(ids[weights > 0]):
-            rows, slots = np.nonzero((ids == e) & (weights > 0))
-            out[rows] += weights[rows, slots, None] * _ffn(h[rows], *(m[e] for m in matrices))
+        for served, experts in zip(decide(layer, ids, weights) if decide else (weights,), (w, self._low)):
+            matrices = [experts[f"{name}{m}_exps.weight"] for m in ("gate", "up", "down")]
+            for e in np.unique(ids[served > 0]):
+                rows, slots = np.nonzero((ids == e) & (served > 0))
+                out[rows] += served[rows, slots, None] * _ffn(h[rows], *(m[e] for m in matrices))
         return self.factors[layer] * out
 
 
@@ -197,9 +219,9 @@ def mean_sums(model: NumpyModel, windows: Sequence[Sequence[int]]) -> np.ndarray
     """[n_layers] mean of what a token's weights sum to."""
     sums: list[list[np.ndarray]] = [[] for _ in range(model.n_layers)]
 
-    def look(layer: int, _: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    def look(layer: int, _: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         sums[layer].append(weights.sum(axis=1))
-        return weights
+        return weights, np.zeros_like(weights)
 
     for tokens in windows:
         model.compute(tokens, decide=look)
@@ -209,6 +231,11 @@ def mean_sums(model: NumpyModel, windows: Sequence[Sequence[int]]) -> np.ndarray
 def _ffn(h: np.ndarray, gate: np.ndarray, up: np.ndarray, down: np.ndarray) -> np.ndarray:
     g = h @ gate.T
     return (g / (1 + np.exp(-g)) * (h @ up.T)) @ down.T
+
+
+def _in_type(w: np.ndarray, type: int) -> np.ndarray:
+    rows = w.reshape(-1, w.shape[-1])
+    return dequantize(quantize(rows, type, search=True), type, rows.shape).reshape(w.shape)
 
 
 def _rotated(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
@@ -223,13 +250,14 @@ class Found:
 
     Attributes:
         nll, kl: [n_windows, n_scored].
-        misses, skipped, uses: of all of them.
+        misses, low_misses, skipped, uses: of all of them.
     """
 
     nll: np.ndarray
     kl: np.ndarray
     same: np.ndarray
     misses: int = 0
+    low_misses: int = 0
     skipped: int = 0
     uses: int = 0
 
@@ -264,7 +292,8 @@ def measure(
                 caches, of = Caches(rule, model.n_layers, model.n_expert, share), found[share, rule]
                 logp = run(caches)
                 of.nll[i], of.kl[i], of.same[i] = -logp[targets], divergence(reference, logp), logp.argmax(axis=1) == reference.argmax(axis=1)
-                of.misses, of.skipped, of.uses = of.misses + caches.misses, of.skipped + caches.skipped, of.uses + caches.uses
+                for name in ("misses", "low_misses", "skipped", "uses"):
+                    setattr(of, name, getattr(of, name) + getattr(caches, name))
         print(f"  window {i + 1} of {n}", end="\r", file=sys.stderr, flush=True)
     return lossless, found, misses
 
@@ -282,39 +311,55 @@ def percent(estimate: Estimate) -> str:
     "--resident", "shares", multiple=True, type=float, default=(0.25, 0.34, 0.5), show_default=True, help="Share of each layer's experts in the cache."
 )
 @click.option("--as-is", is_flag=True, help="Weights as the model has them, not normalized.")
+@click.option("--types", metavar="HIGH,LOW", help="With a second threshold, experts in these types: rules with low precision in the place of the others.")
+@click.option("--low-from", "seconds", multiple=True, type=float, default=(0.7, 0.85), show_default=True, help="Second thresholds, of tau.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, text: Sequence[str], windows: int, taus: Sequence[float], shares: Sequence[float], as_is: bool, json_file: str | None) -> None:
+def main(
+    model: str,
+    text: Sequence[str],
+    windows: int,
+    taus: Sequence[float],
+    shares: Sequence[float],
+    as_is: bool,
+    types: str | None,
+    seconds: Sequence[float],
+    json_file: str | None,
+) -> None:
     with open_model(model, 256, n_threads=1) as llm:
         read = read_windows(llm, text, 256, windows)
     tokens = [window.tokens for window in read]
-    computed = NumpyModel(model, normalized=not as_is)
+    computed = NumpyModel(model, normalized=not as_is, types=types.split(",") if types else ())
     if not as_is:
         computed.factors = mean_sums(NumpyModel(model, normalized=False), tokens[:: len(tokens) // len(text)])
     # of shares the largest is never below 1 / n_used
     firsts = {tau: (False,) if computed.normalized and tau <= 1 / computed.n_used else (False, True) for tau in taus}
     rules = [Rule(tau, renormalized, first) for tau in taus for first in firsts[tau] for renormalized in (False, True)]
+    if types:
+        rules = [Rule(tau, low_from=second * tau) for tau in taus for second in (math.inf, *seconds)]
     with ResultsFile(json_file) as results:
         lossless, found, misses = measure(computed, tokens, rules, shares)
         kind = "as they are" if as_is else "normalized"
         for share in shares:
             title = f"Weights {kind}, {share:.0%} of each layer's experts in the cache: lossless perplexity {np.exp(lossless.mean()):.1f}"
-            columns = ["rule", "bytes, of lossless", "left out", "loss (95 %)", "upper bound", "KL", "same top token", "more loss than without either (95 %)"]
+            compared = BESIDE if types else "more loss than without either (95 %)"
+            columns = ["rule", "bytes, of lossless", "left out", "loss (95 %)", "upper bound", "KL", "same top token", compared]
             table = results.table(f"{kind.replace(' ', '-')}-{share:g}", title, columns)
+            cost = {rule: (found[share, rule].misses + computed.low_size * found[share, rule].low_misses) / misses[share] for rule in rules}
+            curve = [(cost[rule], found[share, rule].nll) for rule in rules if rule == Rule(rule.tau)]
             for rule in rules:
                 of = found[share, rule]
                 loss = Scores(of.nll, lossless, of.kl, of.same).quality().distance
-                plain = found[share, Rule(rule.tau)]
-                more = "" if of is plain else percent(Estimate.mean(of.nll - plain.nll))
+                beside = beside_curve(curve, cost[rule], of.nll) if types else Estimate.mean(of.nll - found[share, Rule(rule.tau)].nll)
                 bound = f"{upper_loss(loss.loss, len(tokens)):+.2%}".replace("%", " %")
                 cells = (
-                    f"{of.misses / misses[share]:.3f}",
+                    f"{cost[rule]:.3f}",
                     f"{of.skipped / of.uses:.1%}",
                     percent(loss.loss),
                     bound,
                     f"{loss.kl.value:.4f}",
                     f"{loss.top1.value:.1%}",
                 )
-                table.row(str(rule), *cells, more)
+                table.row(str(rule), *cells, percent(beside) if beside and rule != Rule(rule.tau) else "")
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ WEIGHTS = np.array([[0.4, 0.3, 0.2, 0.1]], np.float32)
 )
 def test_rules(rule, kept):
     caches = Caches(rule, 1, 8, 0.5)
-    np.testing.assert_allclose(caches.decide(0, np.array([[5, 2, 7, 1]]), WEIGHTS), [kept], rtol=1e-6)
+    high, low = caches.decide(0, np.array([[5, 2, 7, 1]]), WEIGHTS)
+    np.testing.assert_allclose(high, [kept], rtol=1e-6)
+    assert not low.any()
     n = np.count_nonzero(kept)
     assert (caches.misses, caches.skipped, caches.uses) == (n, 4 - n, 4)
 
@@ -77,6 +79,27 @@ def test_rules(rule, kept):
 def test_what_is_in_the_cache_serves_whatever_it_weighs():
     caches = Caches(Rule(0.5), 1, 8, 0.25)
     caches.follow(0, np.array([[5, 2], [5, 2], [5, 7]]))  # two fit: 7 took the place of 2
-    kept = caches.decide(0, np.array([[2, 5, 7, 1]]), WEIGHTS)
+    kept, _ = caches.decide(0, np.array([[2, 5, 7, 1]]), WEIGHTS)
     np.testing.assert_allclose(kept, [[0, 0.3, 0.2, 0]])
     assert caches.misses == 0 and caches.skipped == 2
+
+
+def test_a_second_threshold_serves_low_what_lies_between():
+    caches = Caches(Rule(0.35, low_from=0.15), 1, 8, 0.25)
+    high, low = caches.decide(0, np.array([[5, 2, 7, 1]] * 2), np.repeat(WEIGHTS, 2, axis=0))
+    np.testing.assert_allclose(high, [[0.4, 0, 0, 0]] * 2)
+    np.testing.assert_allclose(low, [[0, 0.3, 0.2, 0]] * 2)
+    # of the second token all that is served is there: low versions have a cache of their own
+    assert (caches.misses, caches.low_misses, caches.skipped, caches.uses) == (1, 2, 2, 8)
+
+
+def test_low_versions_are_in_their_type(demo, windows):
+    tokens = windows[0].tokens
+    high, low, q2 = (NumpyModel(demo, normalized=False, types=types) for types in (("Q4_0", "Q4_0"), ("Q4_0", "Q2_0"), ("Q2_0", "Q2_0")))
+    assert high.low_size == 1 and 0.4 < low.low_size < 0.6
+
+    def all_low(_: int, __: np.ndarray, weights: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return np.zeros_like(weights), weights
+
+    np.testing.assert_allclose(low.compute(tokens, decide=all_low)[0], q2.compute(tokens)[0], rtol=1e-5, atol=1e-5)
+    assert np.abs(high.compute(tokens)[0] - q2.compute(tokens)[0]).max() > 0.1
