@@ -74,6 +74,8 @@ class Chat:
     def __init__(self, completer: Completer, system: str | None = None, template: str | None = None, read: Callable[[], str] | None = None):
         self._completer = completer
         self._llm = completer.llm
+        if self._llm.engine.config.warm:
+            self._llm.engine.watch_prompts()
         self._template = Template(self._llm, template)
         if self._template.stop:
             completer.stop_at(self._template.stop)

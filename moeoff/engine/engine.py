@@ -162,6 +162,7 @@ class Engine:
         self.driver: Driver | None = None
         self._listener: Callable[[GateEvent], None] | None = None
         self._layer_hits: LayerHits | None = None
+        self._watches = False
         self._prompt_uses: PromptUses | None = None
         self.budget = int(available() * DEFAULT_SHARE) if config.memory is None and config.expert_memory is None else config.memory
         model_index.require_experts()
@@ -367,20 +368,22 @@ class Engine:
             fill(self.buffer, popular["counts"], self.sizer.arenas[0])
 
     def watch_prompts(self) -> None:
-        """From here on, for `idle`: what prompts need. Where no strategy listens to gates, all experts are there, or nobody shall be told of events."""
-        if self.config.warm and self.driver is not None and self.driver.needed:
+        """From here on `idle` reads ahead for the next prompt, if the strategy keeps experts, and nobody wants runs that repeat. What prompts need is noted where
+        the strategy listens to gates; without that all experts are there, or it shall be told of no events."""
+        self._watches = self.config.strategy.keep and not self.config.repeatable
+        if self._watches and self._prompt_uses is None and self.driver is not None and self.driver.needed:
             self._prompt_uses = PromptUses(self.buffer.priorities.shape)
             self.driver.observers.append(self._prompt_uses)
 
     def idle(self, ended: Callable[[], bool] = lambda: False) -> None:
-        """While nothing computes and a prompt is waited for: gives experts what batches have left of their memory and, if a start shall be warm, reads what
-        the next prompt is likely to need, into room that none has taken yet or in the place of what the last ones did not need. The next batch ends it.
+        """While nothing computes and a prompt is waited for: gives experts what batches have left of their memory and, if prompts are watched, reads what
+        the next one is likely to need, into room that none has taken yet or in the place of what the last ones did not need. The next batch ends it.
 
         Args:
             ended: True once there is one that waits for this call.
         """
         self.sizer.idle()
-        if self.config.warm and self.config.strategy.keep and not self.config.repeatable:
+        if self._watches:
             read_ahead(self.buffer, ended)
             if self._prompt_uses is not None:
                 exchange(self.buffer, self._prompt_uses.weights, ended)
@@ -460,6 +463,8 @@ class Engine:
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
             self._listen()
+            if self._watches:
+                self.watch_prompts()
         self._followed = budget
 
     def set_vram(self, vram: str | int) -> None:

@@ -399,7 +399,8 @@ class Server:
             )
         engine.start(allocated, ctx)
         engine.attach_driver()
-        engine.watch_prompts()
+        if engine.config.warm:
+            engine.watch_prompts()
         engine.warm_up()
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
         if engine.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:

@@ -71,6 +71,23 @@ def test_experts_are_read_while_the_person_types(demo):
         assert Chat(completer, read=read).loop() is None
 
 
+def test_what_prompts_need_is_known_to_a_chat(demo):
+    """So that it can be read where the arena is full, too, as between a server's requests. Not with --warm off."""
+    needed = []
+    for warm in (False, True):
+        with Llama(demo, warm=warm, expert_memory="8M", n_ctx=256) as llm, Completer(llm, Sampling(n_predict=8)) as completer:
+            lines = iter(["How many apples?"])
+
+            def read():
+                for line in lines:  # noqa: B023
+                    return line
+                raise EOFError
+
+            Chat(completer, read=read).loop()
+            needed.append(llm.engine._prompt_uses)
+    assert needed[0] is None and needed[1].weights.any(axis=1).all()
+
+
 def test_second_turn_has_the_first_in_its_prompt(chat, tmp_path, demo):
     from moeoff.engine.prompt import Template
 
