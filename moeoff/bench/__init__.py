@@ -3,7 +3,7 @@
 For scripts: `compare` runs jobs in turn, in rounds, and returns medians and spreads; `measure` runs one.
 """
 
-from .job import MOEOFF, STOCK, BenchTest, Job, Measurement, prompt_then_tokens
+from .job import MOEOFF, STOCK, BenchTest, Job, Measurement, prompt_then_tokens, two_turns
 from .run import Comparison, Grid, Spread, compare, measure
 
-__all__ = ["MOEOFF", "STOCK", "BenchTest", "Comparison", "Grid", "Job", "Measurement", "Spread", "compare", "measure", "prompt_then_tokens"]
+__all__ = ["MOEOFF", "STOCK", "BenchTest", "Comparison", "Grid", "Job", "Measurement", "Spread", "compare", "measure", "prompt_then_tokens", "two_turns"]

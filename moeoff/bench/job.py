@@ -20,12 +20,14 @@ class BenchTest:
     Attributes:
         continues: the test before this one has left those tokens in the context (in a job of one repetition); otherwise they are
             computed first.
+        waits: seconds before it in which nothing computes and a prompt is waited for, as a chat does while the person types; not timed.
     """
 
     n_prompt: int
     n_gen: int
     depth: int = 0
     continues: bool = False
+    waits: float = 0.0
 
     @property
     def name(self) -> str:
@@ -44,6 +46,11 @@ def prompt_then_tokens(n_prompt: int, n_gen: int) -> tuple[BenchTest, BenchTest]
     return BenchTest(n_prompt, 0), BenchTest(0, n_gen, n_prompt, continues=True)
 
 
+def two_turns(n_prompt: int, n_gen: int, n_question: int, waits: float) -> tuple[BenchTest, ...]:
+    """A prompt, the answer behind it and the next question, for which the model has waited: the first token of its answer comes from it."""
+    return *prompt_then_tokens(n_prompt, n_gen), BenchTest(n_question, 0, n_prompt + n_gen, continues=True, waits=waits)
+
+
 @dataclass(frozen=True)
 class Job:
     """One process.
@@ -56,6 +63,8 @@ class Job:
         repetitions: of each test, each on another piece of the text.
         warm_up: one more before them, that is not counted.
         text: file whose tokens are fed; None: `usual_text`.
+        answer: tokens that are decoded one by one in the place of the text's, and behind them the model's own, always the likeliest. So the empty one is the
+            model's greedy answer, which the measurement's `closed["answer"]` has, for others to decode the same. None: the text's.
         seconds: after so many a test ends with the tokens that it has, and is not repeated; None: never.
         probe_seconds: that the disk's rate is measured for at the end; 0: not at all.
         limit_bytes: of a memory cgroup around the process; None: none of its own.
@@ -74,6 +83,7 @@ class Job:
     repetitions: int = 5
     warm_up: bool = True
     text: str | None = None
+    answer: tuple[int, ...] | None = None
     seconds: float | None = None
     probe_seconds: float = 1.0
     limit_bytes: int | None = None

@@ -14,7 +14,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -84,7 +84,7 @@ def work(job: Job, emit: Emit) -> None:
         engine.repetition = None
     ended.set()
     closed = engine.facts("direct_io", "prefetch_on", "prefetch_gain", "events_dropped", "precision_summary", "estimated_loss") | {"peak_rss_bytes": peak_rss()}
-    closed |= engine.resident_share()
+    closed |= engine.resident_share() | ({} if job.answer is None else {"answer": engine.answered})
     engine.llm.close()
     if job.probe_seconds:
         closed["disk_bytes_per_second"] = disk_rate(ModelIndex.read(job.model), opened.get("io_threads", IO_THREADS), job.probe_seconds).bytes_per_second
@@ -102,6 +102,7 @@ class _Engine:
     Attributes:
         test: the one that runs.
         repetition: of it; None: it warms up.
+        answered: the tokens that the last test decoded one by one, if the job has an answer.
     """
 
     test = 0
@@ -109,7 +110,7 @@ class _Engine:
 
     def __init__(self, job: Job):
         options = {"verbose": False} | dict(job.options)
-        self._single = 0
+        self._single, self._answer, self.answered = 0, job.answer, list[int]()
         self.llm: Any
         self._moeoff: Llama | None = None
         if job.engine == MOEOFF:
@@ -123,6 +124,8 @@ class _Engine:
             self.llm = StockLlama(job.model, **llama_keywords(options))
         if self._moeoff is not None and job.preload and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
             load_everything(self._moeoff.engine.buffer)
+        if self._moeoff is not None and any(test.waits for test in job.tests):
+            self._moeoff.engine.watch_prompts()
 
     def facts(self, *names: str) -> dict[str, Any]:
         """Some of `moeoff.Stats`; of stock none."""
@@ -152,6 +155,15 @@ class _Engine:
         """Inside llama_decode so far."""
         return sum(self.facts("prompt_seconds", "gen_seconds").values()) if self._moeoff is not None else float(self.llm.decode_seconds)
 
+    def _answers(self, n: int) -> Iterator[int]:
+        """The job's answer, and what the model goes on with behind it."""
+        given = self._answer or ()
+        if n:
+            self.answered = []
+        for i in range(n):
+            self.answered.append(given[i] if i < len(given) else int(self.llm.sample(temp=0.0)))
+            yield self.answered[-1]
+
     def run(self, index: int, test: BenchTest, stream: TokenStream, limit: float | None, parts: bool = False) -> Sample:
         llm, model, self.test, self._single = self.llm, self._moeoff, index, 0
         if not test.continues:
@@ -159,7 +171,11 @@ class _Engine:
             if test.depth:
                 llm.eval(stream.take(test.depth, first=True))
         prompt = stream.take(test.n_prompt, first=not test.depth)
-        single = stream.take(test.n_gen, first=not test.depth and not test.n_prompt)
+        single: Iterable[int] = stream.take(test.n_gen, first=not test.depth and not test.n_prompt) if self._answer is None else self._answers(test.n_gen)
+        if test.waits:
+            if model is not None:
+                model.engine.idle()
+            time.sleep(test.waits)
         if model is not None:
             model.engine.buffer.drain()
             model.reset_stats()

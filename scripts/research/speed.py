@@ -4,6 +4,7 @@ usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategie
        speed.py ladder     -m MODEL --text FILE [--shares 50]                                 what each part of the engine adds, there
        speed.py memory     -m MODEL --text FILE [--limits 1400,1100,800] [--stock]            in memory cgroups: offload.md, real-sizes.md (root)
                            [--strategies auto --max-loss 1% --no-in-memory]                   a contract beside lossless
+                           [--answer]                                                         the model's own answer in the place of the text
        speed.py kernels    -m MODEL --text FILE                                               everything in memory: offload.md
        speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
        speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/internals/threads.md: with busy neighbours
@@ -36,7 +37,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from cgroup import disk_cgroup, memory_cgroup
-from moeoff.bench import STOCK, Comparison, Job, Measurement, Spread, compare, prompt_then_tokens
+from moeoff.bench import STOCK, BenchTest, Comparison, Job, Measurement, Spread, compare, measure, prompt_then_tokens, two_turns
 from moeoff.bench.job import Sample, rates
 from moeoff.bench.rows import rows
 from moeoff.bench.run import drop_from_page_cache, summarize
@@ -47,6 +48,9 @@ from results import HELP, ResultsFile, machine
 
 BASELINES = str(Path(__file__).with_name("baselines.py"))
 EVERYTHING = 1 << 40  # expert_memory that holds all
+IN_MEMORY = "all in memory"  # a group of contenders
+QUESTION, WAITS = 40, 10.0  # tokens of the second turn's prompt, and seconds before it: a person reads the answer, and types
+TIMEOUT = 900.0  # seconds of a run
 COLUMNS = {
     "hits": ("hit_rate", "{:.0%}"),
     "MB/token": ("mb_per_token", "{:.1f}"),
@@ -78,18 +82,27 @@ def tell(name: str, index: int, done: Measurement) -> None:
 
 def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Sequence[Comparison]]) -> None:
     """A row for each contender of each group: speeds with their range and the ratios to the group's first contender, and medians of what it read and waited."""
-    head = ["", "contender", "prompt tok/s", "ratio", "tok/s", "ratio ", *COLUMNS, "of ceiling", "peak RSS, MiB"]
+    turns = ["first token s", "its MB", "turn 2: first token s", "its MB "]
+    head = ["", "contender", "prompt tok/s", "ratio", "of max(computing, reading)", "tok/s", "ratio ", *COLUMNS, "of ceiling", *turns, "peak RSS, MiB"]
     lines = []
+    whole = in_memory_speed(found)
     for group, comparisons in found.items():
-        for i, (prompt, decode) in enumerate(zip(comparisons[::2], comparisons[1::2])):
+        contenders: dict[str, list[Comparison]] = {}
+        for comparison in comparisons:
+            contenders.setdefault(comparison.name, []).append(comparison)
+        for i, (prompt, decode, *question) in enumerate(contenders.values()):
             if not decode.figures:
                 lines.append([group, decode.name, decode.error, *[""] * (len(head) - 3)])
                 continue
-            cells = [cell for one in (prompt, decode) for cell in (spread(one.figures["tps"]), spread(one.ratio) if i else "")]
+            overlaps = [share for m in prompt.measurements if not m.error and m.closed.get("disk_bytes_per_second") and (share := rows(m, 0)[0].ceiling_share)]
+            cells = [spread(prompt.figures["tps"]), spread(prompt.ratio) if i else "", f"{statistics.median(overlaps):.0%}" if overlaps else ""]
+            cells += [spread(decode.figures["tps"]), spread(decode.ratio) if i else ""]
             cells += [form.format(decode.figures[key].median) if key in decode.figures else "" for key, form in COLUMNS.values()]
-            ceilings = [share for m in decode.measurements if m.job.probe_seconds and not m.error and (share := rows(m, 0)[1].ceiling_share) is not None]
+            ceilings = [share for m in decode.measurements if not m.error and (share := ceiling(m, whole)) is not None]
+            cells.append(f"{statistics.median(ceilings):.0%}" if ceilings else "")
+            cells += [*first_token(prompt), *first_token(question[0])] if question else [""] * len(turns)
             peak = decode.figures.get("peak_rss_bytes")
-            cells += [f"{statistics.median(ceilings):.0%}" if ceilings else "", spread(Spread(*(size / 2**20 for size in peak)), "{:.0f}") if peak else ""]
+            cells.append(spread(Spread(*(size / 2**20 for size in peak)), "{:.0f}") if peak else "")
             lines.append([group, decode.name, *cells])
     told = [i for i in range(len(head)) if any(line[i] not in ("", "0.0%") for line in lines)]
     said = results.table(name, title, [head[i].strip() for i in told])
@@ -97,9 +110,37 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
         said.row(*(line[i] for i in told))
 
 
+def first_token(prompt: Comparison) -> list[str]:
+    """Seconds that a prompt took, behind which comes the first token, and what it read."""
+    figures, n = prompt.figures, prompt.test.n_prompt
+    if not figures:
+        return ["", ""]
+    median, low, high = figures["tps"]
+    return [spread(Spread(n / median, n / high, n / low)), f"{n * figures['mb_per_token'].median:.0f}" if "mb_per_token" in figures else ""]
+
+
+def in_memory_speed(found: Mapping[str, Sequence[Comparison]]) -> float | None:
+    """Tokens per second with everything in memory, if that was measured."""
+    return next((c.figures["tps"].median for c in found.get(IN_MEMORY, ()) if c.test.n_gen and c.figures and c.measurements[0].job.engine != STOCK), None)
+
+
+def ceiling(done: Measurement, in_memory: float | None) -> float | None:
+    """The share of what could be reached, where the disk's rate was measured: of the speed in memory or of the disk's rate over the bytes that are missed,
+    whichever is less; where the speed in memory is not known, of the longer one of computing and reading."""
+    disk = done.closed.get("disk_bytes_per_second")
+    if not disk:
+        return None
+    return rows(done, 0)[1].ceiling_share if in_memory is None else Ceiling.of(done.of(1), in_memory, disk).reached
+
+
 @dataclass
 class Bench:
-    """A command's model, text and sizes; `job` makes its contenders."""
+    """A command's model, text and sizes; `job` makes its contenders.
+
+    Attributes:
+        n_question: tokens of a second turn's prompt; 0: there is none.
+        answer: what all decode in the place of the text (`Job`).
+    """
 
     model: str
     text: str
@@ -107,19 +148,39 @@ class Bench:
     n_decode: int
     rounds: int = 5
     probe_seconds: float = 0.0
+    n_question: int = 0
+    answer: tuple[int, ...] | None = None
 
     def job(self, limit: int | None = None, **options: Any) -> Job:
         """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
-        options = {"n_ctx": max(1024, self.n_prompt + self.n_decode), "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
-        tests = prompt_then_tokens(self.n_prompt, self.n_decode)
-        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, probe_seconds=self.probe_seconds,
-                   limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
+        n_ctx = max(1024, self.n_prompt + self.n_decode + self.n_question)
+        options = {"n_ctx": n_ctx, "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
+        tests: tuple[BenchTest, ...] = prompt_then_tokens(self.n_prompt, self.n_decode)
+        if self.n_question:
+            tests = two_turns(self.n_prompt, self.n_decode, self.n_question, WAITS)
+        return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer,
+                   probe_seconds=self.probe_seconds, limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
 
     def stock(self, limit: int | None = None, **options: Any) -> Job:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
 
     def compare(self, jobs: Mapping[str, Job]) -> list[Comparison]:
-        return compare(jobs, self.rounds, timeout=900, progress=tell)
+        return compare(jobs, self.rounds, timeout=TIMEOUT, progress=tell)
+
+    def answering(self, limit: int) -> Bench:
+        """With the model's own greedy answer to the prompt, which a run in a memory cgroup finds that is not counted: all contenders then decode the same
+        tokens, and those whose bits differ do not go another way."""
+        drop_from_page_cache(self.model)
+        job = replace(self.job(limit << 20, memory=within(limit), strategy="lru"), tests=prompt_then_tokens(self.n_prompt, self.n_decode), answer=())
+        done = measure(replace(job, probe_seconds=0.0), timeout=TIMEOUT)
+        if done.error:
+            raise click.ClickException(f"the answer that all are to decode was not found: {done.error}")
+        return replace(self, answer=tuple(done.closed["answer"]))
+
+
+def within(limit: int) -> int:
+    """--memory in a cgroup of so many MiB."""
+    return int(limit * 0.95) << 20
 
 
 def arena_full(model: str) -> int:
@@ -222,23 +283,28 @@ def ladder(bench: Bench, shares: str) -> dict[str, list[Comparison]]:
 
 @workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
           click.option("--max-loss", metavar="PERCENT", help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side."),
-          click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes."),
+          click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes, and has one round with 8 tokens."),
+          click.option("--answer", is_flag=True, help="All decode the model's own greedy answer to the text's beginning, not the text."),
           click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
-def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, stock: bool, in_memory: bool) -> dict[str, list[Comparison]]:
-    """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
-    out, few = {}, replace(bench, n_prompt=4, n_decode=8)
+def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, stock: bool, answer: bool, in_memory: bool) -> dict[str, list[Comparison]]:
+    """In memory cgroups; with everything in memory the ratios are to stock llama.cpp. Behind the tokens comes the prompt of a second turn, ten seconds later."""
+    bench = replace(bench, n_question=QUESTION)
+    if answer:
+        bench = bench.answering(max(numbers(limits)))
+    out, once = {}, replace(bench, n_decode=8, rounds=1)
     for limit in numbers(limits):
         names = strategies.split(",")
-        jobs = {name: bench.job(limit << 20, memory=int(limit * 0.95) << 20, strategy=name) for name in names}
+        jobs = {name: bench.job(limit << 20, memory=within(limit), strategy=name) for name in names}
         if max_loss:
             jobs[f"{names[-1]}, --max-loss {max_loss}"] = replace(jobs[names[-1]], options={**jobs[names[-1]].options, "max_loss": max_loss})
+        found = {c.name: c.measurements for c in bench.compare(jobs)}
         if stock:
-            jobs["stock, memory map"] = few.stock(limit << 20, use_mmap=True)
-            jobs["stock, memory map, plain kernels"] = few.stock(limit << 20, use_mmap=True, use_extra_bufts=False)
-        out[f"{limit} MiB"] = bench.compare(jobs)
+            maps = {"stock, memory map": {}, "stock, memory map, plain kernels": {"use_extra_bufts": False}}
+            found |= {c.name: c.measurements for c in once.compare({name: once.stock(limit << 20, use_mmap=True, **more) for name, more in maps.items()})}
+        out[f"{limit} MiB"] = summarize(found)
     if in_memory:
         jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
-        out["all in memory"] = bench.compare(jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")})
+        out[IN_MEMORY] = bench.compare(jobs | {"lru": bench.job(expert_memory=EVERYTHING, strategy="lru")})
     return out
 
 
@@ -327,15 +393,12 @@ def time_tables(results: ResultsFile, found: Mapping[str, Sequence[Comparison]])
         said.row(group, *(f"{value:.2f}" for value in middle), f"{statistics.median(c.reached for c in ceilings):.0%}")
 
 
-IN_MEMORY = "all in memory"
-
-
 @workload("Decode speed in memory limits, with the meters of the tables below", 64, 256, 1.0, [LIMITS,
           click.option("--strategy", default="auto", show_default=True)], more_tables=time_tables)  # fmt: skip
 def time(bench: Bench, limits: str, strategy: str) -> dict[str, list[Comparison]]:
     """Where a token's time goes, in memory cgroups and with everything in memory; and what share of the ceiling that makes: the speed in memory, or the disk's
     rate over the bytes that are missed."""
-    jobs = {f"{limit} MiB": bench.job(limit << 20, memory=int(limit * 0.95) << 20, strategy=strategy) for limit in numbers(limits)}
+    jobs = {f"{limit} MiB": bench.job(limit << 20, memory=within(limit), strategy=strategy) for limit in numbers(limits)}
     jobs = {name: replace(job, parts=True) for name, job in (jobs | {IN_MEMORY: bench.job(expert_memory=EVERYTHING, strategy=strategy)}).items()}
     found = bench.compare(jobs)
     return {name: [c for c in found if c.name == name] for name in jobs}
@@ -366,7 +429,7 @@ def before(bench: Bench, limits: str, strategy: str, checkout: str, busy: int) -
     def turn(folder: str, program: str, limit: int) -> Turn:
         sizes = ["-p", str(bench.n_prompt), "-n", str(bench.n_decode), "-r", "1", "--no-warmup", "--strategy", strategy]
         command = [program, "bench", "-m", os.path.abspath(bench.model), "--text", os.path.abspath(bench.text), *sizes, "-o", "json"]
-        command += ["--memory", str(int(limit * 0.95) << 20)] if limit else []
+        command += ["--memory", str(within(limit))] if limit else []
 
         def measured(_index: int) -> Measurement:
             drop_from_page_cache(bench.model)

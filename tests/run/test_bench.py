@@ -9,11 +9,14 @@ import os
 import re
 import sqlite3
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from helpers.budgets import named
-from moeoff.bench import compare, prompt_then_tokens
+from moeoff import Llama
+from moeoff.bench import compare, prompt_then_tokens, two_turns
 from moeoff.bench import run as module
 from moeoff.bench.cgroup import memory_cgroup, unavailable
 from moeoff.bench.job import STOCK, BenchTest, Job, Sample, TokenStream, read_text, usual_text
@@ -173,6 +176,26 @@ def test_jobs_in_rounds(grown, small, tmp_path):
         assert [sample.n_tokens for sample in row.measurements[0].samples] == [16, 8]
     assert found[0].ratio == (1, 1, 1) and found[2].ratio.low > 0
     assert "too small" in found[4].error and found[4].ratio is None and not found[4].figures
+
+
+def test_an_answer_of_its_own(demo):
+    """The model's greedy answer, which others then decode, whoever they are; behind what is given the model goes on by itself. A second turn follows it."""
+    job = Job(demo, options={"n_ctx": 256}, tests=two_turns(16, 8, 6, 0.1), repetitions=1, warm_up=False, probe_seconds=0, answer=())
+    done = measure(job)
+    assert [(sample.test, sample.n_tokens) for sample in done.samples] == [(0, 16), (1, 8), (2, 6)]
+    with Llama(demo, n_ctx=256) as llm:
+        llm.eval(TokenStream(llm, read_text(None), llm.adds_bos()).take(16, first=True))
+        for token in done.closed["answer"]:
+            assert token == llm.sample(temp=0.0)
+            llm.eval([token])
+        other = (int(np.argmin(llm.eval_logits[-1])), *done.closed["answer"][:2])
+        llm.n_tokens = 16
+        for token in other:
+            llm.eval([token])
+        goes_on = llm.sample(temp=0.0)
+    found = measure(replace(job, answer=other)).closed["answer"]
+    assert found[:4] == [*other, goes_on] and len(found) == 8
+    assert measure(replace(job, engine=STOCK, answer=other)).closed["answer"][:3] == [*other]
 
 
 def test_stock_beside_it(moeoff_command, quick, small):
