@@ -3,7 +3,8 @@
 usage: routing.py published                 every cache policy on the published traces, and what names their experts beforehand
        routing.py shapes [SHAPE ...]        the shapes' own answers beside the traces: reached, and wanted
        routing.py policies MODEL=FILE ...   every cache policy on a shape's own answer: traces that `shapes --keep DIR` has left
-       routing.py turns SHAPE --keep DIR    what the prompts and answers of a conversation read, turn by turn
+       routing.py turns SHAPE --keep DIR    what the prompts and answers of a conversation read, turn by turn: a replay
+       routing.py idle SHAPE --keep DIR     the same of runs, with and without reading ahead while a prompt is waited for
 
 A shape's routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published
 traces greedily, with a trace.
@@ -13,7 +14,8 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ from moeoff import Llama
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import get_policy, policy_names
+from moeoff.policies import PRESETS, get_policy, policy_names
 from moeoff.policies.router import Router
 from moeoff.simulate import read_trace, simulate
 from moeoff.trace import TensorInfo, Trace
@@ -46,6 +48,7 @@ PROMPT = b"Explain how a mixture-of-experts model decides which experts handle e
 # the next gate's choice by this layer's input, as the source of the traces measured it on real weights; of the others it has none
 RECALL = {"qwen3-30b-a3b": 0.886}
 HIDDEN = 32  # values of each expert in the copies
+ALONE: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}  # of a copy: others on the machine hardly slow one thread
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 
 
@@ -154,7 +157,7 @@ def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = P
         if event.decode and event.gate_input is not None:
             inputs[-1].append(event.gate_input[0])
 
-    options = {"expert_memory": "1T", "n_ctx": 1024, "trace": str(trace), "verbose": False}
+    options = ALONE | {"expert_memory": "1T", "trace": str(trace)}
     with Watched(str(path), **options) if own else Llama(str(path), gate_input=True, **options) as llm:
         tokens = llm.tokenize(prompt)
         llm.eval(tokens)
@@ -258,7 +261,9 @@ def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
             if policy == "static":
                 continue  # it knows other text of the model, which there is not
             options: dict[str, Any] = {"weights": "generic"} if policy == "score" else {}
-            label = f"{policy}, of the chosen experts' weights alone" if get_policy(policy).wants_probs and not has_probs else policy
+            of = [preset.name for preset in PRESETS.values() if preset.policy == policy and preset.precision.lossless and preset.name != policy]
+            label = f"{policy} ({', '.join(of)})" if of else policy
+            label += ", of the chosen experts' weights alone" if get_policy(policy).wants_probs and not has_probs else ""
             arenas = [trace.model.full_bytes * share // 100 for share in SHARES]
             said.row(label, *(f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}" for arena in arenas))
 
@@ -296,20 +301,34 @@ QUESTIONS = (
     "Give me a recipe for a vegetable soup for four people, with the amounts, the order of the steps and the times.",
 )
 ANSWERED = 96  # tokens
+STILL = 0.3  # seconds without a read, after which nothing more is read ahead
+
+
+def copy_of(name: str, folder: Path) -> str:
+    """A shape's copy with few hidden values, which stays in the folder."""
+    path = folder / f"{name}-{HIDDEN}.gguf"
+    if not path.exists():
+        shape_model(SHAPES[name].cut(hidden=HIDDEN), path)
+    return str(path)
+
+
+def turns_of(llm: Llama, before: Callable[[], Any] = lambda: None, after: Callable[[], Any] = lambda: None) -> None:
+    """Greedy answers to QUESTIONS, one conversation. before and after are called around each prompt, after once more behind each answer."""
+    for turn, question in enumerate(QUESTIONS):
+        before()
+        llm.eval(llm.tokenize(f"User: {question}\nAnswer:".encode(), add_bos=not turn))
+        after()
+        for _ in range(ANSWERED):
+            llm.eval([llm.sample(temp=0.0)])
+        after()
 
 
 def converse(name: str, folder: Path) -> Trace:
-    """Greedy answers of a shape's copy with few hidden values to QUESTIONS, one conversation: its trace, which stays in the folder."""
+    """The conversation of a shape's copy: its trace, which stays in the folder."""
     trace = folder / f"{name}-turns.trace"
     if not trace.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as made:
-            path = Path(made) / "model.gguf"
-            shape_model(SHAPES[name].cut(hidden=HIDDEN), path)
-            with Llama(str(path), expert_memory="1T", n_ctx=1024, trace=str(trace), verbose=False) as llm:
-                for turn, question in enumerate(QUESTIONS):
-                    llm.eval(llm.tokenize(f"User: {question}\nAnswer:".encode(), add_bos=not turn))
-                    for _ in range(ANSWERED):
-                        llm.eval([llm.sample(temp=0.0)])
+        with Llama(copy_of(name, folder), expert_memory="1T", trace=str(trace), **ALONE) as llm:
+            turns_of(llm)
     return read_trace(trace)
 
 
@@ -341,6 +360,57 @@ def turns(name: str, keep: Path, json_file: str | None) -> None:
             for policy in ("lru", "lfu", "score", "belady"):
                 done = simulate(trace, policy, model.full_bytes * share // 100, events=True)
                 said.row(f"{share} %", policy, *row(chosen - done.event_hits / matrices))
+
+
+@main.command()
+@click.argument("name", metavar="SHAPE")
+@click.option("--keep", required=True, type=click.Path(file_okay=False, exists=True, path_type=Path), help="The model is left here, or taken from here.")
+@click.option("--strategy", default="auto", show_default=True)
+@JSON
+def idle(name: str, keep: Path, strategy: str, json_file: str | None) -> None:
+    """What prompts and answers find absent in runs, with and without reading ahead while a prompt is waited for."""
+    path = copy_of(name, keep)
+    with ResultsFile(json_file) as results:
+        title = f"{name}, {strategy}: experts of a layer that a prompt finds absent, and a token of its answer; + those that were read before the prompt"
+        said = results.table("idle", title, ["in memory", "while a prompt is waited for", *(f"turn {n + 1}" for n in range(len(QUESTIONS)))])
+        for share in COMPARED:
+            for watches in (False, True):
+                said.row(f"{share} %", "experts are read" if watches else "nothing is read", *waiting(path, share, strategy, watches))
+
+
+def waiting(path: str, share: int, strategy: str, watches: bool) -> list[str]:
+    """One run of the conversation: of each turn what its prompt and its answer found absent, and what was read before it."""
+    counted: list[int] = []  # slices: read before, absent of the prompt and of the answer, turn by turn
+    full = read_full(path)
+    with Llama(path, expert_memory=full * share // 100, strategy=strategy, **ALONE) as llm:
+        buffer = llm.engine.buffer
+        each = len(buffer.tensors)  # slices of an expert in each layer
+
+        def before() -> None:
+            llm.reset_stats()
+            if watches:
+                llm.engine.idle()
+                reads = -1
+                while buffer.running and reads != (reads := buffer.stats().reads):
+                    time.sleep(STILL)
+            counted.append(buffer.stats().reads)
+            llm.reset_stats()
+
+        def after() -> None:
+            counted.append(buffer.stats().demand_misses)
+            llm.reset_stats()
+
+        if watches:
+            llm.engine.watch_prompts()
+        turns_of(llm, before, after)
+    found = np.array(counted).reshape(-1, 3) / each
+    return [f"{prompt:.1f}, {answer / ANSWERED:.2f}" + (f" + {ahead:.1f}" if watches else "") for ahead, prompt, answer in found]
+
+
+def read_full(path: str) -> int:
+    """Bytes of an arena that holds all experts."""
+    with Llama(path, expert_memory="1T", n_ctx=64, verbose=False) as llm:
+        return llm.engine.buffer.arena_full
 
 
 if __name__ == "__main__":
