@@ -533,7 +533,7 @@ class Scales:
 PROSE = Scales()
 _ANSWER = Scales(attention=0.12, feed_forward=0.07, first=1.0, recency=1.5)
 ANSWER = {
-    "qwen3-30b-a3b": replace(_ANSWER, recency=1.2, logits=0.97, topic=0.754, context=1.15),
+    "qwen3-30b-a3b": replace(_ANSWER, recency=1.2, logits=0.97, skew=0.33, topic=0.7345, context=1.15),
     "gemma-4-26b-a4b": replace(_ANSWER, recency=1.35, logits=1.07, topic=0.695, context=1.1),
     "gpt-oss-120b": replace(_ANSWER, logits=0.9, topic=0.65, context=0.5),
 }

@@ -368,10 +368,10 @@ def turns(name: str, keep: Path, json_file: str | None) -> None:
 @click.option("--strategy", default="auto", show_default=True)
 @JSON
 def idle(name: str, keep: Path, strategy: str, json_file: str | None) -> None:
-    """What prompts and answers find absent in runs, with and without reading ahead while a prompt is waited for."""
+    """What is read for prompts and answers in runs, with and without reads while a prompt is waited for."""
     path = copy_of(name, keep)
     with ResultsFile(json_file) as results:
-        title = f"{name}, {strategy}: experts of a layer that a prompt finds absent, and a token of its answer; + those that were read before the prompt"
+        title = f"{name}, {strategy}: experts of a layer that are read for a prompt, for a token of its answer, and + before the prompt"
         said = results.table("idle", title, ["in memory", "while a prompt is waited for", *(f"turn {n + 1}" for n in range(len(QUESTIONS)))])
         for share in COMPARED:
             for watches in (False, True):
@@ -379,8 +379,8 @@ def idle(name: str, keep: Path, strategy: str, json_file: str | None) -> None:
 
 
 def waiting(path: str, share: int, strategy: str, watches: bool) -> list[str]:
-    """One run of the conversation: of each turn what its prompt and its answer found absent, and what was read before it."""
-    counted: list[int] = []  # slices: read before, absent of the prompt and of the answer, turn by turn
+    """One run of the conversation: of each turn what was read for its prompt and its answer, and before it."""
+    counted: list[int] = []  # slices read before and for the prompt, and for the answer, turn by turn
     full = read_full(path)
     with Llama(path, expert_memory=full * share // 100, strategy=strategy, **ALONE) as llm:
         buffer = llm.engine.buffer
@@ -397,7 +397,8 @@ def waiting(path: str, share: int, strategy: str, watches: bool) -> list[str]:
             llm.reset_stats()
 
         def after() -> None:
-            counted.append(buffer.stats().demand_misses)
+            buffer.drain()
+            counted.append(buffer.stats().reads)
             llm.reset_stats()
 
         if watches:
