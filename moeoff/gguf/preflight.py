@@ -47,7 +47,7 @@ def _counts(index: ModelIndex) -> Iterator[tuple[str, bool, str]]:
     n_groups, n_groups_used = count(h, "expert_group_count"), count(h, "expert_group_used_count")
     scaling = h.get("rope.scaling.type", "linear")
     yield "block_count", "block_count" not in h or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"
-    yield "context_length", count(h, "context_length") <= _MAX_INT, f"at most {_MAX_INT}"
+    yield "context_length", "context_length" not in h or 1 <= count(h, "context_length") <= _MAX_INT, f"1 to {_MAX_INT}"
     yield "nextn_predict_layers", count(h, "nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"
     yield "expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"
     yield "expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"

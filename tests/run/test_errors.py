@@ -141,7 +141,8 @@ VALUES = [
     ({"block_count": 0}, "block_count is 0, expected 1 to 512"),
     ({"block_count": 513}, "block_count is 513, expected 1 to 512"),
     ({"block_count": 4_000_000_000}, "block_count is 4000000000, expected 1 to 512"),
-    ({"context_length": 1 << 31}, "context_length is 2147483648, expected at most 2147483647"),
+    ({"context_length": 1 << 31}, "context_length is 2147483648, expected 1 to 2147483647"),
+    ({"context_length": 0}, "context_length is 0, expected 1 to 2147483647"),  # a server's first request ended it
     ({"nextn_predict_layers": 13}, "nextn_predict_layers is 13, expected at most the 12 of block_count"),
     ({"expert_count": 0}, "expert_count is 0, expected 1 to 1024"),
     ({"expert_count": 1025}, "expert_count is 1025, expected 1 to 1024"),
