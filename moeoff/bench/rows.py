@@ -314,7 +314,7 @@ _IF_VARIED: list[tuple[str, int, Callable[[Row], str]]] = [
 ]
 _RESULTS: list[tuple[str, int, Callable[[Row], str]]] = [
     ("test", 8, lambda r: r.test),
-    ("t/s", 14, _speed),
+    ("t/s", 16, _speed),
     ("MB/tok", 6, lambda r: _text(r.mb_per_token, ".1f")),
     ("hits", 6, lambda r: _text(r.hit_rate)),
 ]

@@ -30,7 +30,7 @@ from moeoff.sidecar.profile import Profile
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
 OPTIONS = {"n_ctx": 256, "n_threads": 2, "logits_all": True}
-PREDICTING = [name for name, s in PRESETS.items() if s.predictor and s.precision.lossless] + [f"lru+{name}" for name in PREDICTORS]
+PREDICTING = [name for name, s in PRESETS.items() if s.predictor and s.precision.lossless and s.tier is None] + [f"lru+{name}" for name in PREDICTORS]
 
 
 def share(model: str, part: float) -> int:

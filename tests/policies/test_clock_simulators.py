@@ -48,7 +48,9 @@ def learned(recording, demo, tmp_path_factory) -> tuple[Recording, Profile]:
     path = str(tmp_path_factory.mktemp("timed") / "demo.profile.npz")
     model_index = ModelIndex.read(demo)
     with mock.patch.object(hobbit, "MAX_EVENTS", 1200):  # of the trace that its weights are fitted on, 96 times or more
-        sections = fit(recording.take(train), FitOptions(hidden=64), only={"gate", "shallow", "path", "learned", "hobbit", "popularity", "tokens"}, compare=False)
+        sections = fit(
+            recording.take(train), FitOptions(hidden=64), only={"gate", "shallow", "path", "learned", "hobbit", "popularity", "tokens"}, compare=False
+        )
     Profile.write(path, model_index, sections)
     return recording.take(held), Profile.read(path, model_index)
 
