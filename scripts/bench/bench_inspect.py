@@ -9,7 +9,6 @@ token: a model of random weights, left to itself, repeats a few tokens, and with
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -17,6 +16,8 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+
+import click
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -51,31 +52,30 @@ def measured(model: str, memory: str, ctx: list[str], n: int, prompt: str, text:
     return answer["stats"]["gen_tps"], answer["stats"]["hit_rate"]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", required=True)
-    parser.add_argument("--memory", default="6G", help="budgets, with commas between them")
-    parser.add_argument("-c", "--ctx-size", help="context, as run has it by default")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--prompt", default="Why is the sky blue? Explain it to a child, and then to a physicist.")
-    parser.add_argument("--text", help="file whose tokens are fed")
-    parser.add_argument("--json", help=HELP)
-    options = parser.parse_args()
-    ctx, files = ["-c", options.ctx_size] if options.ctx_size else [], ModelIndex.read(options.model).files
-    with ResultsFile(options.json) as results, tempfile.TemporaryDirectory() as cache:
+@click.command(help=__doc__)
+@click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--memory", default="6G", show_default=True, help="Budgets, with commas between them.")
+@click.option("-c", "--ctx-size", help="Context. Default: as run has it.")
+@click.option("--tokens", default=128, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--prompt", default="Why is the sky blue? Explain it to a child, and then to a physicist.", show_default=True)
+@click.option("--text", type=click.Path(exists=True, dir_okay=False), help="File whose tokens are fed, in the place of the prompt.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(model: str, memory: str, ctx_size: str | None, tokens: int, rounds: int, prompt: str, text: str | None, json_file: str | None) -> None:
+    ctx, files = ["-c", ctx_size] if ctx_size else [], ModelIndex.read(model).files
+    with ResultsFile(json_file) as results, tempfile.TemporaryDirectory() as cache:
         table = results.table("inspect", "what inspect says, and what was measured", COLUMNS)
-        for memory in options.memory.split(","):
+        for budget in memory.split(","):
             reports, speeds = [], []
-            for _ in range(options.rounds):
+            for _ in range(rounds):
                 for file in files:
                     drop_from_page_cache(file)
-                reports.append(said(options.model, memory, ctx, tempfile.mkdtemp(dir=cache)))
-                speeds.append(measured(options.model, memory, ctx, options.tokens, options.prompt, options.text, tempfile.mkdtemp(dir=cache)))
+                reports.append(said(model, budget, ctx, tempfile.mkdtemp(dir=cache)))
+                speeds.append(measured(model, budget, ctx, tokens, prompt, text, tempfile.mkdtemp(dir=cache)))
             told = [report["asked"]["tps"] for report in reports]
             tps = [speed for speed, _ in speeds]
             table.row(
-                Path(options.model).name, memory, str(reports[0]["ctx_size"]), f"{reports[0]['asked']['resident_share']:.0%}",
+                Path(model).name, budget, str(reports[0]["ctx_size"]), f"{reports[0]['asked']['resident_share']:.0%}",
                 f"{1e3 * statistics.median(r['compute_seconds'] for r in reports):.1f}",
                 f"{statistics.median(r['disk']['bytes_per_second'] for r in reports) / 1e6:.0f}",
                 *(f"{statistics.median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in (told, tps)),
