@@ -115,7 +115,7 @@ class Caches:
             self.misses += sum(is_read) - sum(here)
             cache.use(chosen, is_read)
         low = ~served & (weights >= np.float32(rule.low_from))
-        for chosen, is_low in zip(ids.tolist(), low.tolist(), strict=True):
+        for chosen, is_low in zip(ids.tolist(), low.tolist(), strict=True) if rule.low_from < rule.tau else ():
             self.low_misses += sum(is_read and e not in low_cache.inside for e, is_read in zip(chosen, is_low, strict=True))
             low_cache.use(chosen, is_low)
         self.skipped, self.uses = self.skipped + int((~served & ~low).sum()), self.uses + served.size

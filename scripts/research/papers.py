@@ -391,12 +391,12 @@ def collect(model: str, texts: tuple[str, ...], tokens: int, hidden: int) -> Dat
     model_index = ModelIndex.read(model)
     with recordable(model_index) as (llm, router):
         recording = record(llm, sequences(llm, texts, tokens), router, Path(model).name)
-    train, held = recording.split(0.2)
+    train, held = (recording.take(part) for part in recording.split(0.2))
     options = FitOptions(hidden=hidden, replay=simulate)  # HOBBIT's weights are fitted on replays
     learned = {"popularity", "gate", "path", "pairs", "first", "tokens", "learned"}  # as the papers' systems have it, whether it helps or not
-    sections = fit(recording.take(train), options, only=learned, compare=False) | fit(recording.take(train), options, only={"hobbit"})
+    sections = fit(train, options, only=learned, compare=False) | fit(train, options, only={"hobbit"})
     sections["shallow"] = {"shallow": np.array([proportional_boundary(router.n_gates)])}  # the fitted one: `shallow`
-    return Data(model_index, recording.take(train), recording.take(held), sections)
+    return Data(model_index, train, held, sections)
 
 
 def profile_of(d: Data) -> Profile:
