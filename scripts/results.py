@@ -5,9 +5,9 @@ A data file says what was run, where, when and at which commit, and holds the ta
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
-from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models` and `reliability` gather one row from each of several data files, `recall` is a table's last column. The README's
-chart is drawn from the same data. Everything outside the blocks is
-written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
+from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models` and `reliability`
+gather one row from each of several data files, `recall` is a table's last column. The README's chart is drawn from the same data. Everything outside the blocks
+is written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
 """
 
 from __future__ import annotations
