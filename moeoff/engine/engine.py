@@ -31,7 +31,7 @@ from ..budget.memory_plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, re
 from ..budget.micro_batch import USUAL, MicroBatch, choose_within, keep_rates, recall_rates
 from ..chat_sandbox import growing
 from ..devices import devices
-from ..errors import Cancelled, OptionError
+from ..errors import BudgetError, Cancelled, OptionError
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex, loaded_whole
 from ..memory import DEFAULT_SHARE, available, peak_rss, rss
@@ -401,7 +401,8 @@ class Engine:
         """
         self.model_index.check_unchanged()
         if self._followed != self.plan.budget:
-            self._follow_budget()
+            with contextlib.suppress(BudgetError):  # of a move that was interrupted: it has not been
+                self._follow_budget()
         self.sizer.before(len(tokens), self._moves_state(spans))
         if self._device_judge is not None and self.device_tier is not None:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
@@ -457,14 +458,26 @@ class Engine:
 
     @growing()
     def _follow_budget(self) -> None:
-        """What depends on the budget. Where an interrupt came before its end, it comes before the next batch."""
+        """What depends on the budget. Where an interrupt came before its end, it comes before the next batch.
+
+        Raises:
+            BudgetError: what a driver needs is too much; the old budget is back.
+        """
+        try:
+            self._choose_for_budget()
+        except BudgetError:
+            self.sizer.move(self._followed)
+            self._choose_for_budget()
+            raise
+
+    def _choose_for_budget(self) -> None:
         budget = self.plan.budget
         self.quality.choose_again(budget)
         if self.driver is None:  # as long as all experts fit, no driver is attached
             self.attach_driver()
-            self._listen()
-            if self._watches:
-                self.watch_prompts()
+        self._listen()
+        if self._watches:
+            self.watch_prompts()
         self._followed = budget
 
     def set_vram(self, vram: str | int) -> None:

@@ -16,7 +16,7 @@ import moeoff
 from companions import write_expert_adapter
 from helpers.interrupts import KINDS, OPTIONS, PROMPTS, Interrupt, Rounds, at_event
 from helpers.waiting import wait_until
-from moeoff import Cancelled, MoeoffError
+from moeoff import BudgetError, Cancelled, MoeoffError
 from moeoff.memory import rss
 from moeoff.turns import Turns
 
@@ -461,6 +461,30 @@ def test_what_depends_on_a_budget_follows_it_after_an_interrupt(demo, monkeypatc
         monkeypatch.setattr(llm.engine, "attach_driver", attach)
         assert llm.engine.driver is None and answer(llm) == text
         assert llm.engine.driver is not None
+
+
+@pytest.mark.parametrize("interrupted", [False, True])
+def test_a_budget_without_room_for_the_driver_is_refused(interrupted, demo, monkeypatch):
+    """It holds the experts that compute and not the tables of what chooses them, which the first smaller budget brings: the old one stays. After an
+    interrupt, too, where the next batch sees it."""
+    with moeoff.Llama(demo, **OPTIONS | {"expert_memory": None, "memory": rss() + (150 << 20), "strategy": "fate"}) as llm:
+        text, plan, attach = answer(llm), llm.engine.plan, llm.engine.attach_driver
+        events, small = [], plan.floor + (4 << 20)
+
+        def attached():
+            if interrupted and not events:
+                events.append(llm.engine.plan.budget)
+                raise Interrupt
+            attach()
+            llm.engine.sizer.make_room(100 << 20)
+
+        monkeypatch.setattr(llm.engine, "attach_driver", attached)
+        with pytest.raises(Interrupt if interrupted else BudgetError):
+            llm.set_memory(small)
+        assert answer(llm) == text
+        assert llm.engine.plan.budget == plan.budget and events == [small] * interrupted
+        llm.set_memory(small)
+        assert answer(llm) == text and llm.engine.plan.budget == small
 
 
 def test_an_interrupted_turn_is_not_held():
