@@ -70,8 +70,10 @@ def read_trace(path: str | os.PathLike[str]) -> Trace:
                     return _read(name, _lines(name, packed))
             if begin == _FIRST_LINE:
                 return _read(name, _lines(name, file))
-    except (OSError, EOFError, zlib.error) as error:
-        raise OptionError(f"{name}: cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile):
+        raise OptionError(f"{name}: cannot be read: its compressed data is cut or damaged") from None
+    except OSError as error:
+        raise OptionError(f"{name}: cannot be read: {error.strerror or error}") from None
     return Trace.read(path)
 
 

@@ -18,6 +18,7 @@ import zipfile
 import click.testing
 import numpy as np
 import pytest
+from gguf import GGMLQuantizationType
 
 import moeoff
 from companions import write_expert_adapter
@@ -364,6 +365,19 @@ def test_adapters_that_ask_for_too_much(demo, tmp_path):
         assert words in said and peak < 200
     assert os.path.getsize(large) > 100 << 20
     assert refused_within(code, demo, small)[0] == ""
+
+
+def test_an_adapter_that_cannot_be_computed_with(demo, tmp_path):
+    """llama.cpp takes it, and the first batch calls a null pointer."""
+    path = tmp_path / "adapter.gguf"
+    write_expert_adapter(demo, path)
+    data, name = bytearray(path.read_bytes()), b"blk.0.ffn_down_exps.weight.lora_b"
+    at = data.index(name) + len(name) + 4 + 3 * 8  # number of dimensions, dimensions
+    assert data[at : at + 4] == struct.pack("<I", GGMLQuantizationType.F32)
+    data[at : at + 4] = struct.pack("<I", GGMLQuantizationType.I32)
+    path.write_bytes(data)
+    with pytest.raises(ModelError, match="lora_b' is stored as I32, with which llama.cpp cannot compute it"):
+        moeoff.Llama(demo, n_ctx=128, lora_path=str(path))
 
 
 def test_a_template_is_read_within_bounds(tmp_path):

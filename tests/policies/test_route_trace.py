@@ -101,8 +101,9 @@ def test_damage_is_one_sentence(tmp_path, how):
 def test_other_files_are_refused(tmp_path):
     whole = gzip.compress(TEXT.encode())
     for name, data, words in (
-        ("cut.gz", whole[:-20], "cannot be read"),
-        ("damaged.gz", whole[:40] + b"\0\0\0\0" + whole[44:], "cannot be read"),
+        ("cut.gz", whole[:-20], "cannot be read: its compressed data is cut or damaged$"),
+        ("damaged.gz", whole[:40] + b"\0\0\0\0" + whole[44:], "cannot be read: its compressed data is cut or damaged$"),
+        ("sum.gz", whole[:-8] + b"\0\0\0\0" + whole[-4:], "cannot be read: its compressed data is cut or damaged$"),
         ("other.gz", gzip.compress(b"# something else"), "is no route trace"),
         ("bytes", HEAD.encode() + b"\xff\xfe", "is no text"),
         ("empty", b"", "is not a trace of moeoff"),
