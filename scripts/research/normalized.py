@@ -50,16 +50,18 @@ class Rule:
         renormalized: the weights that are left are scaled to the sum of all.
         keeps_first: the expert of the largest weight is never left out.
         low_from: what is missing and weighs at least this, but less than tau, is served in low precision.
+        low_room: share of the memory that low versions have; the rest is for the others.
     """
 
     tau: float = 0.0
     renormalized: bool = False
     keeps_first: bool = False
     low_from: float = math.inf
+    low_room: float = 0.0
 
     def __str__(self) -> str:
         more = (", first kept" if self.keeps_first else "") + (", renormalized" if self.renormalized else "")
-        more += f", low from {self.low_from:g}" if self.low_from < self.tau else ""
+        more += f", low from {self.low_from:g} in {self.low_room:.0%} of the memory" if self.low_from < self.tau else ""
         return f"τ {self.tau:g}{more}"
 
 
@@ -86,16 +88,20 @@ class SimulatedCache:
 
 
 class Caches:
-    """A rule behind the simulated caches of all layers, empty when a text begins. Low versions have caches of their own, as large, that take no room from the
-    others: more than any memory gives them.
+    """A rule behind the simulated caches of all layers, empty when a text begins.
+
+    Args:
+        share: of the experts, that fit into the memory.
+        low_size: bytes of an expert in low precision, of its own.
 
     Attributes:
         misses, low_misses, skipped, uses: of the tokens decided.
     """
 
-    def __init__(self, rule: Rule, n_layers: int, n_expert: int, share: float):
+    def __init__(self, rule: Rule, n_layers: int, n_expert: int, share: float, low_size: float = 1.0):
         self.rule = rule
-        self._layers, self._low_layers = ([SimulatedCache(n_expert, share) for _ in range(n_layers)] for _ in range(2))
+        rooms = share * (1 - rule.low_room), share * rule.low_room / low_size
+        self._layers, self._low_layers = ([SimulatedCache(n_expert, room) for _ in range(n_layers)] for room in rooms)
         self.misses = self.low_misses = self.skipped = self.uses = 0
 
     def follow(self, layer: int, ids: np.ndarray) -> None:
@@ -289,7 +295,7 @@ def measure(
             misses[share] += caches.misses
             lossless[i] = -reference[targets]
             for rule in rules:
-                caches, of = Caches(rule, model.n_layers, model.n_expert, share), found[share, rule]
+                caches, of = Caches(rule, model.n_layers, model.n_expert, share, model.low_size), found[share, rule]
                 logp = run(caches)
                 of.nll[i], of.kl[i], of.same[i] = -logp[targets], divergence(reference, logp), logp.argmax(axis=1) == reference.argmax(axis=1)
                 for name in ("misses", "low_misses", "skipped", "uses"):
@@ -313,6 +319,7 @@ def percent(estimate: Estimate) -> str:
 @click.option("--as-is", is_flag=True, help="Weights as the model has them, not normalized.")
 @click.option("--types", metavar="HIGH,LOW", help="With a second threshold, experts in these types: rules with low precision in the place of the others.")
 @click.option("--low-from", "seconds", multiple=True, type=float, default=(0.7, 0.85), show_default=True, help="Second thresholds, of tau.")
+@click.option("--low-room", "rooms", multiple=True, type=float, default=(0.1, 0.2), show_default=True, help="Shares of the memory for low versions.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
 def main(
     model: str,
@@ -323,6 +330,7 @@ def main(
     as_is: bool,
     types: str | None,
     seconds: Sequence[float],
+    rooms: Sequence[float],
     json_file: str | None,
 ) -> None:
     with open_model(model, 256, n_threads=1) as llm:
@@ -335,7 +343,7 @@ def main(
     firsts = {tau: (False,) if computed.normalized and tau <= 1 / computed.n_used else (False, True) for tau in taus}
     rules = [Rule(tau, renormalized, first) for tau in taus for first in firsts[tau] for renormalized in (False, True)]
     if types:
-        rules = [Rule(tau, low_from=second * tau) for tau in taus for second in (math.inf, *seconds)]
+        rules = [rule for tau in taus for rule in (Rule(tau), *(Rule(tau, low_from=second * tau, low_room=room) for second in seconds for room in rooms))]
     with ResultsFile(json_file) as results:
         lossless, found, misses = measure(computed, tokens, rules, shares)
         kind = "as they are" if as_is else "normalized"
