@@ -31,7 +31,7 @@ _F32, _I32 = 0, 26
 
 
 def preflight(index: ModelIndex) -> None:
-    """Raises `ModelError` if llama.cpp would end the process over what the file says."""
+    """Raises `ModelError` if llama.cpp would end the process over what the file says. A model without experts is asked for none."""
     for key, good, expected in _counts(index):
         if not good:
             found = repr(index.hparams[key]) if key in index.hparams else "missing"
@@ -43,20 +43,12 @@ def preflight(index: ModelIndex) -> None:
 
 def _counts(index: ModelIndex) -> Iterator[tuple[str, bool, str]]:
     """(key, whether its value will do, what would). A missing or mistyped key llama.cpp refuses in words."""
-    h, n_layer, n_expert, n_used = index.hparams, index.n_layer, index.n_expert, index.n_expert_used
-    n_groups, n_groups_used = count(h, "expert_group_count"), count(h, "expert_group_used_count")
-    scaling = h.get("rope.scaling.type", "linear")
+    h, n_layer, scaling = index.hparams, index.n_layer, index.hparams.get("rope.scaling.type", "linear")
     yield "block_count", "block_count" not in h or 1 <= n_layer <= _MAX_LAYERS, f"1 to {_MAX_LAYERS}"
     yield "context_length", "context_length" not in h or 1 <= count(h, "context_length") <= _MAX_INT, f"1 to {_MAX_INT}"
     yield "nextn_predict_layers", count(h, "nextn_predict_layers") <= n_layer, f"at most the {n_layer} of block_count"
-    yield "expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"
-    yield "expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"
-    yield "expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"
-    yield "expert_group_used_count", n_groups < 2 or 1 <= n_groups_used < n_groups, f"1 to {n_groups - 1}, less than expert_group_count"
-    if isinstance(used := h.get("expert_used_count"), tuple):
-        layers = {parse_tensor_name(name).layer for name in index.experts}
-        each = [n for layer, n in enumerate(used) if layer in layers]
-        yield "expert_used_count", all(type(n) is int and 1 <= n <= n_expert for n in each), f"1 to the {n_expert} of expert_count in each layer"
+    if index.experts or index.n_expert:
+        yield from _expert_counts(index)
     n_head = count(h, "attention.head_count")
     for kind in ("", "_swa"):
         width = count(h, f"attention.key_length{kind}") or count(h, "attention.key_length") or (count(h, "embedding_length") // n_head if n_head else 0)
@@ -67,6 +59,19 @@ def _counts(index: ModelIndex) -> Iterator[tuple[str, bool, str]]:
         if key.endswith("epsilon"):
             yield key, not isinstance(value, float) or 0 <= value < math.inf, "a small positive number"
     yield "rope.scaling.type", not isinstance(scaling, str) or scaling in _ROPE_SCALINGS, ", ".join(_ROPE_SCALINGS)
+
+
+def _expert_counts(index: ModelIndex) -> Iterator[tuple[str, bool, str]]:
+    h, n_expert, n_used = index.hparams, index.n_expert, index.n_expert_used
+    n_groups, n_groups_used = count(h, "expert_group_count"), count(h, "expert_group_used_count")
+    yield "expert_count", 1 <= n_expert <= _MAX_EXPERTS, f"1 to {_MAX_EXPERTS}"
+    yield "expert_used_count", 1 <= n_used <= n_expert, f"1 to the {n_expert} of expert_count"
+    yield "expert_group_count", n_groups < n_expert and (n_groups < 2 or n_expert % n_groups == 0), f"a divisor of the {n_expert} of expert_count"
+    yield "expert_group_used_count", n_groups < 2 or 1 <= n_groups_used < n_groups, f"1 to {n_groups - 1}, less than expert_group_count"
+    if isinstance(used := h.get("expert_used_count"), tuple):
+        layers = {parse_tensor_name(name).layer for name in index.experts}
+        each = [n for layer, n in enumerate(used) if layer in layers]
+        yield "expert_used_count", all(type(n) is int and 1 <= n <= n_expert for n in each), f"1 to the {n_expert} of expert_count in each layer"
 
 
 def _check_tensors(index: ModelIndex) -> None:

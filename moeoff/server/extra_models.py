@@ -5,8 +5,10 @@ Knows llama.cpp's plans of them, and of the budget only whether it holds their h
 
 from __future__ import annotations
 
-import ctypes
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +19,15 @@ from ..engine.batch import Span
 from ..engine.comparison import ABTest
 from ..errors import ModelError, OptionError
 from ..gguf.model_index import ModelIndex
+from ..gguf.preflight import preflight
 from ..options import ServerOptions
-from .library import c_arguments, library
 
 _OWN_LAYERS = "draft-mtp"
 _DRAFTS_OF = {"eagle3": "draft-eagle3"}  # architectures that are nothing but draft models, where llama.cpp does not tell by itself
 _TOLD_BY_FILE = ("dflash",)  # and where it does
 _WANT_SECTIONS, _SECTIONS = ("glm4", "glm4moe"), "rope.dimension_sections"  # pictures of theirs have positions in three directions, if the file says how
+# a projector is planned in a process of its own, which ends if the file lacks what llama.cpp computes with
+_PLAN = "import json, sys; from moeoff.server.library import projector_memory; print(json.dumps(projector_memory(sys.argv[1:])))"
 WINDOW = 4  # batches whose tokens and time are taken together: one alone may have gained 1 token or all of its draft
 
 
@@ -64,6 +68,7 @@ class ExtraModels:
         if options.draft is not None:
             draft = ModelIndex.read(options.draft)
             require_header_room(options.draft, draft.header_memory, budget)
+            preflight(draft)
             spec_type = spec_type or _spec_type(draft)
         nextn = _OWN_LAYERS in (spec_type or "").split(",")
         if draft is not None:
@@ -90,17 +95,20 @@ def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash
     if model_index.architecture in _WANT_SECTIONS and _SECTIONS not in model_index.hparams:  # llama.cpp would abort at the first picture
         raise ModelError(f"{model_index.files[0]}: converted for text alone (no {_SECTIONS}): convert the model again to use it with {path}")
     argv = ["llama-server", "-m", model_index.files[0], "--mmproj", path, "-fa", "on" if flash_attn else "off", *options.args]
-    bytes_, message = (ctypes.c_uint64 * 2)(), ctypes.create_string_buffer(1024)
-    width = library().moeoff_projector_memory(len(argv), c_arguments(argv), bytes_, message, len(message))
+    planned = subprocess.run([sys.executable, "-c", _PLAN, *argv], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace")
+    if planned.returncode < 0:
+        raise ModelError(f"{path}: llama.cpp cannot compute with this projector: it lacks a tensor, or is damaged: convert it again")
+    if planned.returncode:
+        raise ModelError(f"{path}: what it needs cannot be planned: {planned.stderr.strip().splitlines()[-1]}")
+    width, weights, computing, why = json.loads(planned.stdout.splitlines()[-1])
     if not width:
-        why = message.value.decode("utf-8", "replace")
         why = " ".join((why.partition("': ")[2] or why).split())
         raise ModelError(f"{path}: no projector that llama.cpp can load{f' ({why})' if why else ''}")
     if width != (expected := embedding_width(model_index)):
         raise ModelError(
             f"{path}: makes embeddings of {width} numbers, expected {expected} as in {os.path.basename(model_index.files[0])}: it belongs to another model"
         )
-    return bytes_[0] + header_memory, bytes_[1]
+    return weights + header_memory, computing
 
 
 class DraftJudge:

@@ -108,6 +108,14 @@ def c_arguments(argv: Sequence[str]) -> ctypes.Array[c_char_p]:
     return (c_char_p * (len(argv) + 1))(*map(os.fsencode, argv), None)
 
 
+def projector_memory(argv: Sequence[str]) -> tuple[int, int, int, str]:
+    """Plans llama-server's projector: numbers of an embedding, 0 if it cannot be loaded; bytes of its weights, and of what it computes with; why it cannot be
+    loaded. A file that lacks what llama.cpp computes with ends the process."""
+    sizes, message = (c_uint64 * 2)(), ctypes.create_string_buffer(1024)
+    width = library().moeoff_projector_memory(len(argv), c_arguments(argv), sizes, message, len(message))
+    return width, sizes[0], sizes[1], message.value.decode("utf-8", "replace")
+
+
 def check_arguments(argv: Sequence[str]) -> None:
     """
     Raises:

@@ -298,16 +298,16 @@ def mutate_numbers(h: Header, rng: random.Random) -> Mutant:
     def number(field: Field) -> int:
         return int.from_bytes(h.whole[field.at : field.at + field.size], "little")
 
-    if rng.random() < 0.6:
+    dims: dict[str, list[Field]] = {}
+    for field in h.places:
+        if field.kind == "dim":
+            dims.setdefault(field.name, []).append(field)
+    several = [d for d in dims.values() if len(d) > 1]
+    if rng.random() < 0.6 or not several:
         for field in rng.sample(found, min(rng.randrange(1, 5), len(found))):
             put(field, rng.choice((1 << rng.randrange(33), (1 << rng.randrange(1, 33)) - 1, number(field) << rng.randrange(1, 24), rng.choice(EXTREME))))
     else:
-        dims: dict[str, list[Field]] = {}
-        for field in h.places:
-            if field.kind == "dim":
-                dims.setdefault(field.name, []).append(field)
-        places = rng.choice([d for d in dims.values() if len(d) > 1])
-        first, second = rng.sample(places, 2)
+        first, second = rng.sample(rng.choice(several), 2)
         if rng.random() < 0.5:
             factor = rng.choice((2, 4, 32))
             put(first, number(first) * factor)

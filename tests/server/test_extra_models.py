@@ -6,6 +6,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -18,6 +19,7 @@ from PIL import Image
 
 from companions import N_PATCHES, write_projector
 from helpers.files import PROSE, flip_bit
+from helpers.models import with_metadata
 from helpers.servers import Served, needed, refused, stock_server
 from moeoff.budget.dry_load import dry_load
 from moeoff.engine.batch import Span
@@ -193,8 +195,10 @@ def test_drafts_that_cannot_be_made(demo, nextn, grown, tmp_path):
     cut = tmp_path / "cut.gguf"
     with open(demo, "rb") as file:
         cut.write_bytes(file.read(9_000_000))
+    damaged = with_metadata(demo, tmp_path / "damaged.gguf", {"qwen2moe.attention.layer_norm_rms_epsilon": math.nan})
     cases = [
         (["-md", "no.gguf"], "no.gguf: cannot be read"),
+        (["-md", damaged], "expected a small positive number"),  # llama.cpp would end the process
         (["-md", str(cut)], "cut.gguf: truncated"),
         (["-md", __file__], "not a GGUF file"),
         (["-md", nextn], "drafts cannot be made: "),  # its next-token layers belong to another model
@@ -315,7 +319,9 @@ def test_projectors_that_cannot_be_used(demo, nextn, projector, tmp_path, moeoff
     write_projector(tmp_path / "wide.gguf", 2 * width)
     for name, content in (("cut.gguf", data[:-300]), ("head.gguf", data[:3000]), ("junk.gguf", b"no projector")):
         (tmp_path / name).write_bytes(content)
+    (tmp_path / "lacks.gguf").write_bytes(data.replace(b"mm.2.bias", b"mm.2.none"))  # a null pointer, which llama.cpp computes with
     cases = {
+        "lacks.gguf": "it lacks a tensor, or is damaged",
         "missing.gguf": "No such file",
         "cut.gguf": "truncated",
         "head.gguf": "truncated",
