@@ -42,6 +42,7 @@ __all__ = [
     "precision_of",
     "spelled",
     "table_of",
+    "with_gpu",
     "without_gpu",
 ]
 
@@ -400,7 +401,7 @@ class Config:
     n_threads: int | None = option("-t", "--threads", metavar="N", parse=_integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server="-t",
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
     n_gpu_layers: int = option("-ngl", "--gpu-layers", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
-                               server="-ngl", help="Layers whose dense part goes to the GPU; -1 or all: all.")  # fmt: skip
+                               server="-ngl", help="Layers whose dense part goes to the GPU; -1 or all: all, as run and serve have it where there is one.")  # fmt: skip
 
     expert_memory: int | None = option("--expert-memory", metavar="SIZE", parse=parse_size, group="Experts", commands=_RUN_EVAL,
                                        help="Bound of the experts alone, instead of --memory.")  # fmt: skip
@@ -466,7 +467,8 @@ class Config:
                                          group="Context and batches", commands=_RUN_EVAL, help="Compute threads of prompts. Default: as -t.")  # fmt: skip
 
     vram: DeviceBound | None = option("--vram", metavar="SIZE", parse=_device_bound, group="GPU", commands=f"{_RUN_EVAL} bench",
-                                      help="Bound of what is allocated on each GPU, as 8G or 80% of what is free there: what -ngl leaves of it holds experts.")  # fmt: skip
+                                      help="Bound of what is allocated on each GPU, as 8G, 80% of what is free there, or auto: all but a reserve, "
+                                           "as run and serve have it. What -ngl leaves of it holds experts.")  # fmt: skip
     vram_mode: str = option("--vram-mode", metavar="MODE", parse=_one_of(VRAM_MODES), choices=VRAM_MODES, default="auto", group="GPU",
                             commands=f"{_RUN_EVAL} bench",
                             help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto: the fastest, found while it computes.")  # fmt: skip
@@ -623,7 +625,8 @@ def _no_gpu() -> str | None:
     if supports_gpu():
         return None
     if found := backends():
-        return f"this build has {' and '.join(found)}, and no driver offers a device; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0"
+        software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in found else ""
+        return f"this build has {' and '.join(found)}, and no driver offers a device{software}"
     return "this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
 
 
@@ -638,6 +641,18 @@ def without_gpu(values: dict[str, Any]) -> list[str]:
     for name in given:
         del values[name]
     return [f"{' and '.join(TABLE[name].flag for name in given)} {'has' if len(given) == 1 else 'have'} no effect: {why}"]
+
+
+def with_gpu(values: dict[str, Any], adapters: bool = False) -> None:
+    """Gives a command line what a GPU can do for it, where there is one and nothing else was said: all layers, and experts in what they leave.
+
+    Not a run that must repeat, and no experts there with adapters or `vram_mode` cpu.
+    """
+    if values.get("n_gpu_layers") == 0 or any(values.get(name) for name in ("deterministic", "trace", "replay")) or _no_gpu() is not None:
+        return
+    values.setdefault("n_gpu_layers", -1)
+    if not adapters and values.get("vram_mode") != "cpu":
+        values.setdefault("vram", _device_bound("auto"))
 
 
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not

@@ -189,20 +189,27 @@ class Pools:
         return high, min(arena - high, self.low_full)
 
 
+_DEVICE_RESERVE = 512 * MIB
+
+
 @dataclass(frozen=True)
 class DeviceBound:
-    """Bound of the memory on each device, experts and llama.cpp's own together: bytes, or a share of what is free before a model is loaded."""
+    """Bound of the memory on each device, experts and llama.cpp's own together: bytes, a share of what is free before a model is loaded, or `auto`: all of
+    that but `device_reserve`, and no experts on devices where it is too little for them."""
 
     nbytes: int = 0
     share: float = 0.0
+    auto: bool = False
 
     @classmethod
     def parse(cls, text: str | int) -> DeviceBound:
-        """Reads 2 << 30, "2G" or "80%".
+        """Reads 2 << 30, "2G", "80%" or "auto".
 
         Raises:
             OptionError: neither a size nor a share.
         """
+        if text == "auto":
+            return cls(auto=True)
         if isinstance(text, str) and text.strip().endswith("%"):
             try:
                 share = parse_percent(text)
@@ -214,11 +221,20 @@ class DeviceBound:
         return cls(nbytes=parse_size(text))
 
     def __str__(self) -> str:
+        if self.auto:
+            return "auto"
         return format_size(self.nbytes) if self.nbytes else f"{self.share:.0%}"
 
     def of(self, free: int) -> int:
         """Bytes, on a device that had so many free."""
+        if self.auto:
+            return max(free - device_reserve(free), 0)
         return self.nbytes or int(self.share * free)
+
+
+def device_reserve(free: int) -> int:
+    """Of so many free bytes on a device, those that `auto` leaves alone: a backend's own work memory, which llama.cpp does not count, and other programs'."""
+    return max(_DEVICE_RESERVE, free // 32)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ import click
 
 from .. import __version__, cpu
 from ..budget.disk_probe import IN_MEMORY, choose_io_threads, direct_io, file_system, probe
+from ..budget.memory_plan import DeviceBound
 from ..console import table_console
 from ..cpu import n_cores
 from ..errors import MoeoffError
@@ -90,10 +91,13 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("gpu", OK, "none in this build")
     elif not gpus:
         found = f"this build has {' and '.join(backends())}, and no driver offers a device"
-        yield Finding("gpu", WARNING, found, "install the driver; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0")
+        software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in backends() else ""
+        yield Finding("gpu", WARNING, f"{found}: the CPU computes everything", f"install the driver{software}")
     for device in gpus:
         free, total = device.memory
-        yield Finding("gpu", OK, f"{device.name}, {device.description}: {format_size(free)} free of {format_size(total)} (-ngl, --vram)")
+        used = DeviceBound(auto=True).of(free)
+        text = f"{device.name}, {device.description}: {format_size(free)} free of {format_size(total)}; run and serve use {format_size(used)} (--vram auto)"
+        yield Finding("gpu", OK, text)
 
 
 def _row_kernels() -> Iterator[Finding]:

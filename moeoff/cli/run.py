@@ -18,7 +18,7 @@ from ..console import note
 from ..errors import OptionError
 from ..files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..memory import DEFAULT_SHARE, format_size
-from ..options import TABLE, Sampling, table_of
+from ..options import TABLE, Sampling, table_of, with_gpu
 from .llama_cli import takes_llama_cli
 from .options import Command, command, files_beside, given_files, own, remark_on_context, takes, takes_model
 
@@ -107,6 +107,7 @@ def run(
     given = read_text(chat_template_file) if chat_template_file else chat_template
     template = None if raw else find_template(path, given)  # before the weights are read
     cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
+    with_gpu(options)
     share = f" ({DEFAULT_SHARE:.0%} of what is available)" if not options.keys() & {"memory", "expert_memory"} else ""
     with contextlib.ExitStack() as stack:
         if chat:
@@ -114,6 +115,8 @@ def run(
 
             stack.enter_context(typed_ahead())  # also while the model is loaded
         llm = stack.enter_context(open_model(Llama, path, seed=sampling.seed if sampling.seed >= 0 else random.getrandbits(31), **options))
+        if llm.engine.device_remark:
+            note(llm.engine.device_remark)
         remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
         completer = stack.enter_context(Completer(llm, sampling, cache))
         if live:
@@ -230,6 +233,7 @@ def serve(model: str | None, hf_repo: str | None, quiet: bool, args: tuple[str, 
     from ..server.server import Server
 
     path = model or demo_model()
+    with_gpu(options, adapters=any(word.startswith("--lora") for word in args))
     options = {"alias": os.path.basename(path).removesuffix(".gguf")} | options
     with _ended_by_signals(), Server(path, args=args, on_request=None if quiet else note, **options) as server:
         for remark in server.remarks:

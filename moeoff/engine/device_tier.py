@@ -127,8 +127,10 @@ class DeviceTier:
         for device in devices():
             if device.handle in self._devices:
                 free = device.memory[0]
-                limit = bound.of(self._free.get(device.handle, free))
-                rooms[device.handle] = DeviceRoom(device.name, limit, self._taken(device.handle) + max(less.get(device.handle, 0), 0), free)
+                limit, taken = bound.of(self._free.get(device.handle, free)), self._taken(device.handle)
+                if bound.auto:  # others may have taken memory since, and a backend does for itself
+                    limit = min(limit, taken + bound.of(free))
+                rooms[device.handle] = DeviceRoom(device.name, limit, taken + max(less.get(device.handle, 0), 0), free)
         return rooms
 
     def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:

@@ -36,7 +36,7 @@ from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex, loaded_whole
 from ..memory import DEFAULT_SHARE, available, peak_rss, rss
 from ..npz import require_arrays
-from ..options import Config
+from ..options import Config, in_flags
 from ..policies import get_predictor
 from ..sidecar.profile import Profile
 from ..threads import set_priority
@@ -168,6 +168,7 @@ class Engine:
         model_index.require_experts()
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
+        self.device_remark = ""
         self._device_judge: DeviceJudge | None = None
         self._plan_memory()
         self.micro_batch = self._choose_micro_batch()
@@ -285,13 +286,20 @@ class Engine:
         Raises:
             OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
             BudgetError: not one slot fits, or the bound is more than a device has.
+            Of `vram` auto neither: `device_remark` says so, and the CPU computes with the experts.
         """
         config, buffer = self.config, self.buffer
         if config.vram is None or config.vram_mode == "cpu":
             return
         if not buffer.running:
             buffer.start(buffer.arena_floor, buffer.low_arena_floor)
-        self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.model_index.n_expert_used, 1), self._free_on_devices)
+        try:
+            self.device_tier = DeviceTier(buffer, ctx, config.vram, config.vram_mode, max(self.model_index.n_expert_used, 1), self._free_on_devices)
+        except (BudgetError, OptionError) as error:
+            if not config.vram.auto:
+                raise
+            self.device_remark = f"no experts on the GPU: {in_flags(error)}"
+            return
         ways = self.device_tier.ways if self.quality.precision.lossless else self.device_tier.ways[:1]
         if config.vram_mode == AUTO:
             self._device_judge = DeviceJudge(ways, (ways[0], WAVES, WITHOUT) if self.quality.precision.lossless else ())

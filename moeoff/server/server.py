@@ -279,6 +279,8 @@ class Server:
     def remarks(self) -> list[str]:
         """What whoever starts it should know, a sentence each."""
         out = list(self._remarks)
+        if self.engine.device_remark:
+            out.append(self.engine.device_remark)
         if (host := self._options.open_to) is not None:
             out.append(f"warning: everyone who reaches {host} may use this server and read what it is asked: there is no API key")
         return out

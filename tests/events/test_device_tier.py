@@ -271,9 +271,18 @@ def test_what_is_said_of_it(demo, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "on the GPU" in done.stderr and json.loads((tmp_path / "s.json").read_text())["device_memory"]
     doctor = run_command(["doctor"], tmp_path)
-    assert re.search(r"ok +gpu +\w+\d, .* free of .* \(-ngl, --vram\)", doctor.stdout)
+    assert re.search(r"ok +gpu +\w+\d, .* free of .*; run and serve use .* \(--vram auto\)", doctor.stdout)
     inspect = run_command(["inspect", demo, "--probe", "off"], tmp_path)
     assert re.search(r"\w+\d +.* free of .* room for at most 100% of the experts", inspect.stdout)
+
+
+def test_a_device_that_is_found_is_used(demo, tmp_path):
+    """Without a word about it: all of the demo model's experts have room; and none with --vram-mode cpu."""
+    for options, slots in (([], 32), (["--vram-mode", "cpu"], None)):
+        file = tmp_path / f"{slots}.json"
+        done = run_command(["run", "-m", demo, "-p", "x", "-n", "4", "-fa", "off", *options, "--stats-json", str(file)], tmp_path)
+        assert done.returncode == 0, done.stderr
+        assert [use["n_slots"] for use in json.loads(file.read_text())["device_memory"].values()] == ([slots] if slots else [])
 
 
 def test_a_build_without_a_device(demo, tmp_path, monkeypatch):

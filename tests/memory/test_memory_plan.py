@@ -63,6 +63,8 @@ def test_bounds():
     assert DeviceBound.parse("2G").of(123) == 2 << 30
     assert DeviceBound.parse(5 * MIB).of(123) == 5 * MIB
     assert DeviceBound.parse("80%").of(1000) == 800
+    auto = DeviceBound.parse("auto")
+    assert auto.of(8 << 30) == (8 << 30) - 512 * MIB and auto.of(80 << 30) == 80 * (31 << 30) // 32 and auto.of(MIB) == 0 and str(auto) == "auto"
     for text in ("0%", "101%", "x%", "much", "-1"):
         with pytest.raises(OptionError):
             DeviceBound.parse(text)

@@ -17,9 +17,11 @@ from helpers.arch_models import write_model
 from helpers.files import PROSE, ROOT
 from moeoff.binding import KEYWORDS, api
 from moeoff.budget.dry_load import usual_ctx
+from moeoff.budget.memory_plan import DeviceBound
+from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
-from moeoff.options import TABLE, Config, Sampling, ServerOptions
+from moeoff.options import TABLE, Config, Sampling, ServerOptions, with_gpu, without_gpu
 from moeoff.server.arguments import arguments
 from moeoff.server.kept_prompts import KeptPrompts
 from moeoff.threads import PRIORITIES
@@ -333,3 +335,46 @@ def test_the_models_own_yarn_factors_stay(demo):
         assert (params.yarn_attn_factor, params.yarn_beta_fast, params.yarn_beta_slow) == (-1, -1, -1)
     with moeoff.Llama(demo, **SMALL, rope_scaling_type="yarn", yarn_beta_fast=16.0) as llm:
         assert (llm.context_params.yarn_beta_fast, llm.context_params.yarn_beta_slow) == (16, -1)
+
+
+def test_a_gpu_that_is_found_is_used(monkeypatch):
+    """All layers and what they leave, unless something else was said, or the run must repeat."""
+    auto = DeviceBound(auto=True)
+
+    def completed(adapters: bool = False, **values):
+        with_gpu(values, adapters)
+        return values
+
+    monkeypatch.setattr("moeoff.options._no_gpu", lambda: None)
+    assert completed(n_ctx=8) == {"n_ctx": 8, "n_gpu_layers": -1, "vram": auto}
+    assert completed(n_gpu_layers=3)["vram"] == auto and completed(vram="2G") == {"vram": "2G", "n_gpu_layers": -1}
+    for unchanged in ({"n_gpu_layers": 0}, {"deterministic": True}, {"trace": "x"}):
+        assert completed(**unchanged) == unchanged
+    assert "vram" not in completed(vram_mode="cpu") and completed(adapters=True) == {"n_gpu_layers": -1}
+    monkeypatch.setattr("moeoff.options._no_gpu", lambda: "none")
+    assert completed() == {}
+
+
+def test_vram_auto_without_room_is_a_remark(demo, monkeypatch):
+    """llama.cpp has no device here, and computes the layers that it was to get all the same: as where one is too small."""
+    monkeypatch.setattr("moeoff.options._no_gpu", lambda: None)
+    with moeoff.Llama(demo, n_gpu_layers=1, vram="auto", **SMALL) as llm:
+        assert llm.engine.device_remark == "no experts on the GPU: --vram: no layer with experts is computed on a device: give --n-gpu-layers N"
+        llm.eval([1, 2, 3])
+        assert llm.stats().device_memory == {}
+    with pytest.raises(moeoff.OptionError, match="no layer with experts is computed on a device"):
+        moeoff.Llama(demo, n_gpu_layers=1, vram="1G", **SMALL)
+
+
+@pytest.mark.parametrize("backend", ["CUDA", "Vulkan"])
+def test_a_build_with_a_backend_and_no_driver_says_so_in_a_sentence(monkeypatch, backend):
+    """And computes on the CPU; only Vulkan has a software driver to name."""
+    monkeypatch.setattr("moeoff.binding.supports_gpu", lambda: False)
+    monkeypatch.setattr("moeoff.devices.backends", lambda: [backend])
+    monkeypatch.setattr("moeoff.devices.devices", lambda: [])
+    values = {"n_gpu_layers": 99}
+    (said,) = without_gpu(values)
+    assert said.startswith(f"--n-gpu-layers has no effect: this build has {backend}, and no driver offers a device") and not values
+    (found,) = [finding for finding in check_cpu() if finding.name == "gpu"]
+    assert found.text == f"this build has {backend}, and no driver offers a device: the CPU computes everything"
+    assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (said, found.way_out))
