@@ -58,7 +58,7 @@ class Job:
     Attributes:
         model: path of the GGUF.
         engine: MOEOFF, or STOCK: llama_cpp.Llama from the same library.
-        options: of `moeoff.Llama`, objects that can be pickled, or for stock of llama_cpp.Llama and `use_extra_bufts`.
+        options: of `moeoff.Llama`, objects that can be pickled, or for stock of `moeoff.binding.StockLlama`.
         tests: run one after the other; what one leaves in memory is there for the next.
         repetitions: of each test, each on another piece of the text.
         warm_up: one more before them, that is not counted.

@@ -84,6 +84,7 @@ def work(job: Job, emit: Emit) -> None:
         engine.repetition = None
     ended.set()
     closed = engine.facts("direct_io", "prefetch_on", "prefetch_gain", "events_dropped", "precision_summary", "estimated_loss") | {"peak_rss_bytes": peak_rss()}
+    closed |= engine.facts("device_memory", "device_mode", "device_gain", "device_uploads", "device_upload_seconds", "device_wait_seconds")
     closed |= engine.resident_share() | ({} if job.answer is None else {"answer": engine.answered})
     engine.llm.close()
     if job.probe_seconds:

@@ -1,5 +1,6 @@
 """Wheels for other machines, the container's recipe, what compiles elsewhere, and the CPU backend of a wheel that is loaded. What builds is slow."""
 
+import email
 import importlib.util
 import json
 import os
@@ -58,6 +59,20 @@ def test_a_library_with_wide_registers_is_refused(tmp_path):
                 wheels.check_portable(library, "x86_64", "")
         else:
             wheels.check_portable(library, "x86_64", "")
+
+
+def test_libraries_that_a_wheel_leaves_to_others(tmp_path):
+    """Where the library finds them, and that pip installs them; a program that writes down its arguments stands in for patchelf."""
+    information = tmp_path / "tree/x-1.dist-info/METADATA"
+    information.parent.mkdir(parents=True)
+    information.write_text("Name: x\nVersion: 1\n\nRequires-Dist: no, this is its description\n")
+    patchelf = tmp_path / "patchelf"
+    patchelf.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/said\n')
+    patchelf.chmod(0o755)
+    wheels.leave_outside(tmp_path / "tree", wheels.Outside(("libz.so",), "other/lib", ("y==2", "z"), "liba.so"), tmp_path)
+    assert (tmp_path / "said").read_text() == f"--set-rpath $ORIGIN:$ORIGIN/../../other/lib {tmp_path}/tree/llama_cpp/lib/liba.so\n"
+    read = email.message_from_string(information.read_text())
+    assert read.get_all("Requires-Dist") == ["y==2", "z"] and read.get_payload() == "Requires-Dist: no, this is its description\n"
 
 
 @pytest.mark.slow

@@ -52,7 +52,6 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
 
 
 def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
-    import ctypes
     from dataclasses import asdict
 
     import moeoff
@@ -60,16 +59,6 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     import moeoff.engine.device_tier as device_tier
     from helpers.logits import Stock, decode_in
     from moeoff.binding import llama_cpp
-    from moeoff.devices import buffer_types
-    from moeoff.gguf.model_index import EXPERT_PATTERN
-    from moeoff.native import tensor_overrides
-
-    class StockOnDevice(Stock):
-        def _change_model_params(self, params: Any) -> None:
-            super()._change_model_params(params)
-            if where == "CPU":
-                self._overrides = tensor_overrides([(EXPERT_PATTERN, buffer_types()["CPU"])])
-                params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
     then, second = run.pop("then", None), run.pop("second", False)
@@ -83,7 +72,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     options = COMMON | run
     ours = {"memory": "6G", "strategy": "lru", "vram_mode": "cooperative"} | options
     try:
-        llm: Any = StockOnDevice(model, **options) if where else moeoff.Llama(model, **ours)
+        llm: Any = Stock(model, cpu_moe=where == "CPU", **options) if where else moeoff.Llama(model, **ours)
     except (moeoff.BudgetError, moeoff.OptionError) as error:
         return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.hint.get("vram")}
     for turn in range(2 if then else passes):

@@ -1,0 +1,412 @@
+"""The trial on a GPU, in steps: what is there, the device's bits against stock's, transfer rates, and the table of modes, presets and stock.
+
+usage: gpu_trial.py [-o results] [--minutes N] [--fake | --small] [STEP...]     the named steps, or all that have no result yet
+       gpu_trial.py --list | --table                                            the steps, or what the results say
+       gpu_trial.py --pack WHEEL -o FILE.tar.xz [--python 3.12,...]             an archive that gpu_trial.sh runs from, with a wheel of cuda.py in it
+
+A step is a process that ends within nine minutes, or is ended then. Its result is a JSON file of its name, written when it has ended; with --minutes no step begins
+that could last longer. So the trial goes on, call by call, where a machine is lent for some minutes at a time. A step that failed has a result that says
+why, and is run again only by its name. Models are made on the spot: the demo model grown to 1.63 GiB, and the shape of Qwen3-30B-A3B (18 GB)
+with the routing of models that answer. A row is a share of the experts' bytes on the device, host memory for all experts or a quarter of them, and who computes.
+
+--small takes the demo model in the place of both and short texts, for a software driver (GGML_VK_VISIBLE_DEVICES=0). --fake does the same without any device:
+every step runs its own code, and what would be on a device is on the CPU; its results say so, and their figures are those of the CPU.
+A preset that needs a calibration, as ProMoE, is left out unless `moeoff calibrate` has made one of the model file.
+
+The archive has the repository's Python, the packages that it imports, numpy for each Python, and the libraries of the wheel that compute. What serves or calibrates
+is left out. cuBLAS alone is ten times the archive's bound: small_cublas.cu stands in for it, for all contenders alike; it computes what is not quantized
+in batches of more than 16 tokens: in these models the routers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import lzma
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+DEMO = ROOT / "moeoff/data/demo-moe-q8_0.gguf"
+STEP_SECONDS = 520  # of nine minutes, the rest is for beginning and ending
+MODELS = {
+    "grown": ["grow_model.py", str(DEMO), "--width", "16", "--ff", "16"],
+    "qwen3": ["shape_model.py", "qwen3-30b-a3b", "--routing", "answer"],
+}
+SHARES = (100, 50, 25, 10)  # of the experts' bytes, in per cent, on the device
+HOST = {"ample": 1.0, "short": 0.25}  # of the experts' bytes in host memory
+SMALL = ((25, "short"),)  # the table's part that --small has
+VRAM_MODES = ("cooperative", "centric", "waves", "auto")
+PRESETS = ("fate", "hobbit", "promoe", "lru")  # lru, with each expert uploaded before its use: load on demand
+BESIDE = 1 << 30  # on the device, for caches and compute buffers
+BATCHES = [40, 1, 2, 9, *[1] * 12]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Where results go and what stands in for what.
+
+    Attributes:
+        small: the demo model and short texts.
+        fake: no device: the CPU computes everything.
+    """
+
+    folder: Path
+    small: bool
+    fake: bool
+
+    @property
+    def models(self) -> dict[str, Path]:
+        return {"demo": DEMO} if self.small else {name: self.folder / f"{name}.gguf" for name in MODELS}
+
+    @property
+    def layers(self) -> dict[str, Any]:
+        return {} if self.fake else {"n_gpu_layers": 99}
+
+    def vram(self, size: int | str, mode: str) -> dict[str, Any]:
+        return {} if self.fake else {"vram": size, "vram_mode": mode}
+
+
+# --- steps ---
+
+
+def check(trial: Trial) -> dict[str, Any]:
+    """Devices, and what `moeoff doctor` finds; without a device nothing else can run."""
+    from moeoff import __version__
+    from moeoff.devices import backends, devices
+    from results import machine
+
+    doctor = subprocess.run([sys.executable, "-m", "moeoff.cli", "doctor", "--json"], capture_output=True, text=True)
+    found = [{"name": device.name, "description": device.description, "memory": device.memory} for device in devices()]
+    if not found and not trial.fake:
+        raise RuntimeError(f"no device: this build has {' and '.join(backends()) or 'no GPU backend'}, and no driver offers one")
+    driver = Path("/proc/driver/nvidia/version")
+    return {
+        "moeoff": __version__,
+        "python": sys.version.split()[0],
+        "machine": machine(),
+        "driver": driver.read_text().splitlines()[0] if driver.exists() else None,
+        "devices": found,
+        "doctor": json.loads(doctor.stdout),
+    }
+
+
+def bits(trial: Trial) -> dict[str, Any]:
+    """On the demo model: the same bits as stock where every expert is in a slot, and where none is."""
+    sys.path.insert(0, str(ROOT / "tests"))
+    import numpy as np
+
+    from helpers.device_runs import device_runs
+
+    ours = {"batches": BATCHES, **({"n_gpu_layers": 0, "memory": None, "expert_memory": "3M"} if trial.fake else {"vram": "1G"})}
+    stock = {"batches": BATCHES, **({"n_gpu_layers": 0} if trial.fake else {})}
+    every = {} if trial.fake else {"slots": 32}
+    learned = {} if trial.fake else {"uploads": 32, "passes": 40}  # until everything is there
+    runs = {
+        "stock, device": stock | {"stock": "device"},
+        "stock, CPU": stock | {"stock": "CPU"},
+        "centric, all in slots": ours | every | {"vram_mode": "centric"},
+        "waves, a quarter in slots": ours | ({} if trial.fake else {"slots": 8}) | {"vram_mode": "waves"},
+        "cooperative, all in slots": ours | every | learned,
+        "cooperative, none in slots": ours | {"uploads": 0},
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        logits, stats = device_runs(str(DEMO), Path(folder), runs, timeout=STEP_SECONDS)
+    out = {}
+    for name in list(runs)[2:]:
+        other = logits["stock, CPU" if "none" in name else "stock, device"]
+        if logits[name].shape != other.shape:
+            raise RuntimeError(f"{name}: {stats[name].get('error')}")
+        n = int((logits[name].view(np.uint32) != other.view(np.uint32)).sum())
+        largest = float(np.abs(logits[name] - other).max())
+        out[name] = {"differ": n, "of": other.size, "largest": largest, "device_hits": stats[name]["device_hits"], "uploads": stats[name]["device_uploads"]}
+    return {"same": all(run["differ"] == 0 for run in out.values()), "runs": out}
+
+
+def transfers(trial: Trial) -> dict[str, Any]:
+    """Bytes per second to each device and back, from ordinary and from pinned memory, in one piece and in pieces of an expert's size."""
+    from moeoff.devices import devices
+
+    handles = {device.name: device.handle for device in devices()} or ({"CPU": None} if trial.fake else {})
+    return {name: _transfer_rates(handle, (16 << 20) if trial.small else (256 << 20)) for name, handle in handles.items()}
+
+
+def _transfer_rates(device: int | None, size: int) -> dict[str, float]:
+    import ctypes
+    from ctypes import c_bool, c_int, c_int64, c_size_t, c_void_p
+
+    from moeoff.binding import c_function
+
+    class InitParams(ctypes.Structure):  # ggml_init_params
+        _fields_ = [("mem_size", c_size_t), ("mem_buffer", c_void_p), ("no_alloc", c_bool)]
+
+    by_index, count = c_function("ggml_backend_dev_get", c_void_p, c_size_t), c_function("ggml_backend_dev_count", c_size_t)
+    device = by_index(count() - 1) if device is None else device  # the CPU is the last
+    buffer_type = c_function("ggml_backend_dev_buffer_type", c_void_p, c_void_p)(device)
+    host_type = c_function("ggml_backend_dev_host_buffer_type", c_void_p, c_void_p)(device)
+    allocate, free = c_function("ggml_backend_buft_alloc_buffer", c_void_p, c_void_p, c_size_t), c_function("ggml_backend_buffer_free", None, c_void_p)
+    base = c_function("ggml_backend_buffer_get_base", c_void_p, c_void_p)
+    write = c_function("ggml_backend_tensor_set", None, c_void_p, c_void_p, c_size_t, c_size_t)
+    read = c_function("ggml_backend_tensor_get", None, c_void_p, c_void_p, c_size_t, c_size_t)
+    context = c_function("ggml_init", c_void_p, InitParams)(InitParams(1 << 16, None, True))
+    tensor = c_function("ggml_new_tensor_1d", c_void_p, c_void_p, c_int, c_int64)(context, 24, size)  # GGML_TYPE_I8
+    buffer = c_function("ggml_backend_alloc_ctx_tensors_from_buft", c_void_p, c_void_p, c_void_p)(context, buffer_type)
+    if not buffer:
+        raise RuntimeError(f"the device has no {size >> 20} MiB for a tensor")
+    ordinary = ctypes.create_string_buffer(b"\1" * size, size)
+    sources = {"ordinary": ctypes.addressof(ordinary)}
+    if pinned := allocate(host_type, size) if host_type else None:
+        ctypes.memset(base(pinned), 1, size)
+        sources["pinned"] = base(pinned)
+    out = {}
+    for (kind, source), (way, copy) in itertools.product(sources.items(), {"to": write, "from": read}.items()):
+        for piece in (size, 1 << 20):
+            copy(tensor, source, 0, size)  # once before it counts
+            rounds, started = 0, time.perf_counter()
+            while rounds < 4 or time.perf_counter() - started < 0.5:
+                for at in range(0, size, piece):
+                    copy(tensor, source + at, at, piece)
+                rounds += 1
+            out[f"{kind} memory, {way} the device, {piece >> 20} MiB"] = rounds * size / (time.perf_counter() - started)
+    for one in filter(None, (buffer, pinned)):
+        free(one)
+    c_function("ggml_free", None, c_void_p)(context)
+    return out
+
+
+def model(trial: Trial, name: str) -> dict[str, Any]:
+    """Writes a model file, unless it is there."""
+    path = trial.models[name]
+    if not path.exists():
+        script, *arguments = MODELS[name]
+        part = path.with_suffix(".part.gguf")
+        subprocess.run([sys.executable, ROOT / "scripts/models" / script, *arguments, "--overwrite", "-o", part], check=True, env=_with_scripts())
+        os.replace(part, path)
+    return {"bytes": path.stat().st_size}
+
+
+def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: int = 0, host: str = "") -> dict[str, Any]:
+    """Prompts and single tokens of one contender, by `moeoff bench`'s own measurement, in a process of its own."""
+    from moeoff.bench import STOCK, BenchTest, Job, measure
+    from moeoff.bench.job import MOEOFF
+    from moeoff.bench.rows import rows
+    from moeoff.cpu import n_cores
+    from moeoff.engine.driver import require_calibration
+    from moeoff.errors import OptionError
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.policies import get_strategy
+    from moeoff.sidecar.profile import Profile
+
+    path = trial.models[name]
+    index = ModelIndex.read(str(path))
+    try:
+        require_calibration(get_strategy(options.get("strategy", "auto")), Profile.find(index), index)
+    except OptionError as error:
+        return {"left_out": str(error)}
+    rest = sum(Path(file).stat().st_size for file in index.files) - index.expert_bytes
+    beside = BESIDE // 4 if trial.small else BESIDE
+    if share:
+        options = options | trial.vram(index.expert_bytes * share // 100 + rest + beside, options["vram_mode"])
+        if trial.fake:
+            del options["vram_mode"]
+        options["expert_memory"] = int(index.expert_bytes * HOST[host])
+    prompts, singles, n_ctx = ((32, 64), 8, 256) if trial.small else ((512, 2048), 64, 2304)
+    tests = (*(BenchTest(n, 0) for n in prompts), BenchTest(0, singles))
+    few = {"repetitions": 1, "warm_up": False, "probe_seconds": 0.0} if trial.small else {"repetitions": 2}
+    usual = {"n_ctx": n_ctx, "flash_attn": not trial.small}  # an old software driver crashes over it
+    if stock:
+        usual |= {"use_mmap": False, "n_threads": n_cores(), "n_threads_batch": n_cores()}
+    job = Job(str(path), STOCK if stock else MOEOFF, trial.layers | usual | options, tests, seconds=60.0, **few)
+    done = measure(job, timeout=STEP_SECONDS - 20)
+    if done.error:
+        raise RuntimeError(done.error)
+    facts = {fact: done.closed[fact] for fact in done.closed if fact.startswith("device_")}
+    return {"share": share, "host": host, "rows": [asdict(one) for one in rows(done, 0)], **facts}
+
+
+def _with_scripts() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH", "")]))}
+
+
+def steps(trial: Trial) -> dict[str, Callable[[], dict[str, Any]]]:
+    """In the order in which they run: what says most comes first."""
+    out: dict[str, Callable[[], dict[str, Any]]] = {name: partial(step, trial) for name, step in (("check", check), ("transfers", transfers), ("bits", bits))}
+    for name in trial.models:
+        if not trial.small:
+            out[f"model-{name}"] = partial(model, trial, name)
+        run = partial(row, trial, name)
+        out[f"{name}-stock-gpu"] = partial(run, {}, True)
+        out[f"{name}-stock-cpu-moe"] = partial(run, {"cpu_moe": True}, True)
+        out[f"{name}-experts-on-cpu"] = partial(run, {}, False)
+        for share, host in SMALL if trial.small else itertools.product(SHARES, HOST):
+            for mode in VRAM_MODES:
+                out[f"{name}-{share}-{host}-{mode}"] = partial(run, {"vram_mode": mode}, False, share, host)
+            for preset in PRESETS:
+                out[f"{name}-{share}-{host}-{preset}"] = partial(run, {"strategy": preset, "vram_mode": "centric"}, False, share, host)
+    return out
+
+
+# --- the driver: starts each step and keeps its result ---
+
+
+def run_step(trial: Trial, name: str) -> dict[str, Any]:
+    """In a process of its own; what it prints is shown, and its last line kept if it fails."""
+    out = trial.folder / f"{name}.json"
+    command = [sys.executable, str(Path(__file__).resolve()), "--do", name, "-o", str(trial.folder)]
+    command += ["--fake"] * trial.fake + ["--small"] * trial.small
+    started, error, result = time.monotonic(), "", None
+    try:
+        done = subprocess.run(command, env=_with_scripts(), capture_output=True, text=True, timeout=STEP_SECONDS)
+        if done.returncode:
+            error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        else:
+            result = json.loads(done.stdout.splitlines()[-1])
+    except subprocess.TimeoutExpired:
+        error = f"not finished after {STEP_SECONDS} s"
+    found = {"step": name, "fake": trial.fake, "small": trial.small, "seconds": round(time.monotonic() - started, 1), "error": error, "result": result}
+    part = out.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    os.replace(part, out)
+    return found
+
+
+def run(trial: Trial, names: list[str], minutes: float | None) -> int:
+    """Runs the named steps, or those without a result; returns how many failed, 75 (EX_TEMPFAIL) if time ran out before the last."""
+    trial.folder.mkdir(parents=True, exist_ok=True)
+    every, started, failed = steps(trial), time.monotonic(), 0
+    todo = names or [name for name in every if not (trial.folder / f"{name}.json").exists()]
+    for i, name in enumerate(todo):
+        left = None if minutes is None else 60 * minutes - (time.monotonic() - started)
+        if i and left is not None and left < STEP_SECONDS:
+            print(f"{len(todo) - i} steps are left; run it again", flush=True)
+            return 75
+        found = run_step(trial, name)
+        print(f"{name}: {found['error'] or 'done'} ({found['seconds']} s)", flush=True)
+        failed += bool(found["error"])
+        if name == "check" and found["error"]:
+            return 1
+    return min(failed, 1)
+
+
+def table(folder: Path) -> Iterator[str]:
+    """The rows that are there, as Markdown."""
+    yield "| step | tests, tokens/s | on GPU | slots |"
+    yield "|---|---|---|---|"
+    for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
+        found = json.loads(path.read_text())
+        name = found["step"] + (" (fake)" if found["fake"] else "")
+        if found["error"]:
+            yield f"| {name} | {found['error']} | | |"
+        elif left_out := (found["result"] or {}).get("left_out"):
+            yield f"| {name} | {left_out} | | |"
+        elif rows := (found["result"] or {}).get("rows"):
+            speeds = ", ".join(f"{one['test']} {one['avg_ts']:.1f}" for one in rows if one["avg_ts"] is not None)
+            hits = rows[-1]["device_hit_rate"]
+            slots = ", ".join(f"{use['n_slots']} on {device}" for device, use in found["result"].get("device_memory", {}).items())
+            yield f"| {name} | {speeds} | {'' if hits is None else f'{hits:.0%}'} | {slots} |"
+
+
+# --- the archive ---
+
+NUMPY = "2.2.6"  # the newest that Python 3.10 has, and the same library for all
+PURE = ("gguf", "jinja2", "markupsafe", "psutil", "platformdirs", "click", "rich", "pygments", "markdown-it-py", "mdurl", "prompt_toolkit", "wcwidth",
+        "typing_extensions", "diskcache", "tqdm", "pyyaml", "threadpoolctl")  # fmt: skip
+# what computes needs none of these
+LEFT_OUT = ("libllama-server-impl.so", "libllama-common.so", "libmtmd.so", "moeoff-templates")
+NOT_PACKED = ("/tests/", "/__pycache__/", "/f2py/", "/include/", ".pyi", ".a", "/bin/", "/pygments/lexers/", "/pygments/styles/")
+FOLDERS = ("moeoff", "scripts/bench", "scripts/models", "tests/helpers")
+LARGEST = 60 << 20
+
+
+def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
+    """Writes the archive; returns its bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder) / "gpu-trial"
+        site = home / "site"
+        _install(site, "3.10", *PURE)
+        for version in pythons:
+            _install(home / f"numpy-cp{version.replace('.', '')}", version, f"numpy=={NUMPY}")
+        for lexers in ("lexers", "styles"):  # rich asks for none of them here
+            (site / "pygments" / lexers).mkdir(exist_ok=True)
+        with zipfile.ZipFile(wheel) as content:
+            content.extractall(site, [name for name in content.namelist() if Path(name).name not in LEFT_OUT])
+        if (site / "llama_cpp/lib/libggml-cuda.so").exists():
+            sys.path.insert(0, str(ROOT / "scripts/build"))
+            import cuda
+
+            for library in cuda.for_trial():
+                (site / "llama_cpp/lib" / library.name).write_bytes(library.read_bytes())
+        for path in _files_of_the_repository():
+            target = home / "tree" / path.relative_to(ROOT)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+        script = home / "gpu_trial.sh"
+        script.write_bytes((ROOT / "scripts/bench/gpu_trial.sh").read_bytes())
+        script.chmod(0o755)
+        files = [path for path in home.rglob("*") if path.is_file() and not any(part in f"/{path.relative_to(home)}" for part in NOT_PACKED)]
+        # the same file of several Pythons one behind the other, so that the second costs nothing
+        files.sort(key=lambda path: (path.name.partition(".cpython-")[0], path.stat().st_size, str(path)))
+        filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 64 << 20}]
+        with lzma.open(out, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
+            for path in files:
+                tar.add(path, str(path.relative_to(home.parent)))
+    if (size := out.stat().st_size) > LARGEST:
+        out.unlink()
+        raise SystemExit(f"{out.name} would have {size / (1 << 20):.1f} MiB, more than {LARGEST >> 20}: give fewer --python")
+    return size
+
+
+def _install(folder: Path, python: str, *packages: str) -> None:
+    command = [sys.executable, "-m", "pip", "install", "-qqq", "--no-deps", "--no-compile", "--only-binary", ":all:", "--python-version", python]
+    subprocess.run([*command, "--platform", "manylinux2014_x86_64", "--target", str(folder), *packages], check=True)
+
+
+def _files_of_the_repository() -> list[Path]:
+    found = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    return [*found, ROOT / "scripts/results.py", ROOT / "LICENSE", ROOT / "NOTICE"]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", metavar="STEP")
+    parser.add_argument("-o", "--out", type=Path, default=Path("results"), help="folder of results and models, or the archive")
+    parser.add_argument("--minutes", type=float, help="begin no step after the first that could end later")
+    parser.add_argument("--fake", action="store_true")
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--pack", type=Path, metavar="WHEEL")
+    parser.add_argument("--python", default="3.10,3.11,3.12,3.13", help="that the archive has numpy for")
+    parser.add_argument("--do", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    trial = Trial(options.out.resolve(), options.small or options.fake, options.fake)
+    known = steps(trial)
+    if wrong := sorted({*options.steps, *([options.do] if options.do else [])} - set(known)):
+        parser.error(f"no step {wrong[0]!r}; --list has them")
+    if options.list:
+        print("\n".join(known))
+    elif options.table:
+        print("\n".join(table(trial.folder)))
+    elif options.pack:
+        print(f"{pack(options.pack, options.out, options.python.split(',')) / (1 << 20):.1f} MiB")
+    elif options.do:
+        sys.path[:0] = [str(ROOT / "scripts")]
+        print(json.dumps(known[options.do]()))
+    else:
+        return run(trial, options.steps, options.minutes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
