@@ -38,7 +38,20 @@ import llama_cpp
 from llama_cpp import _internals, _logger, llama_chat_format
 from llama_cpp import llama_cpp as api
 
-__all__ = ["LoadError", "PatchedLlama", "StockLlama", "api", "assertions_raise", "c_function", "lib", "llama_cpp", "quiet_log", "set_log", "supports_gpu"]
+__all__ = [
+    "LoadError",
+    "PatchedLlama",
+    "StockLlama",
+    "api",
+    "assertions_raise",
+    "c_function",
+    "find_devices",
+    "lib",
+    "llama_cpp",
+    "quiet_log",
+    "set_log",
+    "supports_gpu",
+]
 
 llama_chat_format.ImmutableSandboxedEnvironment = ChatSandbox  # type: ignore[attr-defined]  # templates are the model file's: they may not hang either
 
@@ -108,11 +121,11 @@ api.llama_log_set(_log, ctypes.c_void_p(0))
 def _collected_errors() -> Iterator[list[str]]:
     """Keeps what llama.cpp logs on this thread as errors instead of showing it; everything else goes where it went."""
     errors: list[str] = []
-    _collected.errors = errors
+    around, _collected.errors = _collected.errors, errors
     try:
         yield errors
     finally:
-        _collected.errors = None
+        _collected.errors = around
 
 
 def _reason(errors: Sequence[str]) -> str:
@@ -135,7 +148,16 @@ def assertions_raise() -> Iterator[None]:
 def supports_gpu() -> bool:
     """True if llama.cpp finds a GPU here that it can offload layers to. Vulkan's software drivers do not count unless
     GGML_VK_VISIBLE_DEVICES names them."""
+    find_devices()
     return bool(api.llama_supports_gpu_offload())
+
+
+@functools.cache
+def find_devices() -> str:
+    """Lets llama.cpp look for devices, which it does once in a process; why a backend of this build cannot be used, in its words, or nothing."""
+    with _collected_errors() as errors:
+        api.llama_supports_gpu_offload()
+    return _reason(errors)
 
 
 def c_function(name: str, result: Any, *arguments: Any) -> Any:
@@ -344,6 +366,7 @@ class _AnyLlama(llama_cpp.Llama):
 
     @model_params.setter
     def model_params(self, params: Any) -> None:
+        find_devices()  # not while it loads: what a driver lacks is no reason why a model cannot be read
         self._change_model_params(params)
         self._model_params = params
 

@@ -6,9 +6,9 @@ import ctypes
 from ctypes import POINTER, byref, c_char_p, c_int, c_size_t, c_void_p
 from dataclasses import dataclass
 
-from .binding import c_function
+from .binding import c_function, find_devices
 
-__all__ = ["Device", "backends", "buffer_types", "devices"]
+__all__ = ["Device", "backends", "buffer_types", "devices", "why_none"]
 
 _CPU = 0  # enum ggml_backend_dev_type
 _WITHOUT_DEVICES = ("CPU", "BLAS")
@@ -52,17 +52,28 @@ class Device:
 
 def backends() -> list[str]:
     """Names of the backends in this build that have devices of their own, as "CUDA" or "Vulkan", whether or not there is such a device."""
+    find_devices()
     names = [_reg_name(_reg_get(i)).decode() for i in range(_reg_count())]
     return [name for name in names if name not in _WITHOUT_DEVICES]
 
 
 def devices() -> list[Device]:
     """All but the CPU, in llama.cpp's order."""
+    find_devices()
     handles = [_get(i) for i in range(_count())]
     return [Device(h, _name(h).decode(), _description(h).decode("utf-8", "replace")) for h in handles if _type(h) != _CPU]
 
 
+def why_none() -> str:
+    """Of a build with backends that found no device, in words: which, and what is in the way."""
+    found = backends()
+    reason = find_devices()
+    software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in found else ""
+    return f"this build has {' and '.join(found)}, and no driver offers a device{f' ({reason})' if reason else ''}{software}"
+
+
 def buffer_types() -> dict[str, int]:
     """ggml_backend_buffer_type_t of each device, by the names that llama.cpp's --override-tensor takes: "CPU", "CUDA0", ..."""
+    find_devices()
     types = [_buffer_type(_get(i)) for i in range(_count())]
     return {_buffer_name(kind).decode(): kind for kind in types if kind}

@@ -620,23 +620,22 @@ _OF_GPUS = ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu")
 def _no_gpu() -> str | None:
     """Why nothing can be computed on a GPU here; None: it can."""
     from .binding import supports_gpu
-    from .devices import backends
+    from .devices import backends, why_none
 
     if supports_gpu():
         return None
-    if found := backends():
-        software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in found else ""
-        return f"this build has {' and '.join(found)}, and no driver offers a device{software}"
+    if backends():
+        return why_none()
     return "this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
 
 
 def without_gpu(values: dict[str, Any]) -> list[str]:
     """Takes out of a command line's options those of GPUs where there is none, as llama.cpp's programs go on without; why, a sentence each.
 
-    Where memory of a GPU's is asked for (`vram`), they stay, and are refused.
+    Where a size of a GPU's memory is asked for (`vram`), they stay, and are refused.
     """
-    given = [name for name in _OF_GPUS if values.get(name)]
-    if not given or values.get("vram") is not None or (why := _no_gpu()) is None:
+    given = [name for name in (*_OF_GPUS, "vram") if values.get(name)]
+    if not given or "vram" in given and not _device_bound(values["vram"]).auto or (why := _no_gpu()) is None:
         return []
     for name in given:
         del values[name]

@@ -58,8 +58,9 @@ def check_fork() -> Iterator[Finding]:
 
 
 def check_cpu() -> Iterator[Finding]:
-    from ..binding import api
+    from ..binding import api, find_devices
 
+    find_devices()  # else the next call does, and says what is in its way
     text = api.llama_print_system_info().decode()
     built = {item.split("=")[0].split(":")[-1].strip() for item in text.split("|") if "=" in item and item.split("=")[1].strip() == "1"}
     try:
@@ -84,15 +85,13 @@ def check_cpu() -> Iterator[Finding]:
         yield Finding("cores", WARNING, f"{n_cores()}, but a quota of {quota:.1f}", f"give -t {max(1, int(quota))}")
     else:
         yield Finding("cores", OK, str(n_cores()))
-    from ..devices import backends, devices
+    from ..devices import backends, devices, why_none
 
     gpus = devices()
     if not gpus and not backends():
         yield Finding("gpu", OK, "none in this build")
     elif not gpus:
-        found = f"this build has {' and '.join(backends())}, and no driver offers a device"
-        software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in backends() else ""
-        yield Finding("gpu", WARNING, f"{found}: the CPU computes everything", f"install the driver{software}")
+        yield Finding("gpu", WARNING, f"{why_none()}: the CPU computes everything", "install a driver, or a newer one")
     for device in gpus:
         free, total = device.memory
         used = DeviceBound(auto=True).of(free)

@@ -21,10 +21,12 @@ in batches of more than 16 tokens: in these models the routers.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import json
 import lzma
 import os
+import signal
 import subprocess
 import sys
 import tarfile
@@ -44,7 +46,7 @@ MODELS = {
     "grown": ["grow_model.py", str(DEMO), "--width", "16", "--ff", "16"],
     "qwen3": ["shape_model.py", "qwen3-30b-a3b", "--routing", "answer"],
 }
-SHARES = (100, 50, 25, 10)  # of the experts' bytes, in per cent, on the device
+SHARES = (25, 50, 10, 100)  # of the experts' bytes, in per cent, on the device; the first ones say most
 HOST = {"ample": 1.0, "short": 0.25}  # of the experts' bytes in host memory
 SMALL = ((25, "short"),)  # the table's part that --small has
 VRAM_MODES = ("cooperative", "centric", "waves", "auto")
@@ -261,19 +263,23 @@ def steps(trial: Trial) -> dict[str, Callable[[], dict[str, Any]]]:
 
 
 def run_step(trial: Trial, name: str) -> dict[str, Any]:
-    """In a process of its own; what it prints is shown, and its last line kept if it fails."""
+    """In a process of its own; the last line that it says is its result, or why it failed."""
     out = trial.folder / f"{name}.json"
     command = [sys.executable, str(Path(__file__).resolve()), "--do", name, "-o", str(trial.folder)]
     command += ["--fake"] * trial.fake + ["--small"] * trial.small
     started, error, result = time.monotonic(), "", None
-    try:
-        done = subprocess.run(command, env=_with_scripts(), capture_output=True, text=True, timeout=STEP_SECONDS)
-        if done.returncode:
-            error = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        else:
-            result = json.loads(done.stdout.splitlines()[-1])
-    except subprocess.TimeoutExpired:
-        error = f"not finished after {STEP_SECONDS} s"
+    with subprocess.Popen(command, env=_with_scripts(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            said, errors = process.communicate(timeout=STEP_SECONDS)
+            if process.returncode:
+                error = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+            else:
+                result = json.loads(said.splitlines()[-1])
+        except subprocess.TimeoutExpired:
+            error = f"not finished after {STEP_SECONDS} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # what it has started, too: it would keep the device's memory
     found = {"step": name, "fake": trial.fake, "small": trial.small, "seconds": round(time.monotonic() - started, 1), "error": error, "result": result}
     part = out.with_suffix(".part")
     part.write_text(json.dumps(found, indent=1) + "\n")

@@ -34,7 +34,9 @@ from fork import Fork, ForkError, digest, say
 from wheels import Outside, fork_wheel, run
 
 SMALL_CUBLAS = tool.ROOT / "scripts/bench/small_cublas.cu"
-LINKED = ("-soname=libcublas.so.13", "-rpath=$ORIGIN")
+# code for sm_90, and what drivers translate for all others
+COMPILED = ("-O3", "-std=c++17", "-shared", "-cudart=shared", "-Xcompiler=-fPIC", "-diag-suppress=20011", "-Xlinker=-soname=libcublas.so.13",
+            "-gencode=arch=compute_90,code=sm_90", "-gencode=arch=compute_75,code=compute_75")  # fmt: skip
 # What is needed to run is installed with the wheel, too.
 TO_RUN = ("nvidia-cuda-runtime==13.0.96", "nvidia-cublas==13.0.2.14")
 TOOLKIT = (*TO_RUN, "nvidia-cuda-nvcc==13.0.88", "nvidia-cuda-crt==13.0.88", "nvidia-nvvm==13.0.88", "nvidia-cuda-cccl==13.0.85")
@@ -78,14 +80,12 @@ def for_trial() -> list[Path]:
     """What a trial brings along in the place of the wheel's requirements, which are ten times too large for it: the runtime, and small_cublas.cu, compiled."""
     cache = cuda_cache()
     root = toolkit(cache)
-    out = cache / "small_cublas" / digest(SMALL_CUBLAS.read_bytes())[:16] / "libcublas.so.13"
+    out = cache / "small_cublas" / digest(SMALL_CUBLAS.read_bytes(), *(word.encode() for word in COMPILED))[:16] / "libcublas.so.13"
     if not out.exists():
         out.parent.mkdir(parents=True, exist_ok=True)
         names = out.parent / "names.map"  # the version that libggml-cuda.so asks cuBLAS for
         names.write_text(f"{out.name} {{ global: cublas*; local: *; }};\n")
-        options = ["-O3", "-std=c++17", "-shared", "-cudart=shared", "-Xcompiler=-fPIC", "-diag-suppress=20011", *(f"-Xlinker={word}" for word in LINKED)]
-        targets = [f"-gencode=arch=compute_{name},code=[compute_{name},sm_{name}]" for name in ("90",)]
-        run([root / "bin/nvcc", *options, *targets, f"-Xlinker=--version-script={names}", SMALL_CUBLAS, "-o", part := out.with_suffix(".part")])
+        run([root / "bin/nvcc", *COMPILED, f"-Xlinker=--version-script={names}", SMALL_CUBLAS, "-o", part := out.with_suffix(".part")])
         os.replace(part, out)
     return [out, root / "lib/libcudart.so.13"]
 

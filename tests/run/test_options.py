@@ -372,9 +372,13 @@ def test_a_build_with_a_backend_and_no_driver_says_so_in_a_sentence(monkeypatch,
     monkeypatch.setattr("moeoff.binding.supports_gpu", lambda: False)
     monkeypatch.setattr("moeoff.devices.backends", lambda: [backend])
     monkeypatch.setattr("moeoff.devices.devices", lambda: [])
-    values = {"n_gpu_layers": 99}
+    monkeypatch.setattr("moeoff.devices.find_devices", lambda: "the driver is too old")
+    values = {"n_gpu_layers": 99, "vram": "auto"}
     (said,) = without_gpu(values)
-    assert said.startswith(f"--n-gpu-layers has no effect: this build has {backend}, and no driver offers a device") and not values
+    wanted = f"this build has {backend}, and no driver offers a device (the driver is too old)"
+    assert said.startswith(f"--n-gpu-layers and --vram have no effect: {wanted}") and not values
     (found,) = [finding for finding in check_cpu() if finding.name == "gpu"]
-    assert found.text == f"this build has {backend}, and no driver offers a device: the CPU computes everything"
-    assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (said, found.way_out))
+    assert found.text.startswith(wanted) and found.text.endswith(": the CPU computes everything")
+    assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (said, found.text))
+    asked = {"n_gpu_layers": 99, "vram": "1G"}
+    assert without_gpu(asked) == [] and len(asked) == 2
