@@ -15,6 +15,7 @@ import pytest
 import moeoff
 from helpers.arch_models import write_model
 from helpers.files import PROSE, ROOT
+from moeoff import binding
 from moeoff.binding import KEYWORDS, api
 from moeoff.budget.dry_load import usual_ctx
 from moeoff.budget.memory_plan import DeviceBound
@@ -382,3 +383,12 @@ def test_a_build_with_a_backend_and_no_driver_says_so_in_a_sentence(monkeypatch,
     assert all(("GGML_VK_VISIBLE_DEVICES" in text) == (backend == "Vulkan") for text in (said, found.text))
     asked = {"n_gpu_layers": 99, "vram": "1G"}
     assert without_gpu(asked) == [] and len(asked) == 2
+
+
+def test_what_a_driver_lacks_is_no_reason_of_what_is_loaded(monkeypatch):
+    """llama.cpp looks for devices where it first needs them, while errors of the load may be collected."""
+    monkeypatch.setattr(binding.api, "llama_supports_gpu_offload", lambda: binding._log(binding._LOG_ERROR, b"ggml_init: it is too old\n", None))
+    with binding._collected_errors() as errors:
+        assert binding.find_devices.__wrapped__() == "it is too old"
+        binding._log(binding._LOG_ERROR, b"load: the file is damaged\n", None)
+    assert errors == ["load: the file is damaged\n"]
