@@ -90,6 +90,8 @@ def check(trial: Trial) -> dict[str, Any]:
     from results import machine
 
     doctor = subprocess.run([sys.executable, "-m", "moeoff.cli", "doctor", "--json"], capture_output=True, text=True)
+    if not doctor.stdout:
+        raise RuntimeError((doctor.stderr.strip().splitlines() or [f"doctor: exit code {doctor.returncode}"])[-1])
     found = [{"name": device.name, "description": device.description, "memory": device.memory} for device in devices()]
     if not found and not trial.fake:
         raise RuntimeError(f"no device: this build has {' and '.join(backends()) or 'no GPU backend'}, and no driver offers one")
@@ -330,7 +332,7 @@ PURE = ("gguf", "jinja2", "markupsafe", "psutil", "platformdirs", "click", "rich
         "typing_extensions", "diskcache", "tqdm", "pyyaml", "threadpoolctl")  # fmt: skip
 # what computes needs none of these
 LEFT_OUT = ("libllama-server-impl.so", "libllama-common.so", "libmtmd.so", "moeoff-templates")
-NOT_PACKED = ("/tests/", "/__pycache__/", "/f2py/", "/include/", ".pyi", ".a", "/bin/", "/pygments/lexers/", "/pygments/styles/")
+NOT_PACKED = {"tests", "__pycache__", "f2py", "include", "bin"}  # folders of packages
 FOLDERS = ("moeoff", "scripts/bench", "scripts/models", "tests/helpers")
 LARGEST = 60 << 20
 
@@ -343,8 +345,6 @@ def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
         _install(site, "3.10", *PURE)
         for version in pythons:
             _install(home / f"numpy-cp{version.replace('.', '')}", version, f"numpy=={NUMPY}")
-        for lexers in ("lexers", "styles"):  # rich asks for none of them here
-            (site / "pygments" / lexers).mkdir(exist_ok=True)
         with zipfile.ZipFile(wheel) as content:
             content.extractall(site, [name for name in content.namelist() if Path(name).name not in LEFT_OUT])
         if (site / "llama_cpp/lib/libggml-cuda.so").exists():
@@ -360,10 +360,10 @@ def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
         script = home / "gpu_trial.sh"
         script.write_bytes((ROOT / "scripts/bench/gpu_trial.sh").read_bytes())
         script.chmod(0o755)
-        files = [path for path in home.rglob("*") if path.is_file() and not any(part in f"/{path.relative_to(home)}" for part in NOT_PACKED)]
+        files = [path for path in home.rglob("*") if path.is_file() and is_packed(path.relative_to(home))]
         # the same file of several Pythons one behind the other, so that the second costs nothing
         files.sort(key=lambda path: (path.name.partition(".cpython-")[0], path.stat().st_size, str(path)))
-        filters = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": 64 << 20}]
+        filters = [{"id": lzma.FILTER_LZMA2, "preset": 6, "dict_size": 64 << 20}]
         with lzma.open(out, "wb", filters=filters) as stream, tarfile.open(fileobj=stream, mode="w") as tar:
             for path in files:
                 tar.add(path, str(path.relative_to(home.parent)))
@@ -371,6 +371,11 @@ def pack(wheel: Path, out: Path, pythons: list[str]) -> int:
         out.unlink()
         raise SystemExit(f"{out.name} would have {size / (1 << 20):.1f} MiB, more than {LARGEST >> 20}: give fewer --python")
     return size
+
+
+def is_packed(path: Path) -> bool:
+    """Whether a file of the archive's folder is part of the archive: all of the repository's, and of the packages what is needed to run."""
+    return path.parts[0] == "tree" or not NOT_PACKED & set(path.parts) and path.suffix not in (".pyi", ".a")
 
 
 def _install(folder: Path, python: str, *packages: str) -> None:

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -74,6 +75,13 @@ def test_only_compute_capabilities_are_taken(tmp_path):
     for wrong in ("sm_90", "9.0", ""):
         with pytest.raises(ForkError, match="compute capability"):
             cuda.settings(tmp_path, [wrong])
+
+
+def test_what_the_archive_leaves_out():
+    """Libraries of all Pythons have .abi3 in their names; the repository's tests help to compare bits."""
+    kept = "site/psutil/_psutil_linux.abi3.so", "numpy-cp310/numpy/linalg/linalg.py", "tree/tests/helpers/device_runs.py", "gpu_trial.sh"
+    left_out = "numpy-cp310/numpy/tests/test_x.py", "numpy-cp310/numpy/_core/lib/libnpymath.a", "site/yaml/x.pyi", "site/bin/tqdm"
+    assert all(gpu_trial.is_packed(Path(path)) for path in kept) and not any(gpu_trial.is_packed(Path(path)) for path in left_out)
 
 
 def run_trial(folder, *arguments: str, limit: float = 600) -> subprocess.CompletedProcess[str]:
