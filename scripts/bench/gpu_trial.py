@@ -318,6 +318,9 @@ def table(folder: Path) -> Iterator[str]:
             yield f"| {name} | {found['error']} | | |"
         elif left_out := (found["result"] or {}).get("left_out"):
             yield f"| {name} | {left_out} | | |"
+        elif "same" in (found["result"] or {}):
+            differ = ", ".join(f"{run}: {bits['differ']}" for run, bits in found["result"]["runs"].items())
+            yield f"| {name} | numbers that differ from stock's: {differ} | | |"
         elif rows := (found["result"] or {}).get("rows"):
             speeds = ", ".join(f"{one['test']} {one['avg_ts']:.1f}" for one in rows if one["avg_ts"] is not None)
             hits = rows[-1]["device_hit_rate"]

@@ -130,4 +130,4 @@ def test_a_faked_trial_runs_to_its_end(tmp_path):
     again = run_trial(tmp_path, "--fake")
     assert again.returncode == 0 and not again.stdout
     table = run_trial(tmp_path, "--table").stdout
-    assert table.count("(fake)") == 3 + len(gpu_trial.VRAM_MODES) + len(gpu_trial.PRESETS)
+    assert table.count("(fake)") == 1 + 3 + len(gpu_trial.VRAM_MODES) + len(gpu_trial.PRESETS)
