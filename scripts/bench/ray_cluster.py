@@ -4,12 +4,14 @@ usage: ray_cluster.py -m MODEL [--memory 200M] [--clients 4] [--json FILE]
 
 Two nodes with a replica each (tests/helpers/ray_cluster.py). The clients ask short questions, each a conversation of its own, one after the other, from before
 the event until the cluster is whole again and for some seconds more; an answer that is not whole is an error. At last replicas are scaled by the requests in
-flight: one client, then many, then none.
+flight: one client, then many, then none. These ask for longer answers: of short ones most of a client's time is spent in the client and in Ray, where no
+replica counts it, while the servers wait for the cores that all share here.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import threading
@@ -25,11 +27,13 @@ import httpx
 from rich.console import Console
 
 from helpers.ray_cluster import Cluster, cluster
+from helpers.servers import single_use
 from results import HELP, ResultsFile
 
 GIB = 1 << 30
-N_TOKENS = 32
+N_TOKENS, N_LONGER = 32, 256  # of an answer; of one that lasts
 AROUND = 5.0  # seconds of asking before an event and behind it
+LASTS = 40.0  # seconds for which the demand lasts: longer than Ray looks back
 LONGEST = 240.0  # seconds until the cluster must be whole again
 SCALED = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "upscale_delay_s": 2, "downscale_delay_s": 5}
 
@@ -37,8 +41,8 @@ SCALED = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2, "u
 class Clients:
     """Ask while the block runs. answers: (seconds, whole or not) of each request, in the order of their ends."""
 
-    def __init__(self, url: str, n: int):
-        self.url, self.answers, self._ends = url, list[tuple[float, bool]](), threading.Event()
+    def __init__(self, url: str, n: int, n_tokens: int = N_TOKENS):
+        self.url, self.n_tokens, self.answers, self._ends = url, n_tokens, list[tuple[float, bool]](), threading.Event()
         self._threads = [threading.Thread(target=self._ask, args=(i,)) for i in range(n)]
 
     def __enter__(self) -> Clients:
@@ -54,17 +58,18 @@ class Clients:
         self.seconds = time.monotonic() - self.begun
 
     def _ask(self, client: int) -> None:
-        number = 0
-        while not self._ends.is_set():
-            number += 1
-            body = {"messages": [{"role": "user", "content": f"{client}.{number}: how many?"}], "max_tokens": N_TOKENS, "temperature": 0, "ignore_eos": True}
-            asked = time.monotonic()
-            try:
-                answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=LONGEST)
-                whole = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == N_TOKENS
-            except httpx.HTTPError:
-                whole = False
-            self.answers.append((time.monotonic() - asked, whole))
+        number, n = 0, self.n_tokens
+        with single_use() as http:
+            while not self._ends.is_set():
+                number += 1
+                body = {"messages": [{"role": "user", "content": f"{client}.{number}: how many?"}], "max_tokens": n, "temperature": 0, "ignore_eos": True}
+                asked = time.monotonic()
+                try:
+                    answer = http.post(f"{self.url}/v1/chat/completions", json=body, timeout=LONGEST)
+                    whole = answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == n
+                except httpx.HTTPError:
+                    whole = False
+                self.answers.append((time.monotonic() - asked, whole))
 
 
 def servers(it: Cluster) -> set[tuple[int, int]]:
@@ -72,9 +77,9 @@ def servers(it: Cluster) -> set[tuple[int, int]]:
     return {(replica.node, replica.server_pid) for replica in it.running()}
 
 
-def after(condition: Callable[[], bool]) -> float:
-    """Seconds until it is so."""
-    began = time.monotonic()
+def after(condition: Callable[[], bool], began: float | None = None) -> float:
+    """Seconds until it is so, from now on or from then."""
+    began = time.monotonic() if began is None else began
     while not condition():
         if time.monotonic() - began > LONGEST:
             raise click.ClickException(f"not so after {LONGEST:.0f} s")
@@ -89,6 +94,15 @@ def n_running(name: str) -> int:
     return sum(app.deployments[name].replica_states.get("RUNNING", 0) for app in serve.status().applications.values() if name in app.deployments)
 
 
+def n_in_flight() -> float:
+    """Requests, by which Ray scales: the mean of the last half minute."""
+    import ray
+
+    ports = [node["MetricsExportPort"] for node in ray.nodes() if node["Alive"]]
+    texts = "".join(httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=LONGEST).text for port in ports)
+    return float(re.findall(r'^ray_serve_autoscaling_total_requests\{.*?deployment="moeoff".*?\} (\S+)', texts, re.MULTILINE)[-1])
+
+
 @click.command()
 @click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
 @click.option("--memory", default="200M", show_default=True, help="Of each replica.")
@@ -101,30 +115,32 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
 
     console = Console(stderr=True)
     rows: list[tuple[str, float, Clients]] = []
-    steps: list[tuple[str, int, float, Clients | None]] = []
+    steps: list[tuple[str, int, float, Clients | None, float | None]] = []
     model = os.path.abspath(model)
 
-    def happens(it: Cluster, what: str, event: Callable[[], Callable[[], bool]]) -> None:
-        """event: does it, and returns what says that the cluster is whole again."""
+    def happens(it: Cluster, what: str, event: Callable[[], tuple[float, Callable[[], bool]]]) -> None:
+        """event: does it, and returns when, and what says that the cluster is whole again."""
         console.print(what, style="dim")
         with Clients(it.url, n_clients) as clients:
             time.sleep(AROUND)
-            seconds = after(event())
+            began, whole = event()
+            seconds = after(whole, began)
             time.sleep(AROUND)
         rows.append((what, seconds, clients))
 
-    def hang() -> Callable[[], bool]:
-        hung = min(servers(it))
+    def hang() -> tuple[float, Callable[[], bool]]:
+        hung, now = min(servers(it)), time.monotonic()
         os.kill(hung[1], signal.SIGSTOP)
-        return lambda: hung not in servers(it) and n_running("moeoff") == 2
+        return now, lambda: hung not in servers(it) and n_running("moeoff") == 2
 
-    def die() -> Callable[[], bool]:
+    def die() -> tuple[float, Callable[[], bool]]:
+        now = time.monotonic()
         it.kill(1)
-        return lambda: n_running("moeoff") == 1
+        return now, lambda: n_running("moeoff") == 1
 
-    def join() -> Callable[[], bool]:
-        it.add({"holds": "model"})
-        return lambda: n_running("moeoff") == 2
+    def join() -> tuple[float, Callable[[], bool]]:
+        it.add({"holds": "model"})  # until Ray runs there
+        return time.monotonic(), lambda: n_running("moeoff") == 2
 
     with cluster([{"holds": "model"}] * 2, 2 * GIB, None) as it:
         serve.run(moeoff.ray.deployment(model, memory=memory, num_replicas=2, labels={"holds": "model"}, n_threads=1))
@@ -137,12 +153,13 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
         serve.run(scaled)
         for n, wanted in ((1, 1), (2 * n_clients, 2)):
             console.print(f"{n} clients, replicas scaled", style="dim")
-            with Clients(it.url, n):
+            with Clients(it.url, n, N_LONGER):
                 seconds = after(lambda wanted=wanted: n_running("moeoff") == wanted)
-            with Clients(it.url, n) as clients:
-                time.sleep(4 * AROUND)
-            steps.append((f"{n} client{'s' * (n > 1)}", n_running("moeoff"), seconds, clients))
-        steps.append(("none", 1, after(lambda: n_running("moeoff") == 1), None))
+            with Clients(it.url, n, N_LONGER) as clients:
+                time.sleep(LASTS)
+                n_replicas, in_flight = n_running("moeoff"), n_in_flight()
+            steps.append((f"{n} client{'s' * (n > 1)}", n_replicas, seconds, clients, in_flight))
+        steps.append(("none", 1, after(lambda: n_running("moeoff") == 1), None, None))
     with ResultsFile(json_file) as results:
         title = f"{n_clients} clients, two replicas with {memory} each"
         table = results.table("events", title, ["", "whole again after, s", "requests", "answered", "errors", "slowest, s"])
@@ -150,9 +167,11 @@ def main(model: str, memory: str, n_clients: int, json_file: str | None) -> None
             whole = sum(ok for _, ok in clients.answers)
             n = len(clients.answers)
             table.row(what, f"{seconds:.1f}", str(n), str(whole), str(n - whole), f"{max(s for s, _ in clients.answers):.1f}")
-        table = results.table("scaled", "Replicas by requests in flight, one to two, two for each", ["", "replicas", "after, s", "answers/s"])
-        for what, n, seconds, clients in steps:
-            table.row(what, str(n), f"{seconds:.1f}", f"{len(clients.answers) / clients.seconds:.1f}" if clients else "")
+        title = f"Replicas by requests in flight, one to two, two for each; after {LASTS:.0f} s more of the same demand"
+        table = results.table("scaled", title, ["", "so many replicas after, s", "replicas then", "in flight, as Ray counts", "answers/s"])
+        for what, n, seconds, clients, in_flight in steps:
+            rate = f"{len(clients.answers) / clients.seconds:.1f}" if clients else ""
+            table.row(what, f"{seconds:.1f}", str(n), "" if in_flight is None else f"{in_flight:.1f}", rate)
 
 
 if __name__ == "__main__":
