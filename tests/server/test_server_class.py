@@ -278,7 +278,9 @@ def test_a_stop_while_it_ends_by_itself(demo):
 def test_a_long_conversation_outlives_strangers(demo):
     """Whose questions share its system prompt, first with free slots, then with none left."""
     system, strangers = {"role": "system", "content": "You are a patient teacher of arithmetic. " * 12}, "Tom Ann Sue Bob Eve Max".split()
-    with Served(demo, memory="150M", n_ctx=4096, args=["--override-kv", "qwen2moe.context_length=int:4096"]) as it:
+    options = {"n_ctx": 4096, "args": ["--override-kv", "qwen2moe.context_length=int:4096"]}
+    # room for all experts, and for the conversation: of a fixed budget a process that is 3 MiB larger would leave it none
+    with Served(demo, memory=(needed(demo, **options) + 60) << 20, **options) as it:
 
         def ask(messages: list[dict]) -> tuple[str, dict]:
             body = {"messages": [system, *messages], "temperature": 0, "max_tokens": 8}
