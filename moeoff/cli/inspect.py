@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +11,13 @@ import click
 
 from ..console import table_console, wrapped
 from ..memory import MIB, format_size
-from .options import command, own, takes, takes_model
+from .options import command, own, remark_on_context, takes, takes_model
 
 if TYPE_CHECKING:
     from ..budget.inspection import MemoryOption, Report
+
+
+_SMALL = 2e-4  # seconds of products in a layer
 
 
 @command()
@@ -31,11 +35,17 @@ def inspect(model: str, probe: str, as_json: bool, **options: Any) -> None:
     if as_json:
         click.echo(json.dumps(asdict(report), indent=2))
     else:
+        remark_on_context(report.ctx_size, report.n_ctx_train, options)
         _print(report)
 
 
 def _rate(tps: float) -> str:
     return f"{tps:.0f}" if tps >= 10 else f"{tps:.2g}"
+
+
+def _about(r: Report) -> str:
+    """Of a small model the rate is a bound: what llama.cpp does between products, which is not measured, takes longer than they do."""
+    return "at most" if r.compute_seconds and r.compute_seconds < _SMALL * r.n_layer else "about"
 
 
 def _print(r: Report) -> None:
@@ -82,8 +92,9 @@ def _print(r: Report) -> None:
     console.print(floor)
     console.print()
 
-    bought = table("--memory", "experts in memory", *(["tokens/s, about"] if r.disk else []))
-    for row in r.budgets:
+    bought = table("--memory", "experts in memory", *([f"tokens/s, {_about(r)}"] if r.disk else []))
+    holds_all = min((row.memory_bytes for row in r.budgets if row.resident_share == 1.0), default=math.inf)
+    for row in (row for row in r.budgets if row.memory_bytes <= holds_all or row.asked):  # more gives no more
         cells = [f"{-(-row.memory_bytes // MIB)}M", f"{row.resident_share:.0%}" if row.fits else "does not fit"]
         if r.disk:
             cells.append("" if row.tps is None else _rate(row.tps))
@@ -115,5 +126,5 @@ def _answer(r: Report, row: MemoryOption) -> str:
     budget = format_size(row.memory_bytes)
     if not row.fits:
         return f"{budget} is too small at a context of {r.ctx_size}: it needs {format_size(r.floor_bytes)}"
-    speed = "" if row.tps is None else f", about {_rate(row.tps)} tokens/s"
+    speed = "" if row.tps is None else f", {_about(r)} {_rate(row.tps)} tokens/s"
     return f"{budget} is enough at a context of {r.ctx_size}: {row.resident_share:.0%} of the experts in memory{speed}"

@@ -28,6 +28,7 @@ Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
 _TYPED = "moeoff.typed"  # of a context: the words behind the command's name
+_DIVIDED = "moeoff.divided"  # likewise, in the order in which they are read
 _LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 _LONGEST_COMMAND = 160  # characters; a longer one is not repeated
 
@@ -42,7 +43,7 @@ class Command(click.Command):
         self.params.append(GroupedOption(["--debug"], group=group, is_flag=True, help="Show the traceback of an error."))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_TYPED] = list(args)
+        ctx.meta[_DIVIDED], ctx.meta[_TYPED] = list(args), self.typed(args)
         if ctx.resilient_parsing:  # as for completion
             return super().parse_args(ctx, args)
         self._refuse_one_dash(ctx, args)
@@ -55,6 +56,10 @@ class Command(click.Command):
             prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""
             raise click.UsageError(f"{shlex.join(ctx.args)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
         return rest
+
+    def typed(self, args: list[str]) -> list[str]:
+        """The words as they were typed, for the command that an error gives."""
+        return list(args)
 
     def _refuse_one_dash(self, ctx: click.Context, args: Sequence[str]) -> None:
         """Refuses -memory 6G, which would be -m with the value emory."""
@@ -134,7 +139,7 @@ def takes_model(help: str = "GGUF with routed experts; of a split one the first 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def with_model(*args: Any, path: str | None, model: str | None, **values: Any) -> None:
-            typed = click.get_current_context().meta[_TYPED]
+            typed = click.get_current_context().meta[_DIVIDED]
             behind = len(typed) - typed.index("--") - 1 if "--" in typed else 0
             if path is not None and "args" in values and len(values["args"]) < behind:  # what stands behind -- is no model
                 values["args"], path = (path, *values["args"]), None

@@ -198,6 +198,7 @@ class _Serve(Command):
     names goes before one of a variable, and the rest of it, which comes later, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        self._typed = list(args)
         if not ctx.resilient_parsing:  # as for completion
             from ..server.arguments import of_environment, own_arguments
 
@@ -210,6 +211,9 @@ class _Serve(Command):
                 ours = [*theirs, *ours]
             args = [*model, *ours, *(["--", *variables, *others] if variables or others else [])]
         return super().parse_args(ctx, args)
+
+    def typed(self, args: list[str]) -> list[str]:
+        return self._typed
 
 
 @command(cls=_Serve)

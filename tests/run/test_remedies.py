@@ -38,6 +38,10 @@ def test_as_it_was_typed(moeoff_command, demo, tmp_path):
     paste = re.search(r"that is: moeoff (run -p 'a word' --memory \d+M -n 2)\n", done.stderr)
     assert paste, done.stderr
     assert moeoff_command(*shlex.split(paste[1])).returncode == 0
+    for words in (["serve", "-m", demo, "--port", "0", "--jinja", "--memory", "50M", "-c", "256"], ["serve", demo, "--memory=50M", "--", "--jinja"]):
+        done = moeoff_command(*words)
+        rest = shlex.join(words).replace("--memory=50M", "--memory 50M").replace("--memory 50M", r"--memory \d+M")
+        assert re.search(f"that is: moeoff {rest}\n$", done.stderr), done.stderr
     done = moeoff_command("bench", "-m", demo, "--memory", "50M", "-n", "2", "-p", "0", "-ctv", "q4_0", "-fa", "off")
     assert "-ctv q4_0: quantized values need flash attention" in " ".join(done.stdout.split())
     assert "`" not in done.stdout and "type_v q4_0" not in done.stdout
