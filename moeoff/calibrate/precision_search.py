@@ -447,7 +447,9 @@ def search_precision(
         return lambda name, make: checkpoint.once(f"{prefix}-{name}", make)
 
     enough = 21 * ctx // 20  # of what is written, for a window
-    writing = {"seconds": WRITING * 60 * minutes, "least": min(MIN_WINDOWS * enough, 21 * tokens // 20)}
+    writing: dict[str, Any] = {"seconds": WRITING * 60 * minutes, "least": min(MIN_WINDOWS * enough, 21 * tokens // 20)}
+    if math.isfinite(minutes):
+        writing["after"] = lambda _llm, _n_tokens: (1 - WRITING) * 60 * minutes
     with (
         texts_or_written(model, text, 21 * tokens // 20, checkpoint, progress=progress, announce=announce, **writing, **given) as files,
         contextlib.ExitStack() as stack,

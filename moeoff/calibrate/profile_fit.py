@@ -15,12 +15,14 @@ from typing import Any
 import numpy as np
 
 from .. import __version__
+from ..engine.llama import Llama
 from ..errors import BudgetError, OptionError
 from ..files import open_file, require_new
+from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
 from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, trim
 from ..policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor
-from ..policies.base import top_k
+from ..policies.base import FitSize, top_k
 from ..policies.promoe import COMPONENTS
 from ..policies.recording import Recording
 from ..policies.router import Router
@@ -28,7 +30,7 @@ from ..policies.strategy import fits
 from ..sidecar.file import low_cost, sidecar_path
 from ..sidecar.profile import Profile, profile_output
 from ..simulate import simulate
-from ..trace import Trace
+from ..trace import Trace, TraceHeader
 from .checkpoint import Checkpoint
 from .perplexity import interruptible
 from .record import LENGTH, CalibrationEstimate, kept_bytes, record, recordable, recording_bytes, seconds_of, sequences
@@ -40,6 +42,7 @@ DEFAULT_TOKENS = 16384
 DEFAULT_MINUTES = 60
 _LEAST = 8  # sequences: fewer teach nothing, however long they take
 _SHARE = 0.9  # of what is free, that the fits plan with
+_SAMPLED = 512  # gate events that tell how long a replay takes
 _FIXED = 24 << 20  # bytes that they take however few tokens there are
 _FITS = 192 << 20  # bytes that they take at least: scikit-learn is 88 MiB, its work on a few hundred tokens 82
 HIDDEN_SHARE = 0.02  # of the arithmetic of a token that the learned predictor may add
@@ -124,13 +127,14 @@ def calibrate(
         Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
     checkpoint = Checkpoint(f"{model_index.identity}-profile", key, warn)
     options = {"n_threads": n_threads} | options
+    wanted = [name for name in fits() if (only is None or name in only) and not checkpoint.has(f"fit-{name}")]
+    after = functools.partial(_seconds_of_fits, model_index, wanted, hidden, seed)
     with texts_or_written(
         os.fspath(model), text, tokens, checkpoint, least=min(tokens, _LEAST * LENGTH), seconds=60 * minutes, memory=memory, seed=seed,
-        progress=progress, announce=announce, **options,
+        progress=progress, announce=announce, after=after, n_fits=len(wanted), **options,
     ) as files:  # fmt: skip
         seconds = 60 * minutes if text else math.inf  # which the writer has seen to
-        recording = _record(model_index, files, tokens, memory, seconds, checkpoint, progress, announce, options,
-                            sum(only is None or name in only for name in fits()))  # fmt: skip
+        recording = _record(model_index, files, tokens, memory, seconds, checkpoint, progress, announce, options, after, len(wanted))
     import sklearn.linear_model  # before the room is measured
     import sklearn.neural_network  # noqa: F401
 
@@ -166,7 +170,8 @@ def _digest(path: str | os.PathLike[str]) -> str:
 
 def _record(
     model_index: ModelIndex, text: Sequence[str], tokens: int, memory: str | int | None, seconds: float, checkpoint: Checkpoint,
-    progress: Callable[[str, int, int], None] | None, announce: Callable[[CalibrationEstimate], None] | None, options: Mapping[str, Any], n_fits: int,
+    progress: Callable[[str, int, int], None] | None, announce: Callable[[CalibrationEstimate], None] | None, options: Mapping[str, Any],
+    after: Callable[[Llama, int], float], n_fits: int,
 ) -> Recording:  # fmt: skip
     with recordable(model_index, memory=memory, **options) as (llm, router), interruptible(llm) as call:
         pieces = sequences(llm, text, tokens)
@@ -181,11 +186,41 @@ def _record(
         left = sum(not checkpoint.has(f"sequence-{i}") for i in range(len(pieces)))
         if announce:
             announce(CalibrationEstimate(n_tokens, left * each, recording_bytes(llm, router, n_tokens, limit), resumed=left < len(pieces),
-                                         n_fits=n_fits))  # fmt: skip
+                                         n_fits=n_fits, after=after(llm, n_tokens)))  # fmt: skip
         llm.engine.sizer.reserve(recording_bytes(llm, router, n_tokens, limit))
         stage = progress and functools.partial(progress, "reading text")
         recording: Recording = call(record, llm, pieces, router, os.path.basename(model_index.files[0]), limit=limit, checkpoint=checkpoint, progress=stage)
         return recording
+
+
+def _seconds_of_fits(model_index: ModelIndex, names: Sequence[str], hidden: int | None, seed: int, llm: Llama, n_tokens: int) -> float:
+    """About how long these take on so many tokens: the longest of them say it themselves, and comparisons replay what they are fitted to."""
+    buffer, n_embd = llm.engine.buffer, llm.n_embd()
+    header = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))
+    n_inputs = min(n_tokens, kept_bytes(llm.engine.plan) // (2 * header.n_gates * n_embd))
+    size = FitSize(_sample(header, seed), n_tokens, n_inputs, n_embd)
+    options = FitOptions(seed, hidden or _cap(model_index, header.n_gates, header.n_experts, n_embd), replay=simulate)
+    n_held = min(int(_HELD_SHARE * n_tokens), _MOST_HELD)
+    seconds, learns = 0.0, fits()
+    for part in dict.fromkeys(part for part in (*POLICIES.values(), *PREDICTORS.values()) if any(part.fit == learns[name] for name in names)):
+        seconds += part.fit_seconds(size, options)
+        if issubclass(part, Policy) and part.compared and n_held >= _LEAST_HELD:
+            seconds += 2 * len(_COMPARED) * n_held * header.n_gates * size.replay_seconds(options, part.name)
+    return seconds
+
+
+def _sample(header: TraceHeader, seed: int) -> Trace:
+    """A few tokens as routers may choose, some experts more often than others."""
+    random, events = np.random.default_rng(seed), []
+    liked = random.normal(size=(header.n_gates, header.n_experts)).astype(np.float32)
+    for _ in range(max(_SAMPLED // header.n_gates, 1)):
+        for gate in range(header.n_gates):
+            probs = np.exp(liked[gate] + random.normal(size=(1, header.n_experts)).astype(np.float32))
+            probs /= probs.sum()
+            ids = top_k(probs, header.n_used).astype(np.int32)
+            weights = np.take_along_axis(probs, ids, axis=1)
+            events.append(GateEvent(gate, ids, weights / weights.sum(), probs))
+    return Trace(header, events, np.arange(len(events)) == 0)
 
 
 def fit(
@@ -311,10 +346,13 @@ def _n_foreseen(predictor: Predictor, held: Recording) -> int:
 
 def cap_hidden(model_index: ModelIndex, router: Router) -> int:
     """Units of the learned predictor: the most whose multiplications are HIDDEN_SHARE of those of a token, all layers together."""
+    return _cap(model_index, router.n_gates, router.n_experts, max((w.shape[1] for w in router.weights if w is not None), default=0))
+
+
+def _cap(model_index: ModelIndex, n_gates: int, n_experts: int, n_embd: int) -> int:
     share = max(model_index.n_expert_used, 1) / max(model_index.n_expert, 1)
     active = sum(np.prod(span.shape) for span in model_index.experts.values()) * share
     active += sum(np.prod(span.shape) for name, span in model_index.dense.items() if not name.startswith("token_embd"))
-    d = max((w.shape[1] for w in router.weights if w is not None), default=0)
-    per_unit = (router.n_gates - 1) * (d + router.n_experts)
-    sizes = [factor * router.n_experts for factor in HIDDEN_FACTORS]
+    per_unit = (n_gates - 1) * (n_embd + n_experts)
+    sizes = [factor * n_experts for factor in HIDDEN_FACTORS]
     return max((n for n in sizes if n * per_unit <= HIDDEN_SHARE * active), default=sizes[0])

@@ -43,11 +43,12 @@ class CalibrationEstimate:
 
     Attributes:
         n_tokens: that will be read.
-        seconds: that this takes, as the first sequence took, or as the first steps of writing took; the fits come after it.
+        seconds: that this takes, as the first sequence took, or as the first steps of writing took.
+        after: seconds that what comes after it takes: fits, as parts of them took that were tried, or what else is measured.
         nbytes: of memory, in addition to the model's, that is kept of them for the fits; 0: not known yet.
         written: the model writes them first, which is in `seconds`.
         resumed: part of it is there from before an interruption.
-        n_fits: that follow, and are not in `seconds`: how long they take shows while they run.
+        n_fits: that follow.
     """
 
     n_tokens: int
@@ -56,6 +57,7 @@ class CalibrationEstimate:
     written: bool = False
     resumed: bool = False
     n_fits: int = 0
+    after: float = 0.0
 
 
 def sequences(model: Llama, texts: Sequence[str | os.PathLike[str]], n_tokens: int, length: int = LENGTH) -> list[list[int]]:

@@ -99,7 +99,8 @@ class _Sequence:
 
 def written_text(
     model: str, n_tokens: int, checkpoint: Checkpoint, *, least: int = 0, seconds: float = math.inf, memory: str | int | None = None, seed: int = 0,
-    progress: Callable[[str, int, int], None] | None = None, announce: Callable[[CalibrationEstimate], None] | None = None, **options: Any,
+    progress: Callable[[str, int, int], None] | None = None, announce: Callable[[CalibrationEstimate], None] | None = None,
+    after: Callable[[Llama, int], float] = lambda _llm, _n_tokens: 0.0, n_fits: int = 0, **options: Any,
 ) -> str:  # fmt: skip
     """Text by the model itself; an interrupted one goes on with the round that it was in.
 
@@ -107,6 +108,7 @@ def written_text(
         n_tokens: to write, openings not counted; fewer, but not below `least`, where writing and then reading them takes longer than `seconds`.
         memory: bound of the process; None: 80 % of what is available.
         announce: is told before it starts what writing and reading will take.
+        after: seconds that what comes after reading takes, of so many tokens; n_fits: fits among it. For `announce` alone.
         **options: of `moeoff.Llama`.
 
     Raises:
@@ -126,7 +128,8 @@ def written_text(
                 checkpoint.save("writing", plan)
             wanted = int(plan["n_tokens"])
             if announce:
-                announce(CalibrationEstimate(wanted, wanted * float(plan["each"]), 0, written=True, resumed=checkpoint.has("round-0")))
+                announce(CalibrationEstimate(wanted, wanted * float(plan["each"]), 0, written=True, resumed=checkpoint.has("round-0"), n_fits=n_fits,
+                                             after=after(writer.llm, wanted)))  # fmt: skip
             text = call(writer.write, wanted, checkpoint, progress and functools.partial(progress, "the model writes text"))
         kept = {"text": np.frombuffer(text.encode(), np.uint8)}
         checkpoint.save("text", kept)

@@ -84,16 +84,19 @@ def calibrate(model: str, max_loss: str | None, bits_plan: bool, **options: Any)
 
 
 def _announce(estimate: CalibrationEstimate) -> None:
-    minutes = estimate.seconds / 60
-    time = f"{estimate.seconds:.0f} s" if minutes < 2 else f"{minutes:.0f} min"
+    def time(seconds: float) -> str:
+        return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"
+
     if estimate.resumed:
         note("goes on where it was interrupted")
+    whole = time(estimate.seconds + estimate.after)
     if estimate.written:
-        note(f"the model writes its own text, about {estimate.n_tokens:,} tokens: with reading them once at most about {time}")
+        what = f", with reading them and {estimate.n_fits} fits" if estimate.n_fits else ", with all that is measured on them" if estimate.after else ""
+        note(f"the model writes its own text, about {estimate.n_tokens:,} tokens: about {whole}{what or ', with reading them once'}")
         return
     memory = f" in {format_size(estimate.nbytes)} of memory" if estimate.nbytes else ""
-    steps = f" to read them, then {estimate.n_fits} fits{memory}" if estimate.n_fits else ""
-    note(f"{estimate.n_tokens:,} tokens: about {time}{steps}")
+    parts = f": {time(estimate.seconds)} to read them, {time(estimate.after)} for {estimate.n_fits} fits{memory}" if estimate.n_fits else ""
+    note(f"{estimate.n_tokens:,} tokens: about {whole}{parts}")
 
 
 def _table(title: str, columns: list[str], rows: list[list[str]]) -> None:

@@ -18,7 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 import moeoff
-from helpers.files import CALIBRATION_TEXTS
+from helpers.files import CALIBRATION_TEXTS, SMALL_TRACE
 from helpers.gate_events import random_recording
 from helpers.terminal import start_with_bars
 from moeoff.calibrate import profile_fit as module
@@ -30,10 +30,15 @@ from moeoff.cli.calibrate import calibrate as command
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor, hobbit, policy_names
+from moeoff.policies.base import FitSize
 from moeoff.policies.fate import CrossLayerGate
+from moeoff.policies.hobbit import MAX_EVENTS, Hobbit, fit_weights
 from moeoff.policies.router import Router
+from moeoff.policies.score import Score
 from moeoff.policies.strategy import fits
 from moeoff.sidecar.profile import Profile, profile_output, profile_path
+from moeoff.simulate import simulate
+from moeoff.trace import Trace
 
 
 def test_profile(calibrated):
@@ -268,6 +273,39 @@ def test_tells_what_it_takes_and_keeps_to_it(demo, tmp_path, monkeypatch):
         done = calibrate(model, text=CALIBRATION_TEXTS, tokens=4096, minutes=minutes, announce=told.append)
         assert done.n_tokens == told[-1].n_tokens <= 256 * n_sequences and told[-1].seconds == 2.0 * n_sequences
     assert [effort.nbytes for effort in told] == kept and min(measured) > 0
+
+
+def test_its_estimate_counts_the_fits(demo, tmp_path, monkeypatch):
+    """Those that are asked for, each as it says itself, and the replays that compare what was learned."""
+    model, told = shutil.copy(demo, tmp_path / "model.gguf"), []
+    monkeypatch.setattr("moeoff.calibrate.profile_fit.fit", lambda *_args: {})
+    for part, seconds in ((Hobbit, 100.0), (Score, 20.0), (get_predictor("learned"), 3.0)):
+        monkeypatch.setattr(part, "fit_seconds", classmethod(lambda cls, size, options, seconds=seconds: seconds))
+    monkeypatch.setattr(FitSize, "replay_seconds", lambda *_args, **_how: 1e-3)
+    for only, tokens in ((None, 1024), (["learned", "hobbit"], 1024), (None, 8192)):
+        calibrate(model, text=CALIBRATION_TEXTS, tokens=tokens, only=only, announce=told.append)
+    assert [estimate.after for estimate in told[:2]] == [123.0, 103.0] and [estimate.n_fits for estimate in told[:2]] == [9, 2]
+    compared = int(0.1 * told[2].n_tokens) * 12 * 3 * 4 * 1e-3  # hobbit, score and arc, learned and not, two sizes
+    assert 512 <= 0.1 * told[2].n_tokens and told[2].after == pytest.approx(123 + compared)
+
+
+def test_the_longest_fits_tell_their_time(monkeypatch):
+    """Hobbit counts events of replays, the others grow with what they learn from."""
+    trace, tried, clock = Trace.read(SMALL_TRACE), [], [0.0]
+    fit_weights(trace, lambda *args, **how: tried.append(1) or simulate(*args, **how), max_events=256)
+
+    def replay(trace, *_args, **_how):
+        clock[0] += 1e-4 * len(trace.events)
+
+    size = FitSize(trace, 10_000, 10_000, 64)
+    with monkeypatch.context() as faked:
+        faked.setattr("moeoff.policies.base.time.perf_counter", lambda: clock[0])
+        told = Hobbit.fit_seconds(size, FitOptions(replay=replay))
+    assert len(tried) / 2 < told / (1e-4 * MAX_EVENTS) < 2 * len(tried)
+    assert Hobbit.fit_seconds(size, FitOptions()) == 0.0
+    for part in (Score, get_predictor("learned")):
+        short, long = (min(part.fit_seconds(replace(size, n_tokens=n, n_inputs=n), FitOptions()) for _ in range(5)) for n in (512, 51_200))
+        assert 0 < 3 * short < long
 
 
 def test_the_fits_learn_from_as_many_tokens_as_there_is_room_for():
