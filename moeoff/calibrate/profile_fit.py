@@ -202,7 +202,8 @@ def _seconds_of_fits(model_index: ModelIndex, names: Sequence[str], hidden: int 
     options = FitOptions(seed, hidden or _cap(model_index, header.n_gates, header.n_experts, n_embd), replay=simulate)
     n_held = min(int(_HELD_SHARE * n_tokens), _MOST_HELD)
     seconds, learns = 0.0, fits()
-    for part in dict.fromkeys(part for part in (*POLICIES.values(), *PREDICTORS.values()) if any(part.fit == learns[name] for name in names)):
+    parts: list[type[Policy] | type[Predictor]] = [*POLICIES.values(), *PREDICTORS.values()]
+    for part in dict.fromkeys(part for part in parts if any(part.fit == learns[name] for name in names)):
         seconds += part.fit_seconds(size, options)
         if issubclass(part, Policy) and part.compared and n_held >= _LEAST_HELD:
             seconds += 2 * len(_COMPARED) * n_held * header.n_gates * size.replay_seconds(options, part.name)
