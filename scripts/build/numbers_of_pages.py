@@ -60,6 +60,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "workers at niceness 15": "fact: Ray's RAY_worker_niceness",
         "takes (2 x": "moeoff/ray.py: 2 * parallel",
         "health check of 10 s": "moeoff/ray.py: _ANSWERS = 10.0",
+        "mean over 30 seconds": "fact: Ray's look_back_period_s, unless given",
     },
     "docs/guides/serving.md": {
         "4,096 for each of them": "moeoff/budget/dry_load.py: DEFAULT_CTX = 4096",
