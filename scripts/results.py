@@ -30,6 +30,7 @@ FRONTIER = ROOT / "docs" / "img" / "frontier.svg"
 STOCK, PLAIN = "stock llama.cpp", "stock, plain"  # with its repacked kernels, and without
 BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 HEAD = ("command", "machine", "date", "commit")
+SPREAD = 1.1  # runs that are further apart stand beside their mean
 HELP = "Keep the tables as a data file for docs/results."
 
 
@@ -126,7 +127,10 @@ def bench_data(rows: list[dict]) -> dict:
 
     def cell(memory: int, strategy: str, key: str, form: str) -> str:
         row = found.get((memory, strategy))
-        return "" if row is None else (format(row[key], form) if row[key] is not None else row["error"])
+        if row is None or row[key] is None:
+            return row["error"] if row else ""
+        low, high = (min(row["samples_ts"]), max(row["samples_ts"])) if key == "avg_ts" else (row[key], row[key])
+        return format(row[key], form) + (f" ({low:{form}} to {high:{form}})" if high > SPREAD * low else "")
 
     columns = ["memory", *(f"`{s}`: tok/s" for s in strategies), f"`{first}`: MB read per token", f"`{first}`: of ceiling", f"`{first}`: peak RSS, MiB"]
     lines = []
@@ -181,6 +185,10 @@ def _gib(limit: str) -> str:
     return f"{int(n) / 1024:.1f} GiB" if unit == "MiB" else limit
 
 
+def _rounds(data: dict) -> str:
+    return data["command"].partition("--rounds ")[2].partition(" ")[0]
+
+
 def models_table() -> str:
     """Which model in how much memory at what speed."""
     rows = []
@@ -194,7 +202,7 @@ def models_table() -> str:
                 f"{size * 1e9 / 2**30:.1f} GiB",
                 _gib(tight[0]),
                 tight[column["`auto`: tok/s"]],
-                data["command"].partition("--rounds ")[2].partition(" ")[0],
+                _rounds(data),
                 tight[column[f"{STOCK}: tok/s"]] or "not measured",
             ]
         )
@@ -254,7 +262,7 @@ def chart(data: dict) -> str:
     bars = {"moeoff": ("`auto`: tok/s", "#2f81f7"), STOCK: (f"{STOCK}: tok/s", "#bf8700")}
     cells = {name: [row[table["columns"].index(column)] for row in table["rows"]] for name, (column, _) in bars.items()}
     scale = 400 / max(max(map(_number, column)) for column in cells.values())
-    height = 36 + 56 * len(table["rows"])
+    height = 60 + 56 * len(table["rows"])
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 {height}" width="680" height="{height}" role="img" '
         'font-family="sans-serif" font-size="14" fill="#6e7781">',
@@ -271,7 +279,8 @@ def chart(data: dict) -> str:
             out.append(
                 f'<rect x="200" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 14}">{cells[name][i]}</text>'
             )
-    return "\n".join([*out, "</svg>"]) + "\n"
+    said = f"moeoff in a limit: the median of {_rounds(data)} rounds; without a limit, and stock: one run each"
+    return "\n".join([*out, f'<text x="190" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
 
 def frontier(data: dict, name: str = "frontier-0.34") -> str:

@@ -27,7 +27,7 @@ NOT_PROSE = re.compile(r"^```.*?^```|^<!-- results .*?^<!-- end of results -->|^
 SOURCES: dict[str, dict[str, str]] = {
     "README.md": {
         "17.3 GiB: in 6.5 GiB": 'scripts/results.py: ("Qwen3-30B-A3B", 18.55)',
-        "moeoff 3.0 and stock llama.cpp 0.08; with all of it in memory 5.8 and 7.0": "data real-qwen3",
+        "moeoff 3.0, the median of three rounds, and stock llama.cpp 0.08 in one run; with all of it in memory 5.8 and 7.0": "data real-qwen3",
         "a disk of about 1.4 GiB/s": "data real-qwen3 / 1073.741824",
         "a context of 1,024": "scripts/research/speed.py: max(1024, ",
     },
