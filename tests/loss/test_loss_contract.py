@@ -103,6 +103,10 @@ def test_what_held_with_fewer_resident_holds_with_more():
     assert (chosen.tier, chosen.precision, chosen.estimated_loss) == ("original", Precision(tau=0.1, resident=0.25), 0.002)
     assert found.select(0.0005).precision.lossless and found.select(0.01, 0.5, lambda c: not c.tau).precision.lossless
     assert LossContract.from_section(found.to_section()) == found
+    version = found.to_section()["version"]
+    for other in (version + 1, version.astype(float), version[None]):
+        with pytest.raises(LookupError):
+            LossContract.from_section(found.to_section() | {"version": other})
     assert contract(replace(c[0], upper_loss=math.inf)).choose(0.5, 0.5) is None
 
 

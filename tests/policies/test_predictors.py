@@ -217,6 +217,25 @@ def test_selections():
     assert best_above(scores[:, :2]).shape == (6, 1)
 
 
+def test_parts_of_a_recording():
+    """A part has its own tokens, and those of its inputs and probabilities that are there; all parts together are the whole."""
+    whole = random_recording(60)
+    few = replace(whole, inputs=whole.inputs[10:50:2], kept=np.arange(10, 50, 2), probs=whole.probs[:35])
+    parts = [few.part(0, 20), few.part(20, 40), few.part(40, 60)]
+    assert [p.n_tokens for p in parts] == [20] * 3 and [len(p.probs) for p in parts] == [20, 15, 0]
+    assert [p.kept.tolist() for p in parts] == [[10, 12, 14, 16, 18], list(range(0, 20, 2)), [0, 2, 4, 6, 8]]
+    for name in ("tokens", "starts", "ids", "weights", "inputs", "probs"):
+        np.testing.assert_array_equal(np.concatenate([getattr(p, name) for p in parts]), getattr(few, name))
+    bare = replace(few, inputs=None, probs=None, kept=None).part(20, 40)
+    assert bare.inputs is None and bare.probs is None and len(bare.events()) == 80
+    events = [e for p in parts for e in p.events()]
+    for got, wanted in zip(events, few.events(), strict=True):
+        assert got.gate == wanted.gate and (got.ids == wanted.ids).all() and (got.weights == wanted.weights).all()
+        for a, b in ((got.probs, wanted.probs), (got.gate_input, wanted.gate_input)):
+            assert (a is None) == (b is None) and (a is None or (a == b).all())
+    np.testing.assert_array_equal([e.ids for e in few.events(5, 9)], [e.ids for e in few.events()[20:36]])
+
+
 def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Recording:
     rng = np.random.default_rng(seed)
     ids = np.array([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(t)], np.int32)

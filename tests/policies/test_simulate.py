@@ -15,8 +15,10 @@ from moeoff.engine.driver import Driver, PolicyUpdates
 from moeoff.gate_event import GateEvent, Observer
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import CacheShape, Policy, get_policy, policy_names
-from moeoff.simulate.simulator import simulate
-from moeoff.trace import TensorInfo, Trace, TraceHeader
+from moeoff.simulate import comparison
+from moeoff.simulate.comparison import compare, gap_recovered, recorded_reads
+from moeoff.simulate.simulator import Result, simulate
+from moeoff.trace import DEMAND_LEVEL, GATE_LEVEL, READ, TensorInfo, Trace, TraceHeader
 
 ONE = TraceHeader("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
 TWO = TraceHeader("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (g == 1 and m == 3)) for g in range(3) for m in (2, 1, 3)))
@@ -154,6 +156,68 @@ def test_exact_counts():
     for name, expected in counts.items():
         result = simulate(trace, name, arena)
         assert [int(result.gate_hits.sum()), int(result.gate_misses.sum()), result.evictions] == expected, name
+
+
+def test_a_result_as_a_dictionary():
+    """A layer that was used once has its own hit rate, and one that was not used has none of its hits."""
+    counts = {"gate_hits": np.array([1, 3, 0]), "gate_misses": np.array([0, 9, 0]), "evictions": 7, "bytes_read": 50, "miss_penalty": 2.5}
+    result = Result("score", 1000, 4, **counts, resident=np.zeros(1, bool), rerouted=2, skipped=1, decoded=8)
+    assert result.to_dict() == {
+        "strategy": "score",
+        "arena_bytes": 1000,
+        "tokens": 4,
+        "hit_rate": 4 / 13,
+        "evictions": 7,
+        "bytes_per_token": 12.5,
+        "miss_penalty_per_token": 0.625,
+        "rerouted_per_token": 0.5,
+        "skipped_per_token": 0.25,
+        "skipped_share": 0.125,
+        "hit_rate_by_layer": [1.0, 0.25, 0.0],
+    }
+
+
+def test_policies_compared_on_a_trace(monkeypatch):
+    """Between LRU and Belady's optimum, size by size; the gap is that size's own, and a picture has what the results have."""
+    trace = random_trace(ONE, 240)
+    small, half = ONE.full_bytes // 4, ONE.full_bytes // 2
+    results = compare(trace, ["decay", "lru"], [small, half, ONE.full_bytes])
+    assert [(r.policy, r.arena_bytes) for r in results] == [(p, a) for a in (small, half, ONE.full_bytes) for p in ("lru", "decay", "belady")]
+    for r in results:
+        again = simulate(trace, r.policy, r.arena_bytes)
+        assert (r.hit_rate, r.evictions, r.bytes_read) == (again.hit_rate, again.evictions, again.bytes_read)
+    lru, decay, belady = results[:3]
+    assert lru.hit_rate < decay.hit_rate < belady.hit_rate
+    assert gap_recovered(decay, results) == pytest.approx((decay.hit_rate - lru.hit_rate) / (belady.hit_rate - lru.hit_rate))
+    assert [gap_recovered(r, results) for r in (lru, belady)] == [0, 1]
+    assert gap_recovered(results[-2], results) is None  # where all fit, there is none
+    with pytest.raises(OptionError, match="no gate event"):
+        compare(Trace(ONE, [], np.zeros(0, bool)), ["decay"], [small])
+
+    drawn = []
+    monkeypatch.setattr(comparison, "save", lambda figure, path: drawn.append(figure.axes))
+    comparison.plot("p.svg", trace, results)
+    sizes, layers, heat = drawn[0][:3]
+    for name, line, of_layer in zip(("lru", "decay", "belady"), sizes.lines, layers.lines):
+        mine = [r for r in results if r.policy == name]
+        assert line.get_label() == of_layer.get_label() == name
+        np.testing.assert_allclose(line.get_xydata(), [(100 * r.arena_bytes / ONE.full_bytes, 100 * r.hit_rate) for r in mine])
+        np.testing.assert_allclose(of_layer.get_ydata(), 100 * np.array(mine[1].to_dict()["hit_rate_by_layer"]), atol=1e-4)
+    np.testing.assert_allclose(heat.images[0].get_array(), trace.counts() / trace.n_tokens)
+    comparison.plot_scores("p.svg", np.array([0.9, 0.1, 0.4, 0.4]), 0.3, 0.8)
+    np.testing.assert_allclose(drawn[1][0].lines[0].get_xydata(), [(0.1, 25), (0.4, 50), (0.4, 75), (0.9, 100)])
+
+
+def test_reads_of_the_recorded_runs():
+    """Those that failed count as none; what compute waited for is the demand's."""
+    trace = random_trace(ONE, 3)
+    assert recorded_reads(trace) is None
+    reads = np.zeros(5, READ)
+    reads["level"] = [DEMAND_LEVEL, GATE_LEVEL, GATE_LEVEL, GATE_LEVEL, DEMAND_LEVEL]
+    reads["result"], reads["version"] = [0, 0, 0, 0, 5], [0, 2, 0, 1, 1]
+    reads["wait_us"], reads["read_us"] = [9, 1, 3, 5, 100], [20, 10, 40, 30, 500]
+    found = recorded_reads(replace(trace, reads=reads, reads_lost=6))
+    assert found == {"reads": 4, "low": 2, "lost": 6, "late": 0.25, "median_wait_us": 4, "median_read_us": 25}
 
 
 def test_batches_larger_than_the_arena():
