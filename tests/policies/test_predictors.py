@@ -17,7 +17,7 @@ from moeoff.calibrate.record import batch_size, record, sequences
 from moeoff.errors import OptionError
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, edgemoe, get_predictor, promoe
+from moeoff.policies import PREDICTORS, FitOptions, Prediction, Predictor, edgemoe, fate, get_predictor, promoe
 from moeoff.policies.base import top_k
 from moeoff.policies.edgemoe import PRIOR, PRIOR_ONE, PRIOR_TWO, PairCounts, fit_first, fit_pairs
 from moeoff.policies.fate import best_above, shallow_boundary
@@ -234,6 +234,34 @@ def test_parts_of_a_recording():
         for a, b in ((got.probs, wanted.probs), (got.gate_input, wanted.gate_input)):
             assert (a is None) == (b is None) and (a is None or (a == b).all())
     np.testing.assert_array_equal([e.ids for e in few.events(5, 9)], [e.ids for e in few.events()[20:36]])
+
+
+def test_the_next_gate_is_fitted_layer_by_layer():
+    """Recall of every gate but the first, by brute force; what has no inputs has no fit, and no L."""
+    recording = random_recording()
+    arrays = get_predictor("gate").fit(recording)
+    for target in range(1, 4):
+        scores = recording.inputs[:, target - 1].astype(np.float32) @ recording.router.weights[target].T
+        best = np.argsort(-scores, axis=1)[:, :2]
+        right = np.mean([x in ids for row, ids in zip(best, recording.ids[:, target]) for x in row])
+        assert arrays["recall_raw"][target] == pytest.approx(right) and 0.3 < right < 1
+        assert arrays["recall_widened"][target] > 0 and arrays["cosine"][target] > 0.5
+    assert arrays["recall_raw"][0] == arrays["recall_norm"][0] == arrays["cosine"][0] == 0
+    bare = replace(recording, inputs=None, kept=None)
+    assert get_predictor("gate").fit(bare) is None
+    assert fate.ShallowFavoringARC.fit(bare) is None
+    assert fate.ShallowFavoringARC.fit(replace(bare, kept=np.arange(5))) is None
+
+
+@pytest.mark.parametrize("width", [8, promoe.COMPONENTS + 44])
+def test_features_have_mean_0_and_deviation_1(width):
+    rng = np.random.default_rng(0)
+    x = (rng.normal(size=(400, width)) * rng.uniform(0.2, 5, width) + rng.uniform(-9, 9, width)).astype(np.float32)
+    fold, shift = promoe._features(x)
+    features = x @ fold.T - shift
+    assert features.shape == (400, min(width, promoe.COMPONENTS))
+    np.testing.assert_allclose(features.mean(axis=0), 0, atol=1e-3)
+    np.testing.assert_allclose(features.std(axis=0), 1, atol=1e-3)
 
 
 def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Recording:

@@ -114,6 +114,20 @@ def test_gating_functions_differ(writer, folder):
     assert found == {"qwen3moe": SOFTMAX, "glm4moe": SIGMOID, "gpt-oss": SOFTMAX_WEIGHT, "deepseek4": SQRT_SOFTPLUS, "llama4": SIGMOID}
 
 
+@pytest.mark.parametrize("gating", [SOFTMAX, SIGMOID, SQRT_SOFTPLUS])
+def test_the_selection_bias_is_added_to_probabilities(gating):
+    """Where the choice is made before the function, there is none."""
+    rng = np.random.default_rng(0)
+    weight, bias, x = (rng.normal(size=shape).astype(np.float32) for shape in ((6, 4), (6,), (50, 4)))
+    router = Router([weight], [2], gating=gating, selection_bias=[bias])
+    logits = x @ weight.T
+    chosen = router.choose(0, x)
+    np.testing.assert_array_equal(chosen, np.argsort(-(router.gated(logits) + bias), axis=1, kind="stable")[:, :2])
+    assert (chosen != np.argsort(-(logits + bias), axis=1, kind="stable")[:, :2]).any()
+    early = Router([weight], [2], gating=gating, selection_bias=[bias], by_logits=True)
+    np.testing.assert_array_equal(early.choose(0, x), np.argsort(-logits, axis=1, kind="stable")[:, :2])
+
+
 def test_groups_by_brute_force():
     """DeepSeek V3: only the best groups by their two best experts take part, the selection bias counts for the choice alone."""
     rng = np.random.default_rng(3)
