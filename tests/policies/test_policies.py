@@ -649,3 +649,13 @@ def test_unknown_names():
         get_policy("fifo")
     with pytest.raises(OptionError, match="unknown predictor 'magic'; there are: activation-path, gate, stacked, "):
         get_predictor("magic")
+
+
+def test_a_resize_keeps_each_layers_order():
+    """The layer that is about to select, too: what it used last stays last to go."""
+    policy = get_policy("lru-layer")(SHAPE)
+    for event in random_events(20):
+        policy.update(event)
+    before = policy.priorities.argsort(axis=1, kind="stable")
+    policy.resize(SHAPE.capacity)
+    np.testing.assert_array_equal(policy.priorities.argsort(axis=1, kind="stable"), before)

@@ -264,6 +264,24 @@ def test_features_have_mean_0_and_deviation_1(width):
     np.testing.assert_allclose(features.std(axis=0), 1, atol=1e-3)
 
 
+def test_a_path_is_not_that_of_another_sequence():
+    """Of two sequences that take turns, the first layer's path begins anew, and a sequence's own goes on."""
+    recording = tiny()
+    arrays = get_predictor("activation-path").fit(recording)
+
+    def after(first: int, second: int) -> list[np.ndarray]:
+        predictor = get_predictor("activation-path")(recording.router, arrays)
+        events = recording.events(1, 3)
+        of = [replace(e, sequences=np.array([first if i < 3 else second])) for i, e in enumerate(events)]
+        found = [predictor.observe(e) for e in of[:4]]
+        return [p.scores for p in found[3]]
+
+    alone = get_predictor("activation-path")(recording.router, arrays)
+    new = [p.scores for p in alone.observe(replace(recording.events(2, 3)[0], sequences=np.array([1])))]
+    np.testing.assert_array_equal(after(0, 1), new)
+    assert not np.array_equal(after(1, 1), new)
+
+
 def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Recording:
     rng = np.random.default_rng(seed)
     ids = np.array([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(t)], np.int32)
