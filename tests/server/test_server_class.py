@@ -298,6 +298,17 @@ def test_a_long_conversation_outlives_strangers(demo):
             talk.append({"role": "assistant", "content": text})
 
 
+def test_a_conversation_that_nothing_keeps_stays_where_others_are_empty(demo):
+    """Without a prompt cache: another prompt, of which more than half is the conversation's beginning, takes an empty slot, if there is one."""
+    with Served(demo, memory="150M", n_ctx=2048, parallel=2, cache_ram=0, kv_disk=0, args=LONGER) as it:
+        first, other = words(1, 600), words(2, 30)
+        complete(it.url, first)
+        assert complete(it.url, first[:50] + other)["tokens_cached"] < 100
+        assert complete(it.url, first + other)["timings"]["cache_n"] > 590
+        complete(it.url, first[:50] + other[::-1])  # none is empty: that of the shorter prompt
+        assert complete(it.url, first + other[:5])["timings"]["cache_n"] > 590
+
+
 def metrics(url: str) -> dict[str, float]:
     lines = httpx.get(f"{url}/metrics", timeout=300).text.splitlines()
     return {name: float(value) for name, value in (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))}
