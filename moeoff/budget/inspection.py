@@ -185,6 +185,8 @@ def examine(
     rows = []
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
         share, fits = residence.share(bound), bound >= plan.floor
+        if rows and rows[-1].resident_share == 1 and bound != memory:
+            continue  # more gives no more
         read = expected_bytes(per_token, share, model_index.n_expert / max(model_index.n_expert_used, 1))
         tps = speed(read, disk.bytes_per_second, compute) if disk and compute and fits else None
         rows.append(MemoryOption(bound, round(share, 4), tps, fits, bound == memory))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -93,8 +92,7 @@ def _print(r: Report) -> None:
     console.print()
 
     bought = table("--memory", "experts in memory", *([f"tokens/s, {_about(r)}"] if r.disk else []))
-    holds_all = min((row.memory_bytes for row in r.budgets if row.resident_share == 1.0), default=math.inf)
-    for row in (row for row in r.budgets if row.memory_bytes <= holds_all or row.asked):  # more gives no more
+    for row in r.budgets:
         cells = [f"{-(-row.memory_bytes // MIB)}M", f"{row.resident_share:.0%}" if row.fits else "does not fit"]
         if r.disk:
             cells.append("" if row.tps is None else _rate(row.tps))

@@ -85,11 +85,11 @@ def test_what_is_in_the_cache_serves_whatever_it_weighs():
 
 
 def test_a_second_threshold_serves_low_what_lies_between():
-    caches = Caches(Rule(0.35, low_from=0.15), 1, 8, 0.25)
+    caches = Caches(Rule(0.35, low_from=0.15, low_room=0.5), 1, 8, 0.5)
     high, low = caches.decide(0, np.array([[5, 2, 7, 1]] * 2), np.repeat(WEIGHTS, 2, axis=0))
     np.testing.assert_allclose(high, [[0.4, 0, 0, 0]] * 2)
     np.testing.assert_allclose(low, [[0, 0.3, 0.2, 0]] * 2)
-    # of the second token all that is served is there: low versions have a cache of their own
+    # of the second token all that is served is there: two fit of each
     assert (caches.misses, caches.low_misses, caches.skipped, caches.uses) == (1, 2, 2, 8)
 
 

@@ -284,7 +284,8 @@ def test_its_estimate_counts_the_fits(demo, tmp_path, monkeypatch):
     monkeypatch.setattr(FitSize, "replay_seconds", lambda *_args, **_how: 1e-3)
     for only, tokens in ((None, 1024), (["learned", "hobbit"], 1024), (None, 8192)):
         calibrate(model, text=CALIBRATION_TEXTS, tokens=tokens, only=only, announce=told.append)
-    assert [estimate.after for estimate in told[:2]] == [123.0, 103.0] and [estimate.n_fits for estimate in told[:2]] == [9, 2]
+    assert [estimate.after for estimate in told[:2]] == [123.0, 103.0]
+    assert [estimate.n_fits for estimate in told[:2]] == [len(fits()), 2]  # other tests may have registered more
     compared = int(0.1 * told[2].n_tokens) * 12 * 3 * 4 * 1e-3  # hobbit, score and arc, learned and not, two sizes
     assert 512 <= 0.1 * told[2].n_tokens and told[2].after == pytest.approx(123 + compared)
 
