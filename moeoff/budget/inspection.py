@@ -182,7 +182,7 @@ def examine(
 
     residence = Residence(model_index, plan, keywords)
     budgets = [plan.floor] + [math.ceil(plan.fixed + share * plan.arena_full) for share in SHARES]
-    rows = []
+    rows: list[MemoryOption] = []
     for bound in sorted({-(-bound // MIB) * MIB for bound in budgets if bound >= plan.floor} | ({memory} if memory else set())):
         share, fits = residence.share(bound), bound >= plan.floor
         if rows and rows[-1].resident_share == 1 and bound != memory:
