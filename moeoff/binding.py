@@ -762,14 +762,14 @@ class StockLlama(_AnyLlama):
 
     Args:
         use_extra_bufts: repacked kernels, llama.cpp's default, which llama_cpp offers no option for.
-        cpu_moe: experts stay in the CPU's memory, as `--cpu-moe` of llama.cpp's programs has it, which it has no option for either.
+        overrides: where tensors go (`moeoff.native.tensor_overrides`), likewise; None: as llama.cpp has it.
 
     Attributes:
         decode_seconds: inside llama_decode so far.
     """
 
-    def __init__(self, model_path: str, *, use_extra_bufts: bool = True, cpu_moe: bool = False, **options: Any):
-        self._extra, self._cpu_moe, self.decode_seconds = use_extra_bufts, cpu_moe, 0.0
+    def __init__(self, model_path: str, *, use_extra_bufts: bool = True, overrides: Any = None, **options: Any):
+        self._extra, self._overrides, self.decode_seconds = use_extra_bufts, overrides, 0.0
         super().__init__(model_path, **options)
         decode = self._ctx.decode
 
@@ -782,12 +782,7 @@ class StockLlama(_AnyLlama):
 
     def _change_model_params(self, params: Any) -> None:
         params.use_extra_bufts = self._extra
-        if self._cpu_moe:
-            from .devices import buffer_types
-            from .gguf.model_index import EXPERT_PATTERN
-            from .native import tensor_overrides
-
-            self._overrides = tensor_overrides([(EXPERT_PATTERN, buffer_types()["CPU"])])  # which llama.cpp does not copy
+        if self._overrides is not None:  # kept here, since llama.cpp does not copy them
             params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..budget.disk_probe import IO_THREADS, DiskRate, probe
 from ..budget.dry_load import slice_kinds
-from ..gguf.model_index import ModelIndex
+from ..gguf.model_index import EXPERT_PATTERN, ModelIndex
 from ..memory import peak_rss
 from .job import COUNTERS, MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
 from .time_parts import TimeMeter
@@ -120,8 +120,11 @@ class _Engine:
             self.llm = self._moeoff = Llama(job.model, **options)
         else:
             from ..binding import StockLlama
+            from ..native import cpu_buffer_type, tensor_overrides
             from ..options import llama_keywords
 
+            if options.pop("cpu_moe", False):
+                options["overrides"] = tensor_overrides([(EXPERT_PATTERN, cpu_buffer_type())])
             self.llm = StockLlama(job.model, **llama_keywords(options))
         if self._moeoff is not None and job.preload and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
             load_everything(self._moeoff.engine.buffer)
