@@ -5,7 +5,7 @@ usage: cuda.py [-o dist/cuda] [--arch 90] [--arch 89 ...] [--toolkit-only]
 
 The toolkit is put together from NVIDIA's wheels, which pip downloads: compiler, headers, runtime, cuBLAS, of CUDA 13.0, which drivers from 580 on
 run. It lies in the cache (fork.py), in cuda/, as do source tree and objects of this build; one that was interrupted goes on from its last object. There are 141
-sources of kernels; six that were measured took nvcc 5 to 35 seconds of a core. CMAKE_BUILD_PARALLEL_LEVEL bounds how many are compiled at a time.
+sources of kernels. CMAKE_BUILD_PARALLEL_LEVEL bounds how many are compiled at a time.
 
 What differs from llama.cpp's own CUDA build, and why:
 
@@ -30,7 +30,7 @@ import sys
 from pathlib import Path
 
 import fork as tool
-from fork import Fork, ForkError, digest, say
+from fork import Fork, ForkError, digest
 from wheels import Outside, fork_wheel, run
 
 SMALL_CUBLAS = tool.ROOT / "scripts/bench/small_cublas.cu"
@@ -104,6 +104,7 @@ def cuda_cache() -> Path:
     return cache
 
 
+@tool.ends_in_words
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
@@ -112,20 +113,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--arch", action="append", help="compute capability, as 90 for sm_90; several of them make the library larger (default: 90)")
     parser.add_argument("--toolkit-only", action="store_true", help="put the toolkit together, print its folder, and compile nothing")
     options = parser.parse_args(arguments)
-    try:
-        if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-            raise ForkError("the toolkit's wheels are taken for Linux on x86-64 alone.")
-        cache = cuda_cache()
-        root = toolkit(cache)
-        if options.toolkit_only:
-            print(root)
-            return 0
-        options.output.mkdir(parents=True, exist_ok=True)
-        os.environ["CMAKE_ARGS"] = shlex.join([*settings(root, options.arch or ["90"]), *shlex.split(os.environ.get("CMAKE_ARGS", ""))])
-        print(fork_wheel(Fork.load(), cache, platform.machine(), "", options.output, OUTSIDE))
-    except ForkError as error:
-        say(f"error: {error}")
-        return 1
+    if (sys.platform, platform.machine()) != ("linux", "x86_64"):
+        raise ForkError("the toolkit's wheels are taken for Linux on x86-64 alone.")
+    cache = cuda_cache()
+    root = toolkit(cache)
+    if options.toolkit_only:
+        print(root)
+        return 0
+    options.output.mkdir(parents=True, exist_ok=True)
+    os.environ["CMAKE_ARGS"] = shlex.join([*settings(root, options.arch or ["90"]), *shlex.split(os.environ.get("CMAKE_ARGS", ""))])
+    print(fork_wheel(Fork.load(), cache, platform.machine(), "", options.output, OUTSIDE))
     return 0
 
 

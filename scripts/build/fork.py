@@ -775,6 +775,26 @@ def repin(old: Fork, version: str, sha256: str, look: bool) -> int:
     return 0
 
 
+def ends_in_words(main: Callable[[list[str] | None], int]) -> Callable[[list[str] | None], int]:
+    """A program's main function, with a sentence where it cannot go on, or is interrupted."""
+
+    @functools.wraps(main)
+    def ending(arguments: list[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except NoPage as reason:
+            say(f"There is no web page: {reason}.")
+        except ForkError as error:
+            say(f"error: {error}")
+        except KeyboardInterrupt:
+            say("interrupted; run it again to go on from here")
+            return 130
+        return 1
+
+    return ending
+
+
+@ends_in_words
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -794,37 +814,27 @@ def main(arguments: list[str] | None = None) -> int:
     other.add_argument("version")
     other.add_argument("sha256", help="of the release's sdist, as its page on the package index says")
     options = parser.parse_args(arguments)
-    try:
-        fork = Fork.load()
-        if options.command == "refresh":
-            print("\n".join(refresh(fork, options.dir)))
-            return 0
-        if options.command == "repin":
-            return repin(fork, options.version, options.sha256, options.look)
-        cache = cache_root()
-        if options.command == "build":
-            print((build_without_server if options.without_server else build)(fork, cache))
-        elif options.command in PROGRAMS:
-            print(program(fork, cache, options.command))
-        elif options.command == "page":
-            print(find_page(fork, cache, anew=True))
-        elif options.command == "tree":
-            make_tree(fork, pinned_sdist(fork, cache), options.dir)
-            print(options.dir)
-        elif failures := check(fork, pinned_sdist(fork, cache)):
-            print("\n".join(failures))
-            return 1
-        else:
-            print(f"{len(fork.patches)} patches and {len(fork.sources)} own files fit {fork.name} {fork.version}")
-    except NoPage as reason:
-        say(f"There is no web page: {reason}.")
+    fork = Fork.load()
+    if options.command == "refresh":
+        print("\n".join(refresh(fork, options.dir)))
+        return 0
+    if options.command == "repin":
+        return repin(fork, options.version, options.sha256, options.look)
+    cache = cache_root()
+    if options.command == "build":
+        print((build_without_server if options.without_server else build)(fork, cache))
+    elif options.command in PROGRAMS:
+        print(program(fork, cache, options.command))
+    elif options.command == "page":
+        print(find_page(fork, cache, anew=True))
+    elif options.command == "tree":
+        make_tree(fork, pinned_sdist(fork, cache), options.dir)
+        print(options.dir)
+    elif failures := check(fork, pinned_sdist(fork, cache)):
+        print("\n".join(failures))
         return 1
-    except ForkError as error:
-        say(f"error: {error}")
-        return 1
-    except KeyboardInterrupt:
-        say("interrupted; run it again to go on from here")
-        return 130
+    else:
+        print(f"{len(fork.patches)} patches and {len(fork.sources)} own files fit {fork.name} {fork.version}")
     return 0
 
 

@@ -181,20 +181,17 @@ def moeoff_wheel(cache: Path, output: Path) -> Path:
         return Path(shutil.copy2(wheel, output))
 
 
+@tool.ends_in_words
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=tool.ROOT / "dist", help="folder of the finished wheels (default: dist)")
     parser.add_argument("--arch", choices=sorted(LEVELS), default=platform.machine(), help="default: this machine's")
     options = parser.parse_args(arguments)
-    try:
-        options.output.mkdir(parents=True, exist_ok=True)
-        prefix = cross_compile(options.arch)
-        cache = tool.cache_root()
-        print(moeoff_wheel(cache, options.output))
-        print(fork_wheel(Fork.load(), cache, options.arch, prefix, options.output))
-    except ForkError as error:
-        say(f"error: {error}")
-        return 1
+    options.output.mkdir(parents=True, exist_ok=True)
+    prefix = cross_compile(options.arch)
+    cache = tool.cache_root()
+    print(moeoff_wheel(cache, options.output))
+    print(fork_wheel(Fork.load(), cache, options.arch, prefix, options.output))
     return 0
 
 
