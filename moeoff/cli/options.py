@@ -27,7 +27,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-_TYPED = "moeoff.typed"  # of a context: the words behind the command's name
+TYPED = "moeoff.typed"  # of a context: the words behind the command's name, for the command that an error gives
 _DIVIDED = "moeoff.divided"  # likewise, in the order in which they are read
 _LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
 _LONGEST_COMMAND = 160  # characters; a longer one is not repeated
@@ -43,7 +43,8 @@ class Command(click.Command):
         self.params.append(GroupedOption(["--debug"], group=group, is_flag=True, help="Show the traceback of an error."))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_DIVIDED], ctx.meta[_TYPED] = list(args), self.typed(args)
+        ctx.meta[_DIVIDED] = list(args)
+        ctx.meta.setdefault(TYPED, list(args))
         if ctx.resilient_parsing:  # as for completion
             return super().parse_args(ctx, args)
         self._refuse_one_dash(ctx, args)
@@ -56,10 +57,6 @@ class Command(click.Command):
             prompt = ", and a prompt behind -p" if any(param.name == "prompt" for param in self.params) else ""
             raise click.UsageError(f"{shlex.join(ctx.args)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
         return rest
-
-    def typed(self, args: list[str]) -> list[str]:
-        """The words as they were typed, for the command that an error gives."""
-        return list(args)
 
     def _refuse_one_dash(self, ctx: click.Context, args: Sequence[str]) -> None:
         """Refuses -memory 6G, which would be -m with the value emory."""
@@ -309,7 +306,7 @@ def sentence(error: BaseException) -> str:
     context = click.get_current_context(silent=True)
     if context is None:
         return in_flags(error)
-    typed, flags = context.meta.get(_TYPED, []), flags_as_typed(context)
+    typed, flags = context.meta.get(TYPED, []), flags_as_typed(context)
     params = _options_of(context)
     said = in_flags(error, flags)
     name = next((name for name, value in error.hint.items() if name in flags and value is not ...), None)
@@ -325,7 +322,7 @@ def _options_of(context: click.Context) -> dict[str, click.Option]:
 
 def flags_as_typed(context: click.Context) -> dict[str, tuple[str, str]]:
     """Of each option of the running command, the flag that was typed, or its longest, and the form of its value."""
-    typed = context.meta.get(_TYPED, [])
+    typed = context.meta.get(TYPED, [])
     return {name: (_as_typed(p, typed), p.metavar or name.upper()) for name, p in _options_of(context).items()}
 
 

@@ -20,7 +20,7 @@ from ..files import TEXT, atomic_file, demo_model, read_text, require_new
 from ..memory import DEFAULT_SHARE, format_size
 from ..options import TABLE, Sampling, table_of, with_gpu
 from .llama_cli import takes_llama_cli
-from .options import Command, command, files_beside, given_files, own, remark_on_context, takes, takes_model
+from .options import TYPED, Command, command, files_beside, given_files, own, remark_on_context, takes, takes_model
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -198,7 +198,7 @@ class _Serve(Command):
     names goes before one of a variable, and the rest of it, which comes later, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        self._typed = list(args)
+        ctx.meta[TYPED] = list(args)
         if not ctx.resilient_parsing:  # as for completion
             from ..server.arguments import of_environment, own_arguments
 
@@ -211,9 +211,6 @@ class _Serve(Command):
                 ours = [*theirs, *ours]
             args = [*model, *ours, *(["--", *variables, *others] if variables or others else [])]
         return super().parse_args(ctx, args)
-
-    def typed(self, args: list[str]) -> list[str]:
-        return self._typed
 
 
 @command(cls=_Serve)
