@@ -19,12 +19,11 @@ import numpy as np
 from ..errors import ModelError
 from ..files import open_file
 from .file import FileState, ModelFile, read_range, unpack
-from .quantize import is_computed, type_name
+from .quantize import I32, is_computed, type_name
 from .vocabulary import vocabulary_fault
 
 _T = TypeVar("_T", str, int)
 _DIFFUSION = ("llada-moe", "rnd1")  # those with routed experts
-_I32 = 26  # ggml's number
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
 _COPIES, _STRING = 4, 150  # of a value, and bytes for each string, as measured (3.4 of a text, 2.2 of numbers)
 _LONGEST_VALUE = 1 << 16  # bytes of metadata that are kept: what is longer is not about the architecture
@@ -325,7 +324,7 @@ def loaded_whole(path: str | os.PathLike[str]) -> tuple[int, int]:
     """
     part = _read_file(os.fspath(path), 0)
     for span in part.spans:
-        if span.type == _I32 or not is_computed(span.type):
+        if span.type == I32 or not is_computed(span.type):
             raise ModelError(f"{os.fspath(path)}: {span.name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert it again")
     return sum(span.nbytes for span in part.spans), part.header_memory
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ..errors import ModelError
 from .model_index import ModelIndex, count, parse_tensor_name
-from .quantize import is_computed, type_name
+from .quantize import I32, is_computed, type_name
 
 __all__ = ["preflight"]
 
@@ -27,7 +27,7 @@ _ELEMENTWISE = re.compile(
     r"|hc_(base|scale)|hc_\w+_(base|scale)|res_score|output_scale|_conv_base|(?<!_exps)\.scale$"
 )
 _ID_TABLES = re.compile(r"tid2eid|d2t|ordering")  # tensors of integers
-_F32, _I32 = 0, 26
+_F32 = 0
 
 
 def preflight(index: ModelIndex) -> None:
@@ -79,7 +79,7 @@ def _check_tensors(index: ModelIndex) -> None:
         path = index.files[span.file]
         if not is_computed(span.type):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, which ggml does not compute with: convert the model to another type")
-        if (span.type != _F32 and _ELEMENTWISE.search(name)) or (span.type == _I32 and not _ID_TABLES.search(name)):
+        if (span.type != _F32 and _ELEMENTWISE.search(name)) or (span.type == I32 and not _ID_TABLES.search(name)):
             raise ModelError(f"{path}: {name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert the model again")
         if name in index.experts and not parse_tensor_name(name).chunk and span.shape[2] != index.n_expert:
             raise ModelError(f"{path}: {name} holds {span.shape[2]} experts, expected the {index.n_expert} of expert_count")

@@ -24,11 +24,12 @@ from moeoff.errors import ModelError
 
 # GGML_TYPE_COUNT of the pinned ggml.h; the accessors do not check their argument in release builds, so we must.
 _N_TYPES = 43
+I32 = 26
 _F32, _F16, _BF16, _Q2_0 = 0, 1, 30, 42
 # Types that ggml_quantize_chunk aborts on: Q8_1, Q8_K (activations only), I8, I16, I32, I64, F64.
 _NOT_WRITTEN = frozenset({9, 15, 24, 25, 26, 27, 28})
 # Of these a model may hold I32 (tables of ids); no graph of llama.cpp computes with the others: F64 ends in a null pointer.
-_NOT_COMPUTED = _NOT_WRITTEN - {26}
+_NOT_COMPUTED = _NOT_WRITTEN - {I32}
 
 
 # typedef void (*ggml_to_float_t)(const void * x, float * y, int64_t k);

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import ModelError
 from ..gguf.model_index import EMBEDDING, ModelBytes, ModelIndex
-from ..gguf.quantize import dequantize, fits, quantize, type_from_name
+from ..gguf.quantize import I32, dequantize, fits, quantize, type_from_name
 
 __all__ = ["SIGMOID", "SOFTMAX", "SOFTMAX_WEIGHT", "SQRT_SOFTPLUS", "Router", "Rows", "gating_of", "matmul"]
 
@@ -27,7 +27,6 @@ _FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-n
 )
 _GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
 _NORMS = ("ffn_norm", "post_attention_norm", "attn_output_norm")  # what may stand before the router, first found
-_I32 = 26  # ggml's number
 _RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the quotient is noise
 
 
@@ -265,7 +264,7 @@ class _Tensors(ModelBytes):
             return None
         data = self.read(span.file, span.offset, span.nbytes, name)
         shape = [n for n in span.shape[::-1] if n != 1] or [1]
-        return np.frombuffer(data, np.int32).reshape(shape) if span.type == _I32 else dequantize(data, span.type, shape)
+        return np.frombuffer(data, np.int32).reshape(shape) if span.type == I32 else dequantize(data, span.type, shape)
 
 
 def matmul(x: np.ndarray, w: np.ndarray) -> np.ndarray:
