@@ -99,7 +99,8 @@ def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash
     if planned.returncode < 0:
         raise ModelError(f"{path}: llama.cpp cannot compute with this projector: it lacks a tensor, or is damaged: convert it again")
     if planned.returncode:
-        raise ModelError(f"{path}: what it needs cannot be planned: {planned.stderr.strip().splitlines()[-1]}")
+        _, _, last = planned.stderr.strip().rpartition("\n")
+        raise ModelError(f"{path}: what it needs cannot be planned: {last}")
     width, weights, computing, why = json.loads(planned.stdout.splitlines()[-1])
     if not width:
         why = " ".join((why.partition("': ")[2] or why).split())

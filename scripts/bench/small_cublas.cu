@@ -1,5 +1,5 @@
 // The part of cuBLAS that llama.cpp calls, for a trial that cannot bring cuBLAS itself (590 MB) along: products of any type in float32, by one kernel of 64 x 64
-// tiles. Slower than cuBLAS, by as much for everyone who is compared. llama.cpp comes here only with matrices that are not quantized, in batches of more
+// tiles. Not made to be fast: everyone who is compared has it. llama.cpp comes here only with matrices that are not quantized, in batches of more
 // than 16 tokens. No triangular solve: it answers "not supported", and no model with experts asks for it.
 // scripts/build/cuda.py compiles it; no GPU has run it yet, tests/build/test_cuda.py runs its arithmetic on the CPU.
 
