@@ -227,6 +227,11 @@ class ArenaSizer:
         if changes:
             self.resize()
 
+    def fill(self, n_tokens: int) -> None:
+        """Before states of so many tokens come into the KV cache, not by a batch: the cells that they take are taken back."""
+        if self._lender is not None and self._lender.advance(n_tokens):
+            self.resize()
+
     def after(self) -> None:
         """After it: what such batches leave untouched is lent, and the budget looked at."""
         if self._lender is not None and self.plan.arena < self.plan.arena_full and self._lender.narrow():

@@ -12,6 +12,7 @@ close_driver(), close()     before and after the model is freed
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import threading
 import weakref
@@ -115,7 +116,6 @@ class Engine:
         loaded: bytes of other files that will be loaded with the model.
         nextn: drafts are made with the model's next-token layers.
         unified: they share all of it, and have not a part of it each.
-        lends_state: nothing but what is decoded fills the KV cache, or `sizer.before` is told.
 
     Attributes:
         planned: memory as llama.cpp plans it before the model is loaded.
@@ -149,15 +149,14 @@ class Engine:
         kept: int = 0,
         loaded: int = 0,
         nextn: bool = False,
-        lends_state: bool = True,
         unified: bool = True,
     ):
         require_computable()
-        self._n_sequences, self._kept, self._loaded, self._nextn, self._lends_state = n_sequences, kept, loaded, nextn, lends_state
+        self._n_sequences, self._kept, self._loaded, self._nextn = n_sequences, kept, loaded, nextn
         self._unified = unified
         set_priority(config.priority)
         model_index = model_index or ModelIndex.read(config.model_path)
-        self.config, self.model_index = config, model_index
+        self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing = Timing()
         self.driver: Driver | None = None
         self._listener: Callable[[GateEvent], None] | None = None
@@ -333,7 +332,7 @@ class Engine:
         else:
             self.buffer.start(*self.sizer.arenas)
         self._ran, self._followed = True, self.plan.budget
-        self._moves, self._ends = config.context_shift, {}
+        self._ends = {}
         self._prompt_meter = PromptMeter(self.buffer, self.io_threads.n)
         if not precision.lossless:
             self.quality.use(precision)
@@ -343,8 +342,8 @@ class Engine:
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
         if self.config.repeatable or self.device_tier is not None or native.batch_memory(ctx, largest, False) is None:
             return None
-        state = (lambda n, gives_back: native.unused_state(ctx, n, gives_back)) if self._lends_state else (lambda _n, _gives_back: 0)
-        return Lender(lambda n, gives_back: native.batch_memory(ctx, n, gives_back), largest, state)
+        sizes, unused = functools.partial(native.batch_memory, ctx), functools.partial(native.unused_state, ctx)
+        return Lender(sizes, largest, unused)
 
     def attach_driver(self) -> None:
         """The strategy's policy and predictor; what their tables take, the experts lose."""

@@ -53,6 +53,7 @@ def _bytes_at(address: int | None, size: int) -> memoryview:
 Takes = CFUNCTYPE(None, POINTER(Prompt))
 Finds = CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))
 Reads = CFUNCTYPE(c_int, POINTER(Prompt))
+Fills = CFUNCTYPE(None, c_int32)
 
 
 class Hooks(Structure):
@@ -75,6 +76,7 @@ class Hooks(Structure):
         ("takes", Takes),
         ("finds", Finds),
         ("reads", Reads),
+        ("fills", Fills),
         ("page", c_char_p),
     ]
 

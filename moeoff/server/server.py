@@ -40,6 +40,7 @@ from .library import (
     After,
     Answered,
     Before,
+    Fills,
     Finds,
     Hooks,
     Keep,
@@ -71,6 +72,7 @@ _LONG = 256 << 10  # bytes that a request has taken
 _ABORTED = 2  # llama_decode's result for a graph that was ended
 _POOLING = "pooling_type"  # of a model that was made for embeddings
 _SAMPLER_BYTES = 12  # for each token of the vocabulary
+_CACHE_REUSE = ("--cache-reuse", "LLAMA_ARG_CACHE_REUSE")  # moves what is cached, as a context shift does
 _TEMPLATE_BYTES = 5 << 20  # of the program that runs chat templates, with an ordinary conversation
 _MANY = 1 << 18  # tokens of a vocabulary that is not known
 _serving = threading.Lock()  # llama-server keeps state in globals
@@ -91,7 +93,8 @@ class _ServedEngine(Engine):
     def __init__(self, config: Config, model_index: ModelIndex, options: ServerOptions, *, kept: int, loaded: int, nextn: bool):
         self._options = options
         unified, n = options.kv_unified, options.parallel or PARALLEL
-        super().__init__(config, model_index, n_sequences=n, kept=kept, loaded=loaded, nextn=nextn, lends_state=False, unified=unified)
+        super().__init__(config, model_index, n_sequences=n, kept=kept, loaded=loaded, nextn=nextn, unified=unified)
+        self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
 
     def _plan_more(self) -> None:
         room = (self.budget or available()) - self.planned.fixed
@@ -333,6 +336,7 @@ class Server:
                 Takes(self._takes),
                 Finds(self._finds),
                 Reads(self._reads),
+                Fills(self._guarded(self._fills, None)),
                 _PAGE.read_bytes(),
             )
             self._lib.moeoff_serve(len(self._argv), c_arguments(self._argv), ctypes.byref(hooks))
@@ -519,6 +523,12 @@ class Server:
             return 1
         np.ctypeslib.as_array(it.tokens, (it.n_tokens,))[:] = kept.tokens
         return 0
+
+    def _fills(self, n_tokens: int) -> None:
+        """A prompt comes back into the context."""
+        if self._ready.is_set():
+            with self._between:
+                self.engine.sizer.fill(n_tokens)
 
     def _answered(self, method: bytes, path: bytes, status: int, took: bytes) -> None:
         line = request_line(method.decode("utf-8", "replace"), path.decode("utf-8", "replace"), status, took.decode())

@@ -4,7 +4,9 @@ import json
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import numpy as np
 import pytest
 
@@ -224,6 +226,70 @@ def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
         assert llm.n_tokens == 20 + 128 * 12 and arena() <= plan.arena, "its place had been taken back"
         llm.clear_context()
         assert np.array_equal(logits(llm), expected)
+
+
+class Conversations:
+    """Prompts for a server, asked by number; what was lent of its KV cache when a batch was about to be computed, and of that what is not touched."""
+
+    N = 220  # tokens, of the 256 that the model was trained with
+
+    def __init__(self, server: moeoff.Server):
+        self._server, engine = server, server.engine
+        self.lent, self.arenas, self.fills = [], [], []
+        begin, fill, lender = engine.begin, engine.sizer.fill, engine.sizer._lender
+
+        def watched(*args):
+            untouched = lender and lender._unused_state(0, False)
+            begin(*args)
+            self.arenas.append(engine.buffer.stats().arena_bytes)
+            if lender:
+                self.lent.append((lender.state, untouched))
+
+        def filled(n_tokens):
+            self.fills.append(n_tokens)
+            fill(n_tokens)
+
+        engine.begin, engine.sizer.fill = watched, filled
+
+    def ask(self, seed: int, n: int = N, **more) -> list[int]:
+        body = {"prompt": tokens(n, seed), "n_predict": 8, "ignore_eos": True, "temperature": 0, "return_tokens": True}
+        return self.post("/completion", **body, **more)["tokens"]
+
+    def post(self, path: str, **body) -> dict:
+        answer = httpx.post(self._server.url + path, json=body, timeout=300)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+
+def test_experts_of_a_server_have_what_its_conversations_do_not_fill(grown, tmp_path):
+    """Prompts that come back from the prompt cache, or from a slot's file, take their cells back before they are written there."""
+    options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "n_threads": 2, "parallel": 8, "cache_ram": "64M", "kv_disk": 0}
+    turns = [(0, Conversations.N), *((seed, 30) for seed in range(1, 6)), (0, Conversations.N)]  # the first gives way, and comes back
+    with moeoff.Server(grown, port=0, expert_memory=2 * ROOM, **options) as server:
+        conversations = Conversations(server)
+        expected = [conversations.ask(*turn) for turn in turns]
+        assert Conversations.N < conversations.fills[0] < 256
+    with pytest.raises(moeoff.BudgetError) as refused:
+        moeoff.Server(grown, port=0, memory="10M", **options)
+    with moeoff.Server(grown, port=0, memory=refused.value.hint["memory"] + 2 * ROOM, args=["--slot-save-path", str(tmp_path)], **options) as server:
+        conversations, plan = Conversations(server), server.engine.plan
+        assert [conversations.ask(*turn) for turn in turns] == expected and Conversations.N in (n - 7 for n in conversations.fills)
+        most = max(conversations.arenas)
+        assert most - plan.arena >= min(0.8 * plan.state, 0.9 * (plan.arena_full - plan.arena))
+        conversations.ask(50, id_slot=3)
+        conversations.post("/slots/3?action=save", filename="kept")
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(conversations.ask, range(30, 38)))
+        filled = conversations.arenas[-1]
+        assert filled < most - 0.4 * plan.state
+        for slot in range(8):
+            conversations.post(f"/slots/{slot}?action=erase")
+        for seed in range(40, 44):
+            conversations.ask(seed, 30, id_slot=1)
+        assert conversations.arenas[-1] > filled + 0.2 * plan.state
+        assert conversations.post("/slots/3?action=restore", filename="kept")["n_restored"] > 0 and conversations.fills[-1] == 2048
+        conversations.ask(44, 30, id_slot=1)
+        assert all(lent <= untouched for lent, untouched in conversations.lent)
 
 
 def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):

@@ -50,6 +50,12 @@ const moeoff_server_hooks * server_host() {
     return server_hooks;
 }
 
+void server_fills(size_t n_tokens) {
+    if (server_hooks != nullptr) {
+        server_hooks->fills((int32_t) n_tokens);
+    }
+}
+
 bool server_keeps_prompts(size_t nbytes) {
     return server_hooks == nullptr || server_hooks->keep((int64_t) nbytes) == 0;
 }

@@ -156,6 +156,9 @@ void server_abandon(const std::unordered_set<int> & ids);
 // Prompts outside the context are about to take so many bytes in all, or no more any longer; false: there is not so much.
 bool server_keeps_prompts(size_t nbytes);
 
+// States of so many tokens are about to be written into the main context.
+void server_fills(size_t n_tokens);
+
 // A prompt falls out of the cache: the host may take it, and leaves an empty one.
 void server_prompt_drops(server_prompt_cache_state & state);
 

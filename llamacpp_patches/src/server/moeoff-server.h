@@ -77,6 +77,9 @@ struct moeoff_server_hooks {
     // Writes it to where found points now. Nonzero: it cannot be read.
     int (*reads)(const struct moeoff_prompt * found);
 
+    // States of so many tokens are about to be written into the context, not by a decode: they take cells of its KV cache as a batch of them would.
+    void (*fills)(int32_t n_tokens);
+
     const char * page; // what GET /moeoff answers, without a key: HTML that holds nothing of anybody's
 };
 
