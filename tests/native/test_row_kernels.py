@@ -169,22 +169,25 @@ def test_bits_of_vec_dot_on_arm(instructions, tree):
 
 
 @pytest.mark.parametrize("name", ["MXFP4", "Q4_0", "IQ4_NL"])
-def test_a_column_is_looked_at_in_little_time(name):
-    """Prompts multiply 16 rows with each column: what is done for a column as a whole, once for them, must not be what takes the time."""
+def test_a_column_is_looked_at_in_little_time(name, kernels_on):
+    """Prompts multiply 16 rows with each column: what is done for a column as a whole, once for them, takes less than converting it."""
     rng = np.random.default_rng(1)
     x = rng.standard_normal((64, 2880), np.float32)
 
-    def cost(n_rows: int) -> float:
-        """CPU seconds of a row."""
-        rows = quantized(rng.standard_normal((1, n_rows, x.shape[1]), np.float32), TYPES[name]).reshape(n_rows, -1)
-        times = []
-        for _ in range(20):
-            began = time.thread_time()
-            products(TYPES[name], rows, x)
-            times.append(time.thread_time() - began)
-        return min(times) / n_rows
+    def once() -> float:
+        """CPU seconds of the columns, whatever the number of rows."""
+        times = {}
+        for n_rows in (16, 256):
+            rows = quantized(rng.standard_normal((1, n_rows, x.shape[1]), np.float32), TYPES[name]).reshape(n_rows, -1)
+            for _ in range(20):
+                began = time.thread_time()
+                products(TYPES[name], rows, x)
+                times[n_rows] = min(times.get(n_rows, 1.0), time.thread_time() - began)
+        return times[16] - (times[256] - times[16]) * 16 / 240
 
-    assert cost(16) < 1.8 * cost(256)
+    ours = once()
+    native.use_row_kernels(False)
+    assert ours < 2 * once()
 
 
 def test_no_kernel_is_refused():
@@ -241,7 +244,7 @@ def test_dense_products(name, n_rows, backend):
         for tensor in weights:
             write(tensor, data)
         assert [ggml_api.is_dense(tensor) for tensor in weights] == [True, False]
-        for n_columns in (1, 2, 9):
+        for n_columns in (1, 2, 5, 7, 8, 9):
             with Context(6, 2) as graphs:
                 x = graphs.tensor(ggml_api.F32, 512, n_columns)
                 outputs = [graphs.mul_mat(tensor, x) for tensor in weights]

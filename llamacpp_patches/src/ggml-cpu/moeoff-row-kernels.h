@@ -71,7 +71,7 @@ inline int64_t n_streams(ggml_type type, int64_t n_cols, int64_t n_rows) {
     return wanted < most ? wanted : most;
 }
 
-// MUL_MAT of one column with dense weights of a model that an expert buffer serves
+// MUL_MAT of one column, or a few, with dense weights of a model that an expert buffer serves
 bool is_dense_product(const ggml_tensor * op);
 void dense_product(const ggml_compute_params * params, ggml_tensor * op);
 
