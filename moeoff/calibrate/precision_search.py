@@ -394,7 +394,7 @@ def search_precision(
         tier: the only one of the sidecar that is tried. Default: all of them.
         tokens: in all, as many from each text; each step computes all of them.
         minutes: that all of it may take, about: of text that is written as of the windows fewer tokens where more would take longer, but as many as an interval
-            needs; of own text more than OWN_TOKENS where time is left.
+            needs; of own text more than OWN_TOKENS where time is left. Too few for that are refused before it is measured.
         output: the profile; by default where opening the model finds it.
         announce: is told what writing the text and measuring will take, before each starts; an interrupted search has what it wrote and measured when
             it is called again.
@@ -402,7 +402,7 @@ def search_precision(
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
-        OptionError: no such tier, too little text.
+        OptionError: no such tier, too little text, too few minutes.
         ModelError: the model or profile is no good.
     """
     model = os.fspath(model)
@@ -462,8 +462,17 @@ def search_precision(
                 a_window, a_text = call(evaluator.time)
                 own = n_searches * OWN_TOKENS / (ctx - OPENING) * a_text
                 before = n_searches * len(QUANTILES) * _SAMPLE * a_window + own
-                passes = 1 + len(tiers) + n_searches * len(SHARES) * _EXPECTED_STEPS
-                n = max(int(min((end - time.monotonic() - before) / (passes * a_window), len(windows))), MIN_WINDOWS)
+                fixed = 1 + len(tiers)
+                passes = fixed + n_searches * len(SHARES) * _EXPECTED_STEPS
+                left = end - time.monotonic()
+                least = before + (fixed + n_searches * len(SHARES)) * MIN_WINDOWS * a_window
+                if least > left:
+                    enough_minutes = math.ceil((60 * minutes - left + least) / 60 / (1 if text else 1 - WRITING))
+                    raise OptionError(
+                        f"the fewest tokens that give an interval take about {least / 60:.1f} minutes, and {left / 60:.1f} of `minutes` are left",
+                        hint={"minutes": enough_minutes},
+                    )
+                n = max(int(min((left - before) / (passes * a_window), len(windows))), MIN_WINDOWS)
                 plan = {"n": np.array(n), "a_text": np.array(a_text), "own": np.array(own / n_searches), "seconds": np.array(before + passes * n * a_window)}
                 checkpoint.save(plan_name, plan)  # the same windows when it goes on
             n, a_text, own, seconds = int(plan["n"]), float(plan["a_text"]), float(plan["own"]), float(plan["seconds"])

@@ -276,13 +276,32 @@ def test_what_loses_more_on_own_text_is_given_up(tau_alone, text, tmp_path, monk
     assert all(c.kl * math.log(1.4) <= math.log(1.3) * boldest.kl for c in found.candidates)  # what would lose too much as well
 
 
-def test_few_minutes_take_fewer_tokens_and_steps(tau_alone, text, tmp_path):
+def test_few_minutes_take_fewer_tokens_and_steps(tau_alone, text, tmp_path, monkeypatch):
     """As few windows as an interval needs, of each share no second τ, and of own text no more than the least."""
     model, told = str(shutil.copy(tau_alone[0], tmp_path)), []
-    found = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=0.01, announce=told.append, **OPTIONS).contract
+    measure = RuleEvaluator.measure
+
+    def slow(self, *how):
+        found = measure(self, *how)
+        self.seconds = 60
+        return found
+
+    monkeypatch.setattr(RuleEvaluator, "time", lambda self: (1.0, 1.0))  # of which the least takes half a minute, and a second τ of each share more
+    monkeypatch.setattr(RuleEvaluator, "measure", slow)
+    found = search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=0.75, announce=told.append, **OPTIONS).contract
     assert found.n_windows == precision_search.MIN_WINDOWS
     assert [c.resident for c in found.candidates] == list(precision_search.SHARES)
-    assert told[0].seconds > 60 * 0.01  # and it says so
+    assert told[0].seconds > 45  # and it says so
+
+
+def test_too_few_minutes_are_refused_with_as_many_as_would_do(tau_alone, text, tmp_path, monkeypatch):
+    model, measured = str(shutil.copy(tau_alone[0], tmp_path)), []
+    monkeypatch.setattr(RuleEvaluator, "time", lambda self: (30.0, 100.0))
+    monkeypatch.setattr(RuleEvaluator, "measure", lambda *how: measured.append(how))
+    with pytest.raises(OptionError, match="the fewest tokens that give an interval take about .* minutes, and 15.0 of minutes are left") as refused:
+        search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=15, **OPTIONS)
+    least = (2 * 2 * 30 + 512 / (256 - OPENING) * 100 + 3 * 8 * 30) / 60
+    assert not measured and refused.value.hint["minutes"] == math.ceil(least)
 
 
 def test_what_is_written_is_bounded_too(tau_alone, tmp_path, monkeypatch):
