@@ -27,8 +27,8 @@ NOT_PROSE = re.compile(r"^```.*?^```|^<!-- results .*?^<!-- end of results -->|^
 SOURCES: dict[str, dict[str, str]] = {
     "README.md": {
         "17.3 GiB: in 6.5 GiB": 'scripts/results.py: ("Qwen3-30B-A3B", 18.55)',
-        "moeoff 3.0, the median of three rounds, and stock llama.cpp 0.08 in one run; with all of it in memory 5.8 and 7.0": "data real-qwen3",
-        "a disk of about 1.4 GiB/s": "data real-qwen3 / 1073.741824",
+        "moeoff 6.60 and stock llama.cpp 0.12; with all of it in memory 11.40 and 8.09": "data real-qwen3",
+        "shape, 17.3 GiB: random": 'scripts/results.py: ("Qwen3-30B-A3B", 18.55)',
         "a context of 1,024": "scripts/research/speed.py: max(1024, ",
     },
     "docs/guides/containers.md": {"takes 80 % of it": "moeoff/memory.py: DEFAULT_SHARE = 0.8"},
@@ -80,8 +80,7 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "docs/guides/start.md": {"takes 80 % of what is available": "moeoff/memory.py: DEFAULT_SHARE = 0.8"},
     "docs/guides/strategies.md": {
-        "within 3 % of it": "docs/results/real-sizes.md: 4.93 (4.93-4.93)",
-        "alone was 6 and 8 % faster": "docs/results/real-sizes.md: 2.46 (2.46-2.46)",
+        "faster by 1.02 (0.94 to 1.13)": "data real-qwen3-budgets",
         "p is 25 % for every model": "moeoff/policies/fate.py: P = 0.25",
         "and may be 0": "moeoff/policies/fate.py: return 0",
         "or 4 MiB of it": "moeoff/engine/expert_buffer.py: READ_CHUNK = 4 << 20",
