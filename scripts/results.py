@@ -275,7 +275,9 @@ def chart(name: str) -> str:
         out.append(f'<text x="190" y="{top + 26}" text-anchor="end">{_gib(group)}</text>')
         for j, (bar, (_, colour)) in enumerate(bars.items()):
             width, y = scale * float(cells[bar][i]), top + 21 * j
-            out.append(f'<rect x="200" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 14}">{cells[bar][i]}</text>')
+            out.append(
+                f'<rect x="200" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 14}">{cells[bar][i]}</text>'
+            )
     said = f"medians of {_rounds(read(name))} rounds; stock in a limit: one run"
     return "\n".join([*out, f'<text x="190" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
