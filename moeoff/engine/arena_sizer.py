@@ -206,7 +206,7 @@ class ArenaSizer:
         before = self.plan, self._grown
         try:
             self._divide(self.plan.budget, kept=nbytes)
-            self.fit_budget()
+            self.fit_budget(grows=nbytes < 0)  # what is reserved is not resident yet, and not free
         except BaseException:
             self._change(*before)
             raise
@@ -245,8 +245,8 @@ class ArenaSizer:
         trim()  # what a request took is free, and the C allocator would keep it from the experts
         self.fit_budget()
 
-    def fit_budget(self) -> None:
-        """If the rest of the process has grown into the reserve, the arenas shrink; where small batches leave more than half of it, they grow."""
+    def fit_budget(self, grows: bool = True) -> None:
+        """If the rest of the process has grown into the reserve, the arenas shrink; where small batches leave more than half of it, they grow, if they may."""
         if not self.plan.budget:
             return
         stats = self._buffer.stats()
@@ -254,7 +254,7 @@ class ArenaSizer:
         moves = free < -RESERVE // 4 and stats.arena_bytes > self.plan.arena_floor
         if free > 0 and self._lender is not None and self._lender.lent:
             free -= self._lender.needed  # as if none of it had been touched
-            moves = free > _WORTH and stats.arena_bytes < self.plan.arena_full
+            moves = grows and free > _WORTH and stats.arena_bytes < self.plan.arena_full
             if moves:  # nor slots that nothing has been read into, as of a warm start that a prompt has ended
                 free -= stats.arena_committed - self._buffer.resident_bytes()
                 moves = free > _WORTH
