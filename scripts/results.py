@@ -5,8 +5,8 @@ A data file says what was run, where, when and at which commit, and holds the ta
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
-from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models` and `reliability`
-gather one row from each of several data files, `recall` is a table's last column. The README's chart is drawn from the same data. Everything outside the blocks
+from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models`, `prose` and `reliability`
+gather rows from several data files, `recall` is a table's last column. The README's chart is drawn from the same data. Everything outside the blocks
 is written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
 """
 
@@ -184,8 +184,9 @@ def _gib(limit: str) -> str:
     return f"{int(n) / 1024:.1f} GiB" if unit == "MiB" else limit
 
 
-def _rounds(data: dict) -> str:
-    return data["command"].partition("--rounds ")[2].partition(" ")[0]
+def _said(data: dict, option: str) -> str:
+    """The value of an option of the command."""
+    return data["command"].partition(f"{option} ")[2].partition(" ")[0]
 
 
 def decode_speeds(name: str) -> dict[str, dict[str, str]]:
@@ -204,8 +205,35 @@ def models_table() -> str:
     for name, (model, size) in SHAPES.items():
         limit, speeds = next(iter(decode_speeds(name).items()))
         stock = next(speeds[contender] for contender in STOCK_IN_A_LIMIT if speeds.get(contender))
-        rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(limit), speeds["auto"], _rounds(read(name)), stock])
+        rows.append([model, f"{size * 1e9 / 2**30:.1f} GiB", _gib(limit), speeds["auto"], _said(read(name), "--rounds"), stock])
     return markdown({"columns": ["model's shape", "file", "memory", "moeoff, tok/s", "median of rounds", f"{STOCK}, tok/s, one round"], "rows": rows})
+
+
+PROSE = {  # of docs/results/real-sizes.md, measured by the script that speed.py replaced
+    "prose-qwen3": "Qwen3-30B-A3B",
+    "prose-qwen3-long": "Qwen3-30B-A3B",
+    "prose-qwen3-budgets": "Qwen3-30B-A3B",
+    "prose-gpt-oss": "gpt-oss-20b",
+    "prose-deepseek": "DeepSeek-V2-Lite",
+    "prose-mixtral": "Mixtral 8x7B",
+    "prose-glm": "GLM-4.5-Air",
+}
+
+
+def prose_table() -> str:
+    """Of English prose the speed of each strategy, in each limit."""
+    strategies, rows = ("auto", "score", "lru"), []
+    for name, model in PROSE.items():
+        data = read(name)
+        runs = next(t for t in data["tables"] if t["name"] == "runs")
+        at = runs["columns"].index("decode tok/s")
+        found = {row[0]: row[at] for row in runs["rows"]}
+        for limit in dict.fromkeys(title.partition(", ")[2] for title in found if title.startswith("moeoff auto")):
+            speeds = [found.get(f"moeoff {strategy}, {limit}", "") for strategy in strategies]
+            rows.append([model, _gib(limit), _said(data, "--n-decode"), _said(data, "--rounds"), *speeds, data["date"]])
+    return markdown(
+        {"columns": ["model's shape", "memory", "tokens", "rounds", *(f"`{strategy}`, tok/s" for strategy in strategies), "measured"], "rows": rows}
+    )
 
 
 SCENARIOS = {  # of docs/results/reliability.md: what is done
@@ -252,7 +280,7 @@ def recall_table() -> str:
     return markdown({"columns": ["", "recall at k, %"], "rows": [[row[0], row[at]] for row in table["rows"]]})
 
 
-GATHERED = {"models": models_table, "reliability": reliability_table, "recall": recall_table}
+GATHERED = {"models": models_table, "prose": prose_table, "reliability": reliability_table, "recall": recall_table}
 
 
 def chart(name: str) -> str:
@@ -278,7 +306,7 @@ def chart(name: str) -> str:
             out.append(
                 f'<rect x="200" y="{y}" width="{width:.1f}" height="18" fill="{colour}"/><text x="{206 + width:.1f}" y="{y + 14}">{cells[bar][i]}</text>'
             )
-    said = f"medians of {_rounds(read(name))} rounds; stock in a limit: one run"
+    said = f"medians of {_said(read(name), '--rounds')} rounds; stock in a limit: one run"
     return "\n".join([*out, f'<text x="190" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
 

@@ -292,6 +292,17 @@ def test_experts_of_a_server_have_what_its_conversations_do_not_fill(grown, tmp_
         assert all(lent <= untouched for lent, untouched in conversations.lent)
 
 
+def test_a_server_that_moves_what_is_cached_gets_all_of_it_back_first(grown):
+    """With --cache-reuse llama-server moves keys, in every cell, when a prompt goes on as another one did behind a gap."""
+    options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "n_threads": 2, "parallel": 1, "cache_ram": 0, "kv_disk": 0}
+    with moeoff.Server(grown, port=0, memory="1G", args=["--cache-reuse", "16"], **options) as server:
+        conversations = Conversations(server)
+        text = tokens(200)
+        for prompt in (text, text[:40] + text[80:]):
+            conversations.post("/completion", prompt=prompt, n_predict=2, ignore_eos=True, temperature=0)
+        assert conversations.lent[0][0] > 0 and 0 in [lent for lent, _ in conversations.lent]
+
+
 def test_slots_that_nothing_was_read_into_are_no_room(grown, monkeypatch):
     """As of a warm start that a prompt has ended: what they do not hold is not what the process does not need."""
     options = OPTIONS | {"n_batch": 64, "n_ubatch": 64, "n_ctx": 256}  # little to lend: the arena stays far below what could fill
