@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..cpu import n_cores
@@ -126,7 +126,8 @@ class Residence:
 
     def _with_batches_of(self, n_tokens: int) -> MemoryPlan:
         if n_tokens not in self._plans:
-            self._plans[n_tokens] = dry_load(self._model_index, self._usual.n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens})
+            planned = dry_load(self._model_index, self._usual.n_ctx, self._keywords | {"n_batch": n_tokens, "n_ubatch": n_tokens})
+            self._plans[n_tokens] = replace(planned, process=self._usual.process)  # planning takes memory itself
         return self._plans[n_tokens]
 
     def _unused_state(self) -> int:

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..bench.job import Sample, TokenStream, read_text
+from ..bench.job import Sample, TokenStream, read_text, usual_text
 from ..bench.rows import ceiling_share
 from ..bench.worker import disk_rate
 from ..budget.disk_probe import DiskRate
@@ -80,12 +80,13 @@ def record(
     """
     model_index = ModelIndex.read(model)
     model_index.require_text()
-    words = read_text(text)
+    words = None if text is None else read_text(text)
     options = {"n_ctx": context_for(model_index, n_prompt + n_decode)} | options
     with tempfile.TemporaryDirectory(prefix="moeoff-report-") as folder:
         path = os.path.join(folder, "session.trace")
         with Llama(model, memory=memory, trace=path, **options) as llm:
-            stream = TokenStream(llm, words, llm.adds_bos())
+            # the usual text takes memory to be read, and is nobody's mistake: what the model needs is planned without it
+            stream = TokenStream(llm, words or usual_text(), llm.adds_bos())
             tokens = stream.take(n_prompt + n_decode, first=True)
             llm.eval(tokens[:n_prompt])
             llm.engine.buffer.drain()

@@ -12,6 +12,7 @@ import pytest
 
 import cgroup
 import moeoff
+from helpers.processes import in_process_of_its_own
 from moeoff.binding import api
 from moeoff.engine import arena_sizer
 from moeoff.engine.arena_sizer import CELLS, LEAST, Lender
@@ -192,6 +193,10 @@ def resident(llm: moeoff.Llama) -> int:
 @pytest.mark.parametrize("flash_attn", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_experts_have_what_the_conversation_does_not_fill(grown, flash_attn):
     """Of a long context's KV cache, until it gets there; without flash attention of its keys alone."""
+    in_process_of_its_own(converse, grown, flash_attn)
+
+
+def converse(grown, flash_attn):
     options = {"n_ctx": 2048, "n_ubatch": 128, "n_batch": 128, "flash_attn": flash_attn}
     with moeoff.Llama(grown, memory="4G", **options) as llm:
         fixed = llm.engine.plan.fixed
