@@ -9,13 +9,16 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from ctypes import POINTER, Structure, c_bool, c_int, c_int64, c_size_t, c_uint8, c_void_p
+from pathlib import Path
 
 from .._abi import function
 from ..gguf.model_index import ModelIndex, TensorSpan
+from ..memory import available
 from ..threads import bound_pool
 
 _F32 = 0
-_BYTES = 96 << 20  # of weights, so that no cache of the CPU holds them
+_BYTES = 96 << 20  # of weights, at least
+_MOST_BYTES = 512 << 20
 _NODES = 1500  # of a graph, which has room for 2048
 _ORDINARY = 0x38  # a byte of which F32, F16, BF16 and the scales of all types are ordinary numbers: zeros are slow where a scale is tiny, as MXFP4's then is
 
@@ -47,10 +50,20 @@ _set_threadpool = function("ggml_backend_cpu_set_threadpool", None, c_void_p, c_
 _compute = function("ggml_backend_graph_compute", c_int, c_void_p, c_void_p)
 
 
+def _uncached_bytes() -> int:
+    """Of weights, so many that no cache of the CPU holds them, as none holds a model's."""
+    try:
+        cache = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
+        largest = int(cache.removesuffix("K")) << 10
+    except (OSError, ValueError):  # there is none, or it is not said
+        largest = 0
+    return min(max(_BYTES, largest), _MOST_BYTES, max(_BYTES, available() // 8))
+
+
 def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0) -> float:
     """Seconds of computing that a token takes, once everything is in memory: of each type of weights the shortest of what was tried for `seconds`, by its bytes."""
     products = _products(model_index)
-    every = sum(nbytes for *_, nbytes in products)
+    every, timed = sum(nbytes for *_, nbytes in products), _uncached_bytes()
     with ExitStack() as stack:
         backend = _cpu_init()
         stack.callback(_backend_free, backend)
@@ -63,7 +76,7 @@ def token_seconds(model_index: ModelIndex, n_threads: int, seconds: float = 1.0)
         for kind in {kind for kind, *_ in products}:
             of_kind = [product for product in products if product[0] == kind]
             total = sum(nbytes for *_, nbytes in of_kind)
-            graph, shown = _graph(stack, of_kind, _BYTES * total // every)
+            graph, shown = _graph(stack, of_kind, timed * total // every)
             graphs.append(graph)
             wholes.append(total / shown)
         times: list[list[float]] = []  # of the types in turn, so that none finds its weights in a cache
@@ -86,8 +99,8 @@ def _graph(stack: ExitStack, products: Sequence[_Product], nbytes: int) -> tuple
         shown += size
     buffer = _alloc(context, _cpu_buffer_type())
     stack.callback(_buffer_free, buffer)
-    _clear(buffer, _ORDINARY)
     _adopt_dense(buffer)
+    _clear(buffer, _ORDINARY)
     return graph, shown
 
 

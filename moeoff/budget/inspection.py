@@ -20,9 +20,9 @@ from .micro_batch import LEAST, USUAL, choose_within, recall_rates
 PROBE_SECONDS = 2.0
 SHARES = (0.1, 0.25, 0.5, 0.75, 1.0)
 _FILLED = 128  # tokens of the context, of a short question and its answer: what is behind them is lent to the experts
-_BESIDE = 1.25  # times the products alone take: what is between them; threads that sleep and wake, driver and reads while experts come and go
-_SEEN = 0.5  # of the time that reading takes: the rest passes while other experts are computed
-_LEAST_SEEN = 0.75  # of it, where computing is nothing: the disk of a run rests between tokens, and that of the probe never does
+_BESIDE = 1.1  # times the products alone take: what is between them; threads that sleep and wake, driver and reads while experts come and go
+_HIDDEN = 0.5  # of the time that reading takes, at most: it passes while other experts are computed
+_HIDES = 0.7  # of the time that computing takes, at most: reading waits for what the gates choose
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def speed(nbytes: float, bytes_per_second: float, compute_seconds: float) -> flo
     if not nbytes:
         return 1 / compute_seconds
     reading = nbytes / bytes_per_second
-    return 1 / max(_BESIDE * compute_seconds + _SEEN * reading, _LEAST_SEEN * reading)
+    return 1 / (_BESIDE * compute_seconds + reading - min(_HIDDEN * reading, _HIDES * compute_seconds))
 
 
 class Residence:

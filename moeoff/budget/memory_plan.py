@@ -155,15 +155,15 @@ _USUAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral
 
 
 def expected_bytes(nbytes: float, resident: float, choice: float = _USUAL_CHOICE) -> float:
-    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident. Tokens come back to their experts: misses are
-    (1 - resident) squared where a token uses an eighth of the experts or more, and to the fourth where it uses a sixteenth, because the same share then
-    holds twice as many tokens' experts (docs/results: cache-policies.md, real-sizes.md).
+    """Bytes that a token reads of `nbytes` that it uses, if this share of the experts is resident. Tokens come back to their experts, the more often the
+    fewer of a layer they use: of what a share of the experts would miss by chance they miss one part in 1 + returns * resident. The returns are fitted to
+    docs/results: cache-policies.md, real-sizes.md, from which a test takes that they tell what was missed there.
 
     Args:
         choice: experts of a layer for each that a token uses.
     """
-    missed: float = max(1.0 - resident, 0.0) ** min(max(choice / 4.0, 2.0), 6.0)
-    return nbytes * missed
+    returns = min(max(1.1 * choice - 6.0, 0.0), 8.0)
+    return nbytes * max(1.0 - resident, 0.0) / (1.0 + returns * resident)
 
 
 @dataclass(frozen=True)

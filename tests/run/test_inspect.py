@@ -3,7 +3,9 @@
 import compileall
 import itertools
 import json
+import os
 import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -112,7 +114,7 @@ def test_bench_has_the_context_of_a_run(demo, moeoff_command):
 
 def test_speed():
     assert speed(0, 1e6, 0.25) == 4
-    assert speed(1000, 1e6, 1e-6) == pytest.approx(1000 / 0.75) and speed(1000, 1e6, 0.01) < 100
+    assert speed(1000, 1e6, 1e-6) == pytest.approx(1000, rel=0.01) and speed(1000, 1e6, 0.01) < 100
     assert speed(100, 1e6, 1e-3) > speed(900, 1e6, 1e-3)
 
 
@@ -144,13 +146,13 @@ def test_speeds_that_were_measured_are_told_from_their_bytes():
 
 def test_misses_that_were_measured_are_told_from_the_share():
     """Of docs/results: replays of the demo model's text, and of published models' answers, whose first uses of an expert are misses, too."""
-    for name, table, strategy, choice in (("cache-policies", None, "score", 8), ("published-traces", "qwen3-30b-a3b", "score", 128 / 6),
-                                          ("published-traces", "gemma-4-26b-a4b", "score", 128 / 6)):  # fmt: skip
+    for name, table, strategy, choice in (("cache-policies", None, "score", 8), ("published-traces", "qwen3-30b-a3b", "score", 128 / 8),
+                                          ("published-traces", "gemma-4-26b-a4b", "score", 128 / 8)):  # fmt: skip
         for found in (t for t in results.read(name)["tables"] if table in (None, t["name"])):
             row = next((row for row in found["rows"] if row[0].startswith(strategy)), None)
             for column, cell in zip(found["columns"][1:], row[1:] if row else ()):
                 missed = 1 - float(re.match(r"[\d.]+", cell)[0]) / 100
-                assert expected_bytes(1.0, float(column.split()[0]) / 100, choice) == pytest.approx(missed, abs=0.17), (found["name"], column)
+                assert expected_bytes(1.0, float(column.split()[0]) / 100, choice) == pytest.approx(missed, abs=0.09), (found["name"], column)
 
 
 def test_one_budget(demo, moeoff_command):
@@ -232,7 +234,25 @@ def test_computing_is_reckoned_type_by_type(demo, monkeypatch):
     monkeypatch.setattr(compute_probe, "_graph", graph)
     monkeypatch.setattr(compute_probe, "_seconds", lambda _, kind: shown[kind] / rates[kind])
     assert compute_probe.token_seconds(ModelIndex.read(demo), 1, 0.0) == pytest.approx((8 << 28) / 4e9 + (999 << 20) / 1e9)
-    assert sum(shown.values()) <= compute_probe._BYTES
+    assert sum(shown.values()) <= compute_probe._uncached_bytes()
+
+
+KERNELS = """
+import moeoff
+from moeoff.budget import compute_probe
+compute_probe._products = lambda _: [(12, 2048, 768, 884736)] * 400  # an expert's matrix of Q4_K
+print(compute_probe.token_seconds(None, 1))
+"""
+
+
+@pytest.mark.perf
+def test_computing_is_timed_with_the_kernels_of_a_run():
+    """Row kernels are for weights of a model that is loaded beside an expert buffer, and for the probe's."""
+    seconds = {"on": [], "off": []}
+    for wish in ("on", "off", "on", "off"):
+        done = subprocess.run([sys.executable, "-c", KERNELS], capture_output=True, text=True, check=True, env=os.environ | {"MOEOFF_ROW_KERNELS": wish})
+        seconds[wish].append(float(done.stdout))
+    assert min(seconds["on"]) < 0.8 * min(seconds["off"]), seconds
 
 
 def test_what_is_timed_lies_in_the_middle_of_a_model(demo):

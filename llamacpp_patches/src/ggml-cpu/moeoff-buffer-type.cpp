@@ -67,13 +67,13 @@ static void advise_huge_pages(ggml_backend_buffer_t buffer) {
 static void dense_reset(ggml_backend_buffer_t) {}
 
 void adopt_dense(ggml_backend_buffer_t buffer) {
-    if (loading && buffer) {
-        advise_huge_pages(buffer);
-        if (!buffer->iface.reset) {
-            buffer->iface.reset = dense_reset;
-        }
+    advise_huge_pages(buffer);
+    if (!buffer->iface.reset) {
+        buffer->iface.reset = dense_reset;
     }
 }
+
+bool is_loading() { return loading != nullptr; }
 
 bool is_dense(const ggml_tensor * t) {
     return t->buffer && t->buffer->iface.reset == dense_reset;

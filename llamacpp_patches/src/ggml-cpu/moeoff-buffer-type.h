@@ -22,7 +22,9 @@ const tensor * reserved_tensor(const ggml_tensor * t);
 // the token embedding behind t, or nullptr
 embedding * reserved_embedding(const ggml_tensor * t);
 
-// a buffer with dense weights of the model that this thread loads; nothing while none is loaded
+// whether this thread loads a model beside an expert buffer
+bool is_loading();
+// a buffer with dense weights of such a model, before they are in it: their products are computed by row kernels
 void adopt_dense(ggml_backend_buffer_t buffer);
 // whether t lies in such a buffer
 bool is_dense(const ggml_tensor * t);

@@ -9,6 +9,8 @@
 
 bool moeoff_on_disk(const ggml_tensor * tensor) { return moeoff::is_reserved(tensor); }
 
+bool moeoff_is_loading(void) { return moeoff::is_loading(); }
+
 void moeoff_adopt_dense(ggml_backend_buffer_t buffer) { moeoff::adopt_dense(buffer); }
 
 void * moeoff_gate_of(const ggml_tensor * tensor) {

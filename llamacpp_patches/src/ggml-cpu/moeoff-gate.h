@@ -14,7 +14,9 @@ extern "C" {
 
 // whether nothing lies at the tensor's address: it is read from the file when it is used
 MOEOFF_API bool   moeoff_on_disk(const struct ggml_tensor * tensor);
-// a buffer with dense weights of the model that this thread loads beside an expert buffer; no other is touched
+// whether this thread loads a model beside an expert buffer
+MOEOFF_API bool   moeoff_is_loading(void);
+// a buffer with dense weights of such a model, before they are in it: their products are computed by row kernels
 MOEOFF_API void   moeoff_adopt_dense(ggml_backend_buffer_t buffer);
 // the gate that a tensor of reserved experts belongs to (stable while the model lives), or NULL for any other tensor
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);

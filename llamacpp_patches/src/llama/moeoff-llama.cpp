@@ -41,7 +41,7 @@ bool moeoff_stays_on_disk(const ggml_tensor * tensor) {
     if (moeoff_on_disk(tensor)) {
         return true;
     }
-    if (tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) { // without data it is mapped
+    if (moeoff_is_loading() && tensor->buffer && tensor->data && ggml_backend_buffer_is_host(tensor->buffer)) { // without data it is mapped
         moeoff_adopt_dense(tensor->buffer);
     }
     return false;
