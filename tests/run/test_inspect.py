@@ -238,7 +238,7 @@ def test_computing_is_reckoned_type_by_type(demo, monkeypatch):
 
 
 KERNELS = """
-import moeoff
+import moeoff.native
 from moeoff.budget import compute_probe
 compute_probe._products = lambda _: [(12, 2048, 768, 884736)] * 400  # an expert's matrix of Q4_K
 print(compute_probe.token_seconds(None, 1))
