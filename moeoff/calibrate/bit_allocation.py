@@ -16,6 +16,7 @@ import contextlib
 import json
 import os
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -127,7 +128,7 @@ class Planner:
         tokens: in all, as many from each text.
         folder: for the sidecar, as large as all types together. Default: of temporary files.
         progress: told what is being done, how much of it is done and how much there is.
-        announce, warn: as of `calibrate`, about the text that the model writes.
+        announce, warn: as of `calibrate`: about the text that the model writes, and what the plan will take, as the lossless model's windows took.
         **options: of `moeoff.Llama`: memory, n_threads, ...
 
     Raises:
@@ -163,13 +164,19 @@ class Planner:
         try:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-", dir=self._folder))
             tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
-            made = convert(self._model, output=out, tiers=tiers, progress=lambda done, total: self._tell("converting", done, total))
             self._checkpoint = Checkpoint(f"{self.model_index.identity}-bits", {"moeoff": __version__, "tokens": self._tokens}, self._warn)
             how = {name: value for name, value in self._options.items() if name != "flash_attn"}
             with texts_or_written(
                 self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, announce=self._announce, **how
             ) as files:
-                self.trial = self.trial_on(Sidecar(made.path), files, max(self._tokens // (self._ctx * len(files)), 1))
+                started = time.monotonic()
+                windows, reference = self._lossless(files, max(self._tokens // (self._ctx * len(files)), 1))
+                each = time.monotonic() - started
+            if self._announce:
+                converting = convert(self._model, output=out, tiers=tiers, dry_run=True).seconds
+                self._announce(CalibrationEstimate(len(windows) * self._ctx, self._evaluations() * each, 0, after=converting))
+            made = convert(self._model, output=out, tiers=tiers, progress=lambda done, total: self._tell("converting", done, total))
+            self.trial = Trial(self._model, Sidecar(made.path), windows, reference, **self._options)
         except BaseException:
             self._stack.close()
             raise
@@ -182,11 +189,18 @@ class Planner:
 
     def trial_on(self, sidecar: Sidecar, text: Sequence[str | os.PathLike[str]], chunks: int | None) -> Trial:
         """The same trials on these texts; it lasts as long as the planner."""
+        return Trial(self._model, sidecar, *self._lossless(text, chunks), **self._options)
+
+    def _lossless(self, text: Sequence[str | os.PathLike[str]], chunks: int | None) -> tuple[list[Window], Reference]:
         with open_model(self._model, self._ctx, experts=False, **self._options) as llm:
             windows = read_windows(llm, text, self._ctx, chunks)
             n = len(windows) * self._ctx
-            reference = self._stack.enter_context(Reference.record(llm, windows, progress=lambda done: self._tell("lossless", done, n)))
-        return Trial(self._model, sidecar, windows, reference, **self._options)
+            return windows, self._stack.enter_context(Reference.record(llm, windows, progress=lambda done: self._tell("lossless", done, n)))
+
+    def _evaluations(self) -> int:
+        """Of the windows, for one plan: each type, the importance, and the bisection."""
+        n = self.model_index.n_expert * len({parse_tensor_name(name).layer for name in self.model_index.experts})
+        return len(self.types) + (n if self._kind == "measured" else 1) + n.bit_length()
 
     def uniform(self) -> dict[str, tuple[int, Quality]]:
         """By type, all experts in it: bytes and quality, the most bytes first."""

@@ -96,6 +96,26 @@ TEST(a_few_free_slots_wait_for_the_next_of_their_class) {
     REQUIRE(a.committed_bytes() == n * small);
 }
 
+TEST(more_free_slots_wait_where_many_come_at_once) {
+    arena a;
+    const uint32_t n = 256;
+    const int s = a.add_class(arena::slot_bytes(page_size), n), l = a.add_class(arena::slot_bytes(3 * page_size), n);
+    REQUIRE(a.reserve(n * small) && a.spare_bytes(true) == 16 * small);
+    for (uint32_t i = 0; i < n; i++) {
+        REQUIRE(a.take(s) >= 0);
+    }
+    for (int32_t i = 0; i < 16; i++) {
+        a.give(s, i);
+    }
+    REQUIRE(a.take(l, false, true) == -1 && a.free_bytes() == 16 * small);
+    REQUIRE(a.take(l) >= 0 && a.free_bytes() == 14 * small); // they go when one comes alone
+    a.give(s, 16);
+    a.give(s, 17);
+    a.give(s, 18);
+    REQUIRE(a.take(l, false, true) >= 0 && a.free_bytes() == 15 * small);
+    REQUIRE(a.committed_bytes() == n * small);
+}
+
 TEST(slots_do_not_overlap_and_keep_their_bytes) {
     arena a;
     const int classes[] = { a.add_class(arena::slot_bytes(1), 6), a.add_class(arena::slot_bytes(3 * page_size), 6), a.add_class(arena::slot_bytes(9 * page_size), 3) };

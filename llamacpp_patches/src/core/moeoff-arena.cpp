@@ -181,7 +181,7 @@ bool arena::grow(size_class & c, int32_t slot) {
     return true;
 }
 
-int32_t arena::take(int cls, bool borrows) {
+int32_t arena::take(int cls, bool borrows, bool many) {
     size_class & c = classes[cls];
     if (!c.committed_free.empty() && committed <= limit) {
         const int32_t slot = c.committed_free.back();
@@ -191,7 +191,7 @@ int32_t arena::take(int cls, bool borrows) {
     if (c.uncommitted.empty()) {
         return -1;
     }
-    if (committed + needs(c, c.uncommitted.back()) > limit && ((!borrows && free_bytes() <= spare_bytes()) || !trim(c.stride))) {
+    if (committed + needs(c, c.uncommitted.back()) > limit && ((!borrows && free_bytes() <= spare_bytes(many)) || !trim(c.stride))) {
         return -1;
     }
     const int32_t slot = c.uncommitted.back();

@@ -37,12 +37,13 @@ class arena {
     uint64_t full_bytes()      const; // all slots of all classes
     uint64_t free_bytes()      const; // of committed_bytes, behind slots that are not taken
     uint64_t ahead_bytes()     const; // of committed_bytes, in huge pages behind slots that have never been in use
-    uint64_t spare_bytes()     const { return limit / 128; }
+    // many: a layer's experts come at once, and the next layer's may have another size: in its turn each class takes what the other has given
+    uint64_t spare_bytes(bool many = false) const { return limit / (many ? 16 : 128); }
     uint64_t slot_bytes_of(int cls) const { return classes[cls].stride; }
 
     // A slot of the class within the limit, and within what the system promises; -1: something must be evicted. Free slots of other
     // classes are taken for it if they are more than the spare ones, or if it borrows
-    int32_t take(int cls, bool borrows = false);
+    int32_t take(int cls, bool borrows = false, bool many = false);
     // the slot's bytes stay committed for the next take() of its class
     void    give(int cls, int32_t slot);
     // gives free slots back to the system until committed + extra fits the limit; true if it does

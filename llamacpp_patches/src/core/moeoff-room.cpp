@@ -18,7 +18,7 @@ bool pool::reserve(size_t n_experts, uint64_t limit_bytes) {
 }
 
 bool pool::take_slot(expert_state & x, bool borrows) {
-    x.slot = slots.take(x.size_class, borrows);
+    x.slot = slots.take(x.size_class, borrows, all.chooses_many());
     if (x.slot >= 0) {
         x.data = slots.data(x.size_class, x.slot);
     }
@@ -172,6 +172,7 @@ void room::publish() {
 
 void room::next_event() {
     all.n_events++;
+    all.n_chosen = 0;
     auto & ended = wants[all.n_events % catalog::want_window];
     for (const uint32_t i : ended) {
         reconsider(all.experts[i]);
@@ -184,6 +185,7 @@ void room::want(expert_state & x, matrix_set matrices) {
     x.want_seq = all.n_events;
     if (x.want_noted != all.n_events) {
         x.want_noted = all.n_events;
+        all.n_chosen++;
         wants[all.n_events % catalog::want_window].push_back(all.index_of(x));
     }
     reconsider(x);

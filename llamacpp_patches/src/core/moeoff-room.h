@@ -22,6 +22,7 @@ struct catalog {
     // [n_gates, n_experts] eviction_rank::key_of the priorities that were published, for both versions of an expert
     std::vector<uint32_t> keys      GUARDED_BY(store_mutex);
     uint64_t           n_events  GUARDED_BY(store_mutex) = 0; // gate events so far
+    int32_t            n_chosen  GUARDED_BY(store_mutex) = 0; // experts that the last one chose
     bool               low_spare GUARDED_BY(store_mutex) = true; // a low version is of no use while the high one is resident
     // [n_gates, n_experts], 1: a device holds the expert in high precision, and neither version is of use in memory
     std::vector<uint8_t> on_device GUARDED_BY(store_mutex);
@@ -32,6 +33,8 @@ struct catalog {
     uint32_t index_of(const expert_state & x) const { return (uint32_t) (&x - experts.data()); }
     uint32_t leaf_of(const expert_state & x) const { return index_of(x) - (x.version == LOW ? n_high : 0); }
     bool     wanted(const expert_state & x) const REQUIRES(store_mutex) { return x.wanted != 0 && x.want_seq + want_window > n_events; }
+    // a prompt's tokens choose much of a layer at once
+    bool     chooses_many() const REQUIRES(store_mutex) { return 3 * n_chosen > n_experts; }
     // a low version whose high one serves
     bool     is_superfluous(const expert_state & x) const REQUIRES(store_mutex) { return x.version == LOW && low_spare && is_served(experts[leaf_of(x)]); }
 
