@@ -1,6 +1,6 @@
 """What `moeoff inspect` says of a model in a budget, beside what `moeoff run` then does: said, measured, and measured / said.
 
-usage: bench_inspect.py -m MODEL [--memory 6G,8G] [-c 8192] [--tokens 128] [--rounds 3] [--prompt TEXT | --text FILE] [--json FILE]
+usage: bench_inspect.py -m MODEL --memory 6G,8G [-m MODEL --memory 4G ...] [-c 8192] [--tokens 128] [--rounds 3] [--prompt TEXT | --text FILE] [--json FILE]
 
 A row for each budget: medians of the rounds, each of which says and measures anew, in processes of their own with an empty cache folder, so that neither depends
 on what an earlier run has left there. The model leaves the page cache before. With --text it is `moeoff bench` that is measured, which feeds a text token by
@@ -53,22 +53,25 @@ def measured(model: str, memory: str, ctx: list[str], n: int, prompt: str, text:
 
 
 @click.command(help=__doc__)
-@click.option("-m", "--model", required=True, type=click.Path(exists=True, dir_okay=False))
-@click.option("--memory", default="6G", show_default=True, help="Budgets, with commas between them.")
+@click.option("-m", "--model", "models", required=True, multiple=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--memory", "budgets", required=True, multiple=True, help="Budgets, with commas between them; once for each model.")
 @click.option("-c", "--ctx-size", help="Context. Default: as run has it.")
 @click.option("--tokens", default=128, show_default=True)
 @click.option("--rounds", default=3, show_default=True)
 @click.option("--prompt", default="Why is the sky blue? Explain it to a child, and then to a physicist.", show_default=True)
 @click.option("--text", type=click.Path(exists=True, dir_okay=False), help="File whose tokens are fed, in the place of the prompt.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
-def main(model: str, memory: str, ctx_size: str | None, tokens: int, rounds: int, prompt: str, text: str | None, json_file: str | None) -> None:
-    ctx, files = ["-c", ctx_size] if ctx_size else [], ModelIndex.read(model).files
+def main(models: tuple[str, ...], budgets: tuple[str, ...], ctx_size: str | None, tokens: int, rounds: int, prompt: str, text: str | None,
+         json_file: str | None) -> None:  # fmt: skip
+    if len(models) != len(budgets):
+        raise click.UsageError("give --memory once for each model")
+    ctx = ["-c", ctx_size] if ctx_size else []
     with ResultsFile(json_file) as results, tempfile.TemporaryDirectory() as cache:
         table = results.table("inspect", "what inspect says, and what was measured", COLUMNS)
-        for budget in memory.split(","):
+        for model, budget in ((model, budget) for model, several in zip(models, budgets) for budget in several.split(",")):
             reports, speeds = [], []
             for _ in range(rounds):
-                for file in files:
+                for file in ModelIndex.read(model).files:
                     drop_from_page_cache(file)
                 reports.append(said(model, budget, ctx, tempfile.mkdtemp(dir=cache)))
                 speeds.append(measured(model, budget, ctx, tokens, prompt, text, tempfile.mkdtemp(dir=cache)))
