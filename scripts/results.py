@@ -174,6 +174,9 @@ SHAPES = {  # of docs/results/real-sizes.md: the model whose sizes it has, and 1
     "real-qwen3": ("Qwen3-30B-A3B", 18.55),
     "real-gpt-oss": ("gpt-oss-20b", 12.10),
     "real-deepseek": ("DeepSeek-V2-Lite", 10.37),
+    "real-gemma": ("gemma-4-26B-A4B", 17.03),
+    "real-glm": ("GLM-4.5-Air", 60.35),
+    "real-gpt-oss-120b": ("gpt-oss-120b", 63.37),
 }
 STOCK_IN_A_LIMIT = ("stock, memory map", "stock, memory map, plain kernels")  # for its repacked kernels the kernel may kill it
 
