@@ -41,7 +41,7 @@ def test_experts_on_the_device_are_stocks(demo, tmp_path):
     runs = {
         "stock": {"stock": "device", "batches": BATCHES},
         "centric": ALL | {"vram_mode": "centric"},
-        "small": ALL | {"vram_mode": "centric", "memory": None, "expert_memory": "64K"},
+        "small": ALL | {"vram_mode": "centric", "memory": None, "expert_memory": "96K"},
         "cooperative": ALL | {"uploads": 32, "passes": 40},
     }
     logits, stats = device_runs(demo, tmp_path, runs)
@@ -337,4 +337,23 @@ def test_the_cpu_does_not_wait_for_what_the_device_computes(demo, tmp_path):
     last = max(i for i, (number, _, _) in enumerate(splits) if number == "0")
     graph = [(backend, int(n_inputs)) for _, backend, n_inputs in splits[last:]]
     free = [i for i, (backend, n_inputs) in enumerate(graph) if backend == "CPU" and n_inputs == 0 and i and graph[i - 1][0] != "CPU"]
-    assert len(free) == 12  # layers
+    assert len(free) == 12  # layers; that it does not wait without an input either, test_waits_and_copies counts
+
+
+def test_waits_and_copies(demo, tmp_path):
+    """Of the thread that computes, for a decoded token: one wait for each layer, where its router's choice is fetched, and no copy of a layer's that is waited
+    for, whoever computes the experts, and also while experts are uploaded."""
+    batches = [9, *[1] * 6]
+    ours = {"vram": "1G", "batches": batches, "count": True}
+    runs = {
+        "stock": {"stock": "device", "batches": batches, "count": True},
+        "cooperative": ours | {"slots": 8},
+        "hits": ours | {"slots": 32, "vram_mode": "centric", "passes": 4},
+        "misses": ours | {"slots": 8, "vram_mode": "centric"},
+    }
+    _, stats = device_runs(demo, tmp_path, runs)
+    stock, *counts = (stats[name]["counts"][-1] for name in runs)
+    assert 0 < stats["cooperative"]["device_hits"] and stats["hits"]["device_hit_rate"] == 1 > stats["misses"]["device_hit_rate"] > 0
+    for count in counts:
+        assert count["waits"] <= 12 + stock["waits"] + 2  # layers; the first one's input comes from the CPU, and the last copy is waited for
+        assert count["copies"] == stock["copies"]

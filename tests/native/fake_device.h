@@ -17,6 +17,9 @@ class fake_device : public moeoff::slot_memory {
         slots[{ gate, matrix, slot }].assign(data, data + nbytes);
         n_writes++;
     }
+    void wait(int32_t) override {}
+    void wait_on_device(int32_t) override {}
+    void set_computing(int32_t, void *) override {}
     void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override {
         std::lock_guard<std::mutex> lock(mutex);
         const auto & bytes = slots.at({ gate, matrix, slot });

@@ -20,8 +20,14 @@ struct selection;
 class slot_memory {
   public:
     virtual ~slot_memory() = default;
-    // a matrix of an expert, into a slot that nothing reads; returns when the bytes are there
+    // A matrix of an expert, into a slot that nothing reads. Returns when data may be written to; the bytes are there after one of the next two
     virtual void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) = 0;
+    // returns when all that was written to the gate's device is there
+    virtual void wait(int32_t gate) = 0;
+    // it is there before the device computes what it is given from now on; the caller is the thread that gives it
+    virtual void wait_on_device(int32_t gate) = 0;
+    // one of the ggml_backend_t that a graph is computed with; kept if it is the gate's device's
+    virtual void set_computing(int32_t gate, void * backend) = 0;
     // what was written there last; nothing is being written. Returns when the bytes are in data
     virtual void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const = 0;
     // the ggml_tensor of all slots of a matrix, or nullptr

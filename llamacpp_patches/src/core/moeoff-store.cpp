@@ -159,6 +159,9 @@ void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides &
                 all.slot_of[u.expert] = u.slot;
             }
         }
+        if (is_inline && !all.uploads.empty()) {
+            slots->wait_on_device(g.index);
+        }
         const int32_t n_slots = n_device_slots(g);
         all.on_device.resize((size_t) event.n_tokens * (size_t) event.n_used);
         for (int32_t t = 0, i = 0; t < event.n_tokens; t++) {
@@ -188,6 +191,9 @@ void store::next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_to
     }
     for (const upload & u : now) {
         slot_of[(size_t) u.expert] = upload_expert(g, u, false) ? u.slot : -1;
+    }
+    if (!now.empty()) {
+        slots->wait_on_device(g.index);
     }
     const int32_t n_slots = n_device_slots(g);
     for (int32_t t = 0, i = 0; t < n_tokens; t++) {
@@ -268,6 +274,11 @@ bool store::upload_expert(gate & g, const upload & u, bool is_held) {
         if (!is_held) {
             unpin(t, u.expert, v);
         }
+    }
+    if (is_held) {
+        const int64_t t0 = now_ns();
+        slots->wait(g.index);
+        ns += (uint64_t) (now_ns() - t0);
     }
     store_lock lock(sync);
     if (is_held) {

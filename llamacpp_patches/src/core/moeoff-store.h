@@ -110,7 +110,7 @@ class store {
     moeoff_device_mode device_mode(const gate & g, const void * user, int64_t n_used, int64_t n_tokens) const;
     bool device_uploads_all() const;
     int32_t device_waves(const gate & g, int64_t n_used, int64_t n_tokens) const;
-    const slot_memory * device_memory() const { return slots.get(); }
+    slot_memory * device_memory() const { return slots.get(); }
     int32_t n_device_slots(const gate & g) const;
     int32_t n_pending_uploads() const { return uploads.n_pending(); }
 

@@ -5,6 +5,7 @@
 #include "ggml-backend.h"
 
 #include <algorithm>
+#include <cstring>
 
 namespace moeoff {
 
@@ -46,6 +47,80 @@ static bool make_tensors(ggml_context * ctx, const expert_map & map, const gate 
     return true;
 }
 
+upload_stream::upload_stream(ggml_backend_dev_t device) {
+    ggml_backend_dev_props props;
+    ggml_backend_dev_get_props(device, &props);
+    const ggml_backend_buffer_type_t pinned = ggml_backend_dev_host_buffer_type(device);
+    if (!props.caps.async || !pinned) {
+        return;
+    }
+    staging.reset(ggml_backend_buft_alloc_buffer(pinned, n_pieces * piece_bytes));
+    if (!staging) {
+        return;
+    }
+    ggml_backend_buffer_clear(staging.get(), 0); // resident, so that the budget counts it
+    backend.reset(ggml_backend_dev_init(device, nullptr));
+    for (auto & event : copied) {
+        event.reset(props.caps.events ? ggml_backend_event_new(device) : nullptr);
+    }
+    all_copied.reset(props.caps.events ? ggml_backend_event_new(device) : nullptr);
+}
+
+void upload_stream::set(ggml_tensor * tensor, size_t offset, const uint8_t * data, size_t nbytes) {
+    if (!backend) {
+        ggml_backend_tensor_set(tensor, data, offset, nbytes);
+        return;
+    }
+    uint8_t * const first = (uint8_t *) ggml_backend_buffer_get_base(staging.get());
+    for (size_t done = 0; done < nbytes;) {
+        if (n_used == 0 && is_queued[piece]) {
+            free_piece();
+        }
+        uint8_t * const to = first + piece * piece_bytes + n_used;
+        const size_t    n  = std::min(piece_bytes - n_used, nbytes - done);
+        memcpy(to, data + done, n);
+        ggml_backend_tensor_set_async(backend.get(), tensor, to, offset + done, n);
+        is_busy = true;
+        done   += n;
+        n_used += n;
+        if (n_used == piece_bytes) {
+            if (copied[piece]) {
+                ggml_backend_event_record(copied[piece].get(), backend.get());
+            }
+            is_queued[piece] = true;
+            piece  = (piece + 1) % n_pieces;
+            n_used = 0;
+        }
+    }
+}
+
+void upload_stream::free_piece() {
+    if (copied[piece]) {
+        ggml_backend_event_synchronize(copied[piece].get());
+        is_queued[piece] = false;
+    } else {
+        wait();
+    }
+}
+
+void upload_stream::wait() {
+    if (is_busy) {
+        ggml_backend_synchronize(backend.get());
+        is_queued.fill(false);
+        is_busy = false;
+        n_used  = 0;
+    }
+}
+
+void upload_stream::wait_on(ggml_backend_t computing) {
+    if (is_busy && computing && all_copied) {
+        ggml_backend_event_record(all_copied.get(), backend.get());
+        ggml_backend_event_wait(computing, all_copied.get());
+    } else {
+        wait();
+    }
+}
+
 // bytes that the tensors take in a buffer of their own
 static size_t bytes_of(const slot_tensors & tensors, ggml_backend_dev_t device) {
     const ggml_backend_buffer_type_t buft = ggml_backend_dev_buffer_type(device);
@@ -84,6 +159,11 @@ bool device_memory::add(const expert_map & map, const gate & g, ggml_backend_dev
         error = name + " has no room for " + std::to_string(nbytes) + " bytes of experts of layer " + std::to_string(g.layer);
         return false;
     }
+    auto & stream = streams[device];
+    if (!stream) {
+        stream = std::make_unique<upload_stream>(device);
+    }
+    b.stream = stream.get();
     ggml_backend_buffer_clear(b.buffer.get(), 0); // the slots of zeros stay so
     ggml_backend_buffer_set_usage(b.buffer.get(), GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
     return true;
@@ -92,7 +172,18 @@ bool device_memory::add(const expert_map & map, const gate & g, ggml_backend_dev
 void device_memory::write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) {
     ggml_tensor * t = blocks[(size_t) gate].tensors[(size_t) matrix];
     GGML_ASSERT(nbytes == t->nb[2]);
-    ggml_backend_tensor_set(t, data, (size_t) slot * t->nb[2], nbytes);
+    blocks[(size_t) gate].stream->set(t, (size_t) slot * t->nb[2], data, nbytes);
+}
+
+void device_memory::wait(int32_t gate) { blocks[(size_t) gate].stream->wait(); }
+
+void device_memory::wait_on_device(int32_t gate) { blocks[(size_t) gate].stream->wait_on(blocks[(size_t) gate].computing); }
+
+void device_memory::set_computing(int32_t gate, void * backend) {
+    block & b = blocks[(size_t) gate];
+    if (b.buffer && ggml_backend_get_device((ggml_backend_t) backend) == ggml_backend_buft_get_device(ggml_backend_buffer_get_type(b.buffer.get()))) {
+        b.computing = (ggml_backend_t) backend;
+    }
 }
 
 void device_memory::read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const {

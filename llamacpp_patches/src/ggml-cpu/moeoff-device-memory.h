@@ -7,6 +7,8 @@
 #include "ggml-cpp.h"
 
 #include <array>
+#include <map>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -15,6 +17,33 @@ namespace moeoff {
 // bytes of n_slots + n_spare slots of the gate on the device; 0: it cannot compute with them, or the gate's experts are of several types
 size_t device_slot_bytes(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare);
 
+// Copies to one device, queued beside what it computes, from a ring of buffers that the device reads without the CPU's help (pinned memory). Where
+// the backend has no such memory, each copy is waited for. One thread at a time
+class upload_stream {
+  public:
+    explicit upload_stream(ggml_backend_dev_t device);
+
+    void set(ggml_tensor * tensor, size_t offset, const uint8_t * data, size_t nbytes);
+    void wait();
+    // all that was queued is there before what this backend of the device is given from now on
+    void wait_on(ggml_backend_t computing);
+
+  private:
+    static constexpr size_t n_pieces    = 8;
+    static constexpr size_t piece_bytes = 1 << 20; // long enough to go at the bus's rate
+
+    void free_piece();
+
+    ggml_backend_ptr        backend; // nullptr: nothing is queued
+    ggml_backend_buffer_ptr staging;
+    std::array<ggml_backend_event_ptr, n_pieces> copied; // of each piece's last use; nullptr: the device has no events
+    std::array<bool, n_pieces> is_queued {};             // it may still be read from
+    ggml_backend_event_ptr  all_copied;
+    bool                    is_busy = false; // something was queued and has not been waited for
+    size_t                  piece   = 0;     // that is being filled
+    size_t                  n_used  = 0;     // of its bytes
+};
+
 class device_memory : public slot_memory {
   public:
     explicit device_memory(int32_t n_gates) : blocks((size_t) n_gates) {}
@@ -22,6 +51,9 @@ class device_memory : public slot_memory {
     // all zeros; false: the device has no room for them, or cannot compute with them
     bool add(const expert_map & map, const gate & g, ggml_backend_dev_t device, int32_t n_slots, int32_t n_spare, std::string & error);
     void write(int32_t gate, int32_t matrix, int32_t slot, const uint8_t * data, size_t nbytes) override;
+    void wait(int32_t gate) override;
+    void wait_on_device(int32_t gate) override;
+    void set_computing(int32_t gate, void * backend) override;
     void read(int32_t gate, int32_t matrix, int32_t slot, uint8_t * data, size_t nbytes) const override;
     void * tensor(int32_t gate, int32_t matrix) const override { return blocks[(size_t) gate].tensors[(size_t) matrix]; }
 
@@ -30,8 +62,11 @@ class device_memory : public slot_memory {
         ggml_context_ptr        ctx;
         ggml_backend_buffer_ptr buffer;
         std::array<ggml_tensor *, MOEOFF_N_MATRIX> tensors {};
+        upload_stream *         stream    = nullptr;
+        ggml_backend_t          computing = nullptr;
     };
     std::vector<block> blocks; // by gate
+    std::map<ggml_backend_dev_t, std::unique_ptr<upload_stream>> streams; // end before the memory that they write to
 };
 
 } // namespace moeoff

@@ -2,6 +2,7 @@
 
 #include "moeoff-buffer-type.h"
 
+#include "ggml-backend.h"
 #include "ggml.h"
 
 #include <cstring>
@@ -46,6 +47,13 @@ ggml_tensor * moeoff_device_slots_of(const ggml_tensor * tensor) {
     const moeoff::tensor *      t     = moeoff::reserved_tensor(tensor);
     const moeoff::slot_memory * slots = t ? t->owner->device_memory() : nullptr;
     return slots ? (ggml_tensor *) slots->tensor(t->info.gate, t->info.matrix) : nullptr;
+}
+
+void moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched) {
+    const auto & g = *(const moeoff::gate *) gate;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); i++) {
+        g.owner->device_memory()->set_computing(g.index, ggml_backend_sched_get_backend(sched, i)); // it takes its own device's
+    }
 }
 
 // whether some token's experts are not what the router chose

@@ -29,6 +29,8 @@ MOEOFF_API int    moeoff_gate_device_mode(const void * gate, const void * user, 
 MOEOFF_API bool   moeoff_gate_uploads_all(const void * gate);
 // in how many waves; 1: at once
 MOEOFF_API int    moeoff_gate_n_waves(const void * gate, int64_t n_used, int64_t n_tokens);
+// The scheduler of a graph that has a gate node of which a device computes a part
+MOEOFF_API void   moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched);
 // the slots of a device that hold some of a tensor's experts, or NULL
 MOEOFF_API struct ggml_tensor * moeoff_device_slots_of(const struct ggml_tensor * tensor);
 // ggml_custom_op_t; sources: ids, weights, optionally the gate input, for the second the logits after them, and for a gate that is

@@ -9,6 +9,7 @@
 #include "llama-memory.h"
 #include "llama-model.h"
 
+#include "../ggml/src/ggml-backend-impl.h"
 #include "../ggml/src/ggml-cpu/moeoff/moeoff-gate.h"
 
 #include "ggml-backend.h"
@@ -77,7 +78,7 @@ ggml_tensor * moeoff_build_route(ggml_context * ctx, ggml_tensor * ids, ggml_ten
 }
 
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * router_ids, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       ggml_tensor * logits, const void * user, std::initializer_list<const ggml_tensor *> experts) {
+                       ggml_tensor * logits, const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts) {
     int64_t n_expert = 0;
     void *  gate     = gate_of(experts, n_expert);
     if (!gate) {
@@ -96,6 +97,9 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * route
         args[n_args++] = router_ids;
     }
     const bool has_device = moeoff_gate_device_mode(gate, user, ids->ne[0], ids->ne[1]) != MOEOFF_DEVICE_OFF;
+    if (has_device) {
+        moeoff_gate_set_sched(gate, sched);
+    }
     ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, has_device ? ids->ne[0] : 1, has_device ? ids->ne[1] : 1, has_device ? 2 : 1, 1, args, n_args,
                                         with_logits ? moeoff_gate_node_with_logits : moeoff_gate_node, 1, gate);
     ggml_set_name(node, gate_name);
@@ -195,6 +199,13 @@ struct block_copy {
     }
 };
 
+// Views are copied to a device one by one: one for all products of a side
+static void share_ids(const std::vector<ggml_tensor *> & products, const ggml_tensor * last) {
+    for (ggml_tensor * product : products) {
+        product->src[2] = last->src[2];
+    }
+}
+
 // Of a block's last product: the sum of as many as there are waves, each from its own first products. The experts of another wave give zeros.
 static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * first_wave, ggml_tensor * gate_node, void * gate) {
     const int     n_waves = moeoff_gate_n_waves(gate, gate_node->ne[0], gate_node->ne[1]);
@@ -204,6 +215,7 @@ static ggml_tensor * build_waves(ggml_context * ctx, ggml_cgraph * gf, ggml_tens
     if (probe.products.empty()) { // one of the block's first: the last one adds the waves
         return first_wave;
     }
+    share_ids(probe.products, first_wave);
     for (int wave = 1; wave < n_waves; wave++) {
         // the view has the scheduler wait for the wave before: its slots are written next
         ggml_tensor * args[2] = { gate_node->src[0], ggml_view_1d(ctx, sum, 1, 0) };
@@ -241,9 +253,13 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
     if (device.products.empty()) { // one of the block's first: the last one takes the two apart
         return ggml_add(ctx, on_device, on_host);
     }
-    // in this order both compute at the same time: the device's part is only queued, and the CPU's has all of its sources
-    for (const ggml_tensor * first : host.products) {
+    share_ids(device.products, on_device);
+    share_ids(host.products, on_host);
+    // In this order both compute at the same time: the device's part is only queued, and the CPU's has all of its sources and need not wait. The
+    // memory that it writes is nobody's: copies to the device are of the gate node, whose memory it keeps
+    for (ggml_tensor * first : host.products) {
         build_fetch(ctx, gf, first->src[1], gate_node);
+        first->flags |= GGML_TENSOR_FLAG_BESIDE;
     }
     ggml_build_forward_expand(gf, on_device);
     ggml_build_forward_expand(gf, on_host);
