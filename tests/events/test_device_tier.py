@@ -141,9 +141,7 @@ def test_a_device_that_gives_less_than_it_said(demo, tmp_path):
     batches = {"batches": [1] * 6}
     _, refused = device_runs(demo, tmp_path, {"run": batches | {"vram": "1G", "room": 10}})
     error, needed = refused["run"]["error"], refused["run"]["needed"]
-    assert re.search(
-        r"^1\.00 GiB on \w+: \w+ has no room for 123456 bytes of experts of layer 3; [\d.]+ MiB are llama.cpp's there: give vram=\d+ at most$", error
-    )
+    assert re.search(r"^1\.00 GiB on \w+: \w+ has no room for 123456 bytes of experts of layer 3; [\d.]+ MiB are llama.cpp's there: give vram=\d+$", error)
     assert 0 < needed < 1 << 30
     logits, stats = device_runs(demo, tmp_path, {"stock": batches | {"stock": "CPU"}, "ours": batches | {"vram": needed, "room": 10, "uploads": 0}})
     assert_bit_equal(logits["ours"], logits["stock"])
@@ -244,7 +242,7 @@ REFUSED = [
     (["--vram", "0%"], "a share of the device's memory lies between 0% and 100%"),
     (["--vram", "1G", "--vram-mode", "fast"], "one of cooperative, centric, waves, cpu, auto, not 'fast'"),
     (["--vram", "1G", "--vram-mode", "centric", "--max-loss", "1%"], "a device computes with experts in their own precision alone"),
-    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs vram_mode centric or waves"),
+    (["--vram", "1G", "--max-loss", "1%", "--deterministic"], "a run that repeats needs --vram-mode centric or waves"),
     (["--vram", "1G", "-ngl", "0"], "--vram has no effect while no layer goes to the GPU"),
     (["--vram", "1G", "-ngl", "1"], "no layer with experts is computed on a device"),
 ]
@@ -273,7 +271,7 @@ def test_what_is_said_of_it(demo, tmp_path):
     doctor = run_command(["doctor"], tmp_path)
     assert re.search(r"ok +gpu +\w+\d, .* free of .*; run and serve use .* \(--vram auto\)", doctor.stdout)
     inspect = run_command(["inspect", demo, "--probe", "off"], tmp_path)
-    assert re.search(r"\w+\d +.* free of .* room for at most 100% of the experts", inspect.stdout)
+    assert re.search(r"\w+\d +.* free of .* room for at most 100% of the experts", re.sub(r"\s+", " ", inspect.stdout))
 
 
 def test_a_device_that_is_found_is_used(demo, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_size_t, c_void_p, cast
+from functools import cache
 from typing import Any
 
 from moeoff._abi import function
@@ -31,8 +32,8 @@ _BufferType, _Buffer = _struct("_BufferType", _BUFFER_TYPE), _struct("_Buffer", 
 _ASYNC = CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_size_t, c_size_t)
 
 
-class CountedDevices:
-    """Counts from here on, in this process, what is asked of every device but the CPU; before a context is created.
+class _CountedDevices:
+    """Counts from here on, in this process, what is asked of every device but the CPU.
 
     Attributes:
         counts: of the thread that made this: "waits" for what was queued, "queued" copies, and "copies" that it waited for; of all others "elsewhere".
@@ -105,3 +106,9 @@ class CountedDevices:
     def _copied(self, original: Any, *arguments: Any) -> None:
         self._count("copies")
         original(*arguments)
+
+
+@cache
+def counted_devices() -> _CountedDevices:
+    """Of this process; before a context is created."""
+    return _CountedDevices()

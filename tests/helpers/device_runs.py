@@ -39,7 +39,7 @@ def device_runs(model: str, folder: Path, runs: dict[str, dict[str, Any]], timeo
     Args:
         runs: options, "batches": how many tokens each batch has; of ours "slots": of each layer, instead of what vram has room for, "uploads": at
             each step, "block": tokens that vram_mode auto compares, "room": slots of a layer that the device has memory for, whatever its driver says, and "passes": the text is computed so often at most, until a device has served everything, and its last pass counts; "then": slots
-            after the first pass, of two; "count": "counts" of the stats has for each batch what `CountedDevices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
+            after the first pass, of two; "count": "counts" of the stats has for each batch what `counted_devices` counts, of stock, too; "second": every batch is computed in another context of the model first, and with "other" its logits count.
     """
     out, stats = folder / "logits.npz", folder / "stats.json"
     job = json.dumps({"model": model, "runs": runs})
@@ -57,7 +57,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     import moeoff
     import moeoff.engine.comparison as comparison
     import moeoff.engine.device_tier as device_tier
-    from helpers.counted_backend import CountedDevices
+    from helpers.counted_backend import counted_devices
     from helpers.logits import Stock, decode_in
     from moeoff.binding import llama_cpp
     from moeoff.gguf.model_index import EXPERT_PATTERN
@@ -65,7 +65,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
     then, second = run.pop("then", None), run.pop("second", False)
-    devices = CountedDevices() if run.pop("count", False) else None
+    devices = counted_devices() if run.pop("count", False) else None
     device_tier._UPLOADS = run.pop("uploads", 2)
     if block := run.pop("block", None):
         comparison._BLOCK, comparison._SKIP = block, 0

@@ -255,12 +255,13 @@ ggml_tensor * moeoff_build_shared(ggml_context * ctx, ggml_cgraph * gf, ggml_ten
     }
     share_ids(device.products, on_device);
     share_ids(host.products, on_host);
-    // In this order both compute at the same time: the device's part is only queued, and the CPU's has all of its sources and need not wait. The
-    // memory that it writes is nobody's: copies to the device are of the gate node, whose memory it keeps
-    for (ggml_tensor * first : host.products) {
+    // In this order both compute at the same time: the device's part is only queued, and the CPU's has all of its sources and need not wait. Until
+    // then only the gate node is copied to the device, whose memory the CPU's part keeps; later products may get what is still copied: biases are
+    // added where the device has them
+    for (const ggml_tensor * first : host.products) {
         build_fetch(ctx, gf, first->src[1], gate_node);
-        first->flags |= GGML_TENSOR_FLAG_BESIDE;
     }
+    host.products[0]->flags |= GGML_TENSOR_FLAG_BESIDE;
     ggml_build_forward_expand(gf, on_device);
     ggml_build_forward_expand(gf, on_host);
     return ggml_add(ctx, on_device, on_host);
