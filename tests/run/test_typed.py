@@ -45,7 +45,7 @@ SAYS = {
     r"^moeoff simulate": r"belady .*hit rate: slices found in memory",
 }
 # what is added to a command, so that it takes seconds, or nobody else's port
-ADDED = {"moeoff calibrate": ["--minutes", "6", "--tokens", "3072"], "moeoff eval": ["--chunks", "1"], "moeoff serve": ["--port", "0"],
+ADDED = {"moeoff calibrate": ["--minutes", "15", "--tokens", "3072"], "moeoff eval": ["--chunks", "1"], "moeoff serve": ["--port", "0"],
          "moeoff run": ["-n", "24"]}  # fmt: skip
 # lines that may be longer than the terminal, and why
 LONG = {r"^moeoff run": "an answer's lines are the model's"}
