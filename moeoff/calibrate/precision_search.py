@@ -60,6 +60,7 @@ OWN_TOKENS = 8192  # at least, that what was found writes, and at most
 MOST_OWN_TOKENS = 4 * OWN_TOKENS
 DEFAULT_MINUTES = 15
 WRITING = 0.2  # of the time, for writing text and reading it once, where none is given
+_SLACK = 1.25  # an estimate of a few steps is no closer than that
 MIN_WINDOWS = 8
 CTX = 512
 PROMPT = 64  # tokens of a window that are read: as long as a simulated cache remembers
@@ -446,12 +447,21 @@ def search_precision(
         prefix = f"{base}-{_hash_of(windows):x}"
         return lambda name, make: checkpoint.once(f"{prefix}-{name}", make)
 
+    def announce_writing(estimate: CalibrationEstimate) -> None:
+        if estimate.seconds > _SLACK * WRITING * 60 * minutes and not estimate.resumed:
+            raise OptionError(
+                f"writing the fewest tokens that give an interval takes about {estimate.seconds / 60:.1f} minutes, more than {WRITING:.0%} of `minutes`",
+                hint={"minutes": math.ceil(estimate.seconds / 60 / WRITING), "text": ...},
+            )
+        if announce:
+            announce(estimate)
+
     enough = 21 * ctx // 20  # of what is written, for a window
     writing: dict[str, Any] = {"seconds": WRITING * 60 * minutes, "least": min(MIN_WINDOWS * enough, 21 * tokens // 20)}
     if math.isfinite(minutes):
         writing["after"] = lambda _llm, _n_tokens: (1 - WRITING) * 60 * minutes
     with (
-        texts_or_written(model, text, 21 * tokens // 20, checkpoint, progress=progress, announce=announce, **writing, **given) as files,
+        texts_or_written(model, text, 21 * tokens // 20, checkpoint, progress=progress, announce=announce_writing, **writing, **given) as files,
         contextlib.ExitStack() as stack,
     ):
         with opened(ORIGINAL, files, None) as (evaluator, call):

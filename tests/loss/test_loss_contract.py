@@ -28,6 +28,7 @@ from moeoff.calibrate.own_text import OPENING, score, write_freely
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.calibrate.precision_search import RuleEvaluator, SearchResult, first_tau, search_precision
 from moeoff.calibrate.statistics import Estimate, one_sided, upper_loss
+from moeoff.calibrate.writer import Writer
 from moeoff.cli.options import sentence
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
@@ -302,6 +303,16 @@ def test_too_few_minutes_are_refused_with_as_many_as_would_do(tau_alone, text, t
         search_precision(model, [text], BOUND, tokens=2 * TOKENS, minutes=15, **OPTIONS)
     least = (2 * 2 * 30 + 512 / (256 - OPENING) * 100 + 3 * 8 * 30) / 60
     assert not measured and least <= refused.value.hint["minutes"] <= least + 2  # with what opening the model took
+
+
+def test_text_that_takes_too_long_to_write_is_refused_before(tau_alone, tmp_path, monkeypatch):
+    """Of a large model on a slow disk the fewest tokens alone may take longer than all of --minutes."""
+    model, told = str(shutil.copy(tau_alone[0], tmp_path)), []
+    monkeypatch.setattr(Writer, "seconds_per_step", lambda self: 5.0)
+    monkeypatch.setattr(Writer, "write", lambda *how: pytest.fail("it writes"))
+    with pytest.raises(OptionError, match="writing the fewest tokens that give an interval takes about .* minutes, more than 20% of minutes") as refused:
+        search_precision(model, [], BOUND, tokens=2 * TOKENS, minutes=1, announce=told.append, **OPTIONS)
+    assert not told and refused.value.hint["minutes"] > 1 and "text" in refused.value.hint
 
 
 def test_what_is_written_is_bounded_too(tau_alone, tmp_path, monkeypatch):
