@@ -22,6 +22,7 @@ size_t device_slot_bytes(const expert_map & map, const gate & g, ggml_backend_de
 class upload_stream {
   public:
     explicit upload_stream(ggml_backend_dev_t device);
+    ~upload_stream() { wait(); }
 
     void set(ggml_tensor * tensor, size_t offset, const uint8_t * data, size_t nbytes);
     void wait();
