@@ -8,7 +8,7 @@ usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategie
        speed.py kernels    -m MODEL --text FILE                                               everything in memory: offload.md
        speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
        speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/internals/threads.md: with busy neighbours
-       speed.py time       -m MODEL --text FILE [--limits 1400,1100,800]                      time.md: where a token's time goes (root)
+       speed.py time       -m MODEL --text FILE [--limits 1400,1100,800] [--answer]     time.md: where a token's time goes (root)
        speed.py before     -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]      this checkout over an earlier one (root)
 
 A run is a `moeoff.bench.Job`, and `moeoff.bench.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
@@ -246,6 +246,7 @@ def numbers(text: str) -> list[int]:
 
 
 SHARES = click.option("--shares", default="25,50,75", show_default=True, help="Per cent of the experts in memory.")
+ANSWER = click.option("--answer", is_flag=True, help="All decode the model's own greedy answer to the text's beginning, not the text.")
 LIMITS = click.option("--limits", default="1400,1100,800", show_default=True, help="MiB of memory cgroups; --memory is 5 % below.")
 
 
@@ -284,7 +285,7 @@ def ladder(bench: Bench, shares: str) -> dict[str, list[Comparison]]:
 @workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
           click.option("--max-loss", metavar="PERCENT", help="Also the last strategy within this bound, as calibrate --max-loss has measured at the model's side."),
           click.option("--stock", is_flag=True, help="Stock llama.cpp in the cgroups, too: it thrashes, and has one round with 8 tokens."),
-          click.option("--answer", is_flag=True, help="All decode the model's own greedy answer to the text's beginning, not the text."),
+          ANSWER,
           click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
 def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, stock: bool, answer: bool, in_memory: bool) -> dict[str, list[Comparison]]:
     """In memory cgroups; with everything in memory the ratios are to stock llama.cpp. Behind the tokens comes the prompt of a second turn, ten seconds later."""
@@ -393,11 +394,13 @@ def time_tables(results: ResultsFile, found: Mapping[str, Sequence[Comparison]])
         said.row(group, *(f"{value:.2f}" for value in middle), f"{statistics.median(c.reached for c in ceilings):.0%}")
 
 
-@workload("Decode speed in memory limits, with the meters of the tables below", 64, 256, 1.0, [LIMITS,
+@workload("Decode speed in memory limits, with the meters of the tables below", 64, 256, 1.0, [LIMITS, ANSWER,
           click.option("--strategy", default="auto", show_default=True)], more_tables=time_tables)  # fmt: skip
-def time(bench: Bench, limits: str, strategy: str) -> dict[str, list[Comparison]]:
+def time(bench: Bench, limits: str, strategy: str, answer: bool) -> dict[str, list[Comparison]]:
     """Where a token's time goes, in memory cgroups and with everything in memory; and what share of the ceiling that makes: the speed in memory, or the disk's
     rate over the bytes that are missed."""
+    if answer:
+        bench = bench.answering(max(numbers(limits)))
     jobs = {f"{limit} MiB": bench.job(limit << 20, memory=within(limit), strategy=strategy) for limit in numbers(limits)}
     jobs = {name: replace(job, parts=True) for name, job in (jobs | {IN_MEMORY: bench.job(expert_memory=EVERYTHING, strategy=strategy)}).items()}
     found = bench.compare(jobs)
