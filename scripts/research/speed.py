@@ -8,7 +8,7 @@ usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategie
        speed.py kernels    -m MODEL --text FILE                                               everything in memory: offload.md
        speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
        speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/internals/threads.md: with busy neighbours
-       speed.py time       -m MODEL --text FILE [--limits 1400,1100,800] [--answer]     time.md: where a token's time goes (root)
+       speed.py time       -m MODEL --text FILE [--limits 1400,1100,800] [--answer]           time.md: where a token's time goes (root)
        speed.py before     -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]      this checkout over an earlier one (root)
 
 A run is a `moeoff.bench.Job`, and `moeoff.bench.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
