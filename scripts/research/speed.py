@@ -51,6 +51,7 @@ EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
 QUESTION, WAITS = 40, 10.0  # tokens of the second turn's prompt, and seconds before it: a person reads the answer, and types
 TIMEOUT = 900.0  # seconds of a run
+THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
     "hits": ("hit_rate", "{:.0%}"),
     "MB/token": ("mb_per_token", "{:.1f}"),
@@ -164,8 +165,8 @@ class Bench:
     def stock(self, limit: int | None = None, **options: Any) -> Job:
         return replace(self.job(limit, **options), engine=STOCK, probe_seconds=0.0)
 
-    def compare(self, jobs: Mapping[str, Job]) -> list[Comparison]:
-        return compare(jobs, self.rounds, timeout=TIMEOUT, progress=tell)
+    def compare(self, jobs: Mapping[str, Job], timeout: float = TIMEOUT) -> list[Comparison]:
+        return compare(jobs, self.rounds, timeout=timeout, progress=tell)
 
     def answering(self, limit: int) -> Bench:
         """With the model's own greedy answer to the prompt, which a run in a memory cgroup finds that is not counted: all contenders then decode the same
@@ -301,7 +302,8 @@ def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, sto
         found = {c.name: c.measurements for c in bench.compare(jobs)}
         if stock:
             maps = {"stock, memory map": {}, "stock, memory map, plain kernels": {"use_extra_bufts": False}}
-            found |= {c.name: c.measurements for c in once.compare({name: once.stock(limit << 20, use_mmap=True, **more) for name, more in maps.items()})}
+            jobs = {name: once.stock(limit << 20, use_mmap=True, **more) for name, more in maps.items()}
+            found |= {c.name: c.measurements for c in once.compare(jobs, THRASHES)}
         out[f"{limit} MiB"] = summarize(found)
     if in_memory:
         jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
