@@ -19,8 +19,8 @@ class GateEvent:
         ids: [n_tokens, n_used] integers (int32 from a model or a trace), the experts of each token.
         weights: [n_tokens, n_used] float32, what the graph multiplies each expert's output with.
         probs: [n_rows, n_experts] float32, the router's probabilities of all experts; None where they were not computed.
-        gate_input: [n_rows, n_embd] float32, what the router read; None if not asked for, or where the architecture's router
-            reads something else.
+        gate_input: [n_rows, n_embd] float32, what the router read; None if not asked for, or of architectures in which some gates
+            have none to tell (grovemoe, smallthinker).
         versions: [n_tokens, n_used] uint8, what serves each: 0 high precision, 1 low, 2 skipped; None: all high.
         router_ids: [n_tokens, n_used] what the router itself had chosen, where resident experts took the places of some; None: ids.
         on_device: [n_tokens, n_used] bool, whether a GPU computes with it, from its own memory; None: with none.

@@ -27,10 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
 
 import baselines  # noqa: F401  registers them
-from eval_callback import WithCallback, node_name, node_values
 from moeoff import Llama
 from moeoff.gate_event import GateEvent
-from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import PRESETS, get_policy, policy_names
 from moeoff.policies.router import Router
@@ -126,22 +124,6 @@ def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
 # --- shapes ---
 
 
-class Watched(WithCallback):
-    """Keeps the node attn_out-N, which gemma4's routers norm themselves: its events have no gate inputs."""
-
-    def __init__(self, path: str, **options: Any):
-        self.inputs: list[list[np.ndarray]] | None = None  # of each token, gate after gate
-        super().__init__(path, **options)
-
-    def _watch(self, node: int, ask: bool, _user: object) -> bool:
-        if self.inputs is None or not node_name(node).startswith("attn_out-"):
-            return not ask
-        if not ask:
-            data = node_values(node)
-            self.inputs[-1].append(data / np.sqrt(np.mean(data**2)))
-        return True
-
-
 def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = PROMPT) -> tuple[Trace, float]:
     """A model's greedy answer, as `run --trace` has it, and the next gate's recall.
 
@@ -150,7 +132,6 @@ def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = P
     """
     Path(trace).unlink(missing_ok=True)
     model_index = ModelIndex.read(path)
-    own = model_index.architecture == "gemma4"
     inputs: list[list[np.ndarray]] = []
 
     def take(event: GateEvent) -> None:
@@ -158,42 +139,30 @@ def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = P
             inputs[-1].append(event.gate_input[0])
 
     options = ALONE | {"expert_memory": "1T", "trace": str(trace)}
-    with Watched(str(path), **options) if own else Llama(str(path), gate_input=True, **options) as llm:
+    with Llama(str(path), gate_input=True, **options) as llm:
         tokens = llm.tokenize(prompt)
         llm.eval(tokens)
         llm.engine.buffer.drain()
-        if isinstance(llm, Watched):
-            llm.inputs = inputs
-        else:
-            llm.set_gate_callback(take)
+        llm.set_gate_callback(take)
         for _ in range(n_tokens):
             inputs.append([])
             llm.eval([llm.sample(temp=0.0)])
             llm.engine.buffer.drain()
     recorded = Trace.read(trace)
-    return recorded, recall(path, model_index, recorded, np.array(inputs, np.float32), own)
+    return recorded, recall(model_index, recorded, np.array(inputs, np.float32))
 
 
-def recall(path: str | Path, model_index: ModelIndex, trace: Trace, inputs: np.ndarray, own: bool) -> float:
+def recall(model_index: ModelIndex, trace: Trace, inputs: np.ndarray) -> float:
     """Of each gate's experts, those its router would choose for the input of the gate before.
 
     Args:
         inputs: [n_tokens, n_gates, n_embd].
-        own: the routers norm them.
     """
     layers = [t.layer for t in sorted({t.gate: t for t in trace.model.tensors}.values(), key=lambda t: t.gate)]
     router = Router.read(model_index, layers)
     ids = np.stack([event.ids[0] for event in answer_of(trace).events]).reshape(len(inputs), len(layers), -1)
-    if own:
-        inputs = inputs[:, layers]
-    found = []
-    with ModelFile(path) as model:
-        for gate in range(1, len(layers)):
-            x = inputs[:, gate - 1]
-            if own:
-                x = x * model.rows(f"blk.{layers[gate]}.ffn_gate_inp.scale", 0, 1)[0] / np.sqrt(np.float32(x.shape[1]))
-            found.append((ids[:, gate, :, None] == router.choose(gate, x)[:, None, :]).any(2).mean())
-    return float(np.mean(found))
+    chosen = [router.choose(gate, inputs[:, gate - 1]) for gate in range(1, len(layers))]
+    return float(np.mean([(ids[:, gate, :, None] == named[:, None, :]).any(2).mean() for gate, named in enumerate(chosen, 1)]))
 
 
 def shape_answers(names: Sequence[str], keep: str | None) -> Iterator[tuple[str, Trace, float]]:

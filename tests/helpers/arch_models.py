@@ -45,8 +45,8 @@ OPTIONS = {"n_ctx": 128, "n_batch": 64, "n_ubatch": 32, "n_threads": 2, "n_threa
 WITHOUT_MEMORY = {"llada-moe", "rnd1"}
 # files with experts that the architecture's graph never reads: there is nothing to offload while it runs
 WITHOUT_BLOCK = {"refact"}
-# architectures that compute the router's logits outside the MoE block, so that the gate has no input to tell
-ROUTED_OUTSIDE = {"grovemoe", "kimi-k3", "smallthinker"}
+# architectures that compute the router's logits outside the MoE block in a way that leaves some gates without an input to tell: none has one
+ROUTED_OUTSIDE = {"grovemoe", "smallthinker"}
 
 
 def find_writer() -> Path:

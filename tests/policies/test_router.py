@@ -7,8 +7,10 @@ import pytest
 
 from helpers.arch_models import ARCHITECTURES, N_EXPERT, ROUTED_OUTSIDE, WITHOUT_BLOCK, decode, open_moeoff, tokens, write_model
 from moeoff import Llama
+from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies.router import SIGMOID, SOFTMAX, SOFTMAX_WEIGHT, SQRT_SOFTPLUS, Router, Rows, gating_of
+from shape_model import SHAPES, shape_model
 
 
 def layers_of(model: Llama) -> list[int]:
@@ -31,6 +33,25 @@ def test_fresh_gate_control(demo):
         np.testing.assert_array_equal(np.sort(router.choose(event.gate, event.gate_input)), np.sort(event.ids))
         probs = router.probs(event.gate, event.gate_input)
         np.testing.assert_allclose(np.take_along_axis(probs, event.ids, axis=1), event.weights, rtol=1e-4)
+
+
+def test_gemmas_routers_norm_the_stream_themselves(tmp_path):
+    """What they read is told, and between two of them stand their own scales, not the norms of the experts."""
+    path, events = tmp_path / "model.gguf", []
+    shape_model(SHAPES["gemma-4-26b-a4b"].cut(layers=6, shrink=8), path)
+    with Llama(str(path), gate_input=True, n_ctx=256, verbose=False) as model:
+        router = Router.read(ModelIndex.read(path), layers_of(model))
+        model.set_gate_callback(events.append)
+        model.eval(model.tokenize(b"Natalia sold 48 clips in April."))
+        model.engine.buffer.drain()
+    assert {event.gate for event in events} == set(range(6))
+    for event in events:
+        np.testing.assert_array_equal(np.sort(router.choose(event.gate, event.gate_input)), np.sort(event.ids))
+    with ModelFile(path) as file:
+        scales = [file.rows(f"blk.{layer}.ffn_gate_inp.scale", 0, 1)[0] for layer in (2, 3)]
+    weight, bias = router.ahead(2, 3, True)
+    assert bias is None
+    np.testing.assert_allclose(weight, router.weights[3] * scales[1] / scales[0], rtol=1e-5)
 
 
 def test_a_lazy_router_keeps_no_weights(demo):

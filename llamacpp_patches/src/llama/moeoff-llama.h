@@ -15,7 +15,7 @@ ggml_tensor * moeoff_build_route(ggml_context * ctx, ggml_tensor * ids, ggml_ten
                                  std::initializer_list<const ggml_tensor *> experts);
 
 // Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. router_ids: what the router chose. ids [n_used, n_tokens]
-// i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32 or nullptr where the router reads something else,
+// i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32, what the router read, or nullptr where that is not known,
 // logits [n_expert, n_tokens] f32 of the router, before its gating function. user: what the graphs of one context have in common and
 // those of others have not, or nullptr: no device takes a part of the products. sched: computes the graph.
 void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * router_ids, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
