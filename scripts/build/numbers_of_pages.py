@@ -27,7 +27,7 @@ NOT_PROSE = re.compile(r"^```.*?^```|^<!-- results .*?^<!-- end of results -->|^
 SOURCES: dict[str, dict[str, str]] = {
     "README.md": {
         "17.3 GiB: in 6.5 GiB": 'scripts/results.py: ("Qwen3-30B-A3B", 18.55)',
-        "moeoff 6.60 and stock llama.cpp 0.12; with all of it in memory 11.40 and 8.09": "data real-qwen3",
+        "moeoff 8.93 and stock llama.cpp 0.12; with all of it in memory 17.48 and 16.86": "data real-qwen3",
         "shape, 17.3 GiB: random": 'scripts/results.py: ("Qwen3-30B-A3B", 18.55)',
         "a context of 1,024": "scripts/research/speed.py: max(1024, ",
     },
@@ -80,7 +80,6 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "docs/guides/start.md": {"takes 80 % of what is available": "moeoff/memory.py: DEFAULT_SHARE = 0.8"},
     "docs/guides/strategies.md": {
-        "made 1.02 times its speed (0.94 to 1.13 in": "data real-qwen3-budgets",
         "faster by more than 3 % twice": "docs/results/real-sizes.md: by more than 3 % twice",
         "p is 25 % for every model": "moeoff/policies/fate.py: P = 0.25",
         "and may be 0": "moeoff/policies/fate.py: return 0",
