@@ -26,8 +26,9 @@ _FROM_FILE = dict.fromkeys(("afmoe", "cohere2moe", "glm-dsa", "glm4moe", "glm5-n
     SOFTMAX,
 )
 _GLM_LITE_LAYERS, _GLM_LITE_VOCAB = (47, 48), 154880  # deepseek2 files without the key that are sigmoid all the same
-_NORMS = ("ffn_norm", "post_attention_norm", "attn_output_norm")  # what may stand before the router, first found
-_OWN_NORMS = {"gemma4": "ffn_gate_inp.scale"}  # of routers that norm the stream themselves
+# what may stand before the router, weight and bias, first found; and of routers that norm the stream themselves
+_NORMS = tuple((f"{name}.weight", f"{name}.bias") for name in ("ffn_norm", "post_attention_norm", "attn_output_norm"))
+_OWN_NORMS = {"gemma4": (("ffn_gate_inp.scale", ""),)}
 _RATIO_LIMIT = 16.0  # of two layers' norm weights; beyond it the quotient is noise
 
 
@@ -110,12 +111,11 @@ class Router:
             bias = [get(f"blk.{i}.ffn_gate_inp.bias") for i in layers]
             selection = [_first(get, f"blk.{i}.exp_probs_b.bias", f"blk.{i}.exp_probs_b") for i in layers]
             tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight") for i in layers]
-            norms: list[tuple[np.ndarray, np.ndarray | None] | None] = []
-            own = _OWN_NORMS.get(model_index.architecture)
-            for i in layers:
-                name = None if own else next((f"blk.{i}.{n}" for n in _NORMS if f"blk.{i}.{n}.weight" in model_index.dense), None)
-                weight = get(f"blk.{i}.{own}") if own else get(f"{name}.weight") if name else None
-                norms.append(None if weight is None else (weight, get(f"{name}.bias") if name else None))
+            names_of_norms = _OWN_NORMS.get(model_index.architecture, _NORMS)
+            norms = [
+                next(((found, get(f"blk.{i}.{bias}")) for weight, bias in names_of_norms if (found := get(f"blk.{i}.{weight}")) is not None), None)
+                for i in layers
+            ]
 
         def number(key: str) -> int:
             value = model_index.hparams.get(key, 0)

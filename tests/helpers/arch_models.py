@@ -45,7 +45,7 @@ OPTIONS = {"n_ctx": 128, "n_batch": 64, "n_ubatch": 32, "n_threads": 2, "n_threa
 WITHOUT_MEMORY = {"llada-moe", "rnd1"}
 # files with experts that the architecture's graph never reads: there is nothing to offload while it runs
 WITHOUT_BLOCK = {"refact"}
-# architectures that compute the router's logits outside the MoE block in a way that leaves some gates without an input to tell: none has one
+# architectures whose gates tell no input: some of their routers are computed outside the MoE block, from what it cannot see
 ROUTED_OUTSIDE = {"grovemoe", "smallthinker"}
 
 
