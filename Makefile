@@ -110,7 +110,7 @@ results: ## the pages of docs/results, the README's table and its chart from doc
 	@$(PYTHON) scripts/results.py
 
 papers: env ## the papers' claims and ours, in full: docs/results/papers.md
-	$(PY) scripts/research/papers.py all --json docs/results/data/papers.json --plots docs/img
+	$(PY) scripts/research/papers.py --json docs/results/data/papers.json
 	$(PY) scripts/results.py
 
 archs: ## llama.cpp's test-llama-archs, which writes a small model for each architecture; prints its path

@@ -5,7 +5,7 @@ A data file says what was run, where, when and at which commit, and holds the ta
     {"command": ..., "machine": ..., "date": ..., "commit": ..., "tables": [{"name": ..., "title": ..., "columns": [...], "rows": [[...], ...]}, ...]}
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
-from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models`, `prose` and `reliability`
+from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models` and `reliability`
 gather rows from several data files, `recall` is a table's last column. The README's chart is drawn from the same data. Everything outside the blocks
 is written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
 """
@@ -26,7 +26,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 CHART = ROOT / "docs" / "img" / "speed.svg"
-FRONTIER = ROOT / "docs" / "img" / "frontier.svg"
 STOCK, PLAIN = "stock llama.cpp", "stock, plain"  # with its repacked kernels, and without
 BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 HEAD = ("command", "machine", "date", "commit")
@@ -212,33 +211,6 @@ def models_table() -> str:
     return markdown({"columns": ["model's shape", "file", "memory", "moeoff, tok/s", "median of rounds", f"{STOCK}, tok/s, one round"], "rows": rows})
 
 
-PROSE = {  # of docs/results/real-sizes.md, measured by the script that speed.py replaced
-    "prose-qwen3": "Qwen3-30B-A3B",
-    "prose-qwen3-long": "Qwen3-30B-A3B",
-    "prose-qwen3-budgets": "Qwen3-30B-A3B",
-    "prose-gpt-oss": "gpt-oss-20b",
-    "prose-deepseek": "DeepSeek-V2-Lite",
-    "prose-mixtral": "Mixtral 8x7B",
-    "prose-glm": "GLM-4.5-Air",
-}
-
-
-def prose_table() -> str:
-    """Of English prose the speed of each strategy, in each limit."""
-    strategies, rows = ("auto", "score", "lru"), []
-    for name, model in PROSE.items():
-        data = read(name)
-        runs = next(t for t in data["tables"] if t["name"] == "runs")
-        at = runs["columns"].index("decode tok/s")
-        found = {row[0]: row[at] for row in runs["rows"]}
-        for limit in dict.fromkeys(title.partition(", ")[2] for title in found if title.startswith("moeoff auto")):
-            speeds = [found.get(f"moeoff {strategy}, {limit}", "") for strategy in strategies]
-            rows.append([model, _gib(limit), _said(data, "--n-decode"), _said(data, "--rounds"), *speeds, data["date"]])
-    return markdown(
-        {"columns": ["model's shape", "memory", "tokens", "rounds", *(f"`{strategy}`, tok/s" for strategy in strategies), "measured"], "rows": rows}
-    )
-
-
 SCENARIOS = {  # of docs/results/reliability.md: what is done
     "nth-fault": "each call in turn fails: open, read, map, allocate, write, ...",
     "damaged": "damaged models, profiles, sidecars, plans, traces",
@@ -283,7 +255,7 @@ def recall_table() -> str:
     return markdown({"columns": ["", "recall at k, %"], "rows": [[row[0], row[at]] for row in table["rows"]]})
 
 
-GATHERED = {"models": models_table, "prose": prose_table, "reliability": reliability_table, "recall": recall_table}
+GATHERED = {"models": models_table, "reliability": reliability_table, "recall": recall_table}
 
 
 def chart(name: str) -> str:
@@ -313,49 +285,9 @@ def chart(name: str) -> str:
     return "\n".join([*out, f'<text x="190" y="{height - 14}" font-size="12">{said}</text>', "</svg>"]) + "\n"
 
 
-def frontier(data: dict, name: str = "frontier-0.34") -> str:
-    """Loss against bytes of each rule, in one simulated cache."""
-    table = next(t for t in data["tables"] if t["name"] == name)
-    rules = {
-        "τ": ("weight below τ left out (--max-loss)", "#2f81f7"),
-        "λ": ("rerouted, λ", "#bf8700"),
-        "T": ("HOBBIT's sum of weights above T skipped", "#8250df"),
-    }
-    found: dict[str, list[tuple[float, float, str]]] = {sign: [] for sign in rules}
-    rows = [dict(zip(table["columns"], row)) for row in table["rows"]]
-    for row in rows:
-        sign, value = row["rule"].split(" ", 1)
-        found[sign].append((float(row["bytes, of lossless"]), float(row["loss (95 %)"].split(" ", 1)[0]), value))
-    most = max(y for points in found.values() for _, y, _ in points)
-    left, top, width, height = 60, 90, 580, 260
-
-    def at(x: float, y: float) -> tuple[float, float]:
-        return left + width * x, top + height * (1 - max(y, 0) / most)
-
-    out = [
-        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 680 400" width="680" height="400" role="img" font-family="sans-serif" font-size="13" fill="#6e7781">',
-        f"<title>Loss of perplexity against bytes read, by rule: {table['title']}</title>",
-    ]
-    for i, (words, colour) in enumerate(rules.values()):
-        out.append(f'<rect x="{left}" y="{10 + 20 * i}" width="12" height="12" fill="{colour}"/><text x="{left + 20}" y="{21 + 20 * i}">{words}</text>')
-    for x in (0, 0.25, 0.5, 0.75, 1):
-        out.append(f'<text x="{at(x, 0)[0]:.0f}" y="{top + height + 18}" text-anchor="middle">{x:.0%}</text>')
-    out.append(f'<text x="{left + width / 2:.0f}" y="{top + height + 38}" text-anchor="middle">bytes read, of the lossless model\'s</text>')
-    for y in range(int(most) + 1):
-        here = at(0, y)[1]
-        out.append(f'<line x1="{left}" x2="{left + width}" y1="{here:.1f}" y2="{here:.1f}" stroke="#6e7781" stroke-opacity="0.3"/>')
-        out.append(f'<text x="{left - 8}" y="{here + 4:.1f}" text-anchor="end">+{y} %</text>')
-    for sign, points in found.items():
-        colour, places = rules[sign][1], [at(x, y) for x, y, _ in points]
-        out.append(f'<polyline fill="none" stroke="{colour}" stroke-width="2" points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>')
-        for (x, y), (_, _, value) in zip(places, points):
-            out.append(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"/><text x="{x + 6:.1f}" y="{y - 6:.1f}" font-size="11">{value}</text>')
-    return "\n".join([*out, "</svg>"]) + "\n"
-
-
 def pages() -> dict[Path, str]:
     """Every generated file and the text it should have."""
-    made = {CHART: chart("real-qwen3"), FRONTIER: frontier(read("loss-frontier"))}
+    made = {CHART: chart("real-qwen3")}
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
         text = page.read_text(encoding="utf-8")
         if BLOCK.search(text):

@@ -80,7 +80,6 @@ SOURCES: dict[str, dict[str, str]] = {
     },
     "docs/guides/start.md": {"takes 80 % of what is available": "moeoff/memory.py: DEFAULT_SHARE = 0.8"},
     "docs/guides/strategies.md": {
-        "faster by more than 3 % twice": "docs/results/real-sizes.md: by more than 3 % twice",
         "p is 25 % for every model": "moeoff/policies/fate.py: P = 0.25",
         "and may be 0": "moeoff/policies/fate.py: return 0",
         "or 4 MiB of it": "moeoff/engine/expert_buffer.py: READ_CHUNK = 4 << 20",

@@ -1,13 +1,13 @@
 """Write a GGUF with the shape of a published MoE model and random weights, as fast as the disk takes it.
 
 Hyperparameters, tensor names, types and sizes are the published model's; so are memory, reads and the work of a token. What it writes is noise, but with
-routing like a trained model's; `scripts/research/policies.py routing` measures how well. The tokenizer is the demo model's, with unused tokens up to
+routing like a trained model's that answers; `scripts/research/routing.py shapes` measures how well. The tokenizer is the demo model's, with unused tokens up to
 the shape's vocabulary.
 
 Types are those that llama.cpp's quantizer gives: "Q4_K_M" and "Q4_0" with its exceptions, "MXFP4" with Q8_0 for everything that is no expert. A row that
 is no multiple of 256 gets the quantizer's fallback (Q5_0 for Q4_K, and so on).
 
-How the routing comes about, and which number in `Scales` turns which screw. Of both routings, `--routing answer` and `prose`:
+How the routing comes about, and which number in `Scales` turns which screw:
 
 - The residual stream begins as the token's embedding, drawn at random. So a token's experts depend on the token.
 - The first n_embd / 32 channels hold a constant, as "massive activations" do in trained models. Queries and keys are one fixed
@@ -20,7 +20,7 @@ How the routing comes about, and which number in `Scales` turns which screw. Of 
 - A router's rows are random directions, other ones in every layer: logits of deviation `logits`. Of their variance `skew` ** 2
   is a constant of each expert (read from the constant channels, or the router's bias where the architecture has one): popularity.
 
-Of `answer` alone, since a model that answers keeps to half of its experts, whatever it says:
+A model that answers keeps to half of its experts, whatever it says:
 
 - A token has a stress, in a channel of its own. The second layer with experts attends to the tokens of the largest stress (`keenness`: its logit for a
   stress of 1) and writes what they say into the topic's channels, which nothing else changes. Answers are made of tokens without
@@ -55,7 +55,6 @@ __all__ = [
     "ANSWER",
     "Mla",
     "NEAREST",
-    "PROSE",
     "Pools",
     "SHAPES",
     "Scales",
@@ -451,7 +450,6 @@ _SURE = 30.0  # their logits
 _DOUBT = 1.0  # deviation of the model's output beside them
 _MOVED = 2.0  # of the code that attention moves, in units of the embedding's deviation
 _STEADY = 3.0  # of what does not compare in topic keys, against a token of stress 1
-_LOGITS = 4.0  # deviation of the model's output
 _HEADSTART = 16.0  # logit of the tokenizer's tokens against unused ones
 _N_CONTROL = 3  # of the demo model's tokens, the first
 _SHARED = 0.4  # of the variance that a feed-forward network with shared experts adds, what they add
@@ -469,12 +467,11 @@ def shape_model(
     shape: Shape,
     out: str | os.PathLike[str],
     *,
-    scales: Scales | None = None,
     seed: int = 0,
     overwrite: bool = False,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write a model of this shape to `out`; the same seed gives the same file. scales: by default the shape's for answers. progress(done, total) is called
+    """Write a model of this shape to `out`; the same seed gives the same file. progress(done, total) is called
     with bytes written.
 
     Raises OptionError for a type of experts of which no random blocks are made, ModelError for one that does not fit the rows,
@@ -485,7 +482,7 @@ def shape_model(
     plan = tensors(shape)
     with ModelFile(demo_model()) as demo:
         n_tokens = len(unpack(demo.metadata["tokenizer.ggml.tokens"]))
-    weights = Weights(shape, scales or scales_of(shape), seed, n_tokens)
+    weights = Weights(shape, scales_of(shape), seed, n_tokens)
     done, total = 0, sum(tensor.n_bytes for tensor in plan)
     with ModelWriter(out, metadata(shape) | vocabulary, plan, overwrite=overwrite) as writer:
         for tensor in plan:
@@ -515,36 +512,33 @@ def tokenizer(n_vocab: int) -> tuple[list[str], dict[str, bytes]]:
 @dataclass(frozen=True)
 class Scales:
     """What routing depends on; the text above says how. mean_size: of attention's mean against a single value, an estimate; topic_size likewise, of the
-    attention that makes the topic. topic 0: there is none, and nothing of what is made for it."""
+    attention that makes the topic."""
 
-    attention: float = 0.28
-    feed_forward: float = 0.18
-    first: float = 2.0
-    recency: float = 1.0
+    recency: float = 1.5
     logits: float = 1.5
     skew: float = 0.3
-    mean_size: float = 0.5
-    topic: float = 0.0
+    topic: float = 0.7
     context: float = 1.0
+    attention: float = 0.12
+    feed_forward: float = 0.07
+    first: float = 1.0
     keenness: float = 10.0
+    mean_size: float = 0.5
     topic_size: float = 0.85
 
 
-PROSE = Scales()
-_ANSWER = Scales(attention=0.12, feed_forward=0.07, first=1.0, recency=1.5)
 ANSWER = {
-    "qwen3-30b-a3b": replace(_ANSWER, recency=1.2, logits=0.97, skew=0.33, topic=0.7345, context=1.15),
-    "gemma-4-26b-a4b": replace(_ANSWER, recency=1.35, logits=1.07, topic=0.695, context=1.1),
-    "gpt-oss-120b": replace(_ANSWER, logits=0.9, topic=0.65, context=0.5),
+    "qwen3-30b-a3b": Scales(recency=1.2, logits=0.97, skew=0.33, topic=0.7345, context=1.15),
+    "gemma-4-26b-a4b": Scales(recency=1.35, logits=1.07, topic=0.695, context=1.1),
+    "gpt-oss-120b": Scales(logits=0.9, topic=0.65, context=0.5),
 }
 # of shapes without a published trace, the one whose scales they have
 NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3", "glm-4.5-air", "olmoe-1b-7b"), "qwen3-30b-a3b")
-ROUTINGS = ("answer", "prose")
 
 
-def scales_of(shape: Shape, routing: str = "answer") -> Scales:
-    """Those for "answer", statistics of published models that answer, or for "prose", harder ones that are no model's."""
-    return PROSE if routing == "prose" else ANSWER[NEAREST.get(shape.name, shape.name)]
+def scales_of(shape: Shape) -> Scales:
+    """Those whose answers have the statistics of a published model's."""
+    return ANSWER[NEAREST.get(shape.name, shape.name)]
 
 
 class Weights:
@@ -553,15 +547,14 @@ class Weights:
     def __init__(self, shape: Shape, scales: Scales, seed: int, n_tokens: int):
         self._shape, self._scales, self._seed, self._n_tokens = shape, scales, seed, n_tokens
         self._n_constant = max(round(shape.n_embd / 1024), 1) * 32
-        self._n_topic = self._n_constant if scales.topic else 0
+        self._n_topic = self._n_constant
         self._topic = slice(self._n_constant, self._n_constant + self._n_topic)  # channels
-        self._stress = self._topic.stop if scales.topic else None  # the channel
-        self._topic_layer = shape.n_dense + 1 if scales.topic else None
-        self._context_layer = shape.n_dense + 2 if scales.topic else None
+        self._stress = self._topic.stop  # the channel
+        self._topic_layer, self._context_layer = shape.n_dense + 1, shape.n_dense + 2
         self._code = slice(self._topic.stop + 1, self._topic.stop + 1 + min(shape.n_embd // 4, 256))  # channels
         self._next = slice(self._code.stop, 2 * self._code.stop - self._code.start if shape.tied else self._code.stop)  # channels
         self._next_layer = self._context_layer if shape.tied else None
-        self._n_special = self._next.stop if scales.topic else self._n_constant
+        self._n_special = self._next.stop
         self._n_content = shape.n_embd - self._n_special
         # a block for every slice to begin at, and as much of a slice without repetition as is quick to make
         n_values = max(256 * 3 * shape.n_layer * shape.n_expert, min(shape.ff * shape.n_embd, 1 << 24), 1 << 20)
@@ -593,7 +586,7 @@ class Weights:
             n_slices = tensor.shape[0] if len(tensor.shape) == 3 else 1
             n_bytes = tensor.n_bytes // n_slices
             pieces = self._pools.slices(tensor.type, n_bytes, n_slices, self._deviation(part, layer))
-            if self._n_topic and part in ("attn_output", "ffn_down", "ffn_down_shexp", "ffn_down_exps"):
+            if part in ("attn_output", "ffn_down", "ffn_down_shexp", "ffn_down_exps"):
                 row = n_bytes // self._shape.n_embd
                 pieces = _without(pieces, n_bytes, self._n_constant * row, self._n_special * row)
             yield from pieces
@@ -832,9 +825,8 @@ class Weights:
     def _router(self, rng: np.random.Generator) -> np.ndarray:
         shape, scales = self._shape, self._scales
         rows = self._reading(shape.n_expert, rng, scales.logits * math.sqrt(1 - scales.skew**2 - scales.topic**2))
-        if self._n_topic:
-            of_topic = scales.topic * scales.logits * self._n_topic**-0.5
-            rows[:, self._topic] = rng.standard_normal((shape.n_expert, self._n_topic), np.float32) * np.float32(of_topic)
+        of_topic = scales.topic * scales.logits * self._n_topic**-0.5
+        rows[:, self._topic] = rng.standard_normal((shape.n_expert, self._n_topic), np.float32) * np.float32(of_topic)
         if shape.arch != "gpt-oss":  # which has a bias for it
             popularity = rng.standard_normal(shape.n_expert) * scales.skew * scales.logits
             rows[:, : self._n_constant] = (popularity / (_SEEN * self._n_constant))[:, None]
@@ -844,12 +836,11 @@ class Weights:
         rows = rng.standard_normal((self._n_tokens, self._shape.n_embd), np.float32)
         rows[:, : self._n_constant] = _CONSTANT
         rows[:, self._topic] = 0
-        if self._stress is not None:
-            rows[:, self._stress] = self._stresses()
-            rows[:, self._code] = self._codes()
-            if self._shape.tied:
-                # what has just been said has its own code against it
-                rows[:, self._next] = (self._walk() - self._codes()) * (_SURE / (_MOVED * (self._code.stop - self._code.start)))
+        rows[:, self._stress] = self._stresses()
+        rows[:, self._code] = self._codes()
+        if self._shape.tied:
+            # what has just been said has its own code against it
+            rows[:, self._next] = (self._walk() - self._codes()) * (_SURE / (_MOVED * (self._code.stop - self._code.start)))
         return rows
 
     def _stresses(self) -> np.ndarray:
@@ -874,14 +865,11 @@ class Weights:
         return out
 
     def _output(self, rng: np.random.Generator) -> np.ndarray:
-        rows = self._reading(self._n_tokens, rng, _LOGITS if self._stress is None else _DOUBT)
-        # Byte pairs are numbered in the order of their frequency: tokens sampled from this are about as frequent as in text.
-        offset = _HEADSTART - np.log(np.arange(self._n_tokens) + 20)
+        rows = self._reading(self._n_tokens, rng, _DOUBT)
+        offset = np.full(self._n_tokens, _HEADSTART)
         offset[:_N_CONTROL] = -_HEADSTART  # an answer never ends by itself
-        if self._stress is not None:
-            offset[_N_CONTROL:] = _HEADSTART
-            rows[:, self._code] = self._walk()
-            rows[:, self._code] *= _SURE / (self._code.stop - self._code.start)
+        rows[:, self._code] = self._walk()
+        rows[:, self._code] *= _SURE / (self._code.stop - self._code.start)
         rows[:, : self._n_constant] = (offset / self._n_constant)[:, None]
         return rows
 
@@ -981,18 +969,16 @@ def _scaled_mxfp4(pool: _Pool, doublings: int) -> np.ndarray:
 @click.option("-o", "--out", metavar="OUT.gguf", required=True)
 @click.option("--layers", type=int, metavar="N", help="The first N layers alone.")
 @click.option("--experts-type", metavar="TYPE", help="ggml type of the routed experts. Default: the published file's.")
-@click.option("--routing", type=click.Choice(ROUTINGS), default="answer", show_default=True, help="As of published models that answer, or a harder one.")
 @click.option("--hidden", type=int, metavar="N", help="Experts of N hidden values: for measuring the routing, which stays, quickly.")
 @click.option("--shrink", default=1, metavar="K", help="Divide all widths by K: for tests.")
 @click.option("--seed", default=0, show_default=True)
 @click.option("--overwrite", is_flag=True, help="Replace OUT.gguf if it exists.")
 @errors_as_sentences
-def main(shape: str, out: str, layers: int | None, experts_type: str | None, routing: str, hidden: int | None, shrink: int, seed: int, overwrite: bool) -> None:
+def main(shape: str, out: str, layers: int | None, experts_type: str | None, hidden: int | None, shrink: int, seed: int, overwrite: bool) -> None:
     """Writes a model with the shape of a published one and random weights."""
     cut = SHAPES[shape].cut(layers=layers, shrink=shrink, hidden=hidden, expert_type=experts_type)
-    scales = scales_of(cut, routing)
     with progress_bar("bytes") as update:
-        shape_model(cut, out, scales=scales, seed=seed, overwrite=overwrite, progress=lambda done, total: update("writing", done, total) if update else None)
+        shape_model(cut, out, seed=seed, overwrite=overwrite, progress=lambda done, total: update("writing", done, total) if update else None)
 
 
 if __name__ == "__main__":

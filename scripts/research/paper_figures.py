@@ -389,14 +389,3 @@ def _slice(model_index: ModelIndex, span, expert: int) -> np.ndarray:
     with open(model_index.files[span.file], "rb") as file:
         file.seek(span.offset + expert * nbytes)
         return dequantize(file.read(nbytes), span.type, (span.shape[1], span.shape[0]))
-
-
-def score_curve(d: Data) -> np.ndarray:
-    """HOBBIT 5b's curve: all unimportance scores, sorted."""
-    return np.sort(recorded_unimportance(d.held))
-
-
-def popularity_curves(d: Data) -> np.ndarray:
-    """Fate 9's and ProMoE 5's: [n_gates, n_experts] cumulative share of the accesses, the most used first."""
-    counts = np.sort(d.held.popularity().astype(float), axis=1)[:, ::-1]
-    return np.cumsum(counts, axis=1) / counts.sum(axis=1, keepdims=True)

@@ -1,16 +1,13 @@
 """The papers' claims and ours: each figure and table that can be had on a CPU machine, its claim, ours, and a verdict by rule. docs/results/papers.md
 
-usage: papers.py all       [-m MODEL] [--text FILE ...]     a table for each paper: their figures about routing, and their systems on a simulated machine
-       papers.py live      -m MODEL --text FILE             speed on this machine, in interleaved rounds, each run cold in a process of its own
+usage: papers.py [-m MODEL] [--text FILE ...] [--quick]     a table for each paper: their figures about routing, and their systems on a simulated machine
 
-`all` repeats exactly. --quick takes few tokens: minutes become seconds, and the numbers rough. `live` wants a profile of `moeoff calibrate` at the model's
-side and a sidecar with tiers for --int4 and --int2, and for --bits of a plan by `calibrate --bits-plan`.
+It repeats exactly. --quick takes few tokens: minutes become seconds, and the numbers rough.
 """
 
 from __future__ import annotations
 
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -22,13 +19,12 @@ from typing import Any
 import click
 import numpy as np
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
 import baselines
-import speed as driver
 import verdicts
-from cgroup import unavailable
 from device_simulator import AS_NAMED, BY_ID, NEVER, POPULAR, PROMPTS, Bandwidths, DeviceResult, Execution, LowVersions, on_device
-from moeoff.bench import measure
-from moeoff.bench.job import rates
 from moeoff.calibrate.bit_allocation import Planner
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.calibrate.precision_search import RuleEvaluator
@@ -36,22 +32,20 @@ from moeoff.calibrate.statistics import Estimate
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import PREDICTORS, CacheShape, Strategy, get_strategy, register
 from moeoff.policies.fate import proportional_boundary, quotas, shallow_boundary
-from moeoff.policies.hobbit import T1, T2, recorded_unimportance, thresholds
+from moeoff.policies.hobbit import recorded_unimportance, thresholds
 from moeoff.policies.precision import Precision
 from moeoff.sidecar.convert import convert
-from moeoff.sidecar.file import ORIGINAL, ExpertSource, Sidecar, relative_bytes
+from moeoff.sidecar.file import ORIGINAL, Sidecar
 from moeoff.sidecar.profile import Profile
-from paper_figures import FIGURES, Data, popularity_curves, score_curve
+from paper_figures import FIGURES, Data
 from results import HELP, ResultsFile, machine
 from verdicts import NOT_TESTABLE, REPRODUCED
 
-TEXTS = [str(driver.ROOT / "tests" / "data" / name) for name in ("prose.txt", "prose-2.txt", "code.txt")]
-INT4, INT2, PLAN = "int4", "int2", "bits"  # tiers of the sidecar, as the user names them; EdgeMoE's plan
+TEXTS = [str(ROOT / "tests" / "data" / name) for name in ("prose.txt", "prose-2.txt", "code.txt")]
+INT4, INT2 = "int4", "int2"
 BITS = {"fp32": 32.0, "fp16": 16.0, INT4: 4.5, INT2: 2.25}  # of a weight: Q4_0's and Q2_0's
 ROUND = 256  # tokens of held-out text that a round decodes, and of a prompt
 EVERYTHING = 1 << 40  # expert_memory that holds all
-
-Speeds = Mapping[str, Sequence[float | None]]
 
 
 # the papers' systems and their baselines
@@ -64,7 +58,7 @@ class Contender:
     strategy: ours, by name; its predictor, if it has one, always reads ahead, as in the papers.
     differs: what is not as the paper says.
     changes: fields of the strategy that differ.
-    execution: what the system does beside its strategy; on a machine the native store does all of it, always.
+    execution: what the system does beside its strategy.
     by_layer: each layer has a room of its own.
     bits: of the experts.
     low: bits of what is served in low precision, and the fields of `LowVersions`; "paper" in the place of T1 and T2: by the paper's shares.
@@ -85,31 +79,6 @@ class Contender:
 
     def made(self) -> Strategy:
         return replace(get_strategy(self.strategy), ab_tested=False, **self.changes)
-
-    @property
-    def high(self) -> str:
-        """What most of its experts are in: full precision, or a name of `--int4`, `--bits`."""
-        return PLAN if self.widths else self.bits
-
-    def options(self, tiers: Mapping[str, str], by_share: tuple[float, float] = (T1, T2)) -> dict[str, Any] | None:
-        """Of `moeoff.Llama`, whose store always sends at once what is selected; None if a tier that it needs is not there, or a device.
-
-        Args:
-            tiers: of the model's sidecar; full precision is the model's own.
-            by_share: T1 and T2, by the paper's shares of this model's experts.
-        """
-        needed = ({self.high} & {INT4, PLAN}) | ({self.low[0]} if self.low else set())
-        if not needed <= set(tiers) or self.execution.cooperative:
-            return None
-        strategy = replace(self.made(), eager=True)
-        if self.by_layer and strategy.policy == "lru":
-            strategy = replace(strategy, policy="lru-layer")
-        options: dict[str, Any] = {"strategy": strategy} | ({"tier": tiers[self.high]} if self.high in tiers else {})
-        if self.low:
-            name, fields = self.low
-            weighed = dict(zip(("t1", "t2"), by_share), weigh_prompts=True)
-            options["precision"] = Precision(tier=tiers[name], **(weighed if "paper" in fields else {"prefill_low_fraction": fields["prefill"]}))
-        return options
 
 
 SERIAL = Execution(eager=False, reordered=NEVER, chunked=False, order=BY_ID)  # an expert that is missing is sent when it is its turn
@@ -150,7 +119,6 @@ CONTENDERS = {
                                     Execution(reordered=NEVER, order=BY_ID), True),
     "ProMoE": Contender("what is there is computed first (§5.3)", "lru+learned", "the same", {"options": {"stride": 2}}, Execution(order=BY_ID), True),
 }  # fmt: skip
-STOCK, STOCK_LIMITED = "stock llama.cpp", "stock llama.cpp, in HOBBIT's memory"
 
 
 # their machines
@@ -263,9 +231,6 @@ RATIOS = (
     Ratio("ProMoE", "12", "prompts, with early preemption", 1.27, "1.27", "+ early preemption", "LRU", True, "ProMoE, transformers"),
     Ratio("ProMoE", "12", "prompts, all of them", 2.39, "2.39", "ProMoE", "LRU", True, "ProMoE, transformers"),
 )
-ON_A_MACHINE = (  # claims that need other hardware than is simulated
-    Ratio("HOBBIT", "14a", "decode, over llama.cpp in as little memory", (13.0, 18.9), "13.0 and 18.9", "HOBBIT", STOCK_LIMITED),
-)
 UNTESTED = {  # what of their evaluation has no row, and why
     "Fate": [
         ("11, 12", "the low-end PC: 1.8 and 1.5 in prompts, 2.3 and 1.6 in decode", "how long its layers take is not said"),
@@ -273,7 +238,7 @@ UNTESTED = {  # what of their evaluation has no row, and why
     ],
     "EdgeMoE": [("10, 12, Table 2", "memory, latency of a sample and storage of Switch Transformers", "encoder-decoder models are outside llama.cpp")],
     "HOBBIT": [
-        ("14a, b", "over llama.cpp and MoE-Infinity on a Jetson Orin: 13.0, 18.9 and 3.64, 9.93", "`papers.py live` compares with llama.cpp, on a machine; MoE-Infinity is not here"),
+        ("14a, b", "over llama.cpp and MoE-Infinity on a Jetson Orin: 13.0, 18.9 and 3.64, 9.93", "a machine of theirs; MoE-Infinity is not here"),
         ("Table 3", "accuracy on GSM8K and TruthfulQA", "the demo model solves none of them; losses stand below"),
     ],
     "ProMoE": [("10", "over static and LRU in the authors' transformers", "their own code; Fig. 11 and 12 stand above")],
@@ -455,29 +420,15 @@ def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float)
 # the commands
 
 
-@click.group(help=__doc__)
-def main() -> None:
-    pass
-
-
-def shared(command: Any) -> Any:
-    for option in (
-        click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP),
-        click.option("--quick", is_flag=True, help="Few tokens."),
-        click.option("--text", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Default: the tests' prose and code."),
-        click.option("-m", "--model", type=click.Path(exists=True, dir_okay=False), help="Default: the demo model."),
-    ):
-        command = option(command)
-    return command
-
-
 HEAD = ("figure", "what", "the paper", "here", "verdict", "looked for the cause")
 
 
-@main.command("all")
-@shared
-@click.option("--plots", type=click.Path(file_okay=False), help="Folder for popularity and scores, as PNG and SVG.")
-def everything(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, plots: str | None) -> None:
+@click.command(help=__doc__)
+@click.option("-m", "--model", type=click.Path(exists=True, dir_okay=False), help="Default: the demo model.")
+@click.option("--text", multiple=True, type=click.Path(exists=True, dir_okay=False), help="Default: the tests' prose and code.")
+@click.option("--quick", is_flag=True, help="Few tokens.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None) -> None:
     """A table for each paper: claim, like with like, result, verdict, cause."""
     from moeoff.files import demo_model
 
@@ -522,8 +473,6 @@ def everything(model: str | None, text: tuple[str, ...], quick: bool, json_file:
         for line in losses(model, texts[:1], 4 if quick else 24, *thresholds(recorded_unimportance(d.train))):
             table.row(*line)
         table.row(f"EdgeMoE, {plan.partition(': ')[0]}", f"{plan.partition(': ')[2]}, of the text that it was planned on")
-    if plots:
-        draw(d, Path(plots))
     announce("done")
 
 
@@ -577,138 +526,6 @@ def shallow(results: ResultsFile, d: Data, runs: Runs) -> None:
                 f"{hits:.1%}",
                 f"{1e9 * sum(r.n_tokens for r in found) / sum(r.ns for r in found):.1f}",
             )
-
-
-def alike(r: Ratio) -> bool:
-    """What the store does of itself, both contenders do in the paper, or neither: a ratio on a machine is of what the paper compares."""
-    if r.slow not in CONTENDERS:
-        return True
-    fast, slow = (CONTENDERS[name].execution for name in (r.fast, r.slow))
-    return fast == slow or (not r.prompt and (fast.eager, fast.chunked) == (slow.eager, slow.chunked) and {fast.reordered, slow.reordered} <= {NEVER, PROMPTS})
-
-
-def like_sizes(r: Ratio, sizes: Mapping[str, float]) -> bool:
-    """Where its contenders are in several precisions, their sizes here are to each other as the paper's are, to within a third.
-
-    Args:
-        sizes: of the tiers, and of "full" precision, in the model's own bytes.
-    """
-    names = {bits for name in (r.fast, r.slow) if (c := CONTENDERS.get(name)) for bits in (c.bits, *([c.low[0]] if c.low else []))}
-    theirs = {bits: BITS[bits] for bits in names}
-    full = max(theirs, key=theirs.__getitem__)
-    ours = {bits: sizes.get(bits, sizes["full"]) for bits in names}
-    return all(abs(ours[bits] / ours[full] / (theirs[bits] / theirs[full]) - 1) <= verdicts.CLOSE for bits in names)
-
-
-@main.command()
-@shared
-@click.option("--rounds", default=5, show_default=True)
-@click.option("--share", default=0.5, show_default=True, help="Of the experts in memory, in the model's own precision.")
-@click.option("--io-threads", default=4, show_default=True, help="Of every contender.")
-@click.option("--n-prompt", default=128, show_default=True)
-@click.option("--n-decode", default=256, show_default=True)
-@click.option("--int4", help="Tier of the sidecar beside the model for the contenders in four bits, as Q4_0. Without it they are left out.")
-@click.option("--int2", help="Its tier for what is read in two bits, as Q2_K; likewise.")
-@click.option("--bits", is_flag=True, help="It has EdgeMoE's width for each expert, made by convert --bits; likewise.")
-@click.option("--paper", "papers", multiple=True, type=click.Choice(PAPERS), help="These papers' claims alone. Default: all.")
-@click.option("--stock/--no-stock", default=True, show_default=True, help="Stock llama.cpp on the same tokens: in the page cache, and in HOBBIT's memory.")
-@click.option("--plots", type=click.Path(file_okay=False), help="Folder for a chart of speeds and ratios, as PNG and SVG.")
-def live(model: str | None, text: tuple[str, ...], quick: bool, json_file: str | None, rounds: int, share: float, io_threads: int, n_prompt: int,
-         n_decode: int, int4: str | None, int2: str | None, bits: bool, papers: tuple[str, ...], stock: bool, plots: str | None) -> None:  # fmt: skip
-    """On this machine: contenders in turn, so that what the machine does meets all of them. Only claims whose contenders differ in what a strategy says, and
-    whose precisions have sizes that the tiers have, too."""
-    if model is None or len(text) != 1:
-        raise click.UsageError("live needs -m MODEL and one --text FILE")
-    if quick:
-        rounds, n_prompt, n_decode = 1, 16, 24
-    bench = driver.Bench(model, text[0], n_prompt, n_decode, rounds)
-    common = {"expert_memory": int(driver.arena_full(model) * share), "io_threads": io_threads}
-    tiers = {name: tier for name, tier in ((INT4, int4), (INT2, int2), (PLAN, PLAN if bits else None)) if tier}
-    index = ModelIndex.read(model)
-    profile = Profile.find(index)
-    weights = profile.section("hobbit") if profile is not None else None
-    source = ExpertSource.make(index)
-    sizes = {name: relative_bytes(index, source.sidecar, tier) if source.sidecar else 1.0 for name, tier in tiers.items()} | {"full": 1.0}
-    claims = [r for r in (*RATIOS, *ON_A_MACHINE) if alike(r) and like_sizes(r, sizes) and r.paper in (papers or PAPERS)]
-    by_share = (float(weights["t1"]), float(weights["t2"])) if weights is not None else (T1, T2)
-    offered = {name: CONTENDERS[name].options(tiers, by_share) for r in claims for name in (r.fast, r.slow) if name in CONTENDERS}
-    claims = [r for r in claims if all(offered.get(name, {}) is not None for name in (r.fast, r.slow))]
-    jobs = {name: bench.job(**offered[name], **common) for r in claims for name in (r.fast, r.slow) if name in offered}
-    if stock:
-        jobs[STOCK] = bench.stock(use_mmap=True)
-        if unavailable() is None and "HOBBIT" in jobs:  # without repacked kernels, which would need the weights twice
-            jobs[STOCK_LIMITED] = bench.stock(measure(jobs["HOBBIT"]).closed["peak_rss_bytes"], use_mmap=True, use_extra_bufts=False)
-    print(f"{machine()}; {n_prompt} + {n_decode} tokens, {share:.0%} of the experts, {io_threads} I/O threads, {rounds} rounds")
-    found = bench.compare(jobs)
-    prompts, speeds = ({one.name: [rates(m.of(test)).get("tps") for m in one.measurements] for one in found[test::2]} for test in range(2))
-    with ResultsFile(json_file) as results:
-        driver.table(results, "live-contenders", "The contenders, medians and ranges of the rounds", {"": found})
-        said = ", ".join(f"{name}: {tier}, {sizes[name]:.2f} of its bytes" for name, tier in tiers.items())
-        ratios(results, "live", f"Speed on this machine, full precision: the model's own{said and '; '}{said}", speeds, prompts, claims)
-    if plots:
-        draw_live(speeds, Path(plots), claims)
-
-
-def ratios(results: ResultsFile, name: str, title: str, speeds: Speeds, prompts: Speeds, claims: Sequence[Ratio]) -> None:
-    """A row for each claim whose contenders ran, of the rounds in which both ended.
-
-    Args:
-        speeds, prompts: of each contender, one for each round; None: that round failed.
-    """
-    table = results.table(name, title, ["paper", *HEAD[:-1]])
-    for r in claims:
-        both = [(a, b) for a, b in zip(*((prompts if r.prompt else speeds).get(x, ()) for x in (r.fast, r.slow))) if a and b]
-        if both:
-            estimate = verdicts.ratio(*zip(*both))
-            enough = len(both) >= verdicts.MIN_ROUNDS
-            table.row(r.paper, r.figure, r.what, r.says, f"{r.fast} / {r.slow}: {verdicts.text(estimate)}",
-                      verdicts.verdict(r.claim, estimate) if enough else f"{len(both)} rounds are too few")  # fmt: skip
-
-
-def draw(d: Data, folder: Path) -> None:
-    """Fate 9 and ProMoE 5's popularity, and HOBBIT 5b's scores."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    figure = Figure(figsize=(11, 4.2), layout="constrained")
-    popular, scores = figure.subplots(1, 2)
-    for g, curve in enumerate(popularity_curves(d)):
-        popular.plot(100 * np.arange(1, len(curve) + 1) / len(curve), 100 * curve, color="tab:blue", alpha=0.3 + 0.7 * g / d.held.model.n_gates)
-    popular.set(xlabel="experts of a layer, the most used first, %", ylabel="of their uses, %", title="Popularity (Fate 9, ProMoE 5), a line for each layer")
-    curve = score_curve(d)
-    scores.step(curve, 100 * np.arange(1, len(curve) + 1) / len(curve), where="post")
-    scores.set(xlabel="unimportance", ylabel="of selected experts, %", title="Unimportance (HOBBIT 5b)")
-    for ending in ("png", "svg"):
-        figure.savefig(folder / f"papers.{ending}", dpi=110)
-
-
-def draw_live(speeds: Speeds, folder: Path, claims: Sequence[Ratio]) -> None:
-    """Bars of decode speed with each round as a point, and the ratios of decoding, on a scale where halving is as far from 1 as doubling."""
-    from matplotlib.figure import Figure
-
-    folder.mkdir(parents=True, exist_ok=True)
-    ended = {name: [x for x in values if x] for name, values in speeds.items() if any(values)}
-    figure = Figure(figsize=(13, 0.28 * len(ended) + 1.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    for at, (name, values) in enumerate(reversed(ended.items())):
-        left.barh(at, statistics.median(values), color="tab:orange" if name.startswith("stock") else "tab:blue")
-        left.plot(values, [at] * len(values), "k.", markersize=4)
-    left.set_yticks(range(len(ended)), list(reversed(ended)))
-    left.set(xlabel="tokens per second, decode: median, and every round", title="Contenders")
-    rows = []
-    for r in reversed(claims):
-        if not r.prompt and (values := sorted(a / b for a, b in zip(speeds.get(r.fast, ()), speeds.get(r.slow, ())) if a and b)):
-            rows.append((f"{r.paper} {r.figure}: {r.fast} / {r.slow}", values))
-    for at, (_, values) in enumerate(rows):
-        right.plot(values, [at] * len(values), "-", color="tab:gray")
-        right.plot([statistics.median(values)], [at], "o", color="tab:blue")
-    right.axvline(1, color="black", linewidth=0.8)
-    right.set_xscale("log", base=2)
-    right.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-    right.set_yticks(range(len(rows)), [title for title, _ in rows], fontsize=8)
-    right.set(xlabel="times as fast: median and range", title="Ratios that the papers claim")
-    for ending in ("png", "svg"):
-        figure.savefig(folder / f"papers-live.{ending}", dpi=110)
 
 
 if __name__ == "__main__":

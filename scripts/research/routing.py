@@ -1,21 +1,22 @@
-"""Routing of published models as others recorded it, and of our shapes beside it: docs/results/cache-policies.md, predictors.md and shapes.md.
+"""Routing on its own: cache policies replayed on traces, what names experts beforehand, and how like published models' the synthetic models route.
 
-usage: routing.py published                 every cache policy on the published traces, and what names their experts beforehand
-       routing.py shapes [SHAPE ...]        the shapes' own answers beside the traces: reached, and wanted
-       routing.py policies MODEL=FILE ...   every cache policy on a shape's own answer: traces that `shapes --keep DIR` has left
-       routing.py turns SHAPE --keep DIR    what the prompts and answers of a conversation read, turn by turn: a replay
-       routing.py idle SHAPE --keep DIR     the same of runs, with and without reading ahead while a prompt is waited for
+usage: routing.py published                          every cache policy on the published traces, and what names their experts beforehand
+       routing.py shapes [SHAPE ...]                 the synthetic models' own answers beside the traces: reached, and wanted
+       routing.py policies MODEL=FILE ...            every cache policy on a synthetic model's answer: traces that `shapes --keep DIR` has left
+       routing.py record -m MODEL --out DIR --text NAME=FILE       traces of teacher-forced decoding
+       routing.py table --trace NAME=FILE [--calibration FILE]     every policy on every trace, and on all of them in turn
+       routing.py fit --trace FILE --out WEIGHTS.npz               the learned score; HOBBIT's weights are printed
+       routing.py predictors -m MODEL --calib FILE --valid FILE    how many of the next experts each predictor names, by layer
 
-A shape's routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published
-traces greedily, with a trace.
+Pages: docs/results/cache-policies.md, predictors.md and shapes.md. Traces are replayed by `moeoff.simulate`: the same arguments give the same numbers. A shape's
+routing is measured on a copy with all layers, experts, widths and routers, whose experts have few hidden values: it answers the prompt of the published traces greedily.
 """
 
 from __future__ import annotations
 
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,13 @@ sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "models")]
 
 import baselines  # noqa: F401  registers them
 from moeoff import Llama
+from moeoff.calibrate.profile_fit import fit as fit_profile
+from moeoff.calibrate.record import record, recordable, sequences
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import PRESETS, get_policy, policy_names
+from moeoff.policies import PREDICTORS, PRESETS, FitOptions, get_policy, get_predictor, policy_names
+from moeoff.policies.base import top_k
+from moeoff.policies.recording import Recording
 from moeoff.policies.router import Router
 from moeoff.simulate import read_trace, simulate
 from moeoff.trace import TensorInfo, Trace
@@ -42,12 +47,14 @@ PUBLISHED = {name: TRACES / f"{name}.csv.gz" for name in ("qwen3-30b-a3b", "gemm
 SHARES = (6, 12, 18, 24, 36)  # per cent of the experts in memory
 COMPARED = (12, 24, 36)
 TOUCHED = 128  # tokens
+PIECE = 256  # tokens of a text, where texts take turns
 PROMPT = b"Explain how a mixture-of-experts model decides which experts handle each token."  # of the published traces
 # the next gate's choice by this layer's input, as the source of the traces measured it on real weights; of the others it has none
 RECALL = {"qwen3-30b-a3b": 0.886}
 HIDDEN = 32  # values of each expert in the copies
 ALONE: dict[str, Any] = {"n_ctx": 1024, "n_threads": 1, "n_threads_batch": 1, "verbose": False}  # of a copy: others on the machine hardly slow one thread
 JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+FILE = click.Path(exists=True, dir_okay=False)
 
 
 @dataclass(frozen=True)
@@ -121,9 +128,6 @@ def measure_answer(trace: Trace, recall: float | None = None) -> AnswerRouting:
     )
 
 
-# --- shapes ---
-
-
 def answer(path: str | Path, trace: str | Path, n_tokens: int, prompt: bytes = PROMPT) -> tuple[Trace, float]:
     """A model's greedy answer, as `run --trace` has it, and the next gate's recall.
 
@@ -185,26 +189,29 @@ def percent(values: Any) -> str:
     return " / ".join(f"{100 * value:.1f}" for value in values)
 
 
-def cells(found: AnswerRouting, recall: float | None) -> list[str]:
-    lists = [f"{100 * found.own_list:.1f}", f"{100 * found.prompt_list:.1f}"]
-    weights = " ".join(f"{weight:.3f}".removeprefix("0") for weight in found.weights)
-    return [f"{100 * found.repeats:.1f}", percent(found.lru), f"{100 * found.touched:.1f}", weights, "" if recall is None else f"{100 * recall:.1f}", *lists]
+def cells(routing: AnswerRouting, recall: float | None) -> list[str]:
+    lists = [f"{100 * routing.own_list:.1f}", f"{100 * routing.prompt_list:.1f}"]
+    weights = " ".join(f"{weight:.3f}".removeprefix("0") for weight in routing.weights)
+    return [
+        f"{100 * routing.repeats:.1f}",
+        percent(routing.lru),
+        f"{100 * routing.touched:.1f}",
+        weights,
+        "" if recall is None else f"{100 * recall:.1f}",
+        *lists,
+    ]
 
 
-HEAD = [
-    "as the token before %",
-    "LRU hits %",
-    f"touched in {TOUCHED} tokens %",
-    "mean weights",
-    "next gate's recall %",
-    "by the answer's list %",
-    "by the prompt's list %",
-]
+HEAD = ["as the token before %", "LRU hits %", f"touched in {TOUCHED} tokens %", "mean weights", "next gate's recall %", "by the answer's list %",
+        "by the prompt's list %"]  # fmt: skip
 
 
 @click.group(help=__doc__)
 def main() -> None:
     pass
+
+
+# --- answers: the published traces, and the synthetic models' own ---
 
 
 @main.command()
@@ -213,10 +220,10 @@ def published(json_file: str | None) -> None:
     """Every cache policy on the published traces, and what names their experts beforehand."""
     with ResultsFile(json_file) as results:
         replay(results, {name: read_trace(path) for name, path in PUBLISHED.items()})
-        said = results.table("named", "Of the experts that an answer chooses, % that are named beforehand, as many as are used", ["by", *PUBLISHED])
-        found = [measure_answer(read_trace(path)) for path in PUBLISHED.values()]
+        table = results.table("named", "Of the experts that an answer chooses, % that are named beforehand, as many as are used", ["by", *PUBLISHED])
+        answers = [measure_answer(read_trace(path)) for path in PUBLISHED.values()]
         for title, field in (("the token before", "repeats"), ("the answer's most used", "own_list"), ("the prompt's most used", "prompt_list")):
-            said.row(title, *(f"{100 * getattr(each, field):.1f}" for each in found))
+            table.row(title, *(f"{100 * getattr(each, field):.1f}" for each in answers))
 
 
 def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
@@ -225,7 +232,7 @@ def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
         trace = answer_of(trace)
         has_probs = trace.events[0].probs is not None
         title = f"{name}, {trace.n_tokens} tokens of an answer, {trace.model.n_used} experts used: hit rate %"
-        said = results.table(name, title, ["strategy", *(f"{share} %" for share in SHARES)])
+        table = results.table(name, title, ["strategy", *(f"{share} %" for share in SHARES)])
         for policy in policy_names():
             if policy == "static":
                 continue  # it knows other text of the model, which there is not
@@ -234,7 +241,7 @@ def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
             label = f"{policy} ({', '.join(of)})" if of else policy
             label += ", of the chosen experts' weights alone" if get_policy(policy).wants_probs and not has_probs else ""
             arenas = [trace.model.full_bytes * share // 100 for share in SHARES]
-            said.row(label, *(f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}" for arena in arenas))
+            table.row(label, *(f"{100 * simulate(trace, policy, arena, **options).hit_rate:.1f}" for arena in arenas))
 
 
 @main.command()
@@ -245,142 +252,160 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
     """The shapes' own answers beside the traces: reached, and wanted."""
     with ResultsFile(json_file) as results:
         title = f"Routing of an answer; LRU with {' / '.join(map(str, COMPARED))} % of the experts in memory, from an empty buffer"
-        said = results.table("answers", title, ["", "", *HEAD])
-        for name, trace, found in shape_answers(names or list(ANSWER), keep):
+        table = results.table("answers", title, ["", "", *HEAD])
+        for name, trace, next_recall in shape_answers(names or list(ANSWER), keep):
             source = wanted(name)[0]
             goal = read_trace(PUBLISHED[source])
-            said.row(name, "reached", *cells(measure_answer(heaviest(trace, goal.model.n_used)), found))
-            said.row("" if source == name else source, "wanted", *cells(measure_answer(goal), RECALL.get(source)))
+            table.row(name, "reached", *cells(measure_answer(heaviest(trace, goal.model.n_used)), next_recall))
+            table.row("" if source == name else source, "wanted", *cells(measure_answer(goal), RECALL.get(source)))
+
+
+def named(_ctx: Any, _option: Any, texts: Sequence[str]) -> dict[str, str]:
+    if not all("=" in text for text in texts):
+        raise click.BadParameter("NAME=FILE is wanted")
+    return dict(text.split("=", 1) for text in texts)
 
 
 @main.command()
-@click.argument("traces", nargs=-1, required=True, metavar="NAME=FILE ...")
+@click.argument("traces", nargs=-1, required=True, callback=named, metavar="NAME=FILE ...")
 @JSON
-def policies(traces: Sequence[str], json_file: str | None) -> None:
+def policies(traces: Mapping[str, str], json_file: str | None) -> None:
     """Every cache policy on a shape's own answer."""
     with ResultsFile(json_file) as results:
-        replay(results, {name: read_trace(path) for name, _, path in (trace.partition("=") for trace in traces)})
+        replay(results, {name: read_trace(path) for name, path in traces.items()})
 
 
-QUESTIONS = (
-    "Explain how a mixture-of-experts model decides which experts handle each token, and why so few of them are needed.",
-    "Write a short story about an old lighthouse keeper who finds a letter in a bottle on the first day of winter.",
-    "In Python, how do I read a large CSV file line by line and sum the third column without loading it all into memory?",
-    "What were the main causes of the French Revolution, and which of them do historians still argue about today?",
-    "Give me a recipe for a vegetable soup for four people, with the amounts, the order of the steps and the times.",
-)
-ANSWERED = 96  # tokens
-STILL = 0.3  # seconds without a read, after which nothing more is read ahead
+# --- texts: the demo model's and grown models' ---
 
 
-def copy_of(name: str, folder: Path) -> str:
-    """A shape's copy with few hidden values, which stays in the folder."""
-    path = folder / f"{name}-{HIDDEN}.gguf"
-    if not path.exists():
-        shape_model(SHAPES[name].cut(hidden=HIDDEN), path)
-    return str(path)
+@main.command("record")
+@click.option("-m", "--model", required=True, type=FILE)
+@click.option("--out", required=True, type=click.Path(file_okay=False, path_type=Path))
+@click.option("--text", "texts", multiple=True, required=True, callback=named, metavar="NAME=FILE")
+@click.option("--tokens", default=4096, show_default=True, help="Of each text.")
+@click.option("--ctx", "n_ctx", default=256, show_default=True, help="Tokens of a sequence.")
+def record_traces(model: str, out: Path, texts: Mapping[str, str], tokens: int, n_ctx: int) -> None:
+    """A trace for each text: tokens fed one by one, in sequences spread over the file, so that few tokens still are many documents."""
+    out.mkdir(parents=True, exist_ok=True)
+    for name, path in texts.items():
+        file = out / f"{name}.trace"
+        file.unlink(missing_ok=True)
+        text, n_seq = Path(path).read_bytes(), max(tokens // n_ctx, 1)
+        with Llama(model, expert_memory="100G", n_ctx=n_ctx, n_threads=1, trace=file) as llm:
+            for i in range(n_seq):
+                piece = text[len(text) * i // n_seq :][: 12 * n_ctx].decode("utf-8", "ignore").encode()
+                llm.reset()
+                for token in llm.tokenize(piece, add_bos=False)[:n_ctx]:
+                    llm.eval([token])
+        print(f"{file}: {file.stat().st_size} bytes", file=sys.stderr)
 
 
-def turns_of(llm: Llama, before: Callable[[], Any] = lambda: None, after: Callable[[], Any] = lambda: None) -> None:
-    """Greedy answers to QUESTIONS, one conversation. before and after are called around each prompt, after once more behind each answer."""
-    for turn, question in enumerate(QUESTIONS):
-        before()
-        llm.eval(llm.tokenize(f"User: {question}\nAnswer:".encode(), add_bos=not turn))
-        after()
-        for _ in range(ANSWERED):
-            llm.eval([llm.sample(temp=0.0)])
-        after()
-
-
-def converse(name: str, folder: Path) -> Trace:
-    """The conversation of a shape's copy: its trace, which stays in the folder."""
-    trace = folder / f"{name}-turns.trace"
-    if not trace.exists():
-        with Llama(copy_of(name, folder), expert_memory="1T", trace=str(trace), **ALONE) as llm:
-            turns_of(llm)
-    return read_trace(trace)
+def mixed(traces: Sequence[Trace]) -> Trace:
+    """Pieces of the traces in turn: the domain switches all the time."""
+    n = PIECE * traces[0].model.n_gates
+    longest = max(len(t.events) for t in traces)
+    return Trace.join([t.slice(i, i + n) for i in range(0, longest, n) for t in traces if i < len(t.events)])
 
 
 @main.command()
-@click.argument("name", metavar="SHAPE")
-@click.option("--keep", required=True, type=click.Path(file_okay=False, exists=True, path_type=Path), help="The trace is left here, or taken from here.")
-@JSON
-def turns(name: str, keep: Path, json_file: str | None) -> None:
-    """What the prompts and answers of a conversation read, turn by turn."""
-    trace = converse(name, keep)
-    model, decoded = trace.model, np.array([event.decode for event in trace.events])
-    begins = np.flatnonzero(np.diff(decoded.astype(int), prepend=1) == -1)
-    parts = [
-        part for first, end in zip(begins, [*begins[1:], len(decoded)]) for part in (slice(first, first + model.n_gates), slice(first + model.n_gates, end))
-    ]
-    chosen = np.array([len(np.unique(event.ids)) for event in trace.events])
-    matrices = len(model.tensors) // model.n_gates
+@click.option("--trace", "paths", multiple=True, required=True, type=FILE)
+@click.option("--out", required=True, type=click.Path(dir_okay=False, path_type=Path))
+def fit(paths: Sequence[str], out: Path) -> None:
+    """What the package's score and HOBBIT policies have learned."""
+    from moeoff.policies.hobbit import fit_weights
+    from moeoff.policies.score import fit_score
 
-    def row(counts: np.ndarray) -> list[str]:
-        """Of each prompt and answer, by layer; of answers for each token."""
-        found = [counts[part].sum() / model.n_gates for part in parts]
-        return [f"{prompt:.1f}, {answer / ANSWERED:.2f}" for prompt, answer in zip(found[::2], found[1::2])]
-
-    with ResultsFile(json_file) as results:
-        title = f"{name}: experts of a layer that a prompt reads, and a token of its answer"
-        said = results.table("turns", title, ["in memory", "strategy", *(f"turn {n}" for n in range(1, len(begins) + 1))])
-        said.row("", "chosen", *row(chosen))
-        for share in COMPARED:
-            for policy in ("lru", "lfu", "score", "belady"):
-                done = simulate(trace, policy, model.full_bytes * share // 100, events=True)
-                said.row(f"{share} %", policy, *row(chosen - done.event_hits / matrices))
+    trace = mixed([Trace.read(path) for path in paths])
+    np.savez_compressed(out, **fit_score(trace))
+    print(f"{out}: {out.stat().st_size} bytes; hobbit: {fit_weights(trace, simulate, max_events=3 * 1024 * trace.model.n_gates)}")
 
 
 @main.command()
-@click.argument("name", metavar="SHAPE")
-@click.option("--keep", required=True, type=click.Path(file_okay=False, exists=True, path_type=Path), help="The model is left here, or taken from here.")
-@click.option("--strategy", default="auto", show_default=True)
+@click.option("--trace", "paths", multiple=True, required=True, callback=named, metavar="NAME=FILE")
+@click.option("--shares", default="10,25,50,75,90", show_default=True, help="Per cent of the experts in memory.")
+@click.option("--tokens", default=1536, show_default=True, help="Of each trace.")
+@click.option("--calibration", multiple=True, type=FILE, help="Traces whose counts `static` gets.")
+@click.option("--policies", help="Default: all of them.")
 @JSON
-def idle(name: str, keep: Path, strategy: str, json_file: str | None) -> None:
-    """What is read for prompts and answers in runs, with and without reads while a prompt is waited for."""
-    path = copy_of(name, keep)
+def table(paths: Mapping[str, str], shares: str, tokens: int, calibration: Sequence[str], policies: str | None, json_file: str | None) -> None:
+    """Every policy on every text, and on all of them in turn."""
+    counts = {"static": {"counts": Trace.join([Trace.read(path) for path in calibration]).counts()}} if calibration else {}
+    traces = {name: Trace.read(path) for name, path in paths.items()}
+    traces = {name: trace.slice(0, tokens * trace.model.n_gates) for name, trace in traces.items()}
+    sizes = [int(share) for share in shares.split(",")]
     with ResultsFile(json_file) as results:
-        title = f"{name}, {strategy}: experts of a layer that are read for a prompt, for a token of its answer, and + before the prompt"
-        said = results.table("idle", title, ["in memory", "while a prompt is waited for", *(f"turn {n + 1}" for n in range(len(QUESTIONS)))])
-        for share in COMPARED:
-            for watches in (False, True):
-                said.row(f"{share} %", "experts are read" if watches else "nothing is read", *waiting(path, share, strategy, watches))
+        for name, trace in (traces | {"mixed": mixed(list(traces.values()))}).items():
+            title = f"{name}, {trace.n_tokens:,} tokens: hit rate % / MB read per token / miss penalty per token / % of the gap between LRU and Belady"
+            rows = results.table(name, title, ["strategy", *(f"{size} %" for size in sizes)])
+            arenas = [trace.model.full_bytes * size // 100 for size in sizes]
+            ends = [(simulate(trace, "lru", arena).hit_rate, simulate(trace, "belady", arena).hit_rate) for arena in arenas]
+            for policy in policies.split(",") if policies else policy_names():
+                cells = []
+                for arena, (lru, best) in zip(arenas, ends):
+                    r = simulate(trace, policy, arena, **counts.get(policy, {}))
+                    gap = 100 * (r.hit_rate - lru) / (best - lru)
+                    cells.append(f"{100 * r.hit_rate:.1f} / {r.bytes_read / r.n_tokens / 1e6:.2f} / {r.miss_penalty / r.n_tokens:.1f} / {gap:.0f}")
+                rows.row(policy, *cells)
 
 
-def waiting(path: str, share: int, strategy: str, watches: bool) -> list[str]:
-    """One run of the conversation: of each turn what was read for its prompt and its answer, and before it."""
-    counted: list[int] = []  # slices read before and for the prompt, and for the answer, turn by turn
-    full = read_full(path)
-    with Llama(path, expert_memory=full * share // 100, strategy=strategy, **ALONE) as llm:
-        buffer = llm.engine.buffer
-        each = len(buffer.tensors)  # slices of an expert in each layer
-
-        def before() -> None:
-            llm.reset_stats()
-            if watches:
-                llm.engine.idle()
-                reads = -1
-                while buffer.running and reads != (reads := buffer.stats().reads):
-                    time.sleep(STILL)
-            counted.append(buffer.stats().reads)
-            llm.reset_stats()
-
-        def after() -> None:
-            buffer.drain()
-            counted.append(buffer.stats().reads)
-            llm.reset_stats()
-
-        if watches:
-            llm.engine.watch_prompts()
-        turns_of(llm, before, after)
-    found = np.array(counted).reshape(-1, 3) / each
-    return [f"{prompt:.1f}, {answer / ANSWERED:.2f}" + (f" + {ahead:.1f}" if watches else "") for ahead, prompt, answer in found]
+# what is compared: a name for the table, the predictor, its options
+ROWS: list[tuple[str, str, dict[str, Any]]] = [
+    ("gate, raw", "gate", {"norm": False}),
+    ("gate, next norm", "gate", {"norm": True}),
+    ("gate (calibrated)", "gate", {}),
+    ("stacked, 2 ahead", "stacked", {"p": 2}),
+    ("stacked, 3 ahead", "stacked", {"p": 3}),
+    *((name, name, {}) for name in PREDICTORS if name not in ("gate", "stacked")),
+    ("learned, stride 2", "learned", {"stride": 2}),
+]
 
 
-def read_full(path: str) -> int:
-    """Bytes of an arena that holds all experts."""
-    with Llama(path, expert_memory="1T", n_ctx=64, verbose=False) as llm:
-        return llm.engine.buffer.arena_full
+def recall_by_gate(recording: Recording, events: list[GateEvent], name: str, arrays: Mapping[str, np.ndarray] | None, **options: Any) -> np.ndarray:
+    """[n_gates] of a decode's experts, those that a predictor names, as many as are used; nan where it names none.
+
+    Of several predictions for a gate the one counts that is made as far ahead as the options say.
+    """
+    n, ahead = recording.router.n_gates, options.get("p", options.get("stride", 1))
+    predictor, waiting = get_predictor(name)(recording.router, arrays, **options), {}
+    seen, hits = np.zeros(n), np.zeros(n)
+    for i, event in enumerate(events):
+        t = i // n
+        if event.gate == 0:
+            waiting = {key: value for key, value in waiting.items() if key[0] == 0}
+            if recording.starts[t]:
+                predictor.reset_sequence()
+                waiting.clear()
+            if predictor.wants_tokens:
+                waiting |= {(p.gate, 0): p.scores.copy() for p in predictor.begin(recording.tokens[t : t + 1])}
+        key = (event.gate, 0 if predictor.wants_tokens and (event.gate, 0) in waiting else ahead)
+        if key in waiting:
+            seen[event.gate] += 1
+            hits[event.gate] += np.isin(event.ids[0], top_k(waiting[key][:1], event.ids.shape[1])[0]).mean()
+        for p in predictor.observe(event):
+            waiting[p.gate, (p.gate - event.gate) % n] = p.scores.copy()
+    return hits / np.where(seen, seen, np.nan)
+
+
+@main.command()
+@click.option("-m", "--model", required=True, type=FILE)
+@click.option("--calib", multiple=True, required=True, type=FILE)
+@click.option("--valid", multiple=True, required=True, type=FILE)
+@click.option("--tokens", default=36864, show_default=True, help="Of calibration.")
+@click.option("--decode-tokens", default=3072, show_default=True, help="Of validation.")
+@click.option("--hidden", default=128, show_default=True, help="Units of the learned predictor.")
+@JSON
+def predictors(model: str, calib: Sequence[str], valid: Sequence[str], tokens: int, decode_tokens: int, hidden: int, json_file: str | None) -> None:
+    """Fits on the calibration texts, and replays a decode of the validation texts."""
+    with recordable(ModelIndex.read(model)) as (llm, router):
+        learned, decoded = (record(llm, sequences(llm, texts, n), router, Path(model).name) for texts, n in ((calib, tokens), (valid, decode_tokens)))
+    sections = fit_profile(learned, FitOptions(hidden=hidden), compare=False)
+    events = decoded.events(0, decoded.n_tokens)
+    with ResultsFile(json_file) as results:
+        title = f"Decode, {decoded.n_tokens:,} tokens: recall at k, %, by layer; mean of the layers that are predicted"
+        table = results.table("recall", title, ["", *map(str, range(router.n_gates)), "mean"])
+        for title, name, options in ROWS:
+            recalls = recall_by_gate(decoded, events, name, sections.get(PREDICTORS[name].profile_section), **options)
+            table.row(title, *("" if np.isnan(x) else f"{100 * x:.1f}" for x in [*recalls, np.nanmean(recalls)]))
 
 
 if __name__ == "__main__":

@@ -1,19 +1,14 @@
 """Speed of contenders in interleaved rounds: each run cold, in a process of its own, on the same tokens; medians, ranges, and ratios of the same round.
 
-usage: speed.py strategies -m MODEL --text FILE [--shares 25,50,75] [--strategies lru,auto]   in turn, from disk or tmpfs
-       speed.py ladder     -m MODEL --text FILE [--shares 50]                                 what each part of the engine adds, there
-       speed.py memory     -m MODEL --text FILE [--limits 1400,1100,800] [--stock]            in memory cgroups: offload.md, real-sizes.md (root)
-                           [--strategies auto --max-loss 1% --no-in-memory]                   a contract beside lossless
-                           [--answer]                                                         the model's own answer in the place of the text
-       speed.py kernels    -m MODEL --text FILE                                               everything in memory: offload.md
-       speed.py precision  -m MODEL --text FILE --low Q4_0 --precision 0.2,1,0.5 [--tier Q4_0] precision-speed.md
-       speed.py threads    -m MODEL --text FILE [--memory 1045M]                              docs/internals/threads.md: with busy neighbours
-       speed.py time       -m MODEL --text FILE [--limits 1400,1100,800] [--answer]           time.md: where a token's time goes (root)
-       speed.py before     -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]      this checkout over an earlier one (root)
+usage: speed.py memory  -m MODEL --text FILE [--limits 1400,1100,800] [--stock]         in memory cgroups: offload.md, real-sizes.md (root)
+                        [--strategies auto --max-loss 1% --no-in-memory]                a loss budget beside lossless
+                        [--answer]                                                      the model's own answer in the place of the text
+       speed.py kernels -m MODEL --text FILE                                            everything in memory: offload.md
+       speed.py time    -m MODEL --text FILE [--limits 1400,1100,800] [--answer]        time.md: where a token's time goes (root)
+       speed.py before  -m MODEL --text FILE --checkout FOLDER [--limits 1400,1100,0]   this checkout over an earlier one (root)
 
 A run is a `moeoff.bench.Job`, and `moeoff.bench.compare` takes turns: a prompt in one piece, then tokens one by one. What a run reads is dropped from the page
-cache before it; a model on tmpfs stays where it is: that is the second regime, memory that is slower than memory. --disk slows the disk (root). A profile of
-`moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
+cache before it; a model on tmpfs stays where it is. --disk slows the disk (root). A profile of `moeoff calibrate` at the model's side is used. Ratios are to the first contender of the same group.
 """
 
 from __future__ import annotations
@@ -25,7 +20,6 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,19 +31,17 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "scripts"), str(ROOT / "scripts" / "bench")]
 
 from cgroup import disk_cgroup, memory_cgroup
-from moeoff.bench import STOCK, BenchTest, Comparison, Job, Measurement, Spread, compare, measure, prompt_then_tokens, two_turns
+from moeoff.bench import STOCK, Comparison, Job, Measurement, Spread, compare, measure, prompt_then_tokens
 from moeoff.bench.job import Sample, rates
 from moeoff.bench.rows import rows
 from moeoff.bench.run import drop_from_page_cache, summarize
 from moeoff.bench.time_parts import Ceiling, other_parts, read_parts, token_parts
 from moeoff.cpu import n_cores
-from moeoff.gguf.model_index import ModelIndex
 from results import HELP, ResultsFile, machine
 
 BASELINES = str(Path(__file__).with_name("baselines.py"))
 EVERYTHING = 1 << 40  # expert_memory that holds all
 IN_MEMORY = "all in memory"  # a group of contenders
-QUESTION, WAITS = 40, 10.0  # tokens of the second turn's prompt, and seconds before it: a person reads the answer, and types
 TIMEOUT = 900.0  # seconds of a run
 THRASHES = 300.0  # of stock llama.cpp in a memory limit, where it may never end
 COLUMNS = {
@@ -83,15 +75,14 @@ def tell(name: str, index: int, done: Measurement) -> None:
 
 def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Sequence[Comparison]]) -> None:
     """A row for each contender of each group: speeds with their range and the ratios to the group's first contender, and medians of what it read and waited."""
-    turns = ["first token s", "its MB", "turn 2: first token s", "its MB "]
-    head = ["", "contender", "prompt tok/s", "ratio", "of max(computing, reading)", "tok/s", "ratio ", *COLUMNS, "of ceiling", *turns, "peak RSS, MiB"]
+    head = ["", "contender", "prompt tok/s", "ratio", "of max(computing, reading)", "tok/s", "ratio ", *COLUMNS, "of ceiling", "peak RSS, MiB"]
     lines = []
     whole = in_memory_speed(found)
     for group, comparisons in found.items():
         contenders: dict[str, list[Comparison]] = {}
         for comparison in comparisons:
             contenders.setdefault(comparison.name, []).append(comparison)
-        for i, (prompt, decode, *question) in enumerate(contenders.values()):
+        for i, (prompt, decode) in enumerate(contenders.values()):
             if not decode.figures:
                 lines.append([group, decode.name, decode.error, *[""] * (len(head) - 3)])
                 continue
@@ -101,7 +92,6 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
             cells += [form.format(decode.figures[key].median) if key in decode.figures else "" for key, form in COLUMNS.values()]
             ceilings = [share for m in decode.measurements if not m.error and (share := ceiling(m, whole)) is not None]
             cells.append(f"{statistics.median(ceilings):.0%}" if ceilings else "")
-            cells += [*first_token(prompt), *first_token(question[0])] if question else [""] * len(turns)
             peak = decode.figures.get("peak_rss_bytes")
             cells.append(spread(Spread(*(size / 2**20 for size in peak)), "{:.0f}") if peak else "")
             lines.append([group, decode.name, *cells])
@@ -109,15 +99,6 @@ def table(results: ResultsFile, name: str, title: str, found: Mapping[str, Seque
     said = results.table(name, title, [head[i].strip() for i in told])
     for line in lines:
         said.row(*(line[i] for i in told))
-
-
-def first_token(prompt: Comparison) -> list[str]:
-    """Seconds that a prompt took, behind which comes the first token, and what it read."""
-    figures, n = prompt.figures, prompt.test.n_prompt
-    if not figures:
-        return ["", ""]
-    median, low, high = figures["tps"]
-    return [spread(Spread(n / median, n / high, n / low)), f"{n * figures['mb_per_token'].median:.0f}" if "mb_per_token" in figures else ""]
 
 
 def in_memory_speed(found: Mapping[str, Sequence[Comparison]]) -> float | None:
@@ -139,7 +120,6 @@ class Bench:
     """A command's model, text and sizes; `job` makes its contenders.
 
     Attributes:
-        n_question: tokens of a second turn's prompt; 0: there is none.
         answer: what all decode in the place of the text (`Job`).
     """
 
@@ -149,16 +129,13 @@ class Bench:
     n_decode: int
     rounds: int = 5
     probe_seconds: float = 0.0
-    n_question: int = 0
     answer: tuple[int, ...] | None = None
 
     def job(self, limit: int | None = None, **options: Any) -> Job:
         """`moeoff.Llama` with these options, in a memory cgroup of `limit` bytes."""
-        n_ctx = max(1024, self.n_prompt + self.n_decode + self.n_question)
+        n_ctx = max(1024, self.n_prompt + self.n_decode)
         options = {"n_ctx": n_ctx, "flash_attn": True, "n_threads": n_cores(), "n_threads_batch": n_cores()} | options
-        tests: tuple[BenchTest, ...] = prompt_then_tokens(self.n_prompt, self.n_decode)
-        if self.n_question:
-            tests = two_turns(self.n_prompt, self.n_decode, self.n_question, WAITS)
+        tests = prompt_then_tokens(self.n_prompt, self.n_decode)
         return Job(self.model, options=options, tests=tests, repetitions=1, warm_up=False, text=self.text, answer=self.answer,
                    probe_seconds=self.probe_seconds, limit_bytes=limit, registers=(BASELINES,))  # fmt: skip
 
@@ -182,12 +159,6 @@ class Bench:
 def within(limit: int) -> int:
     """--memory in a cgroup of so many MiB."""
     return int(limit * 0.95) << 20
-
-
-def arena_full(model: str) -> int:
-    """Bytes of the arena that holds every expert: each slice in whole pages, and one for a start inside a page."""
-    spans = ModelIndex.read(model).experts.values()
-    return sum((-(-(s.nbytes // s.shape[2]) // 4096) + 1) * 4096 * s.shape[2] for s in spans)
 
 
 @click.group(help=__doc__)
@@ -246,41 +217,11 @@ def numbers(text: str) -> list[int]:
     return [int(number) for number in text.split(",")]
 
 
-SHARES = click.option("--shares", default="25,50,75", show_default=True, help="Per cent of the experts in memory.")
 ANSWER = click.option("--answer", is_flag=True, help="All decode the model's own greedy answer to the text's beginning, not the text.")
 LIMITS = click.option("--limits", default="1400,1100,800", show_default=True, help="MiB of memory cgroups; --memory is 5 % below.")
 
 
 # the contenders
-
-
-@workload(
-    "Strategies by share of the experts in memory", 512, 160, options=[SHARES, click.option("--strategies", help="Default: lru and all lossless presets.")]
-)
-def strategies(bench: Bench, shares: str, strategies: str | None) -> dict[str, list[Comparison]]:
-    """Every strategy, with a share of the experts in memory."""
-    import baselines  # noqa: F401  registers them
-    from moeoff.policies import PRESETS
-
-    names = strategies.split(",") if strategies else ["lru", *(name for name, s in PRESETS.items() if s.precision.lossless)]
-    full = arena_full(bench.model)
-    return {f"{share} %": bench.compare({name: bench.job(strategy=name, expert_memory=full * share // 100) for name in names}) for share in numbers(shares)}
-
-
-@workload("From the papers' on-demand to everything, one part more at each step", 512, 160, options=[SHARES])
-def ladder(bench: Bench, shares: str) -> dict[str, list[Comparison]]:
-    """What each step of the engine adds."""
-    from moeoff.policies import Strategy
-
-    cache = Strategy("cache", "", eager=False, policy="score")
-    prefetch = replace(cache, name="prefetch", eager=True, predictor="gate")
-    steps = {"on-demand": "on-demand", "+ cache": cache, "+ prefetch": prefetch, "+ I/O threads": prefetch}
-    full, out = arena_full(bench.model), {}
-    for share in numbers(shares):
-        memory = {"expert_memory": full * share // 100}
-        one = {name: bench.job(strategy=strategy, io_threads=1, **memory) for name, strategy in list(steps.items())[:3]}
-        out[f"{share} %"] = bench.compare(one | {name: bench.job(strategy=strategy, **memory) for name, strategy in list(steps.items())[3:]})
-    return out
 
 
 @workload("Decode speed in memory limits", 64, 256, 1.0, [LIMITS, click.option("--strategies", default="lru,auto", show_default=True),
@@ -289,8 +230,7 @@ def ladder(bench: Bench, shares: str) -> dict[str, list[Comparison]]:
           ANSWER,
           click.option("--in-memory/--no-in-memory", default=True, help="Also with everything in memory, and stock likewise.")])  # fmt: skip
 def memory(bench: Bench, limits: str, strategies: str, max_loss: str | None, stock: bool, answer: bool, in_memory: bool) -> dict[str, list[Comparison]]:
-    """In memory cgroups; with everything in memory the ratios are to stock llama.cpp. Behind the tokens comes the prompt of a second turn, ten seconds later."""
-    bench = replace(bench, n_question=QUESTION)
+    """In memory cgroups; with everything in memory the ratios are to stock llama.cpp."""
     if answer:
         bench = bench.answering(max(numbers(limits)))
     out, once = {}, replace(bench, n_decode=8, rounds=1)
@@ -316,49 +256,6 @@ def kernels(bench: Bench) -> dict[str, list[Comparison]]:
     """Stock llama.cpp's plain kernels, its default ones, and ours, which have the bits of the plain ones."""
     jobs = {"stock, plain kernels": bench.stock(use_mmap=False, use_extra_bufts=False), "stock, repacked kernels": bench.stock(use_mmap=False)}
     return {"": bench.compare(jobs | {"moeoff": bench.job(expert_memory=EVERYTHING)})}
-
-
-@workload("Lower precision and lossless", 512, options=[
-          click.option("--experts", type=click.Path(exists=True, dir_okay=False), help="The sidecar. Default: the one at the model's side."),
-          click.option("--low", help="Its tier that the precisions fall back to."), click.option("--precision", "precisions", multiple=True, metavar="T1,T2,P"),
-          click.option("--tier", "tiers", multiple=True, help="All experts in this tier."),
-          click.option("--shares", default="25,50", show_default=True, help="Per cent of the experts' bytes in memory; 100: everything."),
-          click.option("--strategy", default="lru", show_default=True)])  # fmt: skip
-def precision(bench: Bench, experts: str | None, low: str | None, precisions: Sequence[str], tiers: Sequence[str], shares: str,
-              strategy: str) -> dict[str, list[Comparison]]:  # fmt: skip
-    """Precisions by T1, T2 and p, and whole tiers, in the memory that the lossless run has. What they lose is measured by precision.py."""
-    from moeoff.policies.precision import Precision
-    from moeoff.sidecar.file import sidecar_path
-
-    if precisions and not low:
-        raise click.UsageError("--precision needs --low")
-    sidecar, total, out = experts or str(sidecar_path(bench.model)), ModelIndex.read(bench.model).expert_bytes, {}
-    for share in numbers(shares):
-        arena = {"strategy": strategy, "expert_memory": EVERYTHING if share == 100 else total * share // 100}
-        jobs = {"lossless": bench.job(experts=False, **arena)}
-        for text in precisions if share < 100 else ():
-            t1, t2, p = (float(x) for x in text.split(","))
-            jobs[f"T1 {t1:g}, T2 {t2:g}, p {p:g}"] = bench.job(experts=sidecar, precision=Precision(t1, t2, p, low), **arena)
-        out[f"{share} %"] = bench.compare(jobs | {f"all in {tier}": bench.job(experts=sidecar, tier=tier, **arena) for tier in tiers})
-    return out
-
-
-@workload("Decode speed with busy processes, and of two of us at once", options=[
-          click.option("--memory", help="As moeoff run has it. Default: all experts in memory."), click.option("--limit", type=int, help="MiB of a memory cgroup."),
-          click.option("--seconds", default=4.0, show_default=True, help="Of decoding.")])  # fmt: skip
-def threads(bench: Bench, memory: str | None, limit: int | None, seconds: float) -> dict[str, list[Comparison]]:
-    """Compute threads bound to cores and not (OMP_PROC_BIND=false, OpenMP's own default), beside busy processes."""
-    job = bench.job(limit and limit << 20, n_ctx=4096, **({"memory": memory} if memory else {"expert_memory": EVERYTHING}))
-    job = replace(job, tests=prompt_then_tokens(bench.n_prompt, 4000), seconds=seconds)
-    jobs = {"unbound": replace(job, environment={"OMP_PROC_BIND": "false"}), "bound": job}
-
-    out = {}
-    for name, n_busy in (("idle machine", 0), ("1 busy process", 1), ("2 busy processes", 2)):
-        with neighbours(n_busy):
-            out[name] = bench.compare(jobs)
-    with ThreadPoolExecutor(2) as pool:
-        out |= {f"two of us, {name}": found for name, found in zip(("one", "the other"), pool.map(bench.compare, [jobs, jobs]))}
-    return out
 
 
 def time_tables(results: ResultsFile, found: Mapping[str, Sequence[Comparison]]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import gzip
-import json
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -12,23 +11,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gguf import GGMLQuantizationType as T
-from gguf import GGUFReader
 
 from common import write_small_model
-from export_demo import export_demo
 from grow_model import Growth, grow_model
-from helpers.files import DEMO
-from helpers.files import PROSE as PROSE_FILE
+from helpers.files import DEMO, PROSE
 from helpers.rewrite_experts import requantize_experts
 from moeoff import Llama
 from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
 from moeoff.simulate import read_trace
-from policies import measure_routing
 from routing import PUBLISHED as PUBLISHED_TRACES
 from routing import answer, answer_of, heaviest, measure_answer, shape_answers, wanted
-from shape_model import ANSWER, NEAREST, PROSE, SHAPES, Pools, scales_of, shape_model, tensors
+from shape_model import ANSWER, NEAREST, SHAPES, Pools, shape_model, tensors
 
 TOKENS = [10, 300, 500, 700, 900, 1100, 1300, 1500]
 # The first six logits after TOKENS, of the trained arrays in F32 (PyTorch; llama.cpp gives the same to 4e-5 with an F32
@@ -107,44 +102,6 @@ def test_demo_tokenizer_and_end():
     reply = model.create_chat_completion([{"role": "user", "content": "How many are 2 and 3?"}], max_tokens=24, temperature=0)
     assert reply["choices"][0]["message"]["content"].strip()
     model.close()
-
-
-def test_export_makes_the_demo_again(tmp_path):
-    """Q8_0 of what Q8_0 gives is the same, so the shipped file must come back byte for byte."""
-    arrays = {}
-    with ModelFile(DEMO) as model:
-
-        def values(name):
-            return model.rows(name).reshape(model.tensors[name].shape)
-
-        arrays |= {"emb.weight": values("token_embd.weight"), "head.weight": values("output.weight")}
-        arrays["nf.weight"] = values("output_norm.weight")
-        names = {"n1": "attn_norm", "n2": "ffn_norm", "o": "attn_output", "gate": "ffn_gate_inp"}
-        names |= {"sg": "ffn_gate_shexp", "su": "ffn_up_shexp", "sd": "ffn_down_shexp"}
-        for layer in range(12):
-            ours, theirs = f"bl.{layer}", f"blk.{layer}"
-            arrays |= {f"{ours}.{a}.weight": values(f"{theirs}.{b}.weight") for a, b in names.items()}
-            arrays[f"{ours}.sgate.weight"] = values(f"{theirs}.ffn_gate_inp_shexp.weight")[None]
-            for part in ("weight", "bias"):
-                arrays[f"{ours}.qkv.{part}"] = np.concatenate([values(f"{theirs}.attn_{x}.{part}") for x in "qkv"])
-            for a, b in {"wg": "gate", "wu": "up", "wd": "down"}.items():
-                arrays[f"{ours}.{a}"] = values(f"{theirs}.ffn_{b}_exps.weight").transpose(0, 2, 1)
-    np.savez(tmp_path / "arrays.npz", **arrays)
-    fields = GGUFReader(DEMO).fields
-    tokens = fields["tokenizer.ggml.tokens"].contents()
-    special = [{"id": i, "content": tokens[i]} for i in range(3)]
-    model = {
-        "vocab": {token: i for i, token in enumerate(tokens)},
-        "merges": fields["tokenizer.ggml.merges"].contents(),
-    }
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": special}), encoding="utf-8")
-    export_demo(tmp_path / "arrays.npz", tmp_path / "tokenizer.json", tmp_path / "again.gguf")
-    assert (tmp_path / "again.gguf").read_bytes() == DEMO.read_bytes()
-    del arrays["bl.3.wd"]
-    np.savez(tmp_path / "arrays.npz", **arrays)
-    with pytest.raises(ModelError, match=r"bl\.3\.wd"):
-        export_demo(tmp_path / "arrays.npz", tmp_path / "tokenizer.json", tmp_path / "less.gguf")
-    assert not (tmp_path / "less.gguf").exists()
 
 
 # --- growing ---
@@ -303,7 +260,7 @@ def test_decodes_with_finite_logits(small):
     chosen = []
     with Llama(str(path), expert_memory="1G", n_ctx=64, logits_all=True) as model:
         model.set_gate_callback(lambda event: chosen.append(event.ids.copy()))
-        tokens = model.tokenize(PROSE_FILE.read_bytes()[:400])[:24]
+        tokens = model.tokenize(PROSE.read_bytes()[:400])[:24]
         model.eval(tokens[:16])
         for token in tokens[16:]:
             model.eval([token])
@@ -385,22 +342,8 @@ def test_blocks_have_mean_and_deviation(name, std):
     assert values.std() == pytest.approx(std, rel=0.1)
 
 
-@pytest.mark.slow
-def test_routing_of_prose_is_lifelike(tmp_path):
-    """The demo model, which was trained, has 43 / 73 / 93 % of hits, 29 % of the token's experts before, 75 % recall."""
-    path = tmp_path / "model.gguf"
-    shape_model(SHAPES["qwen3-30b-a3b"].cut(layers=16, shrink=8), path, scales=PROSE)
-    routing = measure_routing(str(path), str(PROSE_FILE), 1024)
-    assert 0.35 < routing.lru[0] < 0.65 < routing.lru[1] < routing.lru[2] < 0.97
-    assert 0.6 < routing.recall[1:].mean() < 0.85
-    assert routing.recall[0] < 0.45
-    assert 0.1 < routing.top < 0.6
-    assert routing.largest < 100
-
-
 def test_every_shape_follows_a_published_trace():
     assert set(ANSWER) == set(PUBLISHED_TRACES) and not set(ANSWER) & set(NEAREST) and set(SHAPES) == {*ANSWER, *NEAREST}
-    assert all(scales_of(shape, "prose") == PROSE != scales_of(shape) for shape in SHAPES.values())
 
 
 @pytest.mark.parametrize("name", ["qwen3-30b-a3b", "gemma-4-26b-a4b"])
@@ -439,7 +382,7 @@ def test_numbers_stay_sane_over_a_long_text(tmp_path, name):
     shape_model(SHAPES[name].cut(layers=SHAPES[name].n_dense + 6, shrink=8), path)
     with Llama(str(path), expert_memory="1T", n_ctx=4096, n_batch=512, gate_input=True) as model:
         model.set_gate_callback(lambda event: largest.append(float(np.abs(event.gate_input).max())))
-        tokens = (model.tokenize(PROSE_FILE.read_bytes()) * 8)[:4096]
+        tokens = (model.tokenize(PROSE.read_bytes()) * 8)[:4096]
         assert len(tokens) == 4096
         for at in range(0, 4096, 512):
             model.decode_batch(tokens[at : at + 512], at, first_output=at + 504)

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import moeoff
-from eval_callback import WithCallback
 from helpers import ggml_api
 from helpers.arch_models import ARCHITECTURES, open_moeoff, open_stock, run, write_model
+from helpers.eval_callback import WithCallback
 from helpers.files import flip_bit
 from helpers.kernels import Op, Plain
 from helpers.logits import Stock, assert_bit_equal, greedy_logits

@@ -18,8 +18,8 @@ import llama_cpp
 import numpy as np
 
 import moeoff
-from eval_callback import WithCallback
 from helpers import ggml_api
+from helpers.eval_callback import WithCallback
 from helpers.files import ROOT
 from helpers.logits import Stock, decode_in
 from helpers.rewrite_experts import requantize_experts

@@ -14,7 +14,7 @@ import numpy as np
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import SplitName
 from moeoff.gguf.writer import ModelWriter
-from shape_model import SHAPES, Scales, Weights, metadata, tensors, tokenizer
+from shape_model import SHAPES, Weights, metadata, scales_of, tensors, tokenizer
 
 
 def write_nextn_model(path: str | os.PathLike[str]) -> None:
@@ -26,7 +26,7 @@ def write_nextn_model(path: str | os.PathLike[str]) -> None:
     tokens, vocabulary = tokenizer(0)
     shape = replace(SHAPES["glm-4.5-air"].cut(layers=4, shrink=16), n_expert=32, n_used=4, n_vocab=len(tokens), expert_type="Q8_0")
     n_embd, nextn = shape.n_embd, f"blk.{shape.n_layer - 1}.nextn"
-    weights, rng = Weights(shape, Scales(), 0, len(tokens)), np.random.default_rng(0)
+    weights, rng = Weights(shape, scales_of(shape), 0, len(tokens)), np.random.default_rng(0)
     plan = [replace(tensor, type=0) if tensor.name in ("token_embd.weight", "output.weight") else tensor for tensor in tensors(shape)]
     embedding = np.concatenate(list(weights.pieces(plan[0]))).view(np.float32).reshape(-1, n_embd)
     made = {
