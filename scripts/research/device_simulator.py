@@ -7,14 +7,13 @@ tokens than make a product bound by arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
 
-from clock_simulators import ALL_MATRICES, DEMAND, PREFETCH, TimedBuffer, decode
 from moeoff.engine.batch import Span
 from moeoff.engine.driver import Driver, attach_driver
 from moeoff.engine.expert_buffer import ExpertBuffer
@@ -29,6 +28,8 @@ from moeoff.policies.recording import Recording
 from moeoff.sidecar.profile import Profile
 from moeoff.trace import TraceHeader
 
+ALL_MATRICES = 15
+PREFETCH, DEMAND = 0, 2
 ALWAYS, PROMPTS, NEVER = "always", "prompts", "never"
 POPULAR, AS_NAMED, BY_ID = "popular", "as named", "by id"
 
@@ -148,14 +149,16 @@ class DeviceResult:
 Part = tuple[int, bool]  # an expert among those of all layers, as its copy
 
 
-class DeviceBuffer(TimedBuffer):
-    """Whole experts on a device, in one pool for all layers or, where `rooms` says how many each has, in a room for each.
+class DeviceBuffer:
+    """As much of an expert buffer as a policy and a prefetcher ask of one: whole experts on a device, in one pool for all layers or, where `rooms` says how many each has, in a room for each.
 
     Evicted is what ranks lowest, among equals the least recently used; what is predicted only for what a router has selected. A layer with a full
     room evicts its own; what it computes with beyond its room goes again.
 
     Args:
+        model: every gate must have the same matrices.
         vram_bytes: for experts, on the device.
+        keep: as a strategy's: False drops experts after their use.
         low: smaller copies. Two gates' selections of them have their room in vram_bytes.
         widths: [n_gates, n_experts], each expert's bytes as a share of the model's.
 
@@ -168,8 +171,15 @@ class DeviceBuffer(TimedBuffer):
 
     def __init__(self, model: TraceHeader, speeds: Bandwidths, vram_bytes: int, *, keep: bool = True, execution: Execution = Execution(),
                  low: LowVersions | None = None, widths: np.ndarray | None = None):  # fmt: skip
-        super().__init__(model, model.full_bytes, 1, round(1000 * speeds.layer_us), 0.0, keep=keep, eager=execution.eager)
-        self._speeds, self._execution, self._low = speeds, execution, low
+        self._speeds, self._execution, self._low, self._keep = speeds, execution, low, keep
+        self._gate_ns, self._eager, self._width = round(1000 * speeds.layer_us), execution.eager, model.n_experts
+        self.priorities = np.zeros((model.n_gates, model.n_experts), np.float32)
+        self.tensors = [SimpleNamespace(gate=t.gate, layer=t.layer, matrix=t.matrix, ne=(1, 1, t.n_experts), nbytes=t.nbytes) for t in model.tensors]
+        self.arena_full = model.full_bytes
+        self._of_gate = [sorted((i for i, t in enumerate(model.tensors) if t.gate == g), key=lambda i: model.tensors[i].matrix) for g in range(model.n_gates)]
+        self._clock = self.now = self._idle_since = 0
+        self.counts = dict.fromkeys(("hits", "misses", "prefetched", "stall_ns", "busy_ns"), 0)
+        self._callback: Callable[[GateEvent], None] | None = None
         self._n_used = model.n_used
         each = np.array([sum(model.tensors[i].nbytes for i in tensors) for tensors in self._of_gate])
         self._sizes = (each[:, None] * (np.ones(self.priorities.shape) if widths is None else widths)).ravel()
@@ -189,6 +199,29 @@ class DeviceBuffer(TimedBuffer):
         self.rooms: list[int] | None = None
         self.sent = dict.fromkeys(("device", "host", "low", "skipped", "uploads", "up_bytes"), 0)
 
+    # --- what policies and prefetchers ask ---
+
+    running = True
+    low_arena_full = 0
+
+    def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
+        self._callback = callback
+
+    def publish(self) -> None:
+        """The table is read as it is."""
+
+    def drain(self) -> None:
+        """Events are delivered at once."""
+
+    def stats(self) -> Any:
+        return SimpleNamespace(
+            io_thread_busy_ns=self.counts["busy_ns"],
+            reads=len(self._of_gate[0]) * self.sent["uploads"],
+            arena_bytes=round(self.arena_full * self.capacity / self._sizes.size),
+            low_arena_bytes=0,
+            prefetch_issued=self.counts["prefetched"],
+        )
+
     def fill_layers(self) -> None:
         """All experts of the first layers, as many as there is room for whole ones."""
         n = int(self.capacity) // self._width
@@ -207,11 +240,6 @@ class DeviceBuffer(TimedBuffer):
         """Experts, of the mean size."""
         free = 0 if self.rooms is None else 2 * self._n_used * self._largest
         return float(min((self._bytes - free) / self._sizes.mean(), self._sizes.size))
-
-    def stats(self) -> Any:
-        reads = len(self._of_gate[0]) * self.sent["uploads"]
-        arena = round(self.arena_full * self.capacity / self._sizes.size)
-        return SimpleNamespace(**(vars(super().stats()) | {"reads": reads, "arena_bytes": arena}))
 
     def residency(self, *, low: bool = False) -> np.ndarray:
         found = np.isin(np.arange(self._there.size), list(self._copies)) if low else self._there
@@ -413,6 +441,19 @@ class DeviceBuffer(TimedBuffer):
         return True
 
 
+def decode(buffer: DeviceBuffer, recording: Recording, driver: Driver | None, tokens: int) -> int:
+    """Computes a text's first tokens one by one, told to the driver as `Llama` tells it; returns how many there were."""
+    position, n_tokens = 0, 0
+    for event in recording.events(0, tokens):
+        if event.gate == 0:
+            position = 0 if recording.starts[n_tokens] else position + 1
+            if driver is not None:
+                driver.begin(recording.tokens[n_tokens : n_tokens + 1], {0: Span(position, position + 1, 1, True)}, True)
+            n_tokens += 1
+        buffer.compute(event)
+    return n_tokens
+
+
 def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex, speeds: Bandwidths, *, share: float, by_layer: bool = False, whole_layers: bool = False,
               execution: Execution = Execution(), low: LowVersions | None = None, widths: np.ndarray | None = None, profile: Profile | None = None,
               tokens: int = 256, prompt: int = 0) -> DeviceResult:  # fmt: skip
@@ -424,10 +465,11 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
         whole_layers: the device begins with the first layers' experts.
         prompt: tokens of a prompt, which is timed after as many others have been read in one batch; 0: tokens are decoded.
         execution, low, widths: as of `DeviceBuffer`.
-        profile, tokens: as of `on_clock`.
+        tokens: how many of the recording at most, which has gate inputs if the strategy's predictor reads them.
 
     Raises:
-        BudgetError, OptionError: as of `on_clock`.
+        BudgetError: the device has room for fewer than twice what one gate selects.
+        OptionError: the strategy needs a profile.
     """
     model = recording.model
     nbytes = sum(t.nbytes * t.n_experts for t in model.tensors)
@@ -439,8 +481,7 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     if whole_layers:
         buffer.fill_layers()
     if not prompt:
-        result = decode(buffer, recording, driver, tokens)
-        return DeviceResult(result.n_tokens, result.ns, result.stall_ns, **buffer.sent)
+        return DeviceResult(decode(buffer, recording, driver, tokens), buffer.now, buffer.counts["stall_ns"], **buffer.sent)
     read_prompt(buffer, recording, driver, 0, prompt)
     before, ns, stall_ns = dict(buffer.sent), buffer.now, buffer.counts["stall_ns"]
     read_prompt(buffer, recording, driver, prompt, prompt)
