@@ -12,10 +12,9 @@ ARGS   ?=
 CLANGXX ?= clang++
 # `make test TESTS=tests/build/test_fork.py`
 TESTS  ?=
-EXTRAS := [test,test-clients]
 
 .DEFAULT_GOAL := help
-.PHONY: help env run test test-archs nightly lint lint-native types results papers faults repin docs wheels archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
+.PHONY: help env test-env run test test-archs nightly lint lint-native types results papers faults repin docs wheels archs server-conformance patches-check patches-refresh native-stress-tsan native-stress-asan clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-20s %s\n", $$1, $$2 }' Makefile
@@ -43,22 +42,26 @@ define install
 	fi
 endef
 
-env: $(VENV)/pip-ready ## .venv with the whole fork, moeoff (editable) and what the tests need
-	$(call install,$(FORK) build,env-installed,$(EXTRAS))
+env: $(VENV)/pip-ready ## .venv with the whole fork and moeoff (editable): what it takes to run and to serve
+	$(call install,$(FORK) build,env-installed,)
 	@cp pyproject.toml $(VENV)/run-installed
+
+test-env: env
+	$(call install,$(FORK) build,test-installed,[test])
 
 run: $(VENV)/pip-ready ## moeoff run on the demo model; PROMPT="...", ARGS="..."; builds no server and installs nothing for tests
 	$(call install,$(FORK) build --without-server,run-installed,)
 	@exec $(VENV)/bin/moeoff run $(ARGS) $${PROMPT:+-p "$$PROMPT"}
 run: export PROMPT := $(PROMPT)
 
-test: env ## the quick tests, a file's in one process, on up to four cores
+test: test-env ## the quick tests, a file's in one process, on up to four cores
 	$(PY) -m pytest -n logical --maxprocesses 4 --dist loadfile -m "not slow and not perf and not cgroup and not archs" $(TESTS)
 
-test-archs: env ## every architecture of llama.cpp gives stock's bits; builds the program that writes their models
+test-archs: test-env ## every architecture of llama.cpp gives stock's bits; builds the program that writes their models
 	$(PY) -m pytest -m "archs and not slow"
 
-nightly: env patches-check lint ## every test, llama-server's too, every fault, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
+nightly: test-env patches-check lint ## every test, llama-server's too, every fault, and both sanitizers: hours; the cgroup tests need root, perf wants an idle machine
+	$(call install,$(FORK) build,nightly-installed,[test,nightly])
 	$(PY) -m pytest -m "not perf" --cov
 	$(PY) -m pytest -m perf
 	$(MAKE) server-conformance
@@ -66,23 +69,22 @@ nightly: env patches-check lint ## every test, llama-server's too, every fault, 
 	$(MAKE) faults
 	$(MAKE) native-stress-tsan native-stress-asan
 
-faults: env ## the n-th fault, damaged files, interrupts, kills, disk trouble, hostile clients, advisories: the figures of docs/results/reliability.md
-	$(PY) scripts/faults/nth_fault.py --json docs/results/data/nth-fault.json
-	$(PY) scripts/faults/damaged.py --headers 0 --json docs/results/data/damaged.json
-	$(PY) scripts/faults/damaged.py --no-named --no-values --headers 30000 --runs 500 --seed 1 --seed 2 --json docs/results/data/headers.json
-	$(PY) scripts/faults/beside.py --seed 1 --seed 2 --json docs/results/data/beside.json
-	$(PY) scripts/faults/objects.py --seed 1 --seed 2 --json docs/results/data/objects.json
-	$(PY) scripts/faults/places.py --json docs/results/data/places.json
-	$(PY) scripts/faults/kill.py --json docs/results/data/kill.json
-	$(PY) scripts/faults/disk.py --json docs/results/data/disk.json
-	$(PY) scripts/faults/hostile_http.py --rounds 5 --json docs/results/data/hostile-http.json
-	$(PY) scripts/faults/advisories.py --json docs/results/data/advisories.json
+faults: test-env ## the n-th fault, damaged files, interrupts, kills, disk trouble, hostile clients, advisories: the figures of docs/results/reliability.md
+	$(PY) scripts/faults/faults.py nth --json docs/results/data/nth-fault.json
+	$(PY) scripts/faults/faults.py files --seed 1 --seed 2 --json docs/results/data/beside.json
+	$(PY) scripts/faults/faults.py files --only model --count 30000 --seed 3 --json docs/results/data/headers.json
+	$(PY) scripts/faults/faults.py objects --seed 1 --seed 2 --json docs/results/data/objects.json
+	$(PY) scripts/faults/faults.py places
+	$(PY) scripts/faults/faults.py kill --json docs/results/data/kill.json
+	$(PY) scripts/faults/faults.py disk --json docs/results/data/disk.json
+	$(PY) scripts/faults/faults.py http --rounds 5 --json docs/results/data/hostile-http.json
+	$(PY) scripts/faults/faults.py advisories --json docs/results/data/advisories.json
 
-repin: env ## to another release of llama-cpp-python: VERSION=... SHA256=... (of its sdist); ends with all tests
+repin: test-env ## to another release of llama-cpp-python: VERSION=... SHA256=... (of its sdist); ends with all tests
 	@test -n "$(VERSION)" -a -n "$(SHA256)" || { echo "say which: make repin VERSION=... SHA256=..." >&2; exit 2; }
 	@$(FORK) repin "$(VERSION)" "$(SHA256)"
 
-lint: env ## style, as pyproject.toml has it
+lint: test-env ## style, as pyproject.toml has it
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/ruff format --check
 	@$(MAKE) --no-print-directory lint-native
@@ -94,7 +96,7 @@ lint-native: ## clang's thread safety analysis of the native store
 		echo "$(CLANGXX) is not installed: which lock guards what in the native store is not checked" >&2; \
 	fi
 
-types: env ## mypy on moeoff/, as pyproject.toml has it
+types: test-env ## mypy on moeoff/, as pyproject.toml has it
 	$(VENV)/bin/mypy
 
 docs: env ## the site, in build/docs, where a warning is an error, and man pages, in build/man

@@ -1,10 +1,8 @@
 """Known advisories about llama.cpp and llama-cpp-python, against the pinned release.
 
-usage: advisories.py [--json FILE]
-
 The list is kept by hand in advisories.json, with sources. For each of them there is one reason why it does not concern this build: lines that its fix
 brought are in the pinned sources; the part is not built; the option is refused; a script tries it. What is left is open, and said so.
-Exit code 1 if a reason does not hold: then the pin is too old, or the list has to be looked at again.
+Where a reason does not hold the pin is too old, or the list has to be looked at again.
 """
 
 from __future__ import annotations
@@ -16,7 +14,7 @@ from pathlib import Path
 
 import click
 
-from common import ROOT, findings, json_option
+from common import HELP, ROOT, findings, main
 
 sys.path.append(str(ROOT / "scripts" / "build"))
 LIST = Path(__file__).with_name("advisories.json")
@@ -55,9 +53,9 @@ def why(entry: dict, texts: dict[str, str]) -> tuple[str, bool]:
     return f"open: {entry['open']}", True
 
 
-@click.command()
-@json_option
-def main(json_file: str | None) -> None:
+@main.command("advisories", help=__doc__)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+def check_advisories(json_file: str | None) -> None:
     entries = json.loads(LIST.read_text(encoding="utf-8"))
     texts = sources({path_of(name) for entry in entries for name in entry.get("marks", ())})
     pin = json.loads((ROOT / "llamacpp_patches" / "pin.json").read_text())
@@ -67,7 +65,3 @@ def main(json_file: str | None) -> None:
             said, holds = why(entry, texts)
             problems += [] if holds else [f"{entry['id']}: {said}"]
             table.row(entry["id"], entry["source"], entry["what"], entry["fixed"], said)
-
-
-if __name__ == "__main__":
-    main()

@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import click
 
@@ -33,16 +33,25 @@ sys.path.insert(0, str(ROOT / "scripts"))
 
 from results import HELP, ResultsFile, Table
 
-__all__ = [
-    "DEMO", "FILE_FAULTS", "NATIVE", "NATIVE_FAULTS", "PROMPT", "READS", "ROOT", "Call", "Case", "Child", "Fault", "Kind", "answer", "case_rng", "findings",
-    "findings_by_seed", "import_all", "in_workers", "is_sentence", "json_option", "judged", "open_model", "preload", "reset_peak", "seeds_option", "status_bytes", "tell_all", "verdict",
-    "write_small_model",
-]  # fmt: skip
-
 DEMO = str(ROOT / "moeoff" / "data" / "demo-moe-q8_0.gguf")
 PROMPT = "Tom has 3 apples and buys 4 more. How many apples has Tom?"
-seeds_option = click.option("--seed", "seeds", type=int, multiple=True, default=(1,), show_default=True, help="May be repeated: all is done with each.")
-json_option = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+
+
+@click.group()
+def main() -> None:
+    """What to break, and what must hold."""
+
+
+def options_of(names: Iterable[str], *, seeds: bool = False) -> Callable[[Any], Any]:
+    """--only of these, --json, and --seed where there is chance."""
+
+    def decorate(function: Any) -> Any:
+        function = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)(function)
+        function = click.option("--only", multiple=True, type=click.Choice(list(names)))(function)
+        again = click.option("--seed", "seeds", type=int, multiple=True, default=(1,), show_default=True, help="May be repeated: all is done with each.")
+        return again(function) if seeds else function
+
+    return decorate
 
 
 LONGEST = 2000  # characters of a sentence: what a file holds is not told whole

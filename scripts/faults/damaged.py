@@ -1,23 +1,21 @@
-"""Damaged models: whatever a GGUF says, there is an answer or one sentence, within the memory that was given.
+"""Damaged files: a model, and what lies beside it. Whatever a file says, there is an answer or one sentence, within the memory that was given.
 
-usage: damaged.py [--no-named] [--no-values] [--headers N] [--first N] [--runs N] [--seed N ...] [--json FILE]
+So many damaged files of each kind (fewer where one takes long) are read by what reads them, many in one process. Bytes of them change, or the file is well
+formed and says something else: arrays of other types and shapes, a GGUF's fields, several numbers that are multiplied, its vocabulary, JSON, a grammar's words,
+or what is legal and huge. Before those come what is not left to chance: a pipe without a writer, what has ended processes elsewhere (no layers, too many,
+tensors that overlap, huge strings, hostile chat templates), and each of a model's numbers saying another one. A model goes through what `inspect`, `run`,
+`convert` and `serve` do with it. Where a model stays open meanwhile, its next answer must be the right one.
 
-named: what has ended processes elsewhere (no layers, too many, layers for drafts, tensors that overlap, F64, huge strings, hostile chat templates), each
-through `inspect`, `run`, `convert` and `serve`.
-values: each hyperparameter and token that is one number says another one, through `run`.
-headers: so many GGUF headers, of which a field says something else, or several numbers that are multiplied, or the vocabulary, or which hold what is legal and
-huge. What every command reads first reads them (model_index, preflight), and what that does not refuse is opened, reads a text and answers, many models in
-one process. runs: so many of those go through `run`, `convert` and `inspect` in a child each, with --memory, in 8 GiB of address space, and under a deadline;
-some through `serve`.
-A case that is ended by a signal, that takes more memory than its budget, that says more than a sentence, or hangs, is a finding; so is
-any exception that is not the library's own. Exit code 1 if there is one. Each header is chance of its own, made of the seed and its number:
-`--first N --headers 1` does it again.
+A case that is ended by a signal, that takes more memory than its bound, that says more than a sentence, or hangs, is a finding; so is any exception that is
+not the library's own. `--only KIND --first N --count 1` does a case again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gzip
+import itertools
 import json
 import os
 import random
@@ -27,120 +25,186 @@ import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
+import numpy as np
 
 from common import (
     ADDRESS_SPACE,
     DEADLINE,
+    PROMPT,
+    ROOT,
     Case,
     Child,
+    answer,
     case_rng,
     findings_by_seed,
     import_all,
     in_workers,
-    json_option,
     judged,
+    main,
     open_model,
-    seeds_option,
+    options_of,
+    status_bytes,
     tell_all,
     verdict,
     write_small_model,
 )
+from moeoff.errors import MoeoffError
 from moeoff.gguf.file import ModelFile
-from mutants import MARK, RECIPES, TEXTS, Header, Mutant, named_mutants, value_mutants
+from mutants import (
+    DEEP,
+    GRAMMAR,
+    MARK,
+    SCHEMA,
+    TEXTS,
+    WORDS,
+    Header,
+    Mutant,
+    mutate,
+    mutate_arrays,
+    mutate_gguf,
+    mutate_json,
+    mutate_text,
+    named_mutants,
+    unpacks_to,
+    value_mutants,
+)
+
+sys.path.insert(0, str(ROOT / "scripts" / "models"))
+from companions import write_expert_adapter, write_projector
 
 MEMORY = 300 << 20
-OPTIONS = ["-c", "64", "--warm", "off", "--profile", "none", "--experts", "none", "-t", "1", "--memory", str(MEMORY)]
 OPENED = {"n_threads": 1, "n_ctx": 64}
+ROUTES = b"""# route_trace v1
+# model=/some folder/Model.gguf arch=qwen3moe n_layer=2 n_expert=8 n_expert_used=1
+# layer=0 expert_bytes=5000
+turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
+0,0,0,0,0,1,0.5,1,0
+0,1,1,0,0,2,0.5,0,5000
+"""
 
 
-# --- headers, many in one process ---
+Reader = Callable[[Path, random.Random], object]
 
 
-class Damaged:
-    """A model in a folder of its own whose header is another one each time."""
+class Kind(NamedTuple):
+    """Files of a kind.
 
-    def __init__(self, folder: Path, model: str, seed: int):
-        self.path, self._seed = folder / "model.gguf", seed
-        shutil.copy(model, self.path)
-        with ModelFile(model) as file:
-            self.header = Header(file.header())
-        self.rest = Path(model).read_bytes()[len(self.header.whole) :]
-        self._plain = True
+    Attributes:
+        name: of the whole one, in the folder that `prepare` fills.
+        use: makes what reads one, in the folder; the model is m.gguf there.
+        share: how many are tried, of as many as are asked for.
+        allowed: errors of others with which a reader may end.
+        opens: the reader is given a path, and opens it.
+    """
 
-    def recipe(self, n: int) -> str:
-        return case_rng(self._seed, n, "recipe").choices(list(RECIPES), [share for share, _ in RECIPES.values()])[0]
-
-    def mutant(self, n: int) -> Mutant:
-        return RECIPES[self.recipe(n)][1](self.header, case_rng(self._seed, n))
-
-    def write(self, mutant: Mutant) -> None:
-        """Where nothing moves, only what differs is written."""
-        if mutant.in_place and self._plain:
-            with open(self.path, "r+b", buffering=0) as file:
-                file.seek(mutant.at)
-                file.write(mutant.data)
-            return
-        mutant.write(self.path, self.header.whole, self.rest)
-        self._plain = False
-
-    def restore(self, mutant: Mutant) -> None:
-        if self._plain:
-            with open(self.path, "r+b", buffering=0) as file:
-                file.seek(mutant.at)
-                file.write(self.header.whole[mutant.at : mutant.at + mutant.n_removed])
-        else:
-            self.path.write_bytes(self.header.whole + self.rest)
-            self._plain = True
+    name: str
+    use: Callable[[Path], Reader]
+    share: float = 1.0
+    allowed: tuple[type[Exception], ...] = ()
+    opens: bool = True
 
 
-def read_header(path: str) -> None:
+def prepare(folder: Path, names: set[str]) -> None:
+    """A whole file of each kind; profiles take seconds, and are made if they are among the names."""
+    import gguf
+
+    from moeoff.calibrate.profile_fit import calibrate
+    from moeoff.engine.prompt import PromptCache
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.convert import convert
+
+    model = str(folder / "m.gguf")
+    write_small_model(model)
+    model_index = ModelIndex.read(model)
+    sidecar = convert(model, tiers="original,Q4_0", output=folder / "m.experts.gguf").path
+    (folder / "text.txt").write_text((PROMPT + "\n") * 60)
+    if names & {"m.profile.npz", "contract.npz"}:
+        calibrate(model, text=[str(folder / "text.txt")], tokens=512, memory="2G", output=folder / "m.profile.npz", n_threads=1)
+        write_contract(folder, sidecar)
+    (folder / "plan.json").write_text(json.dumps({"default": "Q4_0", "layers": {"0": {"0": "Q8_0", "1": "original"}, "1": "F16"}}))
+    (folder / "schema.json").write_text(json.dumps(SCHEMA))
+    (folder / "grammar.gbnf").write_text(GRAMMAR)
+    writer = gguf.GGUFWriter(folder / "imatrix.gguf", "imatrix")
+    writer.add_string("general.type", "imatrix")
+    for name, span in list(model_index.experts.items())[:4]:
+        writer.add_tensor(f"{name}.in_sum2", np.ones((span.shape[2], span.shape[0]), np.float32))
+        writer.add_tensor(f"{name}.counts", np.ones((span.shape[2], 1), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    write_expert_adapter(model, folder / "adapter.gguf")
+    n_embd = int(model_index.hparams["embedding_length"])
+    write_projector(folder / "projector.gguf", n_embd)
+    writer = gguf.GGUFWriter(folder / "vector.gguf", "controlvector")
+    writer.add_string("controlvector.model_hint", model_index.architecture)
+    writer.add_tensor("direction.1", np.ones(n_embd, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    (folder / "routes.csv.gz").write_bytes(gzip.compress(ROUTES))
+    with open_model(model, **OPENED, warm=True, trace=str(folder / "run.trace")) as llm:
+        answer(llm)
+        PromptCache(folder / "prompt.bin").save(llm)
+    shutil.copy(warm_file(), folder / "warm.npz")
+
+
+def write_contract(folder: Path, sidecar: str) -> None:
+    from moeoff.budget.loss_contract import Candidate, LossContract
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.file import Sidecar
+    from moeoff.sidecar.profile import Profile
+
+    shutil.copy(folder / "m.profile.npz", folder / "contract.npz")
+    candidates = [Candidate("original", 0.1, share, 0.001, 0.002, 0.001, 0.6) for share in (0.1, 0.25, 0.75)]
+    candidates.append(Candidate("Q4_0", 0.0, 0.0, 0.001, 0.002, 0.001, 0.6, size=0.6))
+    contract = LossContract(Sidecar(sidecar).identity, 1, 8, 4096, 512, tuple(candidates))
+    Profile.write(folder / "contract.npz", ModelIndex.read(folder / "m.gguf"), {"precision": contract.to_section()})
+
+
+def warm_file() -> Path:
+    return next(Path(os.environ["XDG_CACHE_HOME"]).glob("moeoff/warm/*.npz"))
+
+
+# each is called once in a process, and gives what reads a file
+
+
+def open_and_answer(_folder: Path) -> Reader:
+    """As `run` does it: texts become tokens, and tokens text."""
+    from moeoff.engine.prompt import Template, prompt_tokens
     from moeoff.gguf.model_index import ModelIndex
     from moeoff.gguf.preflight import preflight
 
-    model_index = ModelIndex.read(path)
-    model_index.require_experts()
-    preflight(model_index)
+    def read(path: Path, _rng: random.Random) -> None:
+        model_index = ModelIndex.read(path)
+        model_index.require_experts()
+        preflight(model_index)
+        with open_model(str(path), **OPENED, expert_memory=None, memory=MEMORY) as llm:
+            tokens = [token for text in TEXTS for token in prompt_tokens(llm, text, add_bos=True)]
+            llm.detokenize(tokens)
+            if "tokenizer.chat_template" in llm.metadata:
+                Template(llm)
+            llm.create_completion(tokens[:8] or [0], max_tokens=2, temperature=0.0)
+
+    return read
 
 
-def open_and_answer(path: str) -> None:
-    """As `run` does it: texts become tokens, and tokens text."""
-    from moeoff.engine.prompt import Template, prompt_tokens
+def converted(folder: Path) -> Reader:
+    from moeoff.sidecar.convert import convert
 
-    with open_model(path, **OPENED, expert_memory=None, memory=MEMORY) as llm:
-        tokens = [token for text in TEXTS for token in prompt_tokens(llm, text, add_bos=True)]
-        llm.detokenize(tokens)
-        if "tokenizer.chat_template" in llm.metadata:
-            Template(llm)
-        llm.create_completion(tokens[:8] or [0], max_tokens=2, temperature=0.0)
+    return lambda path, _rng: convert(str(path), tiers="original,Q4_0", output=folder / "made.gguf", force=True, threads=1)
 
 
-def header_worker(model: str, seed: int) -> Callable[[int], tuple[str, str]]:
-    folder = tempfile.mkdtemp(dir=os.environ["XDG_CACHE_HOME"])
-    damaged = Damaged(Path(folder), model, seed)
+def inspected(_folder: Path) -> Reader:
+    from moeoff.cli.main import main as moeoff_main
 
-    def check(n: int) -> tuple[str, str]:
-        mutant = damaged.mutant(n)
-        damaged.write(mutant)
-        path = str(damaged.path)
-        outcome, problem = judged(lambda: read_header(path), path)
-        if outcome == "accepted":
-            outcome, problem = judged(lambda: open_and_answer(path), path)
-        damaged.restore(mutant)
-        return outcome, problem and f"{mutant.what[:200]}: {problem}"
-
-    return check
-
-
-# --- children ---
-
-
-OUTCOMES = {0: "accepted", 1: "refused"}
+    return lambda path, _rng: moeoff_main(["inspect", str(path), "--probe", "off"], standalone_mode=False)
 
 
 def confined(body: Callable[[], object], folder: Path) -> None:
@@ -150,9 +214,9 @@ def confined(body: Callable[[], object], folder: Path) -> None:
 
 
 def command(args: list[str]) -> None:
-    from moeoff.cli.main import main
+    from moeoff.cli.main import main as moeoff_main
 
-    main(args)
+    moeoff_main(args)
 
 
 def serve(path: Path, **options: Any) -> None:
@@ -172,70 +236,277 @@ def serve(path: Path, **options: Any) -> None:
         sys.exit(1)
 
 
-def check_runs(damaged: Damaged, mutants: Iterable[Mutant], *, all_commands: bool = False) -> Iterator[tuple[str, Case]]:
-    """The command and what became of each run; of most mutants `run` alone."""
-    out, mark = damaged.path.with_name("model.experts.gguf"), damaged.path.with_name(MARK)
-    for n, mutant in enumerate(mutants):
-        damaged.write(mutant)
-        said = f"{mutant.what[:200]}, {mutant.data[:16].hex()} at {mutant.at}"
-        mutant = replace(mutant, data=b"", tail=b"", rest=None)  # a child begins with the memory of this process
-        commands = {"run": ["run", "-m", str(damaged.path), "-p", "Hi", "-n", "2", *OPTIONS]}
-        if all_commands or n % 8 == 0:
-            commands["inspect"] = ["inspect", str(damaged.path), "--probe", "off"]
-            commands["convert"] = ["convert", str(damaged.path), "--tiers", "original,Q4_0", "-o", str(out), "--force"]
-        bodies = {name: functools.partial(command, args) for name, args in commands.items()}
-        if all_commands or n % 16 == 0:
-            bodies["serve"] = functools.partial(serve, damaged.path)
-        for name, body in bodies.items():
-            child = Child(functools.partial(confined, body, mark.parent))
-            code = child.wait(DEADLINE)
-            wrong = verdict(code, child.errors, peak=child.peak, memory=MEMORY * (name in ("run", "serve")), quiet=name != "serve")
-            if mark.exists():
-                mark.unlink()
-                wrong += " the template has run code"
-            yield name, Case(n, OUTCOMES.get(code, "ended"), wrong and f"{said}: {wrong}")
-        damaged.restore(mutant)
+def in_child(body: Callable[[], object], folder: Path, quiet: bool) -> None:
+    """Raises what the child has said, or what is wrong with how it ended."""
+    child = Child(functools.partial(confined, body, folder))
+    code = child.wait(DEADLINE - 10)
+    if wrong := verdict(code, child.errors, peak=child.peak, memory=MEMORY, quiet=quiet):
+        raise AssertionError(wrong)
+    if code:
+        raise MoeoffError(child.errors.strip().splitlines()[-1].removeprefix("Error: "))
 
 
-def check_headers(damaged: Damaged, model: str, seed: int, numbers: Iterable[int], runs: int, accepted: list[int]) -> Iterator[tuple[str, Case]]:
-    """Into `accepted` goes a sample of those that were."""
-    rng = random.Random(seed)
-    for case in in_workers(functools.partial(header_worker, model, seed), numbers, memory=MEMORY, life=1000):
-        if case.outcome == "accepted" and len(accepted) < runs:
-            accepted.append(case.n)
-        elif case.outcome == "accepted" and runs:
-            accepted[rng.randrange(runs)] = case.n
-        yield damaged.recipe(case.n), case
+def run_in_child(folder: Path) -> Reader:
+    """The command itself, with its budget."""
+    options = ["-c", "64", "--warm", "off", "--profile", "none", "--experts", "none", "-t", "1", "--memory", str(MEMORY)]
+    return lambda path, _rng: in_child(functools.partial(command, ["run", "-m", str(path), "-p", "Hi", "-n", "2", *options]), folder, True)
 
 
-@click.command()
-@click.option("--named/--no-named", default=True, show_default=True)
-@click.option("--values/--no-values", default=True, show_default=True)
-@click.option("--headers", default=100_000, show_default=True)
-@click.option("--runs", default=2000, show_default=True)
-@click.option("--first", default=0, show_default=True, help="Number of the first header.")
-@seeds_option
-@json_option
-def main(named: bool, values: bool, headers: int, runs: int, first: int, seeds: tuple[int, ...], json_file: str | None) -> None:
+def read_sidecar(folder: Path) -> Reader:
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.file import Sidecar
+
+    model_index = ModelIndex.read(folder / "m.gguf")
+
+    def read(path: Path, _rng: random.Random) -> None:
+        found = Sidecar(path)
+        found.check_belongs(model_index)
+        for span in model_index.experts.values():
+            list(found.sources(span, "original"))
+
+    return read
+
+
+def verify_sidecar(folder: Path) -> Reader:
+    from moeoff.sidecar.verify import verify
+
+    return lambda path, _rng: verify(path, model=str(folder / "m.gguf"))
+
+
+def read_profile(folder: Path) -> Reader:
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.profile import Profile
+
+    model_index = ModelIndex.read(folder / "m.gguf")
+    return lambda path, _rng: Profile.read(path, model_index, room=MEMORY // 2)
+
+
+def read_plan(folder: Path) -> Reader:
+    from moeoff.gguf.model_index import ModelIndex
+    from moeoff.sidecar.tiers import read_plan
+
+    model_index = ModelIndex.read(folder / "m.gguf")
+    return lambda path, _rng: read_plan(path, model_index.experts)
+
+
+def read_imatrix(_folder: Path) -> Reader:
+    from moeoff.gguf.imatrix import Imatrix
+
+    return lambda path, _rng: Imatrix.read(path)
+
+
+def read_trace(_folder: Path) -> Reader:
+    from moeoff.trace import Trace
+
+    return lambda path, _rng: Trace.read(path).counts()
+
+
+def read_routes(_folder: Path) -> Reader:
+    """In a process that has as much memory as the others may take."""
+    from moeoff.memory import rss
+    from moeoff.simulate import route_trace
+
+    route_trace.available = lambda: rss() + (MEMORY - status_bytes()) // 2
+    return lambda path, _rng: route_trace.read_trace(path).counts()
+
+
+def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Reader]:
+    """A model is opened with the file, under one of these strategies, and answers."""
+
+    def use(folder: Path) -> Reader:
+        given = {key: str(folder / value) if key == "experts" else value for key, value in others.items()}
+
+        def read(path: Path, rng: random.Random) -> None:
+            if option == "warm":
+                shutil.copy(path, warm_file())
+            options = {option: True if option == "warm" else str(path), "strategy": rng.choice(strategies or ("lru",))}
+            with open_model(str(folder / "m.gguf"), **OPENED | {"expert_memory": "200K"} | given | options) as llm:
+                answer(llm)
+
+        return read
+
+    return use
+
+
+def kept_open(read: Callable[[Any, Path], object]) -> Callable[[Path], Reader]:
+    """A model that stays open takes the file; its next answer is the one that it gave before."""
+
+    def use(folder: Path) -> Reader:
+        llm = open_model(str(folder / "m.gguf"), **OPENED)
+        expected = answer(llm)
+
+        def check(path: Path, _rng: random.Random) -> None:
+            try:
+                read(llm, path)
+            finally:
+                if (found := answer(llm)) != expected:
+                    raise AssertionError(f"the next answer is {found}, expected {expected}")
+
+        return check
+
+    return use
+
+
+def prompt_cache(llm: Any, path: Path) -> None:
+    from moeoff.engine.prompt import PromptCache
+
+    if PromptCache(path, read_only=True).load(llm):
+        for _, _token in zip(range(2), llm.generate([*llm.input_ids[: llm.n_tokens].tolist(), 1], top_k=1, temp=0.0)):
+            pass
+
+
+def grammar(llm: Any, path: Path) -> None:
+    from llama_cpp import LlamaGrammar
+
+    text = path.read_bytes().decode(errors="replace")
+    llm.create_completion("Hi", max_tokens=4, grammar=LlamaGrammar.from_string(text, verbose=False))
+
+
+def schema(llm: Any, path: Path) -> None:
+    from llama_cpp import LlamaGrammar
+
+    llm.create_completion("Hi", max_tokens=4, grammar=LlamaGrammar.from_json_schema(path.read_bytes().decode(errors="replace"), verbose=False))
+
+
+def text(llm: Any, path: Path) -> None:
+    from moeoff.calibrate.perplexity import read_windows
+
+    read_windows(llm, [path], 32)
+
+
+def served(option: str) -> Callable[[Path], Reader]:
+    """A server starts with the file, in a child: as its model, as an option of its own, or of llama-server's."""
+
+    def use(folder: Path) -> Reader:
+        def read(path: Path, _rng: random.Random) -> None:
+            model, options = (
+                (path, {}) if option == "model" else (folder / "m.gguf", {"args": [option, str(path)]} if option.startswith("--") else {option: str(path)})
+            )
+            in_child(functools.partial(serve, model, **options), folder, False)
+
+        return read
+
+    return use
+
+
+BOUNDED = {"expert_memory": None, "memory": MEMORY}  # what unpacks to more is refused; without a bound of the process half of what is available may
+_LLAMA_CPP = (Exception,)  # what llama_cpp's own readers raise is theirs
+KINDS = {
+    "model": Kind("m.gguf", open_and_answer),
+    "model, run": Kind("m.gguf", run_in_child, 0.2),
+    "model, convert": Kind("m.gguf", converted, 0.1),
+    "model, inspect": Kind("m.gguf", inspected, 0.1),
+    "model, served": Kind("m.gguf", served("model"), 0.1),
+    "sidecar": Kind("m.experts.gguf", read_sidecar),
+    "sidecar, verify": Kind("m.experts.gguf", verify_sidecar, 0.1),
+    "sidecar, open": Kind("m.experts.gguf", opened("experts", tier="Q4_0"), 0.2),
+    "profile": Kind("m.profile.npz", read_profile),
+    "profile, open": Kind("m.profile.npz", opened("profile", "auto", "fate", "promoe", "edgemoe", "hobbit", "score", "lru", **BOUNDED), 0.3),
+    "contract": Kind("contract.npz", opened("profile", "lru", "auto", max_loss="1%", experts="m.experts.gguf", **BOUNDED), 0.2),
+    "warm state": Kind("warm.npz", opened("warm", "lru", "auto"), 0.2, opens=False),
+    "prompt cache": Kind("prompt.bin", kept_open(prompt_cache)),
+    "plan": Kind("plan.json", read_plan),
+    "importance matrix": Kind("imatrix.gguf", read_imatrix),
+    "trace": Kind("run.trace", read_trace),
+    "route trace": Kind("routes.csv.gz", read_routes),
+    "adapter": Kind("adapter.gguf", opened("lora_path", **BOUNDED), 0.2),
+    "adapter, served": Kind("adapter.gguf", served("--lora"), 0.03),
+    "control vector": Kind("vector.gguf", served("--control-vector"), 0.03),
+    "projector": Kind("projector.gguf", served("mmproj"), 0.03),
+    "draft": Kind("m.gguf", served("draft"), 0.03),
+    "grammar": Kind("grammar.gbnf", kept_open(grammar), allowed=_LLAMA_CPP, opens=False),
+    "JSON schema": Kind("schema.json", kept_open(schema), allowed=_LLAMA_CPP, opens=False),
+    "text": Kind("text.txt", kept_open(text)),
+}
+ARRAYS_OF = {"m.profile.npz": "popularity/counts", "contract.npz": "precision/t1", "warm.npz": "residency"}
+
+
+def of_model(folder: Path) -> Iterator[Mutant]:
+    return itertools.chain(named_mutants(str(folder / "m.gguf")), value_mutants(str(folder / "m.gguf")))
+
+
+def named(name: str, whole: bytes) -> list[bytes]:
+    """What is not left to chance, of files that are no models."""
+    if name.endswith(".json"):
+        return DEEP
+    if name.endswith(".npz"):
+        return [unpacks_to(whole, f"{ARRAYS_OF[name]}-more", 1 << 30)]
+    if name.endswith(".csv.gz"):
+        row = ROUTES.splitlines(keepends=True)[-1]
+        return [gzip.compress(data, 1) for data in (ROUTES + b"1" * (400 << 20), ROUTES[:20] + b" " * (400 << 20), ROUTES[: -len(row)] + row * 2_000_000)]
+    return [word.encode() for word in WORDS] if name.endswith(".gbnf") else []
+
+
+def damaged(name: str, whole: bytes, rng: random.Random) -> bytes:
+    """Of a file that is no GGUF: bytes that are changed, or a file that is well formed and says something else."""
+    if rng.random() < 0.3:
+        return mutate(whole, rng)
+    if name.endswith(".npz"):
+        return mutate_arrays(whole, rng)
+    if name.endswith(".json"):
+        return mutate_json(whole, rng)
+    if name.endswith(".csv.gz"):
+        return gzip.compress(mutate_text(gzip.decompress(whole), rng), 1)
+    return mutate_text(whole, rng) if name.endswith((".gbnf", ".txt")) else mutate(whole, rng)
+
+
+def worker(folder: Path, kind: str, seed: int) -> Callable[[int], tuple[str, str]]:
+    name, use, _, allowed, opens = KINDS[kind]
+    os.chdir(folder)  # where a template that runs code would leave its mark
+    whole, path, pipe, mark = (folder / name).read_bytes(), folder / f"bad{Path(name).suffix}", folder / "pipe", folder / MARK
+    if not pipe.exists():
+        os.mkfifo(pipe)
+    header, certain, read = None, named(name, whole), use(folder)
+    if name.endswith(".gguf"):
+        with ModelFile(folder / name) as file:
+            header = Header(file.header())
+    n_certain = sum(1 for _ in of_model(folder)) if kind.startswith("model") else len(certain)
+
+    def write(n: int, rng: random.Random) -> str:
+        """Says what was done."""
+        if header is not None:
+            mutant = next(itertools.islice(of_model(folder), n - 1, None)) if 0 < n <= n_certain else mutate_gguf(header, whole, rng)
+            mutant.write(path, header.whole, whole[len(header.whole) :])
+            return f"{mutant.what[:200]}: "
+        path.write_bytes(certain[n - 1] if 0 < n <= n_certain else damaged(name, whole, rng))
+        return ""
+
+    def check(n: int) -> tuple[str, str]:
+        rng = case_rng(seed, n, kind)
+        if n == 0 and opens:
+            outcome, problem = judged(lambda: read(pipe, rng), str(pipe), allowed=allowed)
+            return outcome, problem or ("" if outcome == "refused" else "a pipe was taken for a file")
+        what = write(n, rng)
+        outcome, problem = judged(lambda: read(path, rng), str(path), allowed=allowed)
+        if mark.exists():
+            mark.unlink()
+            problem += " the template has run code"
+        return outcome, problem and f"{what}{problem}"
+
+    return check
+
+
+def check_files(count: int, first: int, seed: int, only: tuple[str, ...]) -> Iterator[tuple[str, Case]]:
+    with tempfile.TemporaryDirectory() as made:
+        folder = Path(made)
+        kinds = {name: kind for name, kind in KINDS.items() if not only or name in only}
+        child = Child(functools.partial(prepare, folder, {kind.name for kind in kinds.values()}))
+        if child.wait(10 * DEADLINE) != 0:
+            raise click.ClickException(f"the whole files cannot be made: {child.errors[-2000:]}")
+        for name, kind in kinds.items():
+            numbers = range(first, first + max(round(count * kind.share), 1))
+            for case in in_workers(functools.partial(worker, folder, name, seed), numbers, memory=MEMORY, life=500):
+                yield name, case
+
+
+@main.command(help=__doc__)
+@click.option("--count", default=2000, show_default=True, help="Files of each kind.")
+@click.option("--first", default=0, show_default=True, help="Number of the first.")
+@options_of(KINDS, seeds=True)
+def files(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None) -> None:
     import_all()
     columns = ["what", "files", "refused in one sentence", "accepted", "problems"]
-    with findings_by_seed(json_file, "damaged", "damaged files", columns, seeds) as (tables, wrong), tempfile.TemporaryDirectory() as name:
+    with findings_by_seed(json_file, "files", "damaged files", columns, seeds) as (tables, problems), tempfile.TemporaryDirectory() as name:
         os.environ["XDG_CACHE_HOME"] = name
-        model = f"{name}/small.gguf"
-        write_small_model(model)
         for seed, table in tables:
-            again, damaged = f"--no-named --no-values --seed {seed}", Damaged(Path(name), model, seed)
-            if seed == seeds[0]:  # where nothing is left to chance
-                if named:
-                    wrong += tell_all(table, "named damage, ", check_runs(damaged, named_mutants(model), all_commands=True), again)
-                if values:
-                    wrong += tell_all(table, "numbers, ", check_runs(damaged, value_mutants(model)), again)
-            accepted: list[int] = []
-            if headers:
-                wrong += tell_all(table, "GGUF headers, ", check_headers(damaged, model, seed, range(first, first + headers), runs, accepted), again)
-            if accepted:
-                wrong += tell_all(table, "accepted headers, ", check_runs(damaged, map(damaged.mutant, accepted)), again)
-
-
-if __name__ == "__main__":
-    main()
+            problems += tell_all(table, "", check_files(count, first, seed, only), f"--seed {seed}")

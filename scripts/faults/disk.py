@@ -1,8 +1,6 @@
 """Trouble with the disk: slow, full, read-only, without direct reads; a model that is replaced, cut or written to while it is used.
 
-usage: disk.py [--json FILE]
-
-Each case says what must be so, and is in a process of its own under a deadline. Exit code 1 if something is not so. As root, a small tmpfs is
+Each case says what must be so, and is in a process of its own under a deadline. As root, a small tmpfs is
 the full disk and another user finds the folder read-only; else a limit of file sizes and the folder's rights stand for them.
 """
 
@@ -21,9 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import click
-
-from common import DEMO, NATIVE, PROMPT, Call, Child, Fault, Kind, answer, findings, import_all, is_sentence, json_option, open_model, preload
+from common import DEMO, NATIVE, PROMPT, Call, Child, Fault, Kind, answer, findings, import_all, is_sentence, main, open_model, options_of, preload
 
 DEADLINE = 600
 CASES: dict[str, Callable[[Path], str]] = {}
@@ -315,10 +311,9 @@ def a_read_only_folder(folder: Path) -> str:
     return ", ".join(sorted({path.parent.name for path in cache.rglob("*.npz")}))
 
 
-@click.command()
-@click.option("--only", multiple=True, type=click.Choice(list(CASES)))
-@json_option
-def main(only: tuple[str, ...], json_file: str | None) -> None:
+@main.command("disk", help=__doc__)
+@options_of(CASES)
+def check_disk(only: tuple[str, ...], json_file: str | None) -> None:
     preload()
     import_all()
     with findings(json_file, "disk", "disk trouble", ["what", "what must be so", "what was said", "held"]) as (table, problems):
@@ -331,7 +326,3 @@ def main(only: tuple[str, ...], json_file: str | None) -> None:
             if code != 0:
                 problems.append(f"{name}: {'hangs' if code is None else f'exit code {code}'}: {child.output[-500:]}{child.errors[-3000:]}")
             table.row(name, CASES[name].__doc__ or "", said, "yes" if code == 0 else "NO")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,7 @@
 """Hostile clients of `moeoff serve`: whatever they send, the others are answered rightly, nothing is read from disk, memory stays in its budget.
 
-usage: hostile_http.py [--rounds N] [--json FILE]
-
 A server with an API key, in a process of its own, under a budget. Each case says what must be so; after each the server must be there, answer a
-greedy request with the tokens it gave before, and hold its budget. Exit code 1 if something is not so.
+greedy request with the tokens it gave before, and hold its budget.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from pathlib import Path
 import click
 import httpx
 
-from common import DEMO, Child, findings, import_all, json_option, status_bytes
+from common import DEMO, Child, findings, import_all, main, options_of, status_bytes
 
 KEY = "a-long-secret-key-" + "k" * 30
 MEMORY = 400 << 20
@@ -289,11 +287,10 @@ def trouble(target: Target, name: str, expected: list[int]) -> tuple[str, str]:
     return said, f"{name}: {peak >> 20} MiB of {MEMORY >> 20}" if peak > MEMORY else ""
 
 
-@click.command()
+@main.command("http", help=__doc__)
 @click.option("--rounds", default=1, show_default=True)
-@click.option("--only", multiple=True, type=click.Choice(list(CASES)))
-@json_option
-def main(rounds: int, only: tuple[str, ...], json_file: str | None) -> None:
+@options_of(CASES)
+def check_http(rounds: int, only: tuple[str, ...], json_file: str | None) -> None:
     import_all()
     columns = ["what", "what must be so", "what came back", "held"]
     with tempfile.TemporaryDirectory() as folder, findings(json_file, "hostile-http", f"hostile clients, {rounds} rounds", columns) as (table, problems):
@@ -323,7 +320,3 @@ def main(rounds: int, only: tuple[str, ...], json_file: str | None) -> None:
             os.kill(server.pid, signal.SIGINT)
         if (code := server.wait(SECONDS)) != 0:
             problems.append(f"the server ended with {code}: {server.errors[-2000:]}")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,9 +1,7 @@
 """Kills: convert, calibrate, runs that write traces and warm-start files, and servers are ended at random moments.
 
-usage: kill.py [--kills N] [--seed N] [--only NAME ...] [--json FILE]
-
 Each is ended by SIGKILL or SIGINT somewhere in the time that it takes. Afterwards every file is whole, the old one or the new one (of a
-trace: all that was written before the end), nothing is left behind an interrupt, and the next start works. Exit code 1 if something is not so.
+trace: all that was written before the end), nothing is left behind an interrupt, and the next start works.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from pathlib import Path
 
 import click
 
-from common import DEMO, PROMPT, Child, findings, import_all, json_option
+from common import DEMO, PROMPT, Child, findings, import_all, main, options_of
 
 DEADLINE = 300  # seconds until what was interrupted must have ended
 OPTIONS = ["-c", "128", "-t", "2", "--expert-memory", "2M"]
@@ -46,9 +44,9 @@ class Program:
 
 
 def command(*args: str) -> Callable[[], object]:
-    from moeoff.cli.main import main
+    from moeoff.cli.main import main as moeoff_main
 
-    return partial(main, list(args))
+    return partial(moeoff_main, list(args))
 
 
 # --- programs, each in a folder with a model ---
@@ -181,12 +179,11 @@ def kill(name: str, count: int, rng: random.Random) -> tuple[Counter[str], list[
     return counts, problems, seconds
 
 
-@click.command()
+@main.command("kill", help=__doc__)
 @click.option("--kills", default=1000, show_default=True)
-@click.option("--only", multiple=True, type=click.Choice(list(PROGRAMS)))
 @click.option("--seed", default=1, show_default=True)
-@json_option
-def main(kills: int, only: tuple[str, ...], seed: int, json_file: str | None) -> None:
+@options_of(PROGRAMS)
+def check_kills(kills: int, only: tuple[str, ...], seed: int, json_file: str | None) -> None:
     import_all()
     rng = random.Random(seed)
     shares = {name: share for name, (share, _) in PROGRAMS.items() if name in (only or PROGRAMS)}
@@ -196,7 +193,3 @@ def main(kills: int, only: tuple[str, ...], seed: int, json_file: str | None) ->
             counts, found, seconds = kill(name, max(round(kills * share / sum(shares.values())), 1), rng)
             table.row(f"`{name}`", f"{seconds:.2f}", *(str(counts[key]) for key in ("killed", "interrupted", "had ended", "next starts")), str(len(found)))
             problems += found
-
-
-if __name__ == "__main__":
-    main()

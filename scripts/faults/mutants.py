@@ -66,10 +66,6 @@ class Mutant:
     hole: int = 0
     tail: bytes = b""
 
-    @property
-    def in_place(self) -> bool:
-        return len(self.data) == self.n_removed and self.rest is None and not self.hole and not self.tail
-
     def apply(self, header: bytes) -> bytes:
         """Of a mutant without a hole."""
         return header[: self.at] + self.data + self.tail + header[self.at + self.n_removed :]
@@ -416,6 +412,15 @@ RECIPES: dict[str, tuple[int, Callable[[Header, random.Random], Mutant]]] = {
     "vocabulary": (30, mutate_tokenizer),
     "sizes": (5, mutate_size),
 }
+
+
+def mutate_gguf(header: Header, whole: bytes, rng: random.Random) -> Mutant:
+    """By one of the recipes, or any bytes of the file; without a vocabulary none of it changes."""
+    if rng.random() < 0.1:
+        return Mutant(0, len(header.whole), mutate(whole, rng), "bytes", rest=b"")
+    recipes = {name: recipe for name, recipe in RECIPES.items() if name != "vocabulary" or "tokenizer.ggml.tokens" in header.pairs}
+    name = rng.choices(list(recipes), [share for share, _ in recipes.values()])[0]
+    return recipes[name][1](header, rng)
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:

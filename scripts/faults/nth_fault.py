@@ -1,10 +1,8 @@
 """The n-th fault: for each kind of call of the native code, the first fails, then the second, and so on until a run has no fault.
 
-usage: nth_fault.py [--scenario NAME ...] [--every N] [--most N] [--json FILE]
-
 Each time there must be success with the right tokens, or one sentence, which for a read names file and offset; then the same is asked
 again without a fault and must be right; no descriptor and no thread may stay. Every step has a deadline. A process that ends is a
-finding, and the next one goes on behind the fault that ended it. Exit code 1 if anything is not as it should be.
+finding, and the next one goes on behind the fault that ended it.
 
 Faults are those of the library with the expert buffer (libggml-cpu: the buffer's and ggml's CPU backend), and where Python works with files
 itself (convert, calibrate, closing, a trace), those on files in the folder of the run. The model is a small one, so that whole sweeps take minutes.
@@ -12,7 +10,6 @@ itself (convert, calibrate, closing, a trace), those on files in the folder of t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import faulthandler
 import gc
@@ -43,8 +40,9 @@ from common import (
     findings,
     import_all,
     is_sentence,
-    json_option,
+    main,
     open_model,
+    options_of,
     preload,
     status_bytes,
     write_small_model,
@@ -325,18 +323,17 @@ def sweep(name: str, calls: tuple[str, ...], every: int, most: int) -> tuple[lis
     return found, sentences, sizes
 
 
-@click.command()
-@click.option("--scenario", "names", multiple=True, type=click.Choice(list(SCENARIOS)), help="Only these.")
+@main.command("nth", help=__doc__)
 @click.option("--call", "calls", multiple=True, type=click.Choice([call.name.lower() for call in Call]), help="Only these.")
 @click.option("--every", default=1, show_default=True, help="Behind the eighth, only each so manyth call fails.")
 @click.option("--most", default=0, help="No n beyond this.")
-@json_option
-def main(names: tuple[str, ...], calls: tuple[str, ...], every: int, most: int, json_file: str | None) -> None:
+@options_of(SCENARIOS)
+def check_nth(only: tuple[str, ...], calls: tuple[str, ...], every: int, most: int, json_file: str | None) -> None:
     preload()
     import_all()
     columns = ["while", "call", "fault", "faults", "ended in one sentence", "until a run had none", "problems"]
     with findings(json_file, "nth-fault", "the n-th fault", columns) as (table, problems):
-        for name in names or SCENARIOS:
+        for name in only or SCENARIOS:
             found, sentences, sizes = sweep(name, calls, every, most)
             for (call, kind, value), f in zip(SCENARIOS[name][0], found):
                 what = errno.errorcode[value] if kind == Kind.ERROR else kind.name.lower()
@@ -347,8 +344,3 @@ def main(names: tuple[str, ...], calls: tuple[str, ...], every: int, most: int, 
                 print(f"{name}: memory {max(sizes[:quarter]) >> 20} MiB in the first quarter, {max(sizes[-quarter:]) >> 20} MiB in the last", file=sys.stderr)
             for text, n in sentences.most_common(8):
                 print(f"  {n} x {text}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    with contextlib.suppress(BrokenPipeError):
-        main()

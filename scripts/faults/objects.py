@@ -1,7 +1,5 @@
 """A model object in the hands of a program: whatever is done with it, and wherever that is interrupted, the next answer is the one of a fresh process.
 
-usage: objects.py [--count N] [--first N] [--seed N ...] [--only KIND ...] [--json FILE]
-
 interrupt: KeyboardInterrupt at any function call or return of Python's, or by a signal at any time, while a model answers, is opened, moves its budget, ...
 callback: a function of the caller's raises. abandon: an answer is left in its middle, or cancelled from another thread.
 threads: several work with one object, and one of them may close it. fork: a child of fork uses the object, or opens one of its own.
@@ -9,7 +7,7 @@ closed: everything is called after close(). forgotten: an object goes out of use
 
 Each case is chance of its own, made of the seed and its number: `--first N --count 1` does it again. Cases follow each other in one process, on one model
 object, as long as neither ends. A signal, a hang, another exception than the one that was thrown or the library's own, a wrong next answer, descriptors or
-threads that stay are findings; exit code 1 if there is one.
+threads that stay are findings.
 """
 
 from __future__ import annotations
@@ -42,9 +40,9 @@ from common import (
     import_all,
     in_workers,
     is_sentence,
-    json_option,
+    main,
     open_model,
-    seeds_option,
+    options_of,
     status_bytes,
     tell_all,
     write_small_model,
@@ -542,13 +540,11 @@ def worker(model: str, seed: int, only: tuple[str, ...], expected: list[list[lis
     return check
 
 
-@click.command()
+@main.command("objects", help=__doc__)
 @click.option("--count", default=10_000, show_default=True, help="Cases.")
 @click.option("--first", default=0, show_default=True, help="Number of the first.")
-@seeds_option
-@click.option("--only", multiple=True, type=click.Choice(list(KINDS)))
-@json_option
-def main(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None) -> None:
+@options_of(KINDS, seeds=True)
+def check_objects(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], json_file: str | None) -> None:
     import_all()
     columns = ["what", "cases", "ended by what was thrown, or in one sentence", "went through", "problems"]
     with (
@@ -563,7 +559,3 @@ def main(count: int, first: int, seeds: tuple[int, ...], only: tuple[str, ...], 
             again = f"--seed {seed}" + "".join(f" --only {name}" for name in only)
             cases = in_workers(partial(worker, model, seed, only, expected), range(first, first + count), deadline=DEADLINE)
             problems += tell_all(table, "", ((kind_of(case.n, seed, only), case) for case in cases), again)  # noqa: B023  # it is read in this turn
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,9 @@
 """Whatever stands where a command expects a file: FIFOs, devices, folders, links that lead nowhere, the model itself; and descriptors that are closed.
 
-usage: places.py [--only COMMAND ...] [--every N] [--json FILE]
-
 Each option of each command that names a file is given each of these, in a child with a deadline and a bound of memory: there is an answer or one sentence,
 and the model is what it was. A server that starts is stopped again. Then each command but that one is started anew with standard input, output and error
 closed, full or left by their reader. Options are found in the commands themselves and in the table of llama-server's: a new one there is tried without a word
-here, a new command is not. Exit code 1 if something is not so.
+here, a new command is not.
 """
 
 from __future__ import annotations
@@ -27,14 +25,16 @@ from pathlib import Path
 
 import click
 
-from common import PROMPT, Case, Child, findings, import_all, json_option, open_model, tell_all, verdict, write_small_model
-from damaged import OUTCOMES, command, confined
+from common import PROMPT, Case, Child, findings, import_all, main, open_model, options_of, tell_all, verdict, write_small_model
+from damaged import command, confined
 from moeoff.server.arguments import FILES
 
 DEADLINE = 120
 MEMORY = 300 << 20  # of commands that have a budget
 DEVICES = {"null": 3, "zero": 5, "full": 7}  # minor numbers, on Linux
 UNBOUNDED = 700 << 20  # of the others: they read small files
+OUTCOMES = {0: "accepted", 1: "refused"}
+COMMANDS = ("run", "inspect", "convert", "verify", "merge", "eval", "calibrate", "simulate", "report", "doctor", "bench", "serve")
 _RUNS = ["-t", "1", "--memory", str(MEMORY)]
 
 
@@ -64,7 +64,7 @@ def prepare(folder: Path) -> None:
 
 
 def commands(folder: Path) -> dict[str, Command]:
-    from moeoff.cli.main import main
+    from moeoff.cli.main import main as moeoff
 
     model, text, prompt, out = (str(folder / name) for name in ("m.gguf", "text.txt", "prompt.txt", "out"))
     lines = {
@@ -84,7 +84,7 @@ def commands(folder: Path) -> dict[str, Command]:
     found = {}
     for name, args in lines.items():
         options = {}
-        for param in main.commands[name].params:
+        for param in moeoff.commands[name].params:
             is_file = isinstance(param.type, click.Path) or getattr(getattr(param.type, "_line", None), "is_file", False)
             if not is_file:
                 continue
@@ -237,11 +237,10 @@ def check_descriptors(folder: Path, only: tuple[str, ...], every: int) -> Iterat
             yield "descriptors", Case(n, outcome, wrong and f"{name}, {what}: {wrong}")
 
 
-@click.command()
-@click.option("--only", multiple=True, help="Commands.")
+@main.command("places", help=__doc__)
 @click.option("--every", default=1, show_default=True, help="Only each so manyth case.")
-@json_option
-def main(only: tuple[str, ...], every: int, json_file: str | None) -> None:
+@options_of(COMMANDS)
+def check(only: tuple[str, ...], every: int, json_file: str | None) -> None:
     import_all()
     columns = ["command", "cases", "refused in one sentence", "went through", "problems"]
     with findings(json_file, "places", "no ordinary files", columns) as (table, problems), tempfile.TemporaryDirectory(prefix="moeoff-places-") as made:
@@ -252,7 +251,3 @@ def main(only: tuple[str, ...], every: int, json_file: str | None) -> None:
             raise click.ClickException(f"the files cannot be made: {child.errors[-2000:]}")
         cases = itertools.chain(check_places(folder, only, every), check_descriptors(folder, only, every))
         problems += tell_all(table, "", cases, "")
-
-
-if __name__ == "__main__":
-    main()

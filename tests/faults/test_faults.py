@@ -1,4 +1,4 @@
-"""The scripts of scripts/faults in short, and what makes their damage."""
+"""scripts/faults/faults.py in short, and what makes its damage."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from beside import BESIDE
+from damaged import KINDS
 from helpers.files import DEMO, ROOT
+from helpers.servers import Served
 from moeoff.gguf.file import ModelFile
 from mutants import RECIPES, Header, fields
 
@@ -20,22 +22,42 @@ FOLDER = ROOT / "scripts" / "faults"
 needs_cc = pytest.mark.skipif(shutil.which("cc") is None, reason="no cc on this machine")
 
 
-def run(name: str, *args: str) -> None:
-    done = subprocess.run([sys.executable, str(FOLDER / f"{name}.py"), *args], capture_output=True, text=True, timeout=850)
+def run(*args: str) -> None:
+    done = subprocess.run([sys.executable, str(FOLDER / "faults.py"), *args], capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@needs_cc
-def test_the_first_faults():
-    """Of each kind, while a model is loaded and converted."""
-    run("nth_fault", "--scenario", "load", "--scenario", "convert", "--most", "1")
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param("nth --only load --only convert --most 1", marks=needs_cc),
+        pytest.param("nth --most 2", marks=[needs_cc, pytest.mark.slow]),
+        pytest.param("disk", marks=[needs_cc, pytest.mark.slow]),
+        "kill --kills 2 --only run",
+        pytest.param("kill --kills 160", marks=pytest.mark.slow),
+        "places --only run --only inspect --only convert --every 30",
+        pytest.param("places --only serve --every 61", marks=pytest.mark.slow),
+        pytest.param("files --only model --only served --count 400 --seed 2", marks=pytest.mark.slow),
+        "http --only path_tricks --only without_the_key --only other_origins --only huge_bodies",
+        pytest.param("http", marks=pytest.mark.slow),
+        "advisories",
+    ],
+)
+def test_holds(command):
+    """Words of --only have _ for a space."""
+    run(*(word.replace("_", " ") for word in command.split()))
 
 
 @needs_cc
-@pytest.mark.slow
-@pytest.mark.parametrize("scenario", ["load", "convert", "close", "decode", "decode-verified", "prefetch", "resize", "calibrate"])
-def test_more_faults(scenario):
-    run("nth_fault", "--scenario", scenario, "--most", "2")
+def test_trouble_with_the_disk():
+    run(
+        "disk",
+        *(
+            word
+            for case in ("direct reads are refused", "replaced while it runs", "cut between two reads", "full while it is converted")
+            for word in ("--only", case)
+        ),
+    )
 
 
 @needs_cc
@@ -54,45 +76,15 @@ print(found.problems)
     assert done.returncode == 0 and "n = 1: the failed read was not told" in done.stdout, done.stdout + done.stderr
 
 
-@needs_cc
-@pytest.mark.parametrize(
-    "only",
-    [("direct reads are refused", "replaced while it runs", "cut between two reads", "full while it is converted"), pytest.param((), marks=pytest.mark.slow)],
-)
-def test_trouble_with_the_disk(only):
-    """Slow, full, read-only, refused direct reads, a model that is cut."""
-    run("disk", *(word for case in only for word in ("--only", case)))
-
-
-def test_kills():
-    run("kill", "--kills", "2", "--only", "convert --resume", "--only", "run --trace")
-
-
-@pytest.mark.slow
-def test_many_kills():
-    run("kill", "--kills", "160")
-
-
-@pytest.mark.slow
-def test_damaged_numbers(tmp_path: Path):
-    run("damaged", "--no-named", "--headers", "0", "--seed", "2", "--json", str(tmp_path / "damaged.json"))
-    (table,) = json.loads((tmp_path / "damaged.json").read_text())["tables"]
-    n_files, n_refused, n_accepted, _ = next(map(int, row[1:]) for row in table["rows"] if row[0] == "numbers, run")
-    assert n_files > 80 and n_refused > 20 and n_accepted > 20
-
-
-def test_damaged_headers(tmp_path: Path):
-    run("damaged", "--no-named", "--no-values", "--headers", "60", "--runs", "3", "--seed", "2", "--json", str(tmp_path / "damaged.json"))
-    (table,) = json.loads((tmp_path / "damaged.json").read_text())["tables"]
-    n_files, n_refused, n_accepted, _ = (sum(int(row[i]) for row in table["rows"] if row[0].startswith("GGUF")) for i in range(1, 5))
+def test_damaged_files(tmp_path: Path):
+    """Of all kinds: a pipe at least, which is no file; and some models that are refused or answer."""
+    run("files", "--count", "4", "--seed", "2", "--json", str(tmp_path / "x.json"))
+    (table,) = json.loads((tmp_path / "x.json").read_text())["tables"]
+    assert [row[0] for row in table["rows"]] == list(KINDS)
+    run("files", "--only", "model", "--first", "1000", "--count", "60", "--seed", "2", "--json", str(tmp_path / "x.json"))
+    (table,) = json.loads((tmp_path / "x.json").read_text())["tables"]
+    n_files, n_refused, n_accepted, _ = map(int, table["rows"][0][1:])
     assert n_files == 60 and n_refused > 20 and n_accepted > 3
-
-
-def test_files_beside_a_model(tmp_path: Path):
-    """Of all kinds: a pipe at least, which is no file."""
-    run("beside", "--count", "4", "--seed", "2", "--json", str(tmp_path / "beside.json"))
-    (table,) = json.loads((tmp_path / "beside.json").read_text())["tables"]
-    assert [row[0] for row in table["rows"]] == list(BESIDE)
 
 
 def test_a_model_object(tmp_path: Path):
@@ -100,15 +92,6 @@ def test_a_model_object(tmp_path: Path):
     run("objects", "--count", "32", "--seed", "673", "--json", str(tmp_path / "objects.json"))
     (table,) = json.loads((tmp_path / "objects.json").read_text())["tables"]
     assert sorted(row[0] for row in table["rows"]) == ["abandon", "callback", "closed", "forgotten", "fork", "interrupt", "threads"]
-
-
-def test_no_ordinary_files():
-    run("places", "--only", "run", "--only", "inspect", "--only", "convert", "--every", "20")
-    run("places", "--only", "serve", "--every", "61")
-
-
-def test_known_advisories():
-    run("advisories")
 
 
 def test_fields_are_where_they_say():
@@ -160,3 +143,11 @@ for case in common.in_workers(lambda: check, range(7), memory=bound):
     assert list(found) == [*"0123456"], done.stdout + done.stderr
     assert {n for n, (_, problem) in found.items() if problem} == {"1", "3", "5"}
     assert found["1"][0] == found["3"][0] == "ended" and found["3"][1][0] == "hangs:" and found["5"][1][1:] == ["MiB", "of"]
+
+
+def test_allowed_origins(demo):
+    """The one that asks is named, and no other."""
+    with Served(demo, expert_memory="4M", n_ctx=256, parallel=1, cors=("https://a.example", "https://b.example")) as server:
+        for origin, allowed in (("https://a.example", True), ("https://b.example", True), ("https://c.example", False), ("https://a.exampl", False)):
+            found = httpx.get(f"{server.url}/health", headers={"Origin": origin}, timeout=300).headers.get("access-control-allow-origin")
+            assert found == (origin if allowed else None)

@@ -1,6 +1,6 @@
 """Nine clients of other people's, each asked for the same seven things with its default settings; and what some of them cannot do, with the reason.
 
-The libraries are imported where they are used: without the extra test-clients, tests of them are skipped. docs/guides/serving.md has the table
+The libraries are imported where they are used: without the extras test and nightly, tests of them are skipped. docs/guides/serving.md has the table
 (scripts/build/docs.py cli), so this imports nothing that is not there without the extras.
 """
 

@@ -50,7 +50,7 @@ class Served:
 
     @functools.cached_property
     def client(self):
-        openai = pytest.importorskip("openai", reason="needs the extra test-clients")
+        openai = pytest.importorskip("openai", reason="needs the extra test")
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=self._key, max_retries=0, timeout=300, http_client=single_use())
 
     def __enter__(self) -> Served:

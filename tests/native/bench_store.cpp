@@ -1,7 +1,7 @@
 // What the store costs a compute thread, for one shape of model: gate events that evict, with new priorities before each, and what
 // else takes the store's mutex on the way of a token. Reads end at once and bring nothing, so no disk is measured, and each event
 // begins when the reads of the one before are over: the time of gate_event() is an upper bound of how long it holds the mutex.
-// Built and run by scripts/bench/bench_store.py.
+// Built and run by scripts/bench/micro.py.
 //
 // usage: bench_store GATES EXPERTS USED TOKENS EVENTS; prints one JSON object, times in ns
 

@@ -2,7 +2,7 @@
 // disk of fixed speed, without any arithmetic. The counts hardly depend on the machine or its load; CPU time does a little.
 // The threads of an op meet at a barrier that spins, as ggml's does, and yields, so that what it costs are no voluntary switches; its CPU
 // time is left out, which is the machine's.
-// Built and run by scripts/bench/bench_switches.py.
+// Built and run by scripts/bench/micro.py.
 //
 // usage: bench_switches LOOP N_THREADS HIT_RATE READ_US TOKENS IO_THREADS; prints one JSON object
 // LOOP: op_run, as MUL_MAT_ID has it; or visits, the loop that it had before: each thread visits each item, and all wake for whatever settles

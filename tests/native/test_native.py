@@ -14,9 +14,8 @@ import pytest
 from helpers.files import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts" / "build"))
-import bench_store
-import bench_switches
 import make_abi
+import micro
 
 CORE = ROOT / "llamacpp_patches" / "src" / "core"
 FILES = sorted((ROOT / "tests" / "native").glob("test_*.cpp"))
@@ -80,9 +79,9 @@ def test_the_thread_safety_analysis_bites(body: str, complaint: str | None, tmp_
 @pytest.mark.perf
 def test_gate_events_hold_the_mutex_briefly(tmp_path: Path) -> None:
     """At most 20 µs at 10^5 slices, also after a policy has rewritten all priorities: gate_event as a whole, of which that is a part."""
-    found = bench_store.measure(bench_store.build(tmp_path), "130x256x8", 1, 2000)
+    found = micro.run_store(micro.build("bench_store", tmp_path), "130x256x8", 1, 2000)
     assert found["slices"] > 99_000 and found["six"]["evictions"] > 5
-    for case in bench_store.CASES:
+    for case in micro.PUBLISHED:
         assert found[case]["gate_event"]["median"] < 20_000, (case, found[case])
 
 
@@ -92,13 +91,13 @@ def test_waiting_wakes_no_more_threads_than_it_must(tmp_path: Path) -> None:
     """Of each token's 144 ops 122 wait for some of 466 reads. A thread sleeps about once in each of those; a read blocks once, the four threads that read
     run dry about once a layer, and the driver does. Each thread visiting each slice took 1,030, 3,100 and 8,900 switches, 720 of them not the
     compute threads': of these a third is left."""
-    program = bench_switches.build(tmp_path)
+    program = micro.build("bench_switches", tmp_path)
     for n_threads, most in ((1, 1033), (4, 1548), (16, 2967)):
-        found = bench_switches.measure(program, n_threads)
+        found = micro.run_switches(program, n_threads)
         assert 460 < found["misses"] < 470
         assert found["of_computing_threads"] < 144 * (n_threads + 1.5), found
         assert found["voluntary_switches"] < most, found
-    resident = bench_switches.measure(program, 4, hit_rate=1.0)
+    resident = micro.run_switches(program, 4, hit_rate=1.0)
     assert resident["misses"] == 0 and resident["of_computing_threads"] < 5, resident
     assert resident["locks"] < 48 * (3 * 2 + 1 + 3) + 5, resident  # pin and unpin of each op, the gate event, and the driver's of its own
 

@@ -43,13 +43,13 @@ def test_packages_of_a_running_model(demo, runs):
 @pytest.fixture(scope="module")
 def measured(grown) -> dict:
     """What bench_process.py finds of the grown model: more than a hundred times what the process holds beside it."""
-    command = [sys.executable, str(ROOT / "scripts" / "bench" / "bench_process.py"), grown, "-c", "512", "--memory", "200M", "--json"]
+    command = [sys.executable, str(ROOT / "scripts" / "bench" / "bench_process.py"), grown, "-c", "512", "--memory", "200M"]
     return json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
 def test_what_the_process_holds_beside_the_model(measured):
     """llama.cpp's vocabulary and graphs, the driver, the queue of gate events: what comes with opening it, beyond the packages."""
-    rss = {snapshot["step"]: snapshot["rss"] for snapshot in measured["snapshots"]}
+    rss = measured["rss"]
     opened = rss["opened"] - measured["needed"]["weights"] - measured["needed"]["state"]
     assert opened - rss["imported"] < 20 * MIB
     assert measured["beside"] - rss["imported"] < 30 * MIB
@@ -57,7 +57,7 @@ def test_what_the_process_holds_beside_the_model(measured):
 
 def test_the_plan_holds(measured):
     """What was planned for everything but the reserve, and what is there after an answer: the difference is what the reserve is for."""
-    plan, rss = measured["plan"], measured["snapshots"][-1]["rss"]
+    plan, rss = measured["plan"], measured["rss"]["answered"]
     planned = plan["process"] + plan["weights"] + plan["state"] + plan["compute"] + measured["needed"]["arena"]
     assert rss - planned < RESERVE
     assert rss <= plan["budget"]

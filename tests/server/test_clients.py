@@ -83,7 +83,7 @@ def client(request, tmp_path):
         try:
             return kind(served.url, MODEL, tmp_path)
         except ImportError as error:
-            pytest.skip(f"{error}: needs the extra test-clients")
+            pytest.skip(f"{error}: needs the extra nightly")
 
     return make
 

@@ -12,10 +12,10 @@ import sys
 import threading
 
 import httpx
+import openai
 import pytest
 
-openai = pytest.importorskip("openai", reason="needs the extra test-clients")
-pytest.importorskip("ray.serve", reason="needs the extra test-clients")
+pytest.importorskip("ray.serve", reason="needs the extra nightly")
 
 import moeoff.ray
 from helpers.ray_cluster import cluster

@@ -1,0 +1,273 @@
+"""What single parts cost a thread, without a disk: the native store, its waiting, the row kernels, and the driver in Python.
+
+usage: micro.py store    [--shapes 4x8x2,...]             evictions and the store's mutex, for models of up to a million slices: docs/results/store.md
+       micro.py switches [--threads 1,4,16]               sleeps, locks and CPU time of threads that wait for experts: store.md
+       micro.py kernels  MODEL ... --text FILE            a token on one thread with everything in memory, stock's kernels and ours: offload.md
+       micro.py driver   [--shapes 48x128x8x2048,...]     made-up gate events through each part of the driver: docs/internals/papers.md
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+
+from results import HELP, ResultsFile
+
+CORE = ROOT / "llamacpp_patches" / "src" / "core"
+JSON = click.option("--json", "json_file", type=click.Path(dir_okay=False), help=HELP)
+
+
+@click.group(help=__doc__)
+def main() -> None:
+    pass
+
+
+# --- the native store, as programs of tests/native drive it without a model ---
+
+STORE_SHAPES = "4x8x2,12x32x4,28x128x8,48x128x8,130x256x8,1302x256x8"  # gates x experts x used, with three matrices each
+BATCH = 512  # tokens
+PUBLISHED = {"none": "nothing", "six": "6 rows", "all": "all rows"}  # before each event
+LOOPS = ["visits", "op_run"]  # each thread visits each item and all wake for whatever settles; the loop that MUL_MAT_ID has
+SWITCHES = ["threads", "misses", "voluntary_switches", "of_computing_threads", "locks", "cpu_ms"]
+
+
+def build(name: str, folder: Path) -> Path:
+    """A benchmark of tests/native, compiled as the wheel's sources are."""
+    program = folder / name
+    sources = [*CORE.glob("*.cpp"), ROOT / "tests" / "native" / f"{name}.cpp"]
+    subprocess.run(["g++", "-std=c++17", "-O2", "-DNDEBUG", f"-I{CORE}", *sources, "-o", program, "-pthread", "-ldl"], check=True)
+    return program
+
+
+def run(program: Path, *arguments: object) -> dict[str, Any]:
+    return json.loads(subprocess.run([program, *map(str, arguments)], cwd=program.parent, capture_output=True, text=True, check=True).stdout)
+
+
+def run_store(program: Path, shape: str, n_tokens: int, n_events: int) -> dict[str, Any]:
+    """By what is published before each event: ns of each call; evictions for each event. 40 % of the slices fit into the arena, and reads end at once."""
+    return run(program, *shape.split("x"), n_tokens, n_events)
+
+
+def run_switches(program: Path, n_threads: int, hit_rate: float = 0.79, loop: str = "op_run") -> dict[str, Any]:
+    """SWITCHES, for each of 20 tokens of a model of 48 gates x 128 experts x 3 matrices that uses 8; four I/O threads take 200 µs for a slice."""
+    return run(program, loop, n_threads, hit_rate, 200, 20, 4)
+
+
+@main.command()
+@click.option("--shapes", default=STORE_SHAPES, show_default=True, help="Gates x experts x used.")
+@click.option("--events", default=1000, show_default=True)
+@JSON
+def store(shapes: str, events: int, json_file: str | None) -> None:
+    """Medians, and the 99th percentile after the slash."""
+
+    def cell(ns: dict[str, int]) -> str:
+        return f"{ns['median'] / 1e3:.1f} / {ns['p99'] / 1e3:.1f}"
+
+    columns = ["gates x experts x used", "slices", "eviction, ns", "evictions for each event", *(f"gate_event after {what}" for what in PUBLISHED.values()),
+               "publish 6 rows", "publish all rows"]  # fmt: skip
+    calls = ["gate_event", "prefetch", "pin", "unpin"]
+    with tempfile.TemporaryDirectory() as folder, ResultsFile(json_file) as results:
+        program = build("bench_store", Path(folder))
+        for name, n_tokens, what in (("decode", 1, "a token"), ("prompt", BATCH, f"a batch of {BATCH} tokens")):
+            title = f"{what}: gate_event and publish in µs, by what was published before, and one eviction in ns"
+            table, others = results.table(name, title, columns), []
+            for shape in shapes.split(",") if n_tokens == 1 else [s for s in shapes.split(",") if s in STORE_SHAPES.split(",")[2:5]]:
+                r = run_store(program, shape, n_tokens, events if n_tokens == 1 else events // 10)
+                events_after = (cell(r[case]["gate_event"]) for case in PUBLISHED)
+                evictions = f"{r['slices']:,}", str(r["eviction"]), f"{r['none']['evictions']:.1f}"
+                table.row(shape, *evictions, *events_after, cell(r["six"]["publish"]), cell(r["all"]["publish"]))
+                others.append([shape, *(cell(r["expected"][call]) for call in calls)])
+            head = ["gates x experts x used", "gate_event with prefetched experts", "prefetch of a gate's experts", "pin of an op", "unpin of a slice"]
+            table = results.table(f"{name}-calls", f"{what}: what else takes the mutex, in µs", head)
+            for row in others:
+                table.row(*row)
+
+
+@main.command()
+@click.option("--threads", default="1,4,16", show_default=True)
+@click.option("--rounds", default=5, show_default=True, help="Of which medians are told.")
+@JSON
+def switches(threads: str, rounds: int, json_file: str | None) -> None:
+    """Nothing is computed: counts hardly depend on the machine or its load, CPU time does."""
+    with tempfile.TemporaryDirectory() as folder, ResultsFile(json_file) as results:
+        program = build("bench_switches", Path(folder))
+        table = results.table("switches", "for each token", ["loop", *(column.replace("_", " ") for column in SWITCHES)])
+        for n_threads in map(int, threads.split(",")):
+            for loop in LOOPS:
+                runs = [run_switches(program, n_threads, loop=loop) for _ in range(rounds)]
+                table.row(loop, *(str(statistics.median(each[column] for each in runs)) for column in SWITCHES))
+
+
+# --- row kernels, in models that are opened three times ---
+
+ENGINES = ("stock, plain kernels", "stock, repacked kernels", "moeoff")
+
+
+def time_engines(model: str, text: str, n_prompt: int, n_tokens: int) -> tuple[list[float], list[float], bool]:
+    """Of ENGINES: median CPU ms of a token, and CPU ms for each token of the prompt; and whether our logits are those of the plain kernels, bit for bit."""
+    import moeoff
+    from moeoff.bench.worker import load_everything
+    from moeoff.binding import StockLlama
+
+    options = {"n_ctx": n_prompt + n_tokens, "n_threads": 1, "n_threads_batch": 1, "flash_attn": True, "logits_all": True, "verbose": False}
+    with contextlib.ExitStack() as stack:
+        engines = [stack.enter_context(contextlib.closing(StockLlama(model, use_mmap=False, use_extra_bufts=repacks, **options))) for repacks in (False, True)]
+        engines.append(stack.enter_context(moeoff.Llama(model, expert_memory=1 << 40, **options)))
+        load_everything(engines[2].engine.buffer)
+        tokens = engines[2].tokenize(text.encode())[: n_prompt + n_tokens]
+        spent: list[list[float]] = [[], [], []]
+        for turn, batch in enumerate([tokens[:n_prompt], *([token] for token in tokens[n_prompt:])]):
+            for i in ((turn + first) % 3 for first in range(3)):
+                began = time.thread_time()
+                engines[i].eval(batch)
+                spent[i].append(1e3 * (time.thread_time() - began) / len(batch))
+        plain, ours = (np.asarray(engines[i].scores[: len(tokens)]).view(np.uint32) for i in (0, 2))
+        return [statistics.median(each[1:]) for each in spent], [each[0] for each in spent], np.array_equal(plain, ours)
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--text", required=True, type=click.Path(exists=True, dir_okay=False))
+@click.option("--prompt", default=64, show_default=True)
+@click.option("--tokens", default=90, show_default=True)
+@JSON
+def kernels(models: Sequence[str], text: str, prompt: int, tokens: int, json_file: str | None) -> None:
+    """The engines decode the same tokens in turn, token by token, so that neighbours on the machine and its clock touch all alike. What counts is the CPU
+    time of the thread: it does not say how fast several are, which share the memory's rate (`speed.py kernels` does). The model is in memory three times."""
+    with ResultsFile(json_file) as results:
+        columns = ["model", *(f"{name}: CPU ms/token" for name in ENGINES), "over plain", "over repacked", "prompt, each", "bits of plain"]
+        table = results.table("cpu", "CPU time of a token on one thread", columns)
+        for model in models:
+            each, of_prompt, same = time_engines(model, Path(text).read_text(encoding="utf-8"), prompt, tokens)
+            gains = [f"{each[i] / each[2]:.2f} x" for i in (0, 1)]
+            table.row(Path(model).stem, *(f"{ms:.2f}" for ms in each), *gains, " / ".join(f"{ms:.1f}" for ms in of_prompt), "yes" if same else "NO")
+
+
+# --- the driver: what stands in for the library and the disk counts nothing ---
+
+DRIVER_SHAPES = "48x128x8x2048,24x32x4x2880,60x256x8x7168,12x32x4x512"  # gates x experts x used x n_embd
+POLICIES = ("lfu", "decay", "arc", "edgemoe", "hobbit", "score")
+PREDICTORS = ("gate", "stacked", "activation-path")
+ON = SimpleNamespace(on=True, gain=None, token=lambda ns: None)
+ABSENT = 0.1  # share of the experts that are not resident
+
+
+class StandInBuffer:
+    """As much of a buffer as a driver asks of one: a share of the experts is absent for ever."""
+
+    running = True
+
+    def __init__(self, n_gates: int, n_experts: int):
+        from moeoff import native
+
+        self.priorities = np.zeros((n_gates, n_experts), np.float32)
+        self.tensors = [SimpleNamespace(gate=g, matrix=m, ne=(1, 1, n_experts)) for g in range(n_gates) for m in (1, 2, 3)]
+        self.arena_full = 3 * n_gates * n_experts
+        self._residency = np.where(np.random.default_rng(1).random((n_gates, n_experts)) < ABSENT, 0, 0b1110).astype(np.uint8)
+        self._stats = native.Stats()
+
+    def set_gate_callback(self, callback: object) -> None:
+        pass
+
+    def publish(self) -> None:
+        pass
+
+    def residency(self) -> np.ndarray:
+        return self._residency.copy()
+
+    def stats(self) -> Any:
+        self._stats.io_thread_busy_ns += 20_000_000
+        self._stats.reads += 10
+        return self._stats
+
+    def prefetch(self, gate: int, experts: list[int], low: bool = False, limit: int = -1) -> int:
+        (ctypes.c_int32 * len(experts))(*experts)
+        return min(limit, 1)
+
+
+def made_up_events(router: Any, n_tokens: int) -> list[Any]:
+    """Of decode, one token each, one gate after the other, with inputs that drift from token to token and from layer to layer."""
+    from moeoff.gate_event import GateEvent
+
+    rng, d = np.random.default_rng(2), router.weights[0].shape[1]
+    events, stream = [], rng.standard_normal(d, np.float32)
+    for t in range(n_tokens):
+        stream = 0.6 * stream + 0.8 * rng.standard_normal(d, np.float32)
+        x = stream
+        for gate in range(router.n_gates):
+            x = 0.9 * x + 0.44 * rng.standard_normal(d, np.float32)
+            inputs = (x / np.linalg.norm(x))[None]
+            logits = router.logits(gate, inputs)
+            probs = router.gated(logits)
+            ids = router.select(gate, probs).astype(np.int32)
+            weights = np.take_along_axis(probs, ids, axis=1)
+            t_ns = 1 + 2_000_000 * (t * router.n_gates + gate)
+            events.append(GateEvent(gate, ids, weights, probs, inputs, None, gate, 3 * ids.size, 0, 1 + len(events), t_ns, logits))
+    return events
+
+
+def parts(router: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
+    from moeoff import policies
+    from moeoff.engine.driver import Driver
+    from moeoff.engine.prefetcher import Prefetcher
+
+    n, e, k = router.n_gates, router.n_experts, router.n_used[0]
+    yield "probabilities", lambda event: router.gated(event.logits)
+    shape = policies.CacheShape(n, e, k, n * e * (1 - ABSENT))
+    for name in POLICIES:
+        yield f"policy {name}", policies.get_policy(name)(shape).update
+    for name in PREDICTORS:
+        yield f"predictor {name}", policies.get_predictor(name)(router).observe
+    for policy, predictor in (("score", None), ("score", "gate")):
+        buffer = StandInBuffer(n, e)
+        prefetcher = None if predictor is None else Prefetcher(buffer, policies.get_predictor(predictor)(router), k, 4)
+        if prefetcher is not None:
+            prefetcher.ab_test = ON
+        driver = Driver(buffer, policies.get_policy(policy)(shape, buffer.priorities), router=router, prefetcher=prefetcher)
+        yield f"driver: {policy}" + (f" and {predictor}" if predictor else ""), driver.deliver
+
+
+@main.command("driver")
+@click.option("--shapes", default=DRIVER_SHAPES, show_default=True, help="Gates x experts x used x n_embd.")
+@click.option("--tokens", default=60, show_default=True)
+@JSON
+def time_driver(shapes: str, tokens: int, json_file: str | None) -> None:
+    """Medians over tokens, of the thread's CPU time."""
+    from moeoff.policies.router import Router
+
+    with ResultsFile(json_file) as results:
+        for text in shapes.split(","):
+            n_gates, n_experts, n_used, n_embd = map(int, text.split("x"))
+            rng = np.random.default_rng(0)
+            router = Router([rng.standard_normal((n_experts, n_embd), np.float32) for _ in range(n_gates)], [n_used] * n_gates, n_experts=n_experts)
+            events = made_up_events(router, tokens)
+            table = results.table(text, f"{text}: {tokens} tokens", ["part", "µs an event", "ms a token"])
+            for name, step in parts(router):
+                times = []
+                for at in range(0, len(events), n_gates):
+                    began = time.thread_time_ns()
+                    for event in events[at : at + n_gates]:
+                        step(event)
+                    times.append(time.thread_time_ns() - began)
+                ns = float(np.median(times[len(times) // 4 :]))
+                table.row(name, f"{ns / n_gates / 1e3:.1f}", f"{ns / 1e6:.2f}")
+
+
+if __name__ == "__main__":
+    main()

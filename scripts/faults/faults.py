@@ -1,0 +1,23 @@
+"""What to break, and what must hold: one program, a command for each kind of trouble. docs/results/reliability.md
+
+usage: faults.py nth|files|places|objects|kill|disk|http|advisories [OPTION ...]     --help says what each does
+
+Each tells what it has found in a table, which --json keeps, and ends with exit code 1 if something is not as it must be.
+"""
+
+from __future__ import annotations
+
+import advisories
+import damaged
+import disk
+import hostile_http
+import kill
+import nth_fault
+import objects
+import places
+from common import main
+
+COMMANDS = (advisories, damaged, disk, hostile_http, kill, nth_fault, objects, places)  # each has put its own there
+
+if __name__ == "__main__":
+    main()
