@@ -6,8 +6,8 @@ A data file says what was run, where, when and at which commit, and holds the ta
 
 README.md and the pages of docs/ have blocks that begin with `<!-- results NAME -->` and end with `<!-- end of results -->`. What stands between is made
 from docs/results/data/NAME.json; with `NAME:TABLE` from that one table, with `NAME+TABLE` from it and what was run: the others are data. `models` and `reliability`
-gather rows from several data files, `recall` is a table's last column. The README's chart is drawn from the same data. Everything outside the blocks
-is written by hand. A data file that is an array is what `moeoff bench -o json` has printed: it becomes a table of its single-token test, a line for each memory.
+gather rows from several data files. The README's chart is drawn from the same data. Everything outside the blocks
+is written by hand.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "results" / "data"
 CHART = ROOT / "docs" / "img" / "speed.svg"
-STOCK, PLAIN = "stock llama.cpp", "stock, plain"  # with its repacked kernels, and without
+STOCK = "stock llama.cpp"
 BLOCK = re.compile(r"(<!-- results (?P<name>[\w-]+)(?:(?P<mark>[:+])(?P<table>[\w-]+))? -->\n).*?(<!-- end of results -->\n)", re.DOTALL)
 HEAD = ("command", "machine", "date", "commit")
-SPREAD = 1.1  # runs that are further apart stand beside their mean
 HELP = "Keep the tables as a data file for docs/results."
 
 
@@ -113,33 +112,7 @@ def write(path: str | Path, data: dict) -> None:
 
 
 def read(name: str) -> dict:
-    data = json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
-    return bench_data(data) if isinstance(data, list) else data
-
-
-def bench_data(rows: list[dict]) -> dict:
-    """Rows of `moeoff bench` in the form of the other data files, without a command line and a commit, which they do not hold."""
-    rows = [row for row in rows if row["n_gen"] and not row["n_prompt"]]
-    found = {(row["memory"], row["strategy"]): row for row in rows}
-    strategies = list(dict.fromkeys(row["strategy"] for row in rows if row["strategy"] not in (STOCK, PLAIN)))
-    first = strategies[0]
-
-    def cell(memory: int, strategy: str, key: str, form: str) -> str:
-        row = found.get((memory, strategy))
-        if row is None or row[key] is None:
-            return row["error"] if row else ""
-        low, high = (min(row["samples_ts"]), max(row["samples_ts"])) if key == "avg_ts" else (row[key], row[key])
-        return format(row[key], form) + (f" ({low:{form}} to {high:{form}})" if high > SPREAD * low else "")
-
-    columns = ["memory", *(f"`{s}`: tok/s" for s in strategies), f"`{first}`: MB read per token", f"`{first}`: of ceiling", f"`{first}`: peak RSS, MiB"]
-    lines = []
-    for memory in sorted({row["memory"] for row in rows}, reverse=True):
-        of = [cell(memory, first, "mb_per_token", ".0f"), cell(memory, first, "ceiling_share", ".0%"), f"{found[memory, first]['peak_rss'] / 2**20:.0f}"]
-        default = found.get((memory, STOCK))
-        stock = STOCK if default and default["avg_ts"] is not None else PLAIN  # repacking may be killed for memory
-        lines.append([f"{memory / 2**20:.0f} MiB", *(cell(memory, s, "avg_ts", ".1f") for s in strategies), *of, cell(memory, stock, "avg_ts", ".2f")])
-    table = {"name": "summary", "title": "Decode speed and memory", "columns": [*columns, f"{STOCK}: tok/s"], "rows": lines}
-    return {"date": rows[0]["test_time"][:10], "machine": f"{rows[0]['n_threads']} cores of {rows[0]['cpu_info']}", "tables": [table]}
+    return json.loads((DATA / f"{name}.json").read_text(encoding="utf-8"))
 
 
 def _line(cells: Sequence[str]) -> str:
@@ -238,14 +211,7 @@ def reliability_table() -> str:
     return markdown({"columns": ["scenario", "cases", "not as it must be", "measured", ""], "rows": rows})
 
 
-def recall_table() -> str:
-    """Of the predictors' table of recall the mean over the layers alone."""
-    table = next(t for t in read("prediction")["tables"] if t["name"] == "recall")
-    at = table["columns"].index("mean")
-    return markdown({"columns": ["", "recall at k, %"], "rows": [[row[0], row[at]] for row in table["rows"]]})
-
-
-GATHERED = {"models": models_table, "reliability": reliability_table, "recall": recall_table}
+GATHERED = {"models": models_table, "reliability": reliability_table}
 
 
 def chart(name: str) -> str:

@@ -77,9 +77,8 @@ _GATING = {"softmax": 1, "sigmoid": 2, "softmax of the selected": 3}  # LLAMA_EX
 
 @dataclass(frozen=True)
 class Mla:
-    """Multi-head latent attention: ranks, and the sizes of a head's parts. q_rank 0: queries are not compressed."""
+    """Multi-head latent attention: the rank, and the sizes of a head's parts."""
 
-    q_rank: int
     kv_rank: int
     nope: int
     value: int
@@ -110,7 +109,7 @@ class Shape:
     """One model's shape. Lengths in values; n_rot 0: the whole head is rotated.
 
     ff is one expert's hidden size, ff_dense that of a layer without experts, of which there are n_dense at the start.
-    qk_norm is "head" (a norm for each head), "row" (one for all heads) or "". tied: the output matrix is the embedding.
+    qk_norm: a norm for each head. tied: the output matrix is the embedding.
     """
 
     name: str
@@ -136,9 +135,7 @@ class Shape:
     norm_weights: bool = True
     weights_scale: float = 1.0
     selection_bias: bool = False
-    n_group: int = 0
-    n_group_used: int = 0
-    qk_norm: str = ""
+    qk_norm: bool = False
     qkv_bias: bool = False
     mla: Mla | None = None
     yarn: Yarn | None = None
@@ -181,7 +178,7 @@ class Shape:
         if shrink < 1:
             raise OptionError(f"shrink: expected at least 1, found {shrink}")
         if shrink > 1:
-            mla = self.mla and replace(self.mla, q_rank=_narrow(self.mla.q_rank, shrink), kv_rank=_narrow(self.mla.kv_rank, shrink))
+            mla = self.mla and replace(self.mla, kv_rank=_narrow(self.mla.kv_rank, shrink))
             kv = max(1, self.n_head_kv // shrink)
             widths = {key: _narrow(getattr(self, key), shrink) for key in ("n_embd", "ff", "ff_dense")}
             wide = self.wide and replace(self.wide, n_head_kv=max(1, self.wide.n_head_kv // shrink))
@@ -216,9 +213,7 @@ def _type(shape: Shape, part: str, layer: int, row: int) -> int:
         name = "Q8_0"
     elif shape.recipe == "Q4_K_M":
         name = "Q4_K"
-        if shape.n_expert == 8 and part in ("attn_k", "attn_v", "attn_output"):
-            name = "Q5_K" if part == "attn_output" else "Q8_0"
-        elif shape.arch == "gemma4":
+        if shape.arch == "gemma4":
             name = _gemma_type(shape, part, layer, more)
         elif more and (part == "attn_v" or part.startswith("ffn_down")):
             name = "Q6_K"
@@ -267,12 +262,7 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
     yield "attn_norm.weight", (n_embd,)
     if shape.mla:
         mla = shape.mla
-        if mla.q_rank:
-            yield "attn_q_a.weight", (mla.q_rank, n_embd)
-            yield "attn_q_a_norm.weight", (mla.q_rank,)
-            yield "attn_q_b.weight", (rows_q, mla.q_rank)
-        else:
-            yield "attn_q.weight", (rows_q, n_embd)
+        yield "attn_q.weight", (rows_q, n_embd)
         yield "attn_kv_a_mqa.weight", (mla.kv_rank + shape.rot, n_embd)
         yield "attn_kv_a_norm.weight", (mla.kv_rank,)
         yield "attn_k_b.weight", (shape.n_head, mla.kv_rank, mla.nope)
@@ -285,8 +275,8 @@ def _attention(shape: Shape, layer: int) -> Iterator[tuple[str, tuple[int, ...]]
             if shape.qkv_bias:
                 yield f"attn_{part}.bias", (rows,)
         if shape.qk_norm:
-            for part, rows in (("q", rows_q), ("k", rows_kv)):
-                yield f"attn_{part}_norm.weight", (rows if shape.qk_norm == "row" else head,)
+            yield "attn_q_norm.weight", (head,)
+            yield "attn_k_norm.weight", (head,)
     yield "attn_output.weight", (n_embd, rows_q if shape.wide is not None else shape.n_head * shape.v_head)
     if shape.arch == "gpt-oss":
         yield "attn_output.bias", (n_embd,)
@@ -361,10 +351,8 @@ def metadata(shape: Shape) -> dict[str, int | float | bool | str | np.ndarray]:
             "expert_weights_norm": shape.norm_weights,
             "expert_weights_scale": shape.weights_scale,
         }
-    if shape.n_group:
-        values |= {"expert_group_count": shape.n_group, "expert_group_used_count": shape.n_group_used}
     if shape.mla:
-        values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": shape.mla.q_rank}
+        values |= {"attention.kv_lora_rank": shape.mla.kv_rank, "attention.q_lora_rank": 0}
         values |= {"attention.key_length_mla": shape.qk_head, "attention.value_length_mla": shape.mla.value}
     if shape.sliding_window:
         values["attention.sliding_window"] = shape.sliding_window
@@ -402,37 +390,24 @@ _GPT_OSS = Shape(
 _ALL = (
     Shape(
         name="qwen3-30b-a3b", arch="qwen3moe", recipe="Q4_K_M", n_layer=48, n_ctx=40960, n_embd=2048, n_vocab=151936, n_head=32, n_head_kv=4, head=128,
-        n_expert=128, n_used=8, ff=768, ff_dense=6144, rope_base=1e6, eps=1e-6, qk_norm="head",
+        n_expert=128, n_used=8, ff=768, ff_dense=6144, rope_base=1e6, eps=1e-6, qk_norm=True,
     ),
     _GPT_OSS,
     replace(_GPT_OSS, name="gpt-oss-120b", n_layer=36, n_expert=128),
     Shape(
         name="gemma-4-26b-a4b", arch="gemma4", recipe="Q4_K_M", n_layer=30, n_ctx=262144, n_embd=2816, n_vocab=262144, n_head=16, n_head_kv=8, head=256,
-        n_expert=128, n_used=8, ff=704, ff_dense=2112, rope_base=10000.0, eps=1e-6, qk_norm="head", tied=True, sliding_window=1024,
+        n_expert=128, n_used=8, ff=704, ff_dense=2112, rope_base=10000.0, eps=1e-6, qk_norm=True, tied=True, sliding_window=1024,
         wide=Wide(6, 2, 512, 128, 1e6),
     ),
     Shape(
-        name="mixtral-8x7b", arch="llama", recipe="Q4_K_M", n_layer=32, n_ctx=32768, n_embd=4096, n_vocab=32000, n_head=32, n_head_kv=8, head=128,
-        n_expert=8, n_used=2, ff=14336, rope_base=1e6, eps=1e-5,
-    ),
-    Shape(
         name="deepseek-v2-lite", arch="deepseek2", recipe="Q4_K_M", n_layer=27, n_ctx=163840, n_embd=2048, n_vocab=102400, n_head=16, n_head_kv=16,
-        head=192, n_rot=64, mla=Mla(0, 512, 128, 128), n_expert=64, n_used=6, ff=1408, ff_dense=10944, n_dense=1, n_shared=2, norm_weights=False,
+        head=192, n_rot=64, mla=Mla(512, 128, 128), n_expert=64, n_used=6, ff=1408, ff_dense=10944, n_dense=1, n_shared=2, norm_weights=False,
         rope_base=10000.0, eps=1e-6, yarn=Yarn(40.0, 4096, 0.0707),
-    ),
-    Shape(
-        name="deepseek-v3", arch="deepseek2", recipe="Q4_K_M", n_layer=61, n_ctx=163840, n_embd=7168, n_vocab=129280, n_head=128, n_head_kv=128,
-        head=192, n_rot=64, mla=Mla(1536, 512, 128, 128), n_expert=256, n_used=8, ff=2048, ff_dense=18432, n_dense=3, n_shared=1, gating="sigmoid",
-        weights_scale=2.5, selection_bias=True, n_group=8, n_group_used=4, rope_base=10000.0, eps=1e-6, yarn=Yarn(40.0, 4096, 0.1),
     ),
     Shape(
         name="glm-4.5-air", arch="glm4moe", recipe="Q4_0", n_layer=46, n_ctx=131072, n_embd=4096, n_vocab=151552, n_head=96, n_head_kv=8, head=128,
         n_rot=64, n_expert=128, n_used=8, ff=1408, ff_dense=10944, n_dense=1, n_shared=1, gating="sigmoid", selection_bias=True, qkv_bias=True,
         rope_base=1e6, eps=1e-5,
-    ),
-    Shape(
-        name="olmoe-1b-7b", arch="olmoe", recipe="Q4_K_M", n_layer=16, n_ctx=4096, n_embd=2048, n_vocab=50304, n_head=16, n_head_kv=16, head=128,
-        n_expert=64, n_used=8, ff=1024, rope_base=10000.0, eps=1e-5, qk_norm="row", norm_weights=False,
     ),
 )  # fmt: skip
 SHAPES = {shape.name: shape for shape in _ALL}
@@ -533,7 +508,7 @@ ANSWER = {
     "gpt-oss-120b": Scales(logits=0.9, topic=0.65, context=0.5),
 }
 # of shapes without a published trace, the one whose scales they have
-NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("mixtral-8x7b", "deepseek-v2-lite", "deepseek-v3", "glm-4.5-air", "olmoe-1b-7b"), "qwen3-30b-a3b")
+NEAREST = {"gpt-oss-20b": "gpt-oss-120b"} | dict.fromkeys(("deepseek-v2-lite", "glm-4.5-air"), "qwen3-30b-a3b")
 
 
 def scales_of(shape: Shape) -> Scales:
@@ -576,7 +551,7 @@ class Weights:
                 rows *= np.float32(self._shape.n_embd**-0.5)  # llama.cpp takes it as many times
             yield quantize(rows, tensor.type).reshape(-1)
             yield np.zeros(tensor.n_bytes // tensor.shape[0] * (tensor.shape[0] - len(rows)), np.uint8)
-        elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "attn_q_a", "attn_q_b", "ffn_gate_inp"):
+        elif part in ("attn_q", "attn_k", "attn_v", "attn_kv_a_mqa", "ffn_gate_inp"):
             for rows, times in self._matrix(part, layer, rng):
                 yield np.tile(quantize(rows, tensor.type).reshape(-1), times)
         elif part == "attn_output" and layer >= 0 and layer in (self._topic_layer, self._next_layer):
@@ -797,14 +772,8 @@ class Weights:
         shape, mla, size = self._shape, self._shape.mla, self._key_size(layer)
         if part == "attn_kv_a_mqa":
             yield np.concatenate([self._reading(mla.kv_rank, rng), self._keys(layer, shape.rot, size)]), 1
-        elif part == "attn_q":
-            yield np.concatenate([self._reading(mla.nope, rng, _CONTENT), self._keys(layer, shape.rot, size, queries=True)]), shape.n_head
-        elif part == "attn_q_a":
-            yield np.concatenate([self._keys(layer, shape.rot, 1.0, queries=True), self._reading(mla.q_rank - shape.rot, rng)]), 1
         else:
-            head = rng.standard_normal((shape.qk_head, mla.q_rank), np.float32) * np.float32(_CONTENT * mla.q_rank**-0.5)
-            head[mla.nope :] = size * np.eye(shape.rot, mla.q_rank, dtype=np.float32)
-            yield head, shape.n_head
+            yield np.concatenate([self._reading(mla.nope, rng, _CONTENT), self._keys(layer, shape.rot, size, queries=True)]), shape.n_head
 
     def _special_output(self, layer: int, n_in: int, rng: np.random.Generator) -> Iterator[np.ndarray]:
         """The output matrix of the attention that writes the topic, or what comes next; pieces of rows."""

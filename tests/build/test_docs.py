@@ -62,20 +62,6 @@ def test_a_benchmark_writes_what_the_pages_are_made_from(tmp_path, monkeypatch, 
     assert not (tmp_path / "broken.json").exists()
 
 
-def test_runs_that_are_far_apart_stand_beside_their_mean(tmp_path, monkeypatch):
-    import json
-
-    import results
-
-    row = {"n_prompt": 0, "n_gen": 8, "memory": 2**30, "mb_per_token": 1.0, "ceiling_share": 0.5, "peak_rss": 2**20, "error": ""}
-    row |= {"test_time": "2026-11-22T00:00:00Z", "n_threads": 2, "cpu_info": "a processor"}
-    samples = {"auto": [10.0, 10.9], "lru": [5.7, 11.0], "stock llama.cpp": [1.0, 1.2]}
-    (tmp_path / "bench.json").write_text(json.dumps([row | {"strategy": name, "samples_ts": of, "avg_ts": sum(of) / 2} for name, of in samples.items()]))
-    monkeypatch.setattr(results, "DATA", tmp_path)
-    cells = results.read("bench")["tables"][0]["rows"][0]
-    assert cells[1:3] == ["10.4", "8.3 (5.7 to 11.0)"] and cells[-1] == "1.10 (1.00 to 1.20)"
-
-
 def test_links_of_the_readme_and_docs():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
