@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -58,28 +59,13 @@ def with_pin(fork: Fork, old: str, new: str) -> Fork:
 # Patches
 
 
-def test_every_patch_fits_the_pinned_release(sdist: Path) -> None:
+def test_every_patch_fits_the_pinned_release(sdist: Path, tmp_path: Path, monkeypatch) -> None:
+    """Once, and a second time changes nothing; also inside another repository, where `git apply` by itself exits 0 and changes nothing."""
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     fork = Fork.load()
     assert fork.patches
     assert tool.check(fork, sdist) == []
-
-
-def test_applying_twice_changes_nothing(fork: Fork, sdist: Path, tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    tool.unpack(sdist, tree)
-    assert tool.apply_patches(fork, tree) == []
-    once = contents(tree)
-    assert tool.apply_patches(fork, tree) == []
-    assert contents(tree) == once
-
-
-def test_patches_apply_inside_another_repository(fork: Fork, sdist: Path, tmp_path: Path) -> None:
-    """There, `git apply` by itself exits 0 and changes nothing."""
-    subprocess.run(["git", "init", "-q", tmp_path], check=True)
-    tree = tmp_path / "tree"
-    tool.unpack(sdist, tree)
-    assert tool.apply_patches(fork, tree) == []
-    assert fork.local_version in (tree / "llama_cpp/__init__.py").read_text()
 
 
 def test_a_patch_that_changes_nothing_is_not_taken_for_applied(fork: Fork, tmp_path: Path, monkeypatch) -> None:
@@ -103,41 +89,30 @@ def test_every_failure_is_reported_by_name(fork: Fork, sdist: Path) -> None:
     assert any(line.startswith(f"{last.name}: expected a line 'Reason: '") for line in report)
 
 
-def test_what_upstream_may_take_fits_the_release_by_itself(fork: Fork, sdist: Path) -> None:
+def test_what_does_not_agree_is_told(fork: Fork, sdist: Path) -> None:
+    """What upstream may take fits the release by itself, the fork's number is in the patched version, own sources replace no file of the release."""
     (server,) = (patch for patch in fork.patches if "hooks-for-a-host-process" in patch.name)  # on what 0004 to 0010 make of the server
     server.write_text(server.read_text().replace("Reason: incompatible by nature", "Reason: upstreamable"))
-    assert tool.check(fork, sdist) == [f"{server.name}: needs another patch, so that it cannot be sent upstream"]
-
-
-def test_fork_number_must_agree_with_the_patched_version(fork: Fork, sdist: Path) -> None:
+    (fork.folder / "src/llama").mkdir(parents=True, exist_ok=True)
+    (fork.folder / "src/llama/llama-model.cpp").touch()
     report = tool.check(with_pin(fork, f'"fork": {fork.number}', '"fork": 99'), sdist)
-    assert len(report) == 1 and "+moeoff.99" in report[0]
+    assert report[:2] == [
+        "vendor/llama.cpp/src/llama-model.cpp: the release has a file of this name",
+        f"{server.name}: needs another patch, so that it cannot be sent upstream",
+    ]
+    assert len(report) == 3 and "+moeoff.99" in report[2]
 
 
-def test_own_sources_never_replace_a_file_of_the_release(fork: Fork, sdist: Path) -> None:
-    taken = fork.folder / "src/llama/llama-model.cpp"
-    taken.parent.mkdir(parents=True, exist_ok=True)
-    taken.touch()
-    assert tool.check(fork, sdist) == ["vendor/llama.cpp/src/llama-model.cpp: the release has a file of this name"]
-
-
-def test_tree_then_refresh_is_a_no_op(fork: Fork, sdist: Path, tmp_path: Path) -> None:
-    before = contents(fork.folder)
-    tool.make_tree(fork, sdist, tmp_path / "tree")
-    assert tool.refresh(fork, tmp_path / "tree") == [patch.name for patch in fork.patches]
-    assert contents(fork.folder) == before
-
-
-def test_refresh_numbers_a_new_commit_and_refuses_a_dirty_tree(fork: Fork, sdist: Path, tmp_path: Path) -> None:
-    tree = tmp_path / "tree"
-    names = [patch.name for patch in fork.patches]
+def test_refresh(fork: Fork, sdist: Path, tmp_path: Path) -> None:
+    """Of a tree as it is made nothing changes; a new commit gets a number; what is not committed is refused."""
+    tree, before, names = tmp_path / "tree", contents(fork.folder), [patch.name for patch in fork.patches]
     tool.make_tree(fork, sdist, tree)
+    assert tool.refresh(fork, tree) == names and contents(fork.folder) == before
     (tree / "README.md").write_text("changed\n")
     with pytest.raises(ForkError, match=r"not committed:\n M README.md"):
         tool.refresh(fork, tree)
     tool.git_or_fail(tree, "commit", "-qam", "Say so\n\nReason: build only")
     assert tool.refresh(fork, tree) == [*names, f"{int(names[-1][:4]) + 1:04d}-say-so.patch"]
-    assert tool.check(fork, sdist) == []
 
 
 # Cache
@@ -411,6 +386,7 @@ def test_changed_files_are_told_with_their_sizes(tmp_path):
     assert tool.changed(old, new, ["same", "other", "gone", "added", "neither"]) == ["other: +2 -1", "gone: is gone", "added: is new"]
 
 
+@pytest.mark.slow
 def test_the_release_that_is_pinned(capsys):
     """Nothing has changed, and every patch fits."""
     pinned = Fork.load()
