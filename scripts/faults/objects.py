@@ -1,9 +1,9 @@
 """A model object in the hands of a program: whatever is done with it, and wherever that is interrupted, the next answer is the one of a fresh process.
 
-interrupt: KeyboardInterrupt at any function call or return of Python's, or by a signal at any time, while a model answers, is opened, moves its budget, ...
-callback: a function of the caller's raises. abandon: an answer is left in its middle, or cancelled from another thread.
-threads: several work with one object, and one of them may close it. fork: a child of fork uses the object, or opens one of its own.
-closed: everything is called after close(). forgotten: an object goes out of use without close().
+interrupt: an exception at any function call or return of Python's, or by a signal at any time, while a model answers, is opened, moves its budget, ...
+abandon: an answer is left in its middle, or cancelled from another thread.
+threads: several work with one object, and one of them may close it. (Callbacks that raise, forks, calls after
+close() and objects without it: tests/run/test_turns.py.)
 
 Each case is chance of its own, made of the seed and its number: `--first N --count 1` does it again. Cases follow each other in one process, on one model
 object, as long as neither ends. A signal, a hang, another exception than the one that was thrown or the library's own, a wrong next answer, descriptors or
@@ -12,14 +12,11 @@ threads that stay are findings.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import gc
 import json
 import os
 import random
 import shutil
-import signal
 import sys
 import tempfile
 import threading
@@ -34,6 +31,7 @@ import click
 from common import (
     DEADLINE,
     PROMPT,
+    ROOT,
     Child,
     case_rng,
     findings_by_seed,
@@ -48,6 +46,9 @@ from common import (
     write_small_model,
 )
 from moeoff.errors import BudgetError
+
+sys.path.insert(0, str(ROOT / "tests"))
+from helpers.interrupts import Interrupt, at_event, at_time
 
 N_TOKENS = 8
 STAYS = 400  # cases with one variant before the next
@@ -203,39 +204,6 @@ def open_and_close(model: str, rng: random.Random) -> None:
 # --- interrupts ---
 
 
-class Steps:
-    """While open, counts the calls of functions and the returns of builtin ones, where Python looks for signals, and raises at one of them."""
-
-    def __init__(self, at: int = -1):
-        self.at, self.n = at, 0
-
-    def _step(self, _frame: object, event: str, _arg: object) -> None:
-        if event in ("call", "c_return"):
-            self.n += 1
-            if self.n == self.at:
-                sys.setprofile(None)
-                raise KeyboardInterrupt
-
-    def __enter__(self) -> Steps:
-        sys.setprofile(self._step)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.setprofile(None)
-
-
-@contextlib.contextmanager
-def timer(seconds: float) -> Iterator[None]:
-    """A signal after so long, which raises KeyboardInterrupt as that of Ctrl-C."""
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, max(seconds, 1e-6))
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
 def ended_with(action: Callable[[], object], *thrown: type[BaseException]) -> tuple[str, str]:
     """How an action ended that something was thrown into."""
     from moeoff.errors import MoeoffError
@@ -252,22 +220,22 @@ def ended_with(action: Callable[[], object], *thrown: type[BaseException]) -> tu
 
 
 class Measured:
-    """How many steps and seconds each action takes, as far as it is known."""
+    """How many places and seconds each action takes, as far as it is known."""
 
     def __init__(self) -> None:
-        self.steps: dict[str, int] = {}
+        self.places: dict[str, int] = {}
         self.seconds: dict[str, float] = {}
 
     def measure(self, name: str, action: Callable[[], object], begin: Callable[[], None]) -> None:
-        if name not in self.steps:
+        if name not in self.places:
             begin()
             started = time.perf_counter()
             action()
             self.seconds[name] = time.perf_counter() - started
             begin()
-            with Steps() as steps:
+            with at_event(0) as counted:
                 action()
-            self.steps[name] = steps.n
+            self.places[name] = counted.places
 
 
 def interrupted(subject: Subject, rng: random.Random, measured: Measured) -> tuple[str, str]:
@@ -275,50 +243,16 @@ def interrupted(subject: Subject, rng: random.Random, measured: Measured) -> tup
     measured.measure(f"{subject.variant}{name}", action, subject.llm.clear_context)
     subject.begin(rng)
     if rng.random() < 0.6:
-        with_interrupt: Any = Steps(rng.randrange(1, int(1.05 * measured.steps[f"{subject.variant}{name}"]) + 2))
+        interrupt = at_event(rng.randrange(1, int(1.05 * measured.places[f"{subject.variant}{name}"]) + 2))
     else:
-        with_interrupt = timer(rng.uniform(0, 1.05 * measured.seconds[f"{subject.variant}{name}"]))
+        interrupt = at_time(max(rng.uniform(0, 1.05 * measured.seconds[f"{subject.variant}{name}"]), 1e-6))
 
     def body() -> None:
-        with with_interrupt:
+        with interrupt:
             action()
 
-    outcome, problem = ended_with(body, KeyboardInterrupt)
+    outcome, problem = ended_with(body, Interrupt)
     return outcome, problem and f"{name}: {problem}"
-
-
-class Thrown(Exception):
-    """What a function of the caller's raises."""
-
-
-def callback(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
-    from llama_cpp import LogitsProcessorList, StoppingCriteriaList
-
-    llm, at, n = subject.llm, rng.randrange(1, N_TOKENS), 0
-    text = rng.choice(PROMPTS)
-
-    def throw(*_: object) -> Any:
-        nonlocal n
-        n += 1
-        if n == at:
-            raise Thrown
-        return _[-1]
-
-    kind = rng.choice(("logits processor", "stopping criteria", "gates"))
-    options: dict[str, Any] = {"max_tokens": N_TOKENS + 4, "temperature": 0.0}
-    if kind == "gates":
-        llm.set_gate_callback(throw)
-    elif kind == "logits processor":
-        options["logits_processor"] = LogitsProcessorList([throw])
-    else:
-        options["stopping_criteria"] = StoppingCriteriaList([lambda *given: bool(throw(*given) is None)])
-    try:
-        outcome, problem = ended_with(lambda: llm.create_completion(text, **options), Thrown)
-    finally:
-        llm.set_gate_callback(None)
-    if outcome == "accepted" and n >= at:
-        problem = "the exception did not reach the caller"
-    return outcome, problem and f"{kind}: {problem}"
 
 
 def abandoned(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
@@ -345,7 +279,7 @@ def abandoned(subject: Subject, rng: random.Random, _measured: Measured) -> tupl
     return outcome, problem
 
 
-# --- threads, forks, close ---
+# --- threads ---
 
 
 def threaded(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
@@ -384,112 +318,11 @@ def threaded(subject: Subject, rng: random.Random, _measured: Measured) -> tuple
     return "refused" if closes else "accepted", problems[0] if problems else ""
 
 
-def forked(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
-    kind = rng.choice(("use", "open", "close", "forget", "nothing"))
-    name, action = chosen(subject, rng, "open")
-
-    def body() -> None:
-        llm = subject.llm
-        doing: Callable[[], object] = action
-        if kind == "open":
-            doing = partial(open_and_close, subject.model, rng)
-        elif kind == "close":
-            doing = llm.close
-        elif kind != "use":
-            doing = lambda: None  # noqa: E731
-        outcome, problem = ended_with(doing)
-        if kind == "forget":
-            subject.llm = llm = None
-            gc.collect()
-        atexit._run_exitfuncs()
-        print(json.dumps([outcome, problem]))
-
-    threads = threading.Thread(target=subject.answer, args=(0,)) if rng.random() < 0.2 else None
-    if threads:
-        threads.start()
-    child = Child(body)
-    code = child.wait(60)
-    if threads:
-        threads.join()
-    what = f"a fork that does {name if kind == 'use' else kind}"
-    if code != 0:
-        return "ended", f"{what}: {'hangs' if code is None else f'ends with {code}'}: {child.errors[-600:]}"
-    outcome, problem = json.loads(child.output.strip().splitlines()[-1])
-    return outcome, problem and f"{what}: {problem}"
-
-
-ARGUMENTS: dict[str, tuple[Any, ...]] = {
-    "abort": (), "cancel": (), "clear_context": (), "create_chat_completion": ([{"role": "user", "content": "Hi"}],), "create_completion": ("Hi",),
-    "create_embedding": ("Hi",), "decode_batch": ([1, 2], 0), "decode_sequences": ([1], [0], [0], [True]), "detokenize": ([1, 2],), "embed": ("Hi",),
-    "eval": ([1, 2],), "forget_sequence": (0,), "is_end_token": (1,), "load_context": ("/nowhere",), "load_state": (None,), "longest_token_prefix": ([1], [2]),
-    "batch_logits": (1,), "n_ctx": (), "n_embd": (), "n_vocab": (), "pooling_type": (), "reset": (), "reset_stats": (), "sample": (), "save_context": ("/nowhere/at/all",),
-    "save_state": (), "set_cache": (None,), "set_gate_callback": (None,), "set_memory": ("300M",), "set_seed": (1,), "shift_context": (0, 1), "stats": (),
-    "token_bos": (), "token_eos": (), "token_nl": (), "token_text": (1,), "tokenize": (b"Hi",), "tokenizer": (), "adds_bos": (), "unbounded_context": (),
-    "__call__": ("Hi",),
-}  # fmt: skip
-PROPERTIES = ("engine", "can_shift", "context_handle", "model_handle", "output_bytes", "eval_tokens", "eval_logits", "_input_ids", "_scores", "ctx", "model",
-              "n_discarded", "loaded")  # fmt: skip
-
-
-def closed(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
-    """One call after close(), or two."""
-    llm, way = subject.llm, rng.random()
-    subject.drop()
-    if way < 0.1:
-        llm.close()
-    name = rng.choice([*(name for name in ARGUMENTS if hasattr(type(llm), name)), *PROPERTIES, "generate"])
-
-    def body() -> None:
-        if name in PROPERTIES:
-            getattr(llm, name)
-        elif name == "generate":
-            next(llm.generate([1, 2, 3]))
-        else:
-            getattr(llm, name)(*ARGUMENTS[name])
-
-    outcome, problem = ended_with(body, *([AttributeError] if name in PROPERTIES else []))
-    return outcome, problem and f"{name} after close(): {problem}"
-
-
-def forgotten(subject: Subject, rng: random.Random, _measured: Measured) -> tuple[str, str]:
-    """Without close() and without the garbage collector: its threads, descriptors and memory go with the last reference."""
-    subject.drop()
-    gc.collect()
-    before = held()
-    gc.disable()
-    try:
-        for _ in range(2):
-            llm = open_variant(subject.model, subject.variant)
-            if rng.random() < 0.7:
-                taken(llm.generate([1, 2, 3], top_k=1, temp=0.0))
-            del llm
-        after = settled(before)
-    finally:
-        gc.enable()
-    return "accepted", f"without close(), descriptors and threads were {before}, are {after}" if after[0] > before[0] or after[1] > before[1] + 1 else ""
-
-
-def held() -> tuple[int, int]:
-    return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))
-
-
-def settled(before: tuple[int, int]) -> tuple[int, int]:
-    """What is held once nothing changes any more: threads take a moment to end. One more may be OpenMP's."""
-    end = time.monotonic() + 5
-    while (now := held()) != before and (now[0] > before[0] or now[1] > before[1] + 1) and time.monotonic() < end:
-        time.sleep(0.01)
-    return now
-
-
 # each with its share of the cases
 KINDS: dict[str, tuple[int, Callable[[Subject, random.Random, Measured], tuple[str, str]]]] = {
     "interrupt": (60, interrupted),
-    "callback": (8, callback),
     "abandon": (10, abandoned),
     "threads": (8, threaded),
-    "fork": (5, forked),
-    "closed": (6, closed),
-    "forgotten": (3, forgotten),
 }
 
 
