@@ -33,7 +33,7 @@ def run(*args: str) -> None:
         pytest.param("nth --only load --only convert --most 1", marks=needs_cc),
         pytest.param("nth --most 2", marks=[needs_cc, pytest.mark.slow]),
         pytest.param("disk", marks=[needs_cc, pytest.mark.slow]),
-        "kill --kills 2 --only run",
+        "kill --kills 2 --only run_--trace",
         pytest.param("kill --kills 160", marks=pytest.mark.slow),
         "places --only run --only inspect --only convert --every 30",
         pytest.param("places --only serve --every 61", marks=pytest.mark.slow),
