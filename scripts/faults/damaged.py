@@ -204,7 +204,13 @@ def converted(folder: Path) -> Reader:
 def inspected(_folder: Path) -> Reader:
     from moeoff.cli.main import main as moeoff_main
 
-    return lambda path, _rng: moeoff_main(["inspect", str(path), "--probe", "off"], standalone_mode=False)
+    def read(path: Path, _rng: random.Random) -> None:
+        try:
+            moeoff_main(["inspect", str(path), "--probe", "off"], standalone_mode=False)
+        except click.ClickException as error:
+            raise MoeoffError(error.message) from None
+
+    return read
 
 
 def confined(body: Callable[[], object], folder: Path) -> None:
