@@ -20,11 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, TypeVar
 
-import jinja2
 import numpy as np
 
-from . import cpu
-from .chat_sandbox import ChatSandbox
+from . import cpu, templates
 from .errors import MoeoffError, OptionError, one_line
 from .turns import Turns, computes_here
 
@@ -53,7 +51,7 @@ __all__ = [
     "supports_gpu",
 ]
 
-llama_chat_format.ImmutableSandboxedEnvironment = ChatSandbox  # type: ignore[attr-defined]  # templates are the model file's: they may not hang either
+llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined]  # templates are the model file's: they may not hang either
 
 T = TypeVar("T")
 
@@ -452,8 +450,6 @@ class PatchedLlama(_AnyLlama):
                     super().__init__(model_path, **{**options, "lora_path": None})
                     if path := options.get("lora_path"):
                         self._load_adapter(path, options.get("lora_scale", 1.0))
-            except jinja2.TemplateError as error:  # llama_cpp reads the chat template here
-                raise LoadError(f"its chat template cannot be read: {error}") from error
             except _AdapterError as error:
                 raise LoadError(f"its adapter {options['lora_path']}: {_reason(errors) or error}") from error
             except ValueError as error:

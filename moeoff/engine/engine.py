@@ -30,7 +30,6 @@ from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.memory_plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
 from ..budget.micro_batch import USUAL, MicroBatch, choose_within, keep_rates, recall_rates
-from ..chat_sandbox import growing
 from ..devices import devices
 from ..errors import BudgetError, Cancelled, OptionError
 from ..gate_event import GateEvent
@@ -139,7 +138,6 @@ class Engine:
     _ran = False  # arenas have their sizes: it may compute
     _uses_before: int | None = None  # what routers had selected before the prompt's batch that is in progress
 
-    @growing()
     def __init__(
         self,
         config: Config,
@@ -453,7 +451,6 @@ class Engine:
         """How memory is divided now."""
         return self.sizer.plan
 
-    @growing()
     def set_memory(self, memory: int) -> None:
         """Moves the budget between answers.
 
@@ -463,7 +460,6 @@ class Engine:
         self.sizer.move(memory)
         self._follow_budget()
 
-    @growing()
     def _follow_budget(self) -> None:
         """What depends on the budget. Where an interrupt came before its end, it comes before the next batch.
 

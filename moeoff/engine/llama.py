@@ -15,7 +15,6 @@ import numpy as np
 from .. import native
 from ..binding import LoadError, PatchedLlama, api, set_log
 from ..budget.dry_load import memory_sizes, usual_ctx
-from ..chat_sandbox import growing
 from ..console import loading_bar
 from ..errors import Cancelled, ComputeError, ModelError, MoeoffError, OptionError
 from ..gate_event import GateEvent
@@ -143,7 +142,6 @@ class Llama(PatchedLlama):
     _decodes: bool | None = None  # what batches are, if a caller says so
     _raised: BaseException | None = None  # by a callback
 
-    @growing()
     def __init__(
         self,
         model_path: str | os.PathLike[str] | Config | Engine,
@@ -271,7 +269,7 @@ class Llama(PatchedLlama):
             rows = engine.ubatch_order.rows(np.array(batch_sequences(batch), np.int32), outputs)
         engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes, rows)
         started = time.perf_counter()
-        with engine.cancellation.in_progress(), self._core_binding or contextlib.nullcontext(), growing():  # OpenMP's threads start with the first batch
+        with engine.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:
                 decode()
             except RuntimeError as error:

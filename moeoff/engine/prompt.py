@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from dataclasses import fields
+from typing import TYPE_CHECKING
 
-from ..binding import PatchedLlama
+from .. import __version__, templates
 from ..errors import ContextError, ModelError, OptionError, WriteError
 from ..files import atomic_file, open_file
 from ..memory import MIB
 from ..sidecar.file import Hasher
 
 if TYPE_CHECKING:
-    from llama_cpp import ChatCompletionRequestMessage
-
+    from .engine import Engine
     from .llama import Llama
 
 _PIECE = 1 << 15  # characters that are tokenized at once: llama.cpp's tokenizers take dozens of bytes for each
@@ -55,9 +57,6 @@ def chat_template(model_path: str, given: str | None = None) -> str | None:
     Raises:
         ModelError, OptionError: it cannot be read.
     """
-    import jinja2
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
     from ..gguf.file import LONGEST_TEMPLATE, ModelFile
 
     source, way_out = (f"{model_path}: its chat template", _RAW) if given is None else ("`chat_template`:", "")
@@ -71,10 +70,9 @@ def chat_template(model_path: str, given: str | None = None) -> str | None:
     if not given:
         return None
     try:
-        ImmutableSandboxedEnvironment(extensions=["jinja2.ext.loopcontrols", "jinja2.ext.do"]).parse(given)
-    except jinja2.TemplateSyntaxError as error:
-        if "Encountered unknown tag" not in str(error):  # what an extension of transformers' adds, llama_cpp's formatter knows
-            raise ModelError(f"{source} cannot be read: {str(error).rstrip('.')}{way_out}") from None
+        templates.check(given)
+    except templates.TemplateError as error:
+        raise ModelError(f"{source} cannot be read: {str(error).rstrip('.')}{way_out}") from None
     return given
 
 
@@ -92,26 +90,55 @@ class Template:
     """
 
     def __init__(self, llm: Llama, template: str | None = None):
-        import jinja2
-        from llama_cpp.llama_chat_format import Jinja2ChatFormatter
-
         template = template or llm.metadata.get("tokenizer.chat_template")
         self.stop = "" if template else "\n\nUser:"
-        self._refusals = (jinja2.TemplateError, ValueError, TypeError)
-        self._llm = llm
-
+        self._llm, self._source = llm, template or _PLAIN
         try:
-            self._format = Jinja2ChatFormatter(template or _PLAIN, eos_token=llm.token_text(llm.token_eos()), bos_token=llm.token_text(llm.token_bos()))
-        except jinja2.TemplateError as error:
+            templates.check(self._source)
+        except templates.TemplateError as error:
             raise ModelError(f"{llm.model_path}: its chat template cannot be read: {error}{_RAW}") from None
+        special = {"bos_token": llm.token_text(llm.token_bos()), "eos_token": llm.token_text(llm.token_eos())}
+        self._variables = {"add_generation_prompt": True, **special}
 
     def tokens(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Tokens of the conversation, up to where the model is to answer. Raises `ModelError` if the template refuses it, `ContextError` if it is far too long."""
         try:
-            text = self._format(messages=cast("list[ChatCompletionRequestMessage]", list(messages))).prompt
-        except self._refusals as error:  # templates raise on purpose: "system role not supported"
+            text = templates.render(self._source, {"messages": list(messages), **self._variables})
+        except templates.TemplateError as error:  # templates raise on purpose: "system role not supported"
             raise ModelError(f"the model's chat template refuses this conversation: {error}") from None
         return prompt_tokens(self._llm, text, add_bos=False)
+
+
+# options of `Config` and of llama_cpp that leave the bits of a state as they are, or whose effect `state_identity` takes from elsewhere
+_NO_EFFECT = frozenset("model_path memory max_loss n_ctx n_threads n_threads_batch expert_memory strategy stride profile experts tier verify_reads warm io_threads "
+                       "trace context_shift n_keep numa priority verbose direct_io gate_input replay precision llama_cpp seed chat_format".split())  # fmt: skip
+
+
+def state_identity(engine: Engine, *facts: object) -> bytes:
+    """16 bytes that are equal where a computed prompt means the same: of the model, the precision in use, and every option that changes a state.
+
+    What is left open is what no option says: the micro-batch where it is chosen by memory and disk, and who shared a batch.
+
+    Args:
+        facts: others that change a state, as JSON.
+    """
+    config, quality, options = engine.config, engine.quality, {}
+    for name, value in (*((f.name, getattr(config, f.name)) for f in fields(config)), *config.llama_cpp.items()):
+        if name not in _NO_EFFECT:
+            options[name] = repr(value)
+    sidecar = quality.source.sidecar if quality.source.repacked or quality.low_source else None
+    adapter = file_state(adapter) if (adapter := config.llama_cpp.get("lora_path")) else None
+    precision = [quality.source.tier, repr(quality.precision), sidecar.identity if sidecar else 0]
+    return hashlib.blake2b(json.dumps([__version__, engine.model_index.identity, precision, options, adapter, *facts]).encode(), digest_size=16).digest()
+
+
+def file_state(path: str | os.PathLike[str]) -> list[object]:
+    """A file's path, size and time of change; the path alone if it is not there."""
+    try:
+        state = os.stat(path)
+    except OSError:
+        return [os.fspath(path)]
+    return [os.path.realpath(path), state.st_size, state.st_mtime_ns]
 
 
 class PromptCache:
@@ -131,31 +158,33 @@ class PromptCache:
             raise OptionError(f"{os.fspath(path)}: there is no such prompt cache, and it is not to be made")
         self.path, self._read_only, self.answers = os.fspath(path), read_only, answers
 
-    def load(self, llm: PatchedLlama) -> int:
+    def load(self, llm: Llama) -> int:
         """Fills the context, and returns its tokens: a prompt that begins with them goes on behind them. 0: there is no file yet.
 
         Raises:
-            ModelError: the file is damaged, or of another model or context.
+            ModelError: the file is damaged, or was computed by another model, in another context, or with other options that change what is computed.
         """
         if not os.path.exists(self.path):
             return 0
-        if reason := self._damage(llm) or llm.load_context(self.path, len(_SEAL) + 2):
+        if reason := self._damage(llm) or llm.load_context(self.path, _SEAL.size // 4):
             raise ModelError(f"{self.path}: not a prompt cache of this model and context: {reason}")
         return llm.n_tokens
 
-    def _damage(self, llm: PatchedLlama) -> str:
+    def _damage(self, llm: Llama) -> str:
         """Why llama.cpp must not read the file, or nothing: it takes as much memory as a damaged length says, and does not see what else is damaged."""
         try:
             with open_file(self.path) as file:
                 place = _seal_place(file.fileno(), llm.n_ctx())
                 if place is None:
                     return "it is damaged, or was written by another program"
-                written = struct.unpack("<Q", os.pread(file.fileno(), 8, place))[0]
-                return "" if _sealed_hash(file.fileno(), place) == written else "it is damaged"
+                _, identity, written = _SEAL.unpack(os.pread(file.fileno(), _SEAL.size, place))
+                if _sealed_hash(file.fileno(), place) != written:
+                    return "it is damaged"
+                return "" if identity == _identity(llm) else "it was computed by another one, or with other options"
         except OSError as error:
             return f"it cannot be read: {error.strerror}"
 
-    def save(self, llm: PatchedLlama) -> None:
+    def save(self, llm: Llama) -> None:
         """Writes what the context holds, whole or not at all.
 
         Raises:
@@ -164,42 +193,46 @@ class PromptCache:
         if self._read_only:
             return
         with atomic_file(self.path) as file:
-            if reason := llm.save_context(file.name, [*_SEAL, 0, 0]):
+            if reason := llm.save_context(file.name, struct.unpack(f"<{_SEAL.size // 4}i", _SEAL.pack(_MARK, _identity(llm), 0))):
                 raise WriteError(f"{self.path}: cannot be written: {reason}")
             with open(file.name, "r+b", buffering=0) as written:
                 place = _seal_place(written.fileno(), llm.n_ctx())
                 if place is None:
                     raise WriteError(f"{self.path}: cannot be written: it is not what was written")
-                os.pwrite(written.fileno(), struct.pack("<Q", _sealed_hash(written.fileno(), place)), place)
+                os.pwrite(written.fileno(), struct.pack("<Q", _sealed_hash(written.fileno(), place)), place + _SEAL.size - 8)
 
 
-# a file of llama.cpp's, whose last tokens are none: a mark, and the hash of the file with zeros in its place. llama.cpp's programs go on from the tokens
-# before, as from any file whose last tokens differ from a prompt's
+# a file of llama.cpp's, whose last tokens are none: a mark, the identity of what computed it, and the hash of the file with zeros in its place. llama.cpp's
+# programs go on from the tokens before, as from any file whose last tokens differ from a prompt's
 _HEAD = struct.Struct("<4sII")  # magic, version, number of tokens
 _MAGIC = b"nsgg"
-_SEAL = (-0x6D6F65, -0x6F6666)
+_SEAL = struct.Struct("<8s16sQ")
+_MARK = struct.pack("<2i", -0x6D6F65, -0x6F6666)
+
+
+def _identity(llm: Llama) -> bytes:
+    return state_identity(llm.engine, llm.n_ctx())
 
 
 def _seal_place(fd: int, n_ctx: int) -> int | None:
-    """Where a file's hash is; None: it has none."""
+    """Where a file's seal is; None: it has none."""
     head = os.pread(fd, _HEAD.size, 0)
     if len(head) < _HEAD.size:
         return None
     magic, _, n = _HEAD.unpack(head)
-    n_seal = len(_SEAL) + 2
-    if magic != _MAGIC or not n_seal <= n <= n_ctx + n_seal:
+    place = _HEAD.size + 4 * n - _SEAL.size
+    if magic != _MAGIC or not _SEAL.size <= 4 * n <= 4 * n_ctx + _SEAL.size:
         return None
-    place = _HEAD.size + 4 * (n - 2)
-    mark = struct.pack(f"<{len(_SEAL)}i", *_SEAL)
-    return place if os.pread(fd, len(mark) + 8, place - len(mark))[:-8] == mark else None
+    seal = os.pread(fd, _SEAL.size, place)
+    return place if len(seal) == _SEAL.size and seal.startswith(_MARK) else None
 
 
 def _sealed_hash(fd: int, place: int) -> int:
     """Of an open file, with zeros in the place of its hash."""
-    hasher, at = Hasher(), 0
+    hasher, at, end = Hasher(), 0, place + _SEAL.size
     while data := os.pread(fd, MIB, at):
         blank = bytearray(data)
-        for i in range(max(place - at, 0), min(place + 8 - at, len(blank))):
+        for i in range(max(end - 8 - at, 0), min(end - at, len(blank))):
             blank[i] = 0
         hasher.update(blank)
         at += len(data)

@@ -8,12 +8,11 @@ import os
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint64, c_void_p
 
-from .. import native
+from .. import native, templates
 from ..errors import ModelError, OptionError
 from ..gguf.file import LONGEST_TEMPLATE, ModelFile, unpack
 
 _NAME = "libllama-server-impl.so"
-_TEMPLATES = "moeoff-templates"  # the program that runs chat templates
 
 Loaded = CFUNCTYPE(c_int, c_void_p, c_void_p)
 Ready = CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p, c_char_p)
@@ -97,11 +96,10 @@ def library() -> ctypes.CDLL:
     lib.moeoff_projector_memory.restype = c_int32
     lib.moeoff_projector_memory.argtypes = [c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t]
     lib.moeoff_isolate_templates.restype, lib.moeoff_isolate_templates.argtypes = None, [c_char_p]
-    lib.moeoff_check_template.restype, lib.moeoff_check_template.argtypes = c_bool, [c_char_p, c_char_p, c_size_t]
     lib.moeoff_serve_has_page.restype, lib.moeoff_serve_has_page.argtypes = c_bool, []
     lib.moeoff_serve_forget.restype, lib.moeoff_serve_forget.argtypes = None, [POINTER(Prompt)]
     lib.moeoff_serve_stop.restype, lib.moeoff_serve_stop.argtypes = None, []
-    lib.moeoff_isolate_templates(os.fsencode(os.path.join(folder, _TEMPLATES)))
+    lib.moeoff_isolate_templates(os.fsencode(templates.program()))
     return lib
 
 
@@ -135,11 +133,12 @@ def check_templates(path: str) -> None:
         ModelError: a chat template that crashes, or takes too long or too much, with an ordinary conversation.
     """
     with ModelFile(path, longest=LONGEST_TEMPLATE) as file:
-        found = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
-    message = ctypes.create_string_buffer(1024)
-    for template in found:
-        if not library().moeoff_check_template(template.encode(), message, len(message)):
-            raise ModelError(f"{path}: its chat template cannot be run: {message.value.decode('utf-8', 'replace')}")
+        sources = [value for key, raw in file.metadata.items() if key.startswith("tokenizer.chat_template") and isinstance(value := unpack(raw), str)]
+    for source in sources:
+        try:
+            templates.check_bounds(source)
+        except templates.TemplateBoundError as error:
+            raise ModelError(f"{path}: its chat template cannot be run: {error}") from None
 
 
 def write_text(address: int, size: int, text: str) -> None:

@@ -11,24 +11,24 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from .. import __version__
 from ..budget.disk_probe import probe
 from ..console import note
+from ..engine.engine import Engine
+from ..engine.prompt import file_state, state_identity
 from ..errors import ModelError, WriteError
 from ..files import atomic_file, cache_folder, open_file
-from ..options import Config, ServerOptions
+from ..options import ServerOptions
 
 Tokens = npt.NDArray[np.int32]
 
@@ -42,8 +42,6 @@ _LEAST = 64  # tokens: fewer are computed before a file is open
 _MOST = 512  # files: their tokens are compared with each prompt's
 _GAIN = 0.8  # of the time to compute, what reading may take
 _PROBE = 0.1  # seconds
-_IRRELEVANT = set("model_path memory n_ctx n_threads n_threads_batch expert_memory strategy stride profile experts verify_reads warm io_threads trace n_batch n_ubatch "
-                  "numa priority verbose direct_io gate_input replay".split())  # fmt: skip
 
 
 def folder() -> Path:
@@ -51,24 +49,19 @@ def folder() -> Path:
     return cache_folder() / "prompts"
 
 
-def identity(config: Config, options: ServerOptions, files: Sequence[str]) -> bytes:
-    """16 bytes that are the same where a state means the same, to the last bit that does not depend on who shared the batch.
+def identity(engine: Engine, options: ServerOptions, files: Sequence[str]) -> bytes:
+    """`state_identity` of a server. How long the context is changes no state, but where it chooses between a model's factors for positions.
 
     Args:
         files: all that the model is read from.
     """
-    facts: list[object] = [__version__]
-    for path in files:
-        with contextlib.suppress(OSError):
-            found = os.stat(path)
-            facts.append([os.path.realpath(path), found.st_size, found.st_mtime_ns])
-    facts += [[f.name, repr(getattr(config, f.name))] for f in fields(Config) if f.name not in _IRRELEVANT]
     args = list(options.args)
     while "--log-file" in args:
         at = args.index("--log-file")
         del args[at : at + 2]
-    facts += [options.kv_unified or options.parallel, options.draft, options.spec_type, args]
-    return hashlib.blake2b(json.dumps(facts).encode(), digest_size=16).digest()
+    parallel = options.kv_unified or options.parallel
+    n_ctx = any("rope_factors" in name for name in engine.model_index.dense) and engine.planned.n_ctx
+    return state_identity(engine, parallel, n_ctx, options.draft, options.spec_type, args, [file_state(path) for path in files])
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ from .. import native
 from ..binding import api
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
 from ..budget.memory_plan import MemoryPlan, require_header_room
-from ..chat_sandbox import growing
 from ..engine.batch import MAYBE, NO, YES, BatchRows, UbatchOrder, is_decode, spans_of
 from ..engine.engine import Engine
 from ..engine.stats import LayerHits, Stats
@@ -182,7 +181,7 @@ class Server:
         kept = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
         engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident + loaded, nextn=extras.nextn)
         self._options = replace(self._options, kv_disk=self._disk_bound(engine.kept_prompts))
-        self._identity = identity(config, self._options, in_use(model_index.files, config, self._options))
+        self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
             raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
         return engine
@@ -221,7 +220,6 @@ class Server:
 
     # --- life ---
 
-    @growing()  # for its thread, which loads
     def start(self) -> Server:
         """Loads the model and listens. Returns when the first request can be answered.
 

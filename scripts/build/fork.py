@@ -9,8 +9,8 @@ Everything lives in the cache folder (MOEOFF_CACHE, else XDG_CACHE_HOME/moeoff, 
                      that after an edit of a patch or a source just what it touches is compiled again
     webpage/<key>/   the server's web page, built once with npm where that is there; <key>.failed: what npm said where it failed
     wheels/<key>/    finished wheels; <key> depends on everything, also on whether and which page is in
-    wheels-without-server/<key>/  what `moeoff run` needs, in a third of the compile steps: without the server's library, its page and
-                     the program for chat templates. A wheel that has them takes its place, and is compiled on from there
+    wheels-without-server/<key>/  what `moeoff run` needs, in a third of the compile steps: without the server's library and its page.
+                     A wheel that has them takes its place, and is compiled on from there
     archs/<key>/     test-llama-archs with the libraries that it was linked to
     perplexity/<key>/, llama-server/<key>/  llama.cpp's programs of these names, likewise
 
@@ -644,7 +644,7 @@ def check_wheel(fork: Fork, wheel: Path, server: bool = True) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     libraries = [name for name in names if LIBRARY.search(name)]
     wrong = [name for name in libraries if not re.fullmatch(r"llama_cpp/lib/lib[\w-]+\.(so|dylib)", name)]
-    needed = {"libllama", "libggml", "libggml-base", "libggml-cpu"} | ({SERVER, TEMPLATES} if server else set())
+    needed = {"libllama", "libggml", "libggml-base", "libggml-cpu"} | {TEMPLATES} | ({SERVER} if server else set())
     missing = needed - {Path(name).name.partition(".")[0] for name in names}
     if wrong or missing or f"-{fork.local_version}-" not in wheel.name:
         wanted = f"no {wrong}, these too: {sorted(missing)}, version {fork.local_version}"
@@ -652,7 +652,7 @@ def check_wheel(fork: Fork, wheel: Path, server: bool = True) -> None:
 
 
 def make_wheel(fork: Fork, part: Path, tree: Path, place: Path, tools: Tools, lock: int, server: bool = True) -> None:
-    targets = ["llama", *(["llama-server-impl", TEMPLATES] if server else [])]
+    targets = ["llama", TEMPLATES, *(["llama-server-impl"] if server else [])]
     settings = [f"--config-settings=build-dir={place}", f"--config-settings=build.targets={';'.join(targets)}"]
     command = [str(tools.python), "-m", "pip", "wheel", "-v", "--no-deps", "--no-build-isolation", *settings]
     log = place.parent / "wheel.log"

@@ -74,7 +74,7 @@ SOURCES: dict[str, dict[str, str]] = {
         "more than 4 MiB, ": "llamacpp_patches/src/common/moeoff-templates.cpp: SMALL    = 4 << 20",
         "32 MiB and": "llamacpp_patches/src/common/moeoff-templates.cpp: LARGE    = 32 << 20",
         "64 times": "llamacpp_patches/src/common/moeoff-templates.cpp: TIMES    = 64",
-        "10 s and that memory": "moeoff/chat_sandbox.py: SECONDS = 10.0",
+        "10 s and that memory": "moeoff/templates.py: SECONDS = 10",
         "4 GiB unless said; 0": "moeoff/options.py: 0: none. Default: 4G",
         "8 GiB, checkpoints": "fact: llama-server's --cache-ram",
     },

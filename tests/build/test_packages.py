@@ -29,8 +29,8 @@ FLOORS = [
     {"_abi"},
     {"binding", "console", "npz"},
     {"gate_event", "files", "turns"},
-    {"cpu", "memory"},
-    {"errors", "chat_sandbox"},
+    {"cpu", "memory", "templates"},
+    {"errors"},
 ]
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}
 PUBLIC = {"moeoff"}  # names for users; nothing inside imports them

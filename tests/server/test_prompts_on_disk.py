@@ -13,9 +13,8 @@ import pytest
 from helpers.servers import Served, needed
 from helpers.waiting import wait_until
 from moeoff.errors import ModelError
-from moeoff.options import Config, ServerOptions
 from moeoff.server import prompts_on_disk
-from moeoff.server.prompts_on_disk import Given, PromptsOnDisk, identity
+from moeoff.server.prompts_on_disk import Given, PromptsOnDisk
 
 WHOSE = b"0123456789abcdef"
 N, STATE, DRAFT = 300, 20_000, 1_000
@@ -202,23 +201,6 @@ def test_what_is_written_when_the_server_ends_is_given_up(tmp_path):
     disk._closing = True
     disk._write(given)
     assert files(tmp_path) == [] and forgotten == [1]
-
-
-def test_the_identity_is_that_of_what_is_computed(tmp_path):
-    model, other = tmp_path / "model.gguf", tmp_path / "other.gguf"
-    for path in (model, other):
-        path.write_bytes(b"GGUF")
-
-    def of(path: Path = model, args: tuple[str, ...] = (), **options) -> bytes:
-        server = {name: options.pop(name) for name in ("draft", "kv_unified", "parallel") if name in options}
-        return identity(Config.make(path, **options), ServerOptions.make(args=args, **server), [str(path)])
-
-    same = of()
-    assert of(memory="1G") == of(n_ctx=512) == of(n_threads=3) == of(strategy="lru") == of(parallel=2) == of(args=("--log-file", "x")) == same
-    others = [of(other), of(type_k="q8_0"), of(flash_attn=True), of(tau=0.1), of(rope_freq_base=1e4), of(draft="x.gguf"), of(kv_unified=False),
-              of(args=("--control-vector", "x.gguf"))]  # fmt: skip
-    os.utime(model, ns=(1, 1))
-    assert len({same, of(), *others}) == 2 + len(others)
 
 
 # --- with a server ---

@@ -62,22 +62,6 @@ void moeoff_isolate_templates(const char * program) {
     moeoff::isolate_templates(program);
 }
 
-bool moeoff_check_template(const char * source, char * message, size_t size) {
-    static const char * const CONVERSATION = R"({"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"},
-        {"role": "user", "content": "Hi"}], "bos_token": "", "eos_token": "", "add_generation_prompt": true})";
-    moeoff::begin_template_request();
-    bool keeps = true;
-    try {
-        moeoff::render_template(moeoff::summarize_template(source).source, common_json::parse(CONVERSATION), false);
-    } catch (const moeoff::template_bound_error & e) {
-        snprintf(message, size, "%s", e.what());
-        keeps = false;
-    } catch (const std::exception &) {
-    }
-    moeoff::end_idle_templates();
-    return keeps;
-}
-
 bool moeoff_serve_has_page(void) {
 #ifdef LLAMA_UI_HAS_ASSETS
     return true;

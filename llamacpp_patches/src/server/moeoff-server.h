@@ -92,9 +92,6 @@ __attribute__((visibility("default"))) bool moeoff_server_check(int argc, char *
 // From now on the program at this path runs the chat templates of this process.
 __attribute__((visibility("default"))) void moeoff_isolate_templates(const char * program);
 
-// Whether an ordinary conversation keeps to the bounds with this chat template; if not, why in message. That it does not take one is no reason.
-__attribute__((visibility("default"))) bool moeoff_check_template(const char * source, char * message, size_t size);
-
 // Whether the build has the web page.
 __attribute__((visibility("default"))) bool moeoff_serve_has_page(void);
 

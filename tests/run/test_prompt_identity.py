@@ -1,0 +1,101 @@
+"""A computed prompt is only gone on from where it means the same: by the model, and with the options, that it was computed with."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import moeoff
+from moeoff.engine.engine import Engine
+from moeoff.engine.prompt import PromptCache, state_identity
+from moeoff.errors import ModelError
+from moeoff.gguf.model_index import ModelIndex
+from moeoff.options import Config, ServerOptions
+from moeoff.server.prompts_on_disk import identity
+from moeoff.sidecar.convert import convert
+
+OPTIONS = {"n_ctx": 256, "expert_memory": "4M"}
+OTHERS = {
+    "context": {"n_ctx": 512},
+    "positions": {"rope_freq_base": 5000},
+    "positions' scale": {"rope_freq_scale": 0.5},
+    "precision": {"tau": 0.3},
+    "tier": {"tier": "Q4_0"},
+    "cache": {"type_k": "q8_0", "flash_attn": True},
+    "micro-batch": {"n_ubatch": 64},
+}
+
+
+@pytest.fixture(scope="module")
+def model(demo, tmp_path_factory) -> str:
+    path = shutil.copy(demo, tmp_path_factory.mktemp("identity") / "model.gguf")
+    convert(path, tiers="Q4_0")
+    return path
+
+
+@pytest.fixture(scope="module")
+def changed(model, tmp_path_factory) -> str:
+    """A copy by the same name, with other weights in one tensor."""
+    path = shutil.copy(model, tmp_path_factory.mktemp("changed") / "model.gguf")
+    span = next(span for name, span in ModelIndex.read(path).dense.items() if "attn_q" in name)
+    data = np.memmap(path, np.uint8, "r+", span.offset, span.nbytes)
+    data[:] = data[::-1].copy()
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(model, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("cache") / "prompt"
+    with moeoff.Llama(model, **OPTIONS) as llm:
+        llm.eval(list(range(1, 40)))
+        PromptCache(path).save(llm)
+    return path
+
+
+@pytest.mark.parametrize("same", [{}, {"expert_memory": "2M", "n_threads": 1, "strategy": "lru", "seed": 3}], ids=["same", "no matter"])
+def test_a_prompt_comes_back(model, cache, same):
+    with moeoff.Llama(model, **OPTIONS | same) as llm:
+        assert PromptCache(cache).load(llm) == 39
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=OTHERS)
+def test_options_that_change_it(model, cache, other):
+    with moeoff.Llama(model, **OPTIONS | other) as llm, pytest.raises(ModelError, match="computed by another one, or with other options"):
+        PromptCache(cache).load(llm)
+
+
+def test_another_model(changed, cache):
+    with moeoff.Llama(changed, **OPTIONS) as llm, pytest.raises(ModelError, match="computed by another one, or with other options"):
+        PromptCache(cache).load(llm)
+
+
+def test_servers(model, changed):
+    """Their context is as long as memory allows, and changes a state only with factors for positions that depend on it."""
+
+    def of(path: str = model, long_factors: bool = False, args: tuple[str, ...] = (), **options) -> bytes:
+        server = {name: options.pop(name) for name in ("draft", "kv_unified", "parallel") if name in options}
+        engine = Engine(Config.make(path, **{"expert_memory": "4M"} | options))
+        if long_factors:
+            engine.model_index.dense["rope_factors_long.weight"] = None
+        return identity(engine, ServerOptions.make(args=args, **server), [path])
+
+    same = of()
+    assert {of(memory="1G", expert_memory=None), of(n_ctx=512), of(n_threads=3), of(strategy="lru"), of(parallel=2), of(args=("--log-file", "x"))} == {same}
+    others = [of(changed), of(draft="x.gguf"), of(kv_unified=False), of(args=("--control-vector", "x.gguf")), of(long_factors=True, n_ctx=256),
+              of(long_factors=True, n_ctx=512), *(of(**other) for name, other in OTHERS.items() if name != "context")]  # fmt: skip
+    assert len({same, *others}) == 1 + len(others)
+
+
+def test_a_model_that_was_written_to(model):
+    def of() -> bytes:
+        return state_identity(Engine(Config.make(model, **OPTIONS)))
+
+    before, state = of(), os.stat(model)
+    os.utime(model, ns=(state.st_atime_ns, state.st_mtime_ns + 1))
+    after = of()
+    os.utime(model, ns=(state.st_atime_ns, state.st_mtime_ns))
+    assert after != before == of()
