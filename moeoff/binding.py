@@ -51,7 +51,7 @@ __all__ = [
     "supports_gpu",
 ]
 
-llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined]  # templates are the model file's: they may not hang either
+llama_chat_format.ImmutableSandboxedEnvironment = templates.Environment  # type: ignore[attr-defined,assignment]  # templates are the model file's: they may not hang either
 
 T = TypeVar("T")
 

@@ -82,7 +82,7 @@ def _ask(task: int, source: str, variables: Mapping[str, Any]) -> str:
     with ours, theirs:
         ours.settimeout(SECONDS)
         try:
-            process = subprocess.Popen([str(program())], stdin=theirs, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
+            process = subprocess.Popen([str(program())], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
             raise TemplateBoundError(f"{program()}: the program for chat templates does not start: {error.strerror}") from None
         try:
