@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,6 +36,8 @@ SMALL = 1 << 16  # bytes of a file that holds a few facts
 TEXT = 16 << 20  # bytes of a prompt, or of a text to measure on: several books
 
 DEMO_MODEL = "demo-moe-q8_0.gguf"
+
+_LONGEST_PREFIX = 64  # characters of a name of four bytes each: what is added must not make it too long for the file system
 
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 
@@ -165,9 +168,9 @@ def atomic_file(path: str | os.PathLike[str], *, overwrite: bool = True) -> Iter
                 yield file
             return
         target = Path(os.path.realpath(path))
-        partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+        partial = target.with_name(f".{target.name[:_LONGEST_PREFIX]}.{secrets.token_hex(8)}.part")  # no other thread's
         try:
-            with open(partial, "wb") as file:
+            with open(partial, "xb") as file:  # not mkstemp, whose files nobody else may read
                 if mode is not None:
                     os.chmod(partial, stat.S_IMODE(mode))
                 yield file

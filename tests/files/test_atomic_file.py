@@ -3,6 +3,7 @@
 import os
 import stat
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -27,6 +28,29 @@ def test_it_appears_when_it_is_complete(path):
         file.flush()
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new" and os.listdir(path.parent) == ["file"]
+
+
+def test_threads_that_write_the_same_file(path):
+    """Each writes a whole file, and one of them stays: none is a mixture."""
+    letters = [b"a", b"b", b"c", b"d", b"e", b"f", b"g", b"h"]
+
+    def write(letter: bytes) -> None:
+        for _ in range(5):
+            with atomic_file(path) as file:
+                for _ in range(20):
+                    file.write(letter * 1000)
+                    file.flush()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(write, letters))
+    assert path.read_bytes() in [letter * 20_000 for letter in letters] and os.listdir(path.parent) == ["file"]
+
+
+def test_a_name_as_long_as_a_file_system_takes(tmp_path):
+    path = tmp_path / ("ä" * 127)
+    with atomic_file(path) as file:
+        file.write(b"new")
+    assert path.read_bytes() == b"new"
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, ModelError("damaged")])
