@@ -30,8 +30,8 @@ def slot_bytes(slice_bytes: int) -> int:
     return -(-slice_bytes // _SLOT_PAGE) * _SLOT_PAGE + _SLOT_PAGE
 
 
-def parse_size(text: str | float) -> int:
-    """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of what is available). G and GiB both mean 2^30; GB means 10^9.
+def parse_size(text: str | float, whole: int | None = None) -> int:
+    """Bytes of "6G", "6GiB", "700M", "6000000000", or "80%" (of `whole`, by default what is available). G and GiB both mean 2^30; GB means 10^9.
 
     Raises:
         OptionError: not a size, or zero.
@@ -45,7 +45,7 @@ def parse_size(text: str | float) -> int:
             raise OptionError(f"not a size: {text!r}; write for example 6G, 700MiB or 80%") from None
         if not 0 < share <= 1:
             raise OptionError(f"a share of memory lies between 0% and 100%, not {text!r}")
-        size = int(available() * share)
+        size = int((available() if whole is None else whole) * share)
     else:
         match = _SIZE.match(text)
         if not match:

@@ -60,7 +60,7 @@ def simulate(
     if scores:
         _draw_scores(trace, scores, as_json)
         return
-    arenas = [_arena(size, trace.model.full_bytes) for size in memory or SIZES]
+    arenas = [parse_size(size, trace.model.full_bytes) for size in memory or SIZES]
     without = left_out(trace, names)
     names = [name for name in names if name not in without]
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
@@ -124,18 +124,6 @@ def _rerouting(trace: Trace, share: float) -> Rerouting | None:
     if how == "more":
         raise OptionError("--reroute: this model's routers choose by more than the probabilities that a trace has")
     return Rerouting(share, by_logits=how == "logits")
-
-
-def _arena(size: str, full: int) -> int:
-    if size.strip().endswith("%"):
-        try:
-            share = float(size.strip()[:-1]) / 100
-        except ValueError:
-            share = 0
-        if share <= 0:
-            raise OptionError(f"{size!r} is no share of the experts")
-        return int(full * share)
-    return parse_size(size)
 
 
 def _table(rows: list[dict[str, Any]], full: int, leaves_out: bool) -> str:

@@ -27,7 +27,7 @@ def test_sizes(text, size):
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "G", "lots", "-1G", "0", "0%", "101%", "x%", "1.2.3G", "5 P", "6"])
+@pytest.mark.parametrize("text", ["", "G", "lots", "-1G", "0", "0%", "101%", "nan%", "inf%", "x%", "1.2.3G", "5 P", "6"])
 def test_not_a_size(text):
     with pytest.raises(OptionError):
         parse_size(text)
@@ -35,7 +35,7 @@ def test_not_a_size(text):
 
 def test_share_of_available(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 3000)  # what there is in truth others change all the time
-    assert parse_size("50%") == 1500
+    assert parse_size("50%") == 1500 and parse_size("50%", 2000) == 1000
 
 
 def test_what_there_is():
