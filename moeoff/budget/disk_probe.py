@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import mmap
 import os
 import random
 import sys
 import threading
 import time
-import zlib
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from ..cpu import machine_name
-from ..errors import ModelError, WriteError
-from ..files import SMALL, atomic_file, cache_folder, read_file
+from ..errors import ModelError
+from ..user_cache import CacheEntry
 
 IO_THREADS = 4  # where nothing says that others would be faster
 IN_MEMORY = ("tmpfs", "ramfs", "devtmpfs")
@@ -192,8 +188,7 @@ class IoThreads:
 def choose_io_threads(path: str | os.PathLike[str], block_bytes: int, total_bytes: int) -> IoThreads:
     """The number of threads that read blocks of a file the fastest: `IO_THREADS` unless others are plainly faster.
 
-    Found in at most two seconds, and kept in the user's cache folder for the file system, the size of blocks and the machine. Where it cannot be
-    measured or kept, `IO_THREADS`.
+    Measured in at most two seconds, once for the file system, the size of blocks and the machine. Where it cannot be measured or saved, `IO_THREADS`.
 
     Args:
         total_bytes: that may be read of the file; of less than `LEAST_BYTES` nothing is measured.
@@ -205,35 +200,19 @@ def choose_io_threads(path: str | os.PathLike[str], block_bytes: int, total_byte
         kind, block = file_system(path), min(_aligned(block_bytes), _SEARCH_READ)
         if kind in IN_MEMORY:
             return IoThreads(IO_THREADS, f"the usual number: {kind} is no disk")
-        kept = _kept_file(path, kind, block)
-        if (found := _recall(kept)) is not None:
-            return found
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        if not os.access(kept.parent, os.W_OK):  # it would be measured each time
-            return IoThreads(IO_THREADS, f"the usual number: what is measured cannot be kept in {kept.parent}")
+        entry = CacheEntry("disks.json", device=os.stat(path).st_dev, file_system=kind, block=block.bit_length(), machine=machine_name())
+        if (known := entry.load(IoThreads)) is not None and known.n in _COUNTS:
+            return known
+        if not os.access(folder := entry.path().parent, os.W_OK):  # it would be measured each time
+            return IoThreads(IO_THREADS, f"the usual number: what is measured cannot be saved in {folder}")
         with _Blocks(path, block) as blocks:
             if not blocks.direct:
                 return IoThreads(IO_THREADS, f"the usual number: {kind} reads through the page cache here, so that the disk cannot be measured")
-            rates = _compare(blocks)
-        found = _fastest(rates, kind)
-        with contextlib.suppress(WriteError), atomic_file(kept) as file:
-            file.write(json.dumps(asdict(found)).encode())
-        return found
+            fastest = _fastest(_compare(blocks), kind)
+        entry.save(fastest)
+        return fastest
     except (OSError, ModelError) as error:  # reading the model will say so, too, if it is the file
         return IoThreads(IO_THREADS, f"the usual number: the disk cannot be measured: {error}")
-
-
-def _kept_file(path: str, kind: str, block: int) -> Path:
-    where = f"{os.stat(path).st_dev} {kind} {block.bit_length()} {machine_name()}"
-    return cache_folder() / "disks" / f"{zlib.crc32(where.encode()):08x}.json"
-
-
-def _recall(kept: Path) -> IoThreads | None:
-    try:
-        found = IoThreads(**json.loads(read_file(kept, SMALL)))
-        return found if type(found.n) is int and found.n in _COUNTS and isinstance(found.reason, str) else None
-    except (OSError, ValueError, TypeError, RecursionError):  # never measured, or a damaged file
-        return None
 
 
 def _compare(blocks: _Blocks) -> dict[int, float]:

@@ -117,7 +117,7 @@ class Residence:
     def __init__(self, model_index: ModelIndex, plan: MemoryPlan, keywords: Mapping[str, Any] | None):
         self._model_index, self._usual, self._keywords = model_index, plan, dict({"flash_attn": True} if keywords is None else keywords)
         self._chosen = bool(self._keywords.get("n_batch") or self._keywords.get("n_ubatch"))
-        self._rates = recall_rates(model_index, self._keywords.get("n_threads") or n_cores())
+        self._rates = recall_rates(model_index, self._keywords, None)
         self._plans = {min(USUAL, plan.n_ctx): plan}
         self._n_gpu_layers = self._keywords.get("n_gpu_layers") or 0
         self._state_lent = self._unused_state()

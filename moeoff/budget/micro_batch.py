@@ -2,21 +2,21 @@
 
 Each micro-batch reads every expert that it needs once: larger ones read less, but their compute buffers take memory from the experts.
 Chosen once, when a model is opened, because results depend on it in their last bits. The rates it is chosen by are measured while prompts
-run, and kept in a file for each model and number of threads in the user's cache folder.
+run, and remembered in the user's cache folder.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import math
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from dataclasses import astuple, dataclass
+from typing import Any
 
-from ..files import SMALL, atomic_file, cache_folder, read_file
+from ..cpu import machine_name, n_cores
 from ..gguf.model_index import ModelIndex
 from ..memory import format_size
+from ..sidecar.file import ORIGINAL
+from ..user_cache import CacheEntry
 from .memory_plan import MemoryPlan
 
 USUAL = 512  # llama.cpp's default, and what is taken where nothing has been measured
@@ -38,6 +38,10 @@ class PromptRates:
 
     token_seconds: float
     bytes_per_second: float
+
+    def __post_init__(self) -> None:
+        if not all(0 < rate < math.inf for rate in astuple(self)):
+            raise ValueError(f"rates of {astuple(self)}")
 
 
 @dataclass(frozen=True)
@@ -85,29 +89,33 @@ def choose_within(planned: MemoryPlan, budget: int, rates: PromptRates | None) -
     return choose(planned.n_ctx, budget - (planned.fixed - planned.computing), planned.arena_full, lambda n: planned.computing * n // usual, rates)
 
 
-_CHANGED = 1.5  # times what was kept; nearer to it the old one stays, so that the choice does too
+_CHANGED = 1.5  # times what was measured before; nearer to it the old one stays, so that the choice does too
 
 
-def recall_rates(model_index: ModelIndex, n_threads: int) -> PromptRates | None:
-    """The rates kept of this model; None if nothing was, or nothing that can be read."""
-    try:
-        kept = PromptRates(**json.loads(read_file(_file(model_index, n_threads), SMALL)))
-        return kept if all(type(rate) is float and 0 < rate < math.inf for rate in asdict(kept).values()) else None
-    except (OSError, ValueError, TypeError, RecursionError):
-        return None
+def recall_rates(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None) -> PromptRates | None:
+    """The rates of this model's earlier prompts.
+
+    Args:
+        keywords: of llama_cpp.Llama, with which it is opened.
+        tier: of its experts; None: the model's own precision.
+    """
+    return _entry(model_index, keywords, tier).load(PromptRates)
 
 
-def keep_rates(model_index: ModelIndex, n_threads: int, rates: PromptRates) -> None:
-    """Keeps them, unless they are much as before. A cache folder that cannot be written is no error."""
-    kept = recall_rates(model_index, n_threads)
-    if kept is not None and all(1 / _CHANGED < new / old < _CHANGED for new, old in zip(asdict(rates).values(), asdict(kept).values(), strict=True)):
-        return
-    with contextlib.suppress(OSError):
-        path = _file(model_index, n_threads)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as file:
-            file.write(json.dumps(asdict(rates)).encode())
+def remember_rates(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None, rates: PromptRates) -> None:
+    """For `recall_rates`, unless they are much as before."""
+    entry = _entry(model_index, keywords, tier)
+    before = entry.load(PromptRates)
+    if before is None or not all(1 / _CHANGED < new / old < _CHANGED for new, old in zip(astuple(rates), astuple(before), strict=True)):
+        entry.save(rates)
 
 
-def _file(model_index: ModelIndex, n_threads: int) -> Path:
-    return cache_folder() / "rates" / f"{model_index.identity}-{n_threads}.json"
+def _entry(model_index: ModelIndex, keywords: Mapping[str, Any], tier: str | None) -> CacheEntry:
+    return CacheEntry(
+        "rates.json",
+        machine=machine_name(),
+        model=model_index.identity,
+        tier=(tier or ORIGINAL).lower(),
+        threads=keywords.get("n_threads") or n_cores(),
+        gpu_layers=keywords.get("n_gpu_layers") or 0,
+    )

@@ -23,7 +23,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelBytes, ModelIndex, TensorSpan, parse_tensor_name
@@ -164,7 +163,7 @@ class Planner:
         try:
             folder = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="moeoff-bits-", dir=self._folder))
             tiers, out = ",".join([ORIGINAL, *self.types]), os.path.join(folder, "types.experts.gguf")
-            self._checkpoint = Checkpoint(f"{self.model_index.identity}-bits", {"moeoff": __version__, "tokens": self._tokens}, self._warn)
+            self._checkpoint = Checkpoint("bits", self.model_index, self._options, self._warn, tokens=self._tokens)
             how = {name: value for name, value in self._options.items() if name != "flash_attn"}
             with texts_or_written(
                 self._model, self._text, 21 * self._tokens // 20, self._checkpoint, progress=self._tell, announce=self._announce, **how

@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..budget.loss_contract import SECTION, USUAL_SHARE, Candidate, LossContract
 from ..engine.llama import Llama
 from ..errors import OptionError
@@ -426,8 +425,9 @@ def search_precision(
     given = options
     options = {"flash_attn": True, "experts": sidecar or False, "deterministic": True, "precision": Precision(tau=_NOTHING, resident=1.0)} | options
     at_once = len(SHARES) * (2 if tiers else 1) + len(tiers)
-    key = {"moeoff": __version__, "tokens": tokens, "minutes": minutes, "max_loss": max_loss, "sidecar": sidecar.identity if sidecar else 0}
-    checkpoint = Checkpoint(f"{model_index.identity}-loss", key, warn)
+    checkpoint = Checkpoint(
+        "loss", model_index, given, warn, tokens=tokens, minutes=minutes, max_loss=max_loss, sidecar=sidecar.identity if sidecar else 0, tiers=tiers
+    )
     end = time.monotonic() + 60 * minutes
     found: list[MeasuredCandidate] = []
     windows: Sequence[Window] = ()

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import __version__
 from ..engine.llama import Llama
 from ..errors import BudgetError, OptionError
 from ..files import open_file, require_new
@@ -118,15 +117,14 @@ def calibrate(
     require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")
     if tokens < 2 * LENGTH:
         raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
-    key = {"moeoff": __version__, "tokens": tokens, "minutes": minutes, "threads": n_threads, "hidden": hidden, "seed": seed,
-           "options": repr(sorted(options.items())), "texts": [_digest(file) for file in text]}  # fmt: skip
     bound = parse_size(memory) if memory is not None else int(available() * DEFAULT_SHARE)
     if bound < (least := rss() + _FITS):
         raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(least)} at least", hint={"memory": least})
     if os.path.exists(path):
         Profile.read(path, model_index, room=(bound - rss()) // 2)  # another model's would be refused in the end: raise before the work
-    checkpoint = Checkpoint(f"{model_index.identity}-profile", key, warn)
     options = {"n_threads": n_threads} | options
+    texts = [_digest(file) for file in text]
+    checkpoint = Checkpoint("profile", model_index, options, warn, tokens=tokens, minutes=minutes, hidden=hidden, seed=seed, texts=texts)
     wanted = [name for name in fits() if (only is None or name in only) and not checkpoint.has(f"fit-{name}")]
     after = functools.partial(_seconds_of_fits, model_index, wanted, hidden, seed)
     with texts_or_written(

@@ -29,7 +29,7 @@ from ..budget.disk_probe import IO_THREADS, IoThreads, choose_io_threads
 from ..budget.dry_load import dry_load, slice_kinds, tensor_buffers
 from ..budget.loss_contract import SECTION as CONTRACT_SECTION
 from ..budget.memory_plan import ALLOCATED, RESERVE, DeviceBound, MemoryPlan, require_header_room
-from ..budget.micro_batch import USUAL, MicroBatch, choose_within, keep_rates, recall_rates
+from ..budget.micro_batch import USUAL, MicroBatch, choose_within, recall_rates, remember_rates
 from ..devices import devices
 from ..errors import BudgetError, Cancelled, OptionError
 from ..gate_event import GateEvent
@@ -228,7 +228,7 @@ class Engine:
             return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
         if config.repeatable:
             return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
-        found = choose_within(planned, self.budget, recall_rates(self.model_index, self.keywords["n_threads"]))
+        found = choose_within(planned, self.budget, recall_rates(self.model_index, self.keywords, config.tier))
         if found.n_tokens != usual:
             self.keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
             self.planned = self._dry_load(planned.n_ctx)
@@ -582,7 +582,7 @@ class Engine:
         if self.config.warm:
             remember(self.buffer, self.model_index)
         if rates := self._prompt_meter.rates:
-            keep_rates(self.model_index, self.keywords["n_threads"], rates)
+            remember_rates(self.model_index, self.keywords, self.config.tier, rates)
 
     def close(self) -> None:
         """After the model is freed. May be called twice."""

@@ -1,46 +1,40 @@
 """Warm start: which slices were resident when a model was closed, so that the next start loads them in the background; all of them where all fit.
 And what is read between requests: for the next prompt.
 
-One file for each model in the user's cache folder, named after the model's path, size and time of change. It holds high and low versions,
-not tiers: a start with other tiers loads those. Where there is none, a strategy may begin with the experts that other text used most.
+One entry of the user's cache folder for each model. It holds high and low versions, not tiers: a start with other tiers loads those. Where there is
+none, a strategy may begin with the experts that other text used most.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 
-from ..files import SMALL, atomic_file, cache_folder
+from ..files import SMALL
 from ..gate_event import GateEvent, Observer
 from ..gguf.model_index import ModelIndex
-from ..npz import ArchiveError, WrongArrays, read_npz, require_arrays
+from ..npz import Layout
+from ..user_cache import CacheEntry
 from .expert_buffer import ExpertBuffer
 
 _POLL = 0.002  # seconds
 _STUCK = 10.0  # seconds without a read that ends: what is still queued comes in the background, or is dropped by the first gate
 _ROUNDING = 64  # of an arena, the part that slots take ahead at most: huge pages, where it is larger than so many for each size of slots
 _HALVES = 2  # of a prompt's weight, steps that are told apart: experts that differ by less stay where they are
-VERSION = 1  # "low" came later, and is not in every file
+VERSION = 1  # of the arrays
 
 
-def _file(model_index: ModelIndex) -> Path:
-    return cache_folder() / "warm" / f"{model_index.identity}.npz"
+def _entry(model_index: ModelIndex) -> CacheEntry:
+    return CacheEntry("warm.npz", version=VERSION, model=model_index.identity)
 
 
 def remember(buffer: ExpertBuffer, model_index: ModelIndex) -> None:
-    """Writes down what is resident. A cache folder that cannot be written is no error: the next start is a cold one."""
-    residency, low = buffer.residency(), buffer.residency(low=True)
-    if not residency.any() and not low.any():
-        return
-    with contextlib.suppress(OSError):
-        path = _file(model_index)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_file(path) as file:
-            np.savez_compressed(file, version=VERSION, residency=residency, low=low)
+    """Writes down what is resident."""
+    high, low = buffer.residency(), buffer.residency(low=True)
+    if high.any() or low.any():
+        _entry(model_index).save_arrays(high=high, low=low)
 
 
 def recall(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int]) -> int:
@@ -51,17 +45,13 @@ def recall(buffer: ExpertBuffer, model_index: ModelIndex, arenas: tuple[int, int
     """
     if arenas[0] >= buffer.arena_full and not arenas[1]:
         return _preload(buffer, np.full_like(buffer.residency(), 0xFF), arenas[0], False)
-    try:
-        saved = read_npz(_file(model_index), 2 * buffer.priorities.nbytes + SMALL)
-        high = saved["residency"]
-        low = saved.get("low", np.zeros_like(high))
-        require_arrays({"high": high, "low": low, **saved}, {"high": ("i", buffer.priorities.shape, 0, 255), "low": ("i", buffer.priorities.shape, 0, 255),
-                                                             "version": ("i", (), VERSION, VERSION)})  # fmt: skip
-    except (OSError, KeyError, ArchiveError, WrongArrays):  # never closed before, or a damaged file
+    layout: Layout = ("i", buffer.priorities.shape, 0, 255)
+    saved = _entry(model_index).load_arrays({"high": layout, "low": layout}, 2 * buffer.priorities.nbytes + SMALL)
+    if saved is None:
         return 0
     # the few low ones first: once a high version is there, the native side leaves its low one out, and what is resident
     # would depend on the I/O threads' speed
-    return _preload(buffer, low, arenas[1], True) + _preload(buffer, high, arenas[0], False)
+    return _preload(buffer, saved["low"], arenas[1], True) + _preload(buffer, saved["high"], arenas[0], False)
 
 
 def fill(buffer: ExpertBuffer, counts: np.ndarray, arena: int) -> int:

@@ -176,11 +176,10 @@ class ModelIndex:
 
     @property
     def identity(self) -> str:
-        """Hash of the files' paths, sizes and times of change, under which measurements of them are kept. Raises `OSError` if one is gone."""
+        """Hash of the files' paths, and of their sizes and times of change when they were read, by which measurements of them are found again."""
         identity = hashlib.sha256()
-        for path in self.files:
-            status = os.stat(path)
-            identity.update(f"{os.path.realpath(path)}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
+        for path, state in zip(self.files, self.states, strict=True):
+            identity.update(f"{os.path.realpath(path)}\0{state.size}\0{state.mtime_ns}\0".encode())
         return identity.hexdigest()[:32]
 
     @classmethod

@@ -26,7 +26,7 @@ FLOORS = [
     {"trace"},
     {"gguf"},
     {"native", "threads", "devices"},
-    {"_abi"},
+    {"_abi", "user_cache"},
     {"binding", "console", "npz"},
     {"gate_event", "files", "turns"},
     {"cpu", "memory", "templates"},

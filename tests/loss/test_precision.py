@@ -243,16 +243,11 @@ def test_warm_start_between_lossless_and_lossy(model, remembered):
         assert not llm.engine.buffer.residency(low=True).any()
 
 
-@pytest.mark.parametrize("low", [None, np.ones((3, 3), np.uint8)], ids=["before there were low versions", "of another shape"])
-def test_warm_start_from_another_file(low, model, remembered):
+def test_warm_start_from_a_file_of_another_shape(model, remembered):
     options, (high, _), path, expected = remembered
-    np.savez_compressed(path, version=1, residency=high, **({} if low is None else {"low": low}))
+    np.savez_compressed(path, high=high, low=np.ones((3, 3), np.uint8))
     with moeoff.Llama(model, expert_memory="100M", **options) as llm:
-        expected_high = high if low is None else np.zeros_like(high)
-        wait_until(lambda: np.array_equal(llm.engine.buffer.residency(), expected_high))
-        wait_until_still(lambda: llm.engine.buffer.stats().reads)
-        np.testing.assert_array_equal(llm.engine.buffer.residency(), expected_high)
-        assert not llm.engine.buffer.residency(low=True).any()
+        assert not llm.engine.buffer.residency().any() and llm.engine.buffer.stats().reads == 0
         assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
 
 

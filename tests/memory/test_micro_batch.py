@@ -1,4 +1,7 @@
-"""The micro-batch: what memory allows and takes the least time, by rates that are measured on the real model and kept for the same files and threads."""
+"""The micro-batch: what memory allows and takes the least time, by rates that are measured on the real model and remembered for what they depend on."""
+
+import os
+import shutil
 
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ from hypothesis import strategies as st
 
 import moeoff
 from moeoff.binding import api
-from moeoff.budget.micro_batch import SIZES, USUAL, PromptRates, choose, keep_rates, recall_rates
+from moeoff.budget.micro_batch import SIZES, USUAL, PromptRates, choose, recall_rates, remember_rates
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.memory import rss
 
@@ -68,18 +71,36 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_kept_for_the_same_files_and_threads(demo, cache):
+THREADS = {"n_threads": 2}
+
+
+def test_rates_change_when_they_differ_plainly(demo, cache):
     model_index = ModelIndex.read(demo)
-    assert recall_rates(model_index, 2) is None
-    keep_rates(model_index, 2, RATES)
-    assert recall_rates(model_index, 2) == RATES and recall_rates(model_index, 4) is None
-    keep_rates(model_index, 2, PromptRates(0.012, 0.8e9))
-    assert recall_rates(model_index, 2) == RATES, "a little noise must not change the choice"
-    keep_rates(model_index, 2, slower := PromptRates(0.02, 1e9))
-    assert recall_rates(model_index, 2) == slower
+    for rates, expected in ((RATES, RATES), (PromptRates(0.012, 0.8e9), RATES), (slower := PromptRates(0.02, 1e9), slower)):
+        remember_rates(model_index, THREADS, None, rates)
+        assert recall_rates(model_index, THREADS, None) == expected, "a little noise must not change the choice"
     (file,) = (cache / "moeoff" / "rates").iterdir()
-    file.write_text('{"token_seconds": 1}')
-    assert recall_rates(model_index, 2) is None
+    for damaged in ('{"token_seconds": 1.0}', '{"token_seconds": 1e999, "bytes_per_second": 1.0}', '{"token_seconds": NaN, "bytes_per_second": 1.0}'):
+        file.write_text(damaged)
+        assert recall_rates(model_index, THREADS, None) is None
+
+
+@pytest.mark.parametrize(
+    "keywords, tier, same",
+    [(THREADS, None, True), (THREADS, "Original", True), ({"n_threads": 4}, None, False), (THREADS | {"n_gpu_layers": 1}, None, False), (THREADS, "auto", False)],
+)
+def test_rates_of_other_options_are_others(demo, cache, keywords, tier, same):
+    remember_rates(ModelIndex.read(demo), THREADS, None, RATES)
+    assert recall_rates(ModelIndex.read(demo), keywords, tier) == (RATES if same else None)
+
+
+def test_rates_of_another_model_are_others(demo, cache):
+    remember_rates(ModelIndex.read(demo), THREADS, None, RATES)
+    model = shutil.copy(demo, cache / "model.gguf")
+    assert recall_rates(ModelIndex.read(model), THREADS, None) is None
+    remember_rates(ModelIndex.read(model), THREADS, None, RATES)
+    os.utime(model, ns=(1, 1))
+    assert recall_rates(ModelIndex.read(model), THREADS, None) is None
 
 
 def test_measured_while_it_runs(grown, cache):
@@ -88,11 +109,11 @@ def test_measured_while_it_runs(grown, cache):
         assert llm.stats().micro_batch == api.llama_n_ubatch(llm.ctx)
         llm.eval(tokens[:200])
         model_index, bytes_read = llm.engine.model_index, llm.stats().bytes_read
-    assert recall_rates(model_index, 2) is None, "too short to tell"
+    assert recall_rates(model_index, THREADS, None) is None, "too short to tell"
     with moeoff.Llama(grown, n_ctx=512, n_threads=2, memory=rss() + (150 << 20), strategy="lru") as llm:
         llm.eval(tokens)
         assert llm.stats().bytes_read >= bytes_read > 64 << 20
-    found = recall_rates(model_index, 2)
+    found = recall_rates(model_index, THREADS, None)
     assert found.token_seconds > 0 and found.bytes_per_second > 0
 
 

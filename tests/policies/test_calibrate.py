@@ -437,7 +437,7 @@ def test_a_written_text_depends_on_its_seed(demo, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     texts = []
     for seed in (0, 1, 0):
-        checkpoint = Checkpoint("text", {"seed": seed})
+        checkpoint = Checkpoint("text", ModelIndex.read(demo), {}, seed=seed)
         with Writer(demo, *SHAPES[-1], seed=seed, memory=2 << 30, profile=False) as writer:
             texts.append(writer.write(600, checkpoint))
         checkpoint.remove()
