@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import random
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..cpu import machine_name
@@ -48,37 +49,25 @@ def _aligned(n: int) -> int:
 
 
 def _open_direct(path: str) -> int | None:
-    """A descriptor that has proved to read around the page cache, or None."""
-    if sys.platform == "darwin":
-        return _open_uncached(path)
-    if not hasattr(os, "O_DIRECT"):
-        return None
+    """A descriptor that has proved to read around the page cache, or None. On macOS it is told to leave the cache alone."""
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | getattr(os, "O_DIRECT", 0))
     except OSError as error:
         if error.errno == errno.EINVAL:
             return None
         raise
     try:
-        with mmap.mmap(-1, mmap.PAGESIZE) as page:  # some file systems take the flag and refuse the read
-            os.preadv(fd, [page], 0)
+        if sys.platform == "darwin":
+            fcntl.fcntl(fd, getattr(fcntl, "F_NOCACHE", _F_NOCACHE), 1)
+            return fd
+        if hasattr(os, "O_DIRECT"):
+            with mmap.mmap(-1, mmap.PAGESIZE) as page:  # some file systems take the flag and refuse the read
+                os.preadv(fd, [page], 0)
+            return fd
     except OSError:
-        os.close(fd)
-        return None
-    return fd
-
-
-def _open_uncached(path: str) -> int | None:
-    """As `_open_direct` on macOS, where a descriptor is told to leave the cache alone."""
-    import fcntl
-
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        fcntl.fcntl(fd, getattr(fcntl, "F_NOCACHE", _F_NOCACHE), 1)
-    except OSError:
-        os.close(fd)
-        return None
-    return fd
+        pass
+    os.close(fd)
+    return None
 
 
 def direct_io(path: str | os.PathLike[str]) -> bool:
@@ -145,30 +134,22 @@ class _Blocks:
 
     def read(self, seconds: float, n_threads: int) -> float:
         """Bytes per second of so many threads together, which begin no read after this time but their first."""
-        totals = [0] * n_threads
-        failures: list[OSError] = []
         started = time.perf_counter()
         self._turn += 1  # other places than before, which a disk's own cache may hold
 
-        def work(index: int) -> None:
-            places = random.Random(self._turn << 16 | index)  # nosec: places to read, the same ones every time
-            try:
-                with mmap.mmap(-1, self.nbytes) as buffer:
-                    while True:  # once at least: a busy machine may let a thread begin when the time is over
-                        totals[index] += os.preadv(self._fd, [buffer], places.randrange(self._n) * self.nbytes)
-                        if time.perf_counter() - started >= seconds:
-                            return
-            except OSError as error:
-                failures.append(error)
+        def work(index: int) -> int:
+            places, nbytes = random.Random(self._turn << 16 | index), 0  # nosec: places to read, the same ones every time
+            with mmap.mmap(-1, self.nbytes) as buffer:
+                while True:  # once at least: a busy machine may let a thread begin when the time is over
+                    nbytes += os.preadv(self._fd, [buffer], places.randrange(self._n) * self.nbytes)
+                    if time.perf_counter() - started >= seconds:
+                        return nbytes
 
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(n_threads)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if failures:
-            raise ModelError(f"{self._path}: cannot be read: {failures[0].strerror}")
-        return sum(totals) / (time.perf_counter() - started)
+        try:
+            with ThreadPoolExecutor(n_threads) as pool:
+                return sum(pool.map(work, range(n_threads))) / (time.perf_counter() - started)
+        except OSError as error:
+            raise ModelError(f"{self._path}: cannot be read: {error.strerror}") from None
 
     def __enter__(self) -> _Blocks:
         return self

@@ -21,7 +21,7 @@ from .options import command, takes_model
 @click.option("--imatrix", type=click.Path(dir_okay=False), metavar="FILE", help="Importance matrix of llama-imatrix for what is quantized.")
 @click.option("--bits", type=click.Path(dir_okay=False), metavar="PLAN.json", help="One more tier, 'bits', in which each expert has the type of this plan.")
 @click.option("-j", "--threads", type=click.IntRange(min=1), metavar="N", help="Threads. Default: every core this process may use.")
-@click.option("--dry-run", is_flag=True, help="Print sizes and time, and write nothing.")
+@click.option("--dry-run", is_flag=True, help="Print sizes, and write nothing.")
 @click.option("--force", is_flag=True, help="Replace an existing sidecar.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted conversion; if interrupted again, keep what is written.")
 def convert(**options: Any) -> None:
@@ -37,10 +37,7 @@ def convert(**options: Any) -> None:
     for line in done.fallbacks:
         note(line)
     tiers = ", ".join(f"{name} {format_size(n)}" for name, n in done.tiers.items())
-    if options["dry_run"]:
-        say(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} of disk, about {done.seconds:.0f} s")
-    else:
-        say(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} in {done.seconds:.1f} s")
+    say(f"{done.path}: {done.n_experts} experts: {tiers}; {format_size(done.n_bytes)} " + ("of disk" if options["dry_run"] else f"in {done.seconds:.1f} s"))
 
 
 @command()

@@ -36,6 +36,7 @@ MOST_SLICES = 1 << 19  # of a sidecar whose model is not known: the largest mode
 Data = bytes | bytearray | memoryview | np.ndarray
 
 MIB = 1 << 20  # hash64 may be continued at multiples of this
+_PIECE = 4 * MIB  # read at once
 
 
 def hash64(data: Data, seed: int = 0) -> int:
@@ -62,26 +63,17 @@ class Hasher:
         return hash64(self._rest, self._value) if self._rest else self._value
 
 
-def hash_range(fd: int, offset: int, nbytes: int) -> int | None:
-    """hash64 of a range of a file; None if the file ends before the range does."""
+def hash_range(files: ModelBytes, file: int, offset: int, nbytes: int, what: str) -> int:
+    """hash64 of a range of one of the files. Raises `ModelError` as `ModelBytes.read`."""
     hasher = Hasher()
-    while nbytes > 0:
-        data = os.pread(fd, min(nbytes, 4 * MIB), offset)
-        if not data:
-            return None
-        hasher.update(data)
-        offset, nbytes = offset + len(data), nbytes - len(data)
+    for at in range(0, nbytes, _PIECE):
+        hasher.update(files.read(file, offset + at, min(_PIECE, nbytes - at), what))
     return hasher.value()
 
 
 def sidecar_path(model: str | os.PathLike[str]) -> str:
     """Default path of a model's sidecar: MODEL.experts.gguf, without the number of a first part."""
     return model_stem(model) + ".experts.gguf"
-
-
-def slices_of(model_index: ModelIndex) -> int:
-    """The most slices that a sidecar of this model has."""
-    return MOST_TIERS * sum(span.shape[2] for span in model_index.experts.values())
 
 
 def slice_name(tensor: str, expert: int, tier: str) -> str:
@@ -204,7 +196,7 @@ class Sidecar:
             )
 
     def tier(self, name: str) -> str | None:
-        """A tier by its name in any case; None: there is no such."""
+        """A tier by its name in any case; None: it has no such."""
         return next((tier for tier in self.tiers if tier.lower() == name.lower()), None)
 
     def sources(self, span: TensorSpan, tier: str) -> Iterator[Slice]:
@@ -214,10 +206,10 @@ class Sidecar:
             ModelError: one is missing or has another shape.
         """
         for expert in range(span.shape[2]):
-            found = self.slices.get((span.name, expert, tier))
-            if found is None or found.shape != (span.shape[1], span.shape[0]) or found.nbytes != span.shape[1] * row_bytes(found.type, span.shape[0]):
+            s = self.slices.get((span.name, expert, tier))
+            if s is None or s.shape != (span.shape[1], span.shape[0]) or s.nbytes != span.shape[1] * row_bytes(s.type, span.shape[0]):
                 raise ModelError(f"{self.path}: no expert {expert} of {span.name} in tier {tier}: convert the model again")
-            yield found
+            yield s
 
 
 class CompositeSidecar(Sidecar):
@@ -286,13 +278,13 @@ class ExpertSource:
         """
         automatic = experts is True or experts == "auto"
         default = sidecar_path(model_index.files[0])
-        found = experts if not automatic else default if os.path.exists(default) else None
-        if isinstance(found, bool) or not found:
+        chosen = experts if not automatic else default if os.path.exists(default) else None
+        if isinstance(chosen, bool) or not chosen:
             if tier not in (None, ORIGINAL) or verify:
                 what = "`verify_reads`" if verify else f"tier {tier}"
                 raise OptionError(f"{what} needs a sidecar of {model_index.files[0]}, which moeoff convert makes", hint={"experts": ...})
             return cls()
-        sidecar = found if isinstance(found, Sidecar) else Sidecar(found, slices_of(model_index))
+        sidecar = chosen if isinstance(chosen, Sidecar) else Sidecar(chosen, MOST_TIERS * sum(span.shape[2] for span in model_index.experts.values()))
         sidecar.check_belongs(model_index)
         if tier is None and not automatic and ORIGINAL not in sidecar.tiers:
             raise OptionError(f"{sidecar.path}: holds lower precision only", hint={"tier": sidecar.tiers[0]})
@@ -309,14 +301,7 @@ def relative_bytes(model_index: ModelIndex, sidecar: Sidecar, tier: str) -> floa
 
 
 def low_cost(model_index: ModelIndex) -> float | None:
-    """`relative_bytes` of the smallest tier of a model's sidecar, at its default path; None without one.
-
-    Raises:
-        ModelError: the sidecar is damaged, or of another model.
-    """
-    path = sidecar_path(model_index.files[0])
-    if not os.path.exists(path):
-        return None
-    sidecar = Sidecar(path, slices_of(model_index))
-    sidecar.check_belongs(model_index)
-    return min((relative_bytes(model_index, sidecar, tier) for tier in sidecar.tiers if tier != ORIGINAL), default=None)
+    """`relative_bytes` of the smallest lower tier of a model's sidecar, at its default path; None without one. Raises `ModelError` as `ExpertSource.make`."""
+    sidecar = ExpertSource.make(model_index).sidecar
+    lower = [tier for tier in sidecar.tiers if tier != ORIGINAL] if sidecar else []
+    return min((relative_bytes(model_index, sidecar, tier) for tier in lower), default=None) if sidecar else None

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from ..cpu import n_cores
 from ..errors import ModelError
-from ..files import open_file
-from ..gguf.model_index import ModelIndex
+from ..gguf.model_index import ModelBytes, ModelIndex
 from .file import Sidecar, hash_range, slice_name
 
 __all__ = ["Verified", "verify"]
@@ -60,41 +59,24 @@ def verify(
                 if value is None:
                     raise ModelError(f"{sidecar.path}: has no expert {expert} of {span.name}: convert the model again")
                 ranges[f"{span.name}, expert {expert}"] = (1 + span.file, span.offset + expert * nbytes, nbytes, value)
-    bad = _damaged(paths, ranges, threads or n_cores(), progress)
-    if bad:
-        names = ", ".join(name for name, _ in bad[:_SHOWN]) + (f" and {len(bad) - _SHOWN} more" if len(bad) > _SHOWN else "")
-        if any(file == 0 for _, file in bad):
-            raise ModelError(f"{sidecar.path}: damaged in {len(bad)} of {len(ranges)} slices: {names}; convert the model again")
+    damaged: list[tuple[str, int]] = []  # names and files
+    done, total = 0, sum(nbytes for _, _, nbytes, _ in ranges.values())
+    with ModelBytes(paths) as files, ThreadPoolExecutor(threads or n_cores()) as pool:
+        try:
+            hashes = pool.map(lambda name: hash_range(files, *ranges[name][:3], name), ranges)
+            for (name, (file_index, _, nbytes, expected)), value in zip(ranges.items(), hashes):
+                if value != expected:
+                    damaged.append((name, file_index))
+                done += nbytes
+                if progress:
+                    progress(done, total)
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    if damaged:
+        names = ", ".join(name for name, _ in damaged[:_SHOWN]) + (f" and {len(damaged) - _SHOWN} more" if len(damaged) > _SHOWN else "")
+        if any(file_index == 0 for _, file_index in damaged):
+            raise ModelError(f"{sidecar.path}: damaged in {len(damaged)} of {len(ranges)} slices: {names}; convert the model again")
         raise ModelError(f"{model}: not the model that {sidecar.path} was made of: {names} changed since; convert the model again")
     n_bytes = sum(s.nbytes for s in sidecar.slices.values())
     return Verified(sidecar.path, tuple(sidecar.tiers), len(sidecar.slices), n_bytes, sidecar.quantized, None if model is None else os.fspath(model))
-
-
-def _damaged(
-    paths: list[str], ranges: dict[str, tuple[int, int, int, int]], threads: int, progress: Callable[[int, int], None] | None
-) -> list[tuple[str, int]]:
-    """Names and files of the ranges that do not have their hash."""
-    fds: list[int] = []
-    try:
-        for path in paths:
-            with open_file(path) as opened:
-                fds.append(os.dup(opened.fileno()))
-        total, done, bad = sum(nbytes for _, _, nbytes, _ in ranges.values()), 0, []
-        with ThreadPoolExecutor(threads) as pool:
-            try:
-                checked = pool.map(lambda r: hash_range(fds[r[0]], r[1], r[2]) == r[3], ranges.values())
-                for (name, (file, _, nbytes, _)), good in zip(ranges.items(), checked):
-                    if not good:
-                        bad.append((name, file))
-                    done += nbytes
-                    if progress:
-                        progress(done, total)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        return bad
-    except OSError as error:
-        raise ModelError(f"{error.filename or paths[0]}: cannot be read: {error.strerror}") from None
-    finally:
-        for fd in fds:
-            os.close(fd)

@@ -26,8 +26,8 @@ from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.model_index import parse_tensor_name
 from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
-from moeoff.gguf.writer import ModelWriter
-from moeoff.sidecar import builder
+from model_writer import ModelWriter
+from moeoff.sidecar import convert as module
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import ALIGNMENT, Sidecar, hash64
 from moeoff.sidecar.tiers import lower_type, nearest
@@ -79,8 +79,8 @@ def leftovers(folder: Path) -> list[str]:
 def test_every_slice_is_what_the_quantizer_makes(tmp_path, monkeypatch, n_expert, n_ff, n_cols, down_cols, type, tiers, n_parts, threads, piece):
     shutil.rmtree(tmp_path)
     tmp_path.mkdir()
-    monkeypatch.setattr(builder, "_PIECE_VALUES", piece)
-    monkeypatch.setattr(builder, "_PIECE_BYTES", piece)
+    monkeypatch.setattr(module, "_PIECE_VALUES", piece)
+    monkeypatch.setattr(module, "_PIECE_BYTES", piece)
     model = write_model(tmp_path, n_expert=n_expert, n_ff=n_ff, n_cols=n_cols, down_cols=down_cols, type=type, n_parts=n_parts)
     made = convert(model, tiers=",".join(tiers), threads=threads)
     assert verify(made.path).model == str(model)
@@ -187,7 +187,7 @@ def test_refuses_to_overwrite(tmp_path):
 def test_dry_run_writes_nothing(tmp_path):
     model = write_model(tmp_path)
     plan = convert(model, tiers="original,Q4_0", dry_run=True)
-    assert leftovers(tmp_path) == [] and plan.seconds > 0
+    assert leftovers(tmp_path) == []
     done = convert(model, tiers="original,Q4_0")
     assert (done.n_bytes, done.tiers) == (plan.n_bytes, plan.tiers)
 
@@ -268,7 +268,7 @@ def test_resume(large, tmp_path, sign):
     part = tmp_path / ".m.experts.gguf.part"
     assert part.exists() and not (tmp_path / "m.experts.gguf").exists()
     with open(part, "r+b") as file:  # a crash may lose what the journal claims
-        file.seek(builder.ALIGNMENT * 40)
+        file.seek(ALIGNMENT * 40)
         file.write(bytes(4096))
     seen = []
     made = convert(large, tiers="original,IQ4_XS", resume=True, progress=lambda done, total: seen.append(done))
