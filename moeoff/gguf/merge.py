@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ..errors import ModelError, OptionError
+from ..files import atomic_file
 from .file import ModelFile, Tensor
 from .model_index import SINGLE_EXPERT, ModelIndex, model_stem
-from .writer import ModelWriter
+from .writer import header_bytes
 
 __all__ = ["Merged", "merge", "merged_path"]
 
@@ -75,7 +76,8 @@ def merge(
             raise ModelError(f"{files[0]}: not a file with a tensor for each expert: there is nothing to merge")
         metadata = {key: raw for key, raw in parts[0].metadata.items() if not key.startswith("split.")}
         total, done = sum(tensor.n_bytes for tensor in tensors), 0
-        with ModelWriter(target, metadata, tensors, parts[0].alignment, overwrite=force) as writer:
+        with atomic_file(target, overwrite=force) as file:
+            file.write(header_bytes(metadata, tensors, parts[0].alignment))
             for old in groups.values():
                 for name in sorted(old, key=_number):
                     tensor = where[name].tensors[name]
@@ -83,10 +85,11 @@ def merge(
                     step = max(_PIECE * n_rows // max(tensor.n_bytes, 1), 1)
                     for start in range(0, n_rows, step):
                         data = where[name].data(name, start, start + step)
-                        writer.write(data)
+                        file.write(data.data)
                         done += data.nbytes
                         if progress:
                             progress(done, total)
+                file.write(bytes(-file.tell() % parts[0].alignment))
     return Merged(target, os.path.getsize(target), n_before, sum(old != [new] for new, old in groups.items()))
 
 

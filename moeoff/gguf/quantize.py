@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Sequence
 from math import prod
 
 import numpy as np
@@ -169,27 +167,6 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
     if n_rows:
         _library().quantize_chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, n_rows, n_cols, None if weights is None else weights.ctypes.data)
     return out
-
-
-def quantize_chunks(chunks: Iterable[Callable[[], np.ndarray]], type: int, imatrix: np.ndarray | None = None, threads: int = 2) -> Iterator[np.ndarray]:
-    """Quantize runs of rows, each made by a call, on `threads` threads; yield the results of `quantize` in the order
-    given.
-
-    The calls run on the worker threads too, so that reading or computing rows overlaps with quantizing. At most 2 *
-    threads chunks exist at any time: that bounds the memory. An exception of a call is raised here, at its turn.
-    """
-    pending: deque[Future[np.ndarray]] = deque()
-    with ThreadPoolExecutor(threads) as pool:
-        try:
-            for make in chunks:
-                if len(pending) == 2 * threads:
-                    yield pending.popleft().result()
-                pending.append(pool.submit(lambda made: quantize(made(), type, imatrix), make))
-            while pending:
-                yield pending.popleft().result()
-        finally:
-            for future in pending:
-                future.cancel()
 
 
 def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence[int]) -> np.ndarray:

@@ -31,8 +31,8 @@ from moeoff.console import progress_bar
 from moeoff.errors import ModelError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import parse_block_name
-from moeoff.gguf.quantize import quantize_chunks, type_from_name
-from moeoff.gguf.writer import ModelWriter
+from moeoff.gguf.quantize import type_from_name
+from model_writer import ModelWriter, quantize_chunks
 
 __all__ = ["Growth", "grow_model"]
 

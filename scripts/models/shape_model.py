@@ -48,8 +48,8 @@ from moeoff.errors import OptionError
 from moeoff.files import demo_model
 from moeoff.gguf.file import ModelFile, Tensor, unpack
 from moeoff.gguf.model_index import parse_block_name
-from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize, quantize_chunks, row_bytes, type_from_name, type_name
-from moeoff.gguf.writer import ModelWriter
+from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize, row_bytes, type_from_name, type_name
+from model_writer import ModelWriter, quantize_chunks
 
 __all__ = [
     "ANSWER",

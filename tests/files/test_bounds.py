@@ -35,7 +35,7 @@ from moeoff.files import open_file, read_file, read_text, require_new
 from moeoff.gguf.file import FileState, ModelFile
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.model_index import ModelIndex, loaded_whole
-from moeoff.gguf.writer import ModelWriter
+from model_writer import ModelWriter
 from moeoff.memory import MIB, available, parse_size, peak_rss, rss
 from moeoff.npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from moeoff.options import Config, ServerOptions

@@ -37,7 +37,7 @@ from moeoff.gguf.file import FileState, ModelFile, Tensor
 from moeoff.gguf.merge import merge, merged_path
 from moeoff.gguf.model_index import EMBEDDING, MATRICES, OUTPUT, ModelIndex, SplitName, TensorRole, is_expert, model_stem, parse_block_name, parse_tensor_name
 from moeoff.gguf.quantize import is_computed, row_bytes, type_from_name, type_name
-from moeoff.gguf.writer import ModelWriter
+from model_writer import ModelWriter
 from moeoff.sidecar.file import parse_slice_name, sidecar_path, slice_name
 from mutants import mutate
 

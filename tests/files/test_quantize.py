@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeoff.errors import ModelError
-from moeoff.gguf.quantize import dequantize, needs_imatrix, quantize, quantize_chunks, row_bytes, type_from_name
+from model_writer import quantize_chunks
+from moeoff.gguf.quantize import dequantize, needs_imatrix, quantize, row_bytes, type_from_name
 
 # Relative RMS error of quantizing normally distributed values, measured, rounded up.
 RMS_ERROR = {

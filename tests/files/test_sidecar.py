@@ -24,7 +24,7 @@ from moeoff import ModelError, OptionError, ReadError
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
 from moeoff.gguf.quantize import quantize, type_name
-from moeoff.gguf.writer import ModelWriter
+from model_writer import ModelWriter
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import FORMAT_VERSION, Sidecar, parse_slice_name, sidecar_path
 from mutants import mutate

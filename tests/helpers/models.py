@@ -13,7 +13,7 @@ import numpy as np
 
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import SplitName
-from moeoff.gguf.writer import ModelWriter
+from model_writer import ModelWriter
 from shape_model import SHAPES, Weights, metadata, scales_of, tensors, tokenizer
 
 

@@ -14,8 +14,8 @@ import numpy as np
 
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import is_expert
-from moeoff.gguf.quantize import fits, needs_imatrix, quantize_chunks
-from moeoff.gguf.writer import ModelWriter
+from moeoff.gguf.quantize import fits, needs_imatrix
+from model_writer import ModelWriter, quantize_chunks
 
 __all__ = ["Requantized", "requantize_experts", "split_experts"]
 

@@ -18,7 +18,7 @@ from moeoff.budget.dry_load import memory_sizes
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import EMBEDDING, OUTPUT, ModelIndex
-from moeoff.gguf.writer import ModelWriter
+from model_writer import ModelWriter
 
 TYPES = quantizable_types()
 N_ROWS, N_COLS, OFFSET = 300, 512, 4128

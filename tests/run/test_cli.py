@@ -333,7 +333,7 @@ def test_start_up_time(command, limit):
 
 def test_dense_model(moeoff_command, demo, tmp_path):
     from moeoff.gguf.file import ModelFile
-    from moeoff.gguf.writer import ModelWriter
+    from model_writer import ModelWriter
 
     path = tmp_path / "dense.gguf"
     with ModelFile(demo) as model:

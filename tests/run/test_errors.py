@@ -24,7 +24,7 @@ from moeoff.engine.llama import open_model
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import quantize, type_from_name
-from moeoff.gguf.writer import ModelWriter
+from model_writer import ModelWriter
 from moeoff.policies.router import Router
 from moeoff.sidecar.convert import convert
 
