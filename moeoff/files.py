@@ -87,8 +87,8 @@ def _read(file: BinaryIO, size: int, path: str | os.PathLike[str], limit: int) -
         parts.append(part)
         left -= len(part)
     if size > limit or left <= 0:
-        found = f"it has {format_size(size)}" if size > limit else "it is longer"
-        raise OSError(errno.EFBIG, f"{found}, expected at most {format_size(limit)}", os.fspath(path))
+        length = f"it has {format_size(size)}" if size > limit else "it is longer"
+        raise OSError(errno.EFBIG, f"{length}, expected at most {format_size(limit)}", os.fspath(path))
     return b"".join(parts)
 
 

@@ -50,18 +50,18 @@ class _Bounded:
         self.seek, self.tell, self.seekable = file.seek, file.tell, file.seekable
 
     def read(self, n: int = -1) -> bytes:
-        found = self._file.read(n if 0 <= n <= _DIRECTORY else _DIRECTORY + 1)
-        if len(found) > _DIRECTORY:
+        data = self._file.read(n if 0 <= n <= _DIRECTORY else _DIRECTORY + 1)
+        if len(data) > _DIRECTORY:
             raise zipfile.BadZipFile("its table of contents is too long")
-        return found
+        return data
 
 
-def read_npz(path: str | os.PathLike[str], limit: int, wanted: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
+def read_npz(path: str | os.PathLike[str], limit: int, select: Callable[[str], bool] = lambda name: True) -> dict[str, np.ndarray]:
     """Arrays by name, all of them in memory.
 
     Args:
         limit: bytes that they may take together.
-        wanted: names of those that are read.
+        select: true for names of those that are read.
 
     Raises:
         OSError: it cannot be read; `strerror` says why in words.
@@ -75,7 +75,7 @@ def read_npz(path: str | os.PathLike[str], limit: int, wanted: Callable[[str], b
         try:
             with zipfile.ZipFile(_Bounded(file)) as archive:
                 members = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
-                members = {name: info for name, info in members.items() if wanted(name)}
+                members = {name: info for name, info in members.items() if select(name)}
                 size = sum(info.file_size for info in members.values())
                 if size > limit:
                     raise TooLargeArchive(f"it unpacks to {format_size(size)}, and there is room for {format_size(max(limit, 0))}")
@@ -99,12 +99,12 @@ def _array(archive: zipfile.ZipFile, info: zipfile.ZipInfo, name: str) -> np.nda
         nbytes = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or nbytes != info.file_size - member.tell():
             raise ArchiveError(f"{name!r} has {info.file_size - member.tell()} bytes, expected {nbytes} for {shape} of {dtype}")
-        flat, at = np.empty(nbytes, np.uint8), 0
-        while at < nbytes:
-            if not (piece := member.read(min(_PIECE, nbytes - at))):
+        flat, n = np.empty(nbytes, np.uint8), 0
+        while n < nbytes:
+            if not (piece := member.read(min(_PIECE, nbytes - n))):
                 raise ArchiveError(f"{name!r} is cut short")
-            flat[at : at + len(piece)] = np.frombuffer(piece, np.uint8)
-            at += len(piece)
+            flat[n : n + len(piece)] = np.frombuffer(piece, np.uint8)
+            n += len(piece)
         if member.read(1):  # here its checksum is compared, too
             raise ArchiveError(f"{name!r} is longer than it says")
     return flat.view(dtype).reshape(shape, order="F" if in_columns else "C") if nbytes else np.empty(shape, dtype)

@@ -11,9 +11,9 @@ import hashlib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_type_hints
 
 import numpy as np
 
@@ -52,10 +52,10 @@ class CacheEntry:
         """The facts that were saved, as a dataclass of numbers and texts, which raises `ValueError` for those that cannot be; None: there are none."""
         try:
             facts = kind(**json.loads(read_file(self.path(), SMALL)))
-            types = {field.name: field.type for field in fields(facts)}  # type: ignore[arg-type]
         except (OSError, ValueError, TypeError, RecursionError):
             return None
-        return facts if all(type(value).__name__ == types[name] for name, value in vars(facts).items()) else None
+        types = get_type_hints(kind)
+        return facts if all(type(value) is types[name] for name, value in vars(facts).items()) else None
 
     def save(self, facts: Any) -> None:
         """Takes the place of what is there."""

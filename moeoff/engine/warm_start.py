@@ -150,20 +150,20 @@ def read_ahead(buffer: ExpertBuffer, ended: Callable[[], bool] = lambda: False) 
     order = np.argsort(np.where(absent > 0, -buffer.priorities, np.inf), axis=1, kind="stable")
     ranked = np.take_along_axis(absent, order, axis=1)
     fits = (np.cumsum(ranked.T.ravel()) <= room).reshape(ranked.T.shape).T & (ranked > 0)  # the first of each gate, the second of each gate, ...
-    for gate, taken in enumerate(fits):
+    for gate, experts in enumerate(fits):
         if ended():
             break
-        buffer.preload(gate, order[gate, taken].tolist())
+        buffer.preload(gate, order[gate, experts].tolist())
 
 
 def _preload(buffer: ExpertBuffer, residency: np.ndarray, room: int, low: bool) -> int:
     queued = 0
     for gate, row in enumerate(_expert_slots(buffer, low)):
         experts = np.flatnonzero((residency[gate] != 0) & (row > 0))
-        taken = np.cumsum(row[experts])
-        n = int(np.searchsorted(taken, room, "right"))
+        nbytes = np.cumsum(row[experts])
+        n = int(np.searchsorted(nbytes, room, "right"))
         if n:
-            room -= int(taken[n - 1])
+            room -= int(nbytes[n - 1])
             queued += buffer.preload(gate, experts[:n].tolist(), low=low)
     return queued
 

@@ -84,23 +84,23 @@ def parse(raw: bytes) -> tuple[Any, int, int | None]:
         return np.frombuffer(raw, np.dtype(FORMATS[of]).newbyteorder("<"), n, 16), code, of
     if of != STRING:
         raise struct.error("an array of arrays")
-    values, at = [], 16
+    values, offset = [], 16
     for _ in range(n):
-        (size,) = struct.unpack_from("<Q", raw, at)
-        values.append(raw[at + 8 : at + 8 + size])
-        at += 8 + size
+        (size,) = struct.unpack_from("<Q", raw, offset)
+        values.append(raw[offset + 8 : offset + 8 + size])
+        offset += 8 + size
     return values, code, of
 
 
 def unpack(raw: bytes) -> int | float | bool | str | list[str] | np.ndarray:
     """A metadata value as Python has it; bytes that are not UTF-8 are replaced. Raises struct.error as `parse`."""
     value, code, of = parse(raw)
-    found: int | float | bool | str | list[str] | np.ndarray = value
     if code == STRING:
-        found = value.decode("utf-8", "replace")
+        value = value.decode("utf-8", "replace")
     elif of == STRING:
-        found = [text.decode("utf-8", "replace") for text in value]
-    return found
+        value = [text.decode("utf-8", "replace") for text in value]
+    unpacked: int | float | bool | str | list[str] | np.ndarray = value
+    return unpacked
 
 
 @dataclass(frozen=True)
@@ -134,17 +134,17 @@ def read_range(fd: int, path: str | os.PathLike[str], offset: int, nbytes: int, 
     Raises:
         ModelError: it cannot be read, or the file ends before it does.
     """
-    found = bytearray(nbytes)
-    view, at = memoryview(found), 0
-    while at < nbytes:
+    data = bytearray(nbytes)
+    rest = memoryview(data)
+    while rest:
         try:
-            got = os.preadv(fd, [view[at:]], offset + at)
+            n = os.preadv(fd, [rest], offset)
         except OSError as error:
-            raise ModelError(f"{path}: cannot be read at byte {offset + at}: {error.strerror}") from None
-        if got == 0:
-            raise ModelError(f"{path}: ends at byte {offset + at}, inside {what}; was it cut while it was read?")
-        at += got
-    return found
+            raise ModelError(f"{path}: cannot be read at byte {offset}: {error.strerror}") from None
+        if n == 0:
+            raise ModelError(f"{path}: ends at byte {offset}, inside {what}; was it cut while it was read?")
+        rest, offset = rest[n:], offset + n
+    return data
 
 
 def _what_begins(magic: bytes) -> str:
@@ -257,11 +257,11 @@ class ModelFile:
             return
         del self._head[: keep - self._begin]
         self._begin = keep
-        at = keep + len(self._head)
-        self._head += read_range(self._file.fileno(), self.path, at, min(max(end - at, _HEADER_PIECE), self.state.size - at), "the header")
+        start = keep + len(self._head)
+        self._head += read_range(self._file.fileno(), self.path, start, min(max(end - start, _HEADER_PIECE), self.state.size - start), "the header")
 
     def _read_header(self) -> None:
-        self._at = 0
+        self._offset = 0
         _, self.version, n_tensors, n_values = self._take("4sIqq")
         if self.version not in VERSIONS:
             raise ModelError(f"{self.path}: GGUF of a version that llama.cpp does not read: {self.version}, expected 2 or 3, little-endian")
@@ -291,7 +291,7 @@ class ModelFile:
                 raise _Damaged(f"tensor {tensor.name!r} begins at {offset} of the data, expected {end}")
             self.tensors[tensor.name], self._offsets[tensor.name] = tensor, offset
             end += tensor.n_bytes + -tensor.n_bytes % self.alignment
-        self.data_start = self._at + -self._at % self.alignment
+        self.data_start = self._offset + -self._offset % self.alignment
         if n_tensors and self.data_start > self.state.size:
             raise _Damaged("it is cut short")
         last = 0
@@ -331,9 +331,9 @@ class ModelFile:
         return tensor, offset
 
     def _take(self, form: str, keep: int | None = None) -> tuple[Any, ...]:
-        at, self._at = self._at, self._at + struct.calcsize("<" + form)
-        self._require(self._at, at if keep is None else keep)
-        return struct.unpack_from("<" + form, self._head, at - self._begin)
+        start, self._offset = self._offset, self._offset + struct.calcsize("<" + form)
+        self._require(self._offset, start if keep is None else keep)
+        return struct.unpack_from("<" + form, self._head, start - self._begin)
 
     def _string(self) -> str:
         """A key or a name; what is not UTF-8 in it comes back when it is written."""
@@ -345,7 +345,7 @@ class ModelFile:
 
     def _value(self, key: str) -> bytes | None:
         """The next value's bytes; None if they are more than are kept."""
-        start = self._at
+        start = self._offset
         (code,), n = self._take("I"), 1
         if code == ARRAY:
             code, n = self._take("IQ", keep=start)
@@ -353,24 +353,24 @@ class ModelFile:
             raise _Damaged(f"{key!r} has {n} elements")
         longest = _LONGEST_HEADER if self._longest is None else self._longest
         if code in FORMATS:
-            self._at += n * struct.calcsize(FORMATS[code])
+            self._offset += n * struct.calcsize(FORMATS[code])
             self.written = max(self.written, n * _WRITTEN[code])
         elif code == STRING:  # a vocabulary has hundreds of thousands
             self.n_strings += n
-            at, length, data, begin, end = self._at, struct.Struct("<Q").unpack_from, self._head, self._begin, self._begin + len(self._head)
+            offset, length, data, begin, end = self._offset, struct.Struct("<Q").unpack_from, self._head, self._begin, self._begin + len(self._head)
             for _ in range(n):
-                if at + 8 > end:
-                    self._require(at + 8, start if at + 8 - start <= longest else at)
+                if offset + 8 > end:
+                    self._require(offset + 8, start if offset + 8 - start <= longest else offset)
                     begin, end = self._begin, self._begin + len(data)
-                (n_bytes,) = length(data, at - begin)
+                (n_bytes,) = length(data, offset - begin)
                 if n_bytes > _MAX_LENGTH:
                     raise _Damaged(f"{key!r} has a string of {n_bytes} bytes")
-                at += 8 + n_bytes
-            self._at = at
+                offset += 8 + n_bytes
+            self._offset = offset
         else:
             raise _Damaged(f"{key!r} has the type {code}")
-        if self._at - start > longest:
-            self._require(self._at, self._at)
+        if self._offset - start > longest:
+            self._require(self._offset, self._offset)
             return None
-        self._require(self._at, start)
-        return bytes(self._head[start - self._begin : self._at - self._begin])
+        self._require(self._offset, start)
+        return bytes(self._head[start - self._begin : self._offset - self._begin])

@@ -32,14 +32,14 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
     Raises:
         ModelError: there is no GGUF, none of this quant, or a part is missing.
     """
-    models = sorted(f for f in files if f.lower().endswith(".gguf") and not _is_no_model(f))
+    models = sorted(f for f in files if f.lower().endswith(".gguf") and not re.search("mmproj|imatrix", os.path.basename(f).lower()))
     if not models:
         raise ModelError("the repository has no GGUF file")
-    found = [f for f in models if _has_quant(f, quant or DEFAULT_QUANT)]
-    if not found and quant:
+    of_quant = [f for f in models if re.search(rf"(?:^|[-._/]){re.escape(quant or DEFAULT_QUANT)}(?=[-./]|$)", f, re.IGNORECASE)]
+    if not of_quant and quant:
         quants = sorted({match.group(1).upper() for f in models if (match := _QUANT.search(f))})
         raise ModelError(f"the repository has no {quant}; there are: {', '.join(quants or models)}")
-    first = (found or models)[0]
+    first = (of_quant or models)[0]
     split = SplitName.parse(first)
     if not split:
         return [first]
@@ -47,15 +47,6 @@ def choose(files: Iterable[str], quant: str | None = None) -> list[str]:
     if len(parts) != split.count:
         raise ModelError(f"the repository has {len(parts)} of the {split.count} parts of {split.stem}")
     return parts
-
-
-def _is_no_model(file: str) -> bool:
-    name = os.path.basename(file).lower()
-    return "mmproj" in name or "imatrix" in name
-
-
-def _has_quant(file: str, quant: str) -> bool:
-    return re.search(rf"(?:^|[-._/]){re.escape(quant)}(?=[-./]|$)", file, re.IGNORECASE) is not None
 
 
 def download(spec: str) -> str:
@@ -90,7 +81,7 @@ def _cached(huggingface_hub: ModuleType, repo: str, quant: str | None, reason: E
     """Without network: what an earlier run fetched."""
     try:
         folder = huggingface_hub.snapshot_download(repo, local_files_only=True)
-        files = [os.path.relpath(os.path.join(at, f), folder).replace(os.sep, "/") for at, _, names in os.walk(folder) for f in names]
+        files = [os.path.relpath(os.path.join(path, f), folder).replace(os.sep, "/") for path, _, names in os.walk(folder) for f in names]
         return os.path.join(folder, choose(files, quant)[0])
     except Exception:
         raise ModelError(f"-hf {repo}: cannot be reached, and it was not downloaded before: {_first_line(reason)}") from None

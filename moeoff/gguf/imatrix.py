@@ -76,14 +76,14 @@ def _read_gguf(path: str) -> dict[str, np.ndarray]:
 def _read_binary(path: str) -> dict[str, np.ndarray]:
     """int32 n, then n times: int32 length, name, int32 n_calls, int32 n_values, float32 values."""
     data = read_file(path, available() // 4)
-    (n,), at, out = struct.unpack_from("<i", data), 4, {}
+    (n,), offset, out = struct.unpack_from("<i", data), 4, {}
     for _ in range(n):
-        (size,) = struct.unpack_from("<i", data, at)
-        if size < 1 or at + 4 + size > len(data):
+        (size,) = struct.unpack_from("<i", data, offset)
+        if size < 1 or offset + 4 + size > len(data):
             raise ValueError("a name without end")
-        name = data[at + 4 : at + 4 + size].decode()
-        n_calls, n_values = struct.unpack_from("<ii", data, at + 4 + size)
-        at += 12 + size
-        out[name] = (np.frombuffer(data, "<f4", n_values, at) / max(n_calls, 1)).astype(np.float32)[None]
-        at += 4 * n_values
+        name = data[offset + 4 : offset + 4 + size].decode()
+        n_calls, n_values = struct.unpack_from("<ii", data, offset + 4 + size)
+        offset += 12 + size
+        out[name] = (np.frombuffer(data, "<f4", n_values, offset) / max(n_calls, 1)).astype(np.float32)[None]
+        offset += 4 * n_values
     return out

@@ -26,7 +26,7 @@ _T = TypeVar("_T", str, int)
 _DIFFUSION = ("llada-moe", "rnd1")  # those with routed experts
 _LONGEST_ARRAY = 4096  # one value for each layer fits; a vocabulary does not
 _COPIES, _STRING = 4, 150  # of a value, and bytes for each string, as measured (3.4 of a text, 2.2 of numbers)
-_LONGEST_VALUE = 1 << 16  # bytes of metadata that are kept: what is longer is not about the architecture
+_LONGEST_VALUE = 1 << 16  # bytes of a value that is read: what is longer is not about the architecture
 
 
 MATRICES = ("gate_up", "up", "gate", "down")  # in the order the graph computes them, as `native.MATRICES`
@@ -126,9 +126,8 @@ class ModelIndex:
     """The tensors of a model, over all files of a split one.
 
     Attributes:
-        files: paths, the one given first if the model is not split.
+        files: paths, the first part's first.
         architecture: `general.architecture`.
-        n_layer, n_expert, n_expert_used, n_ctx_train: of the model; 0 where the file does not say.
         experts: spans of the routed experts' tensors by name.
         dense: spans of everything else.
         hparams: the architecture's numbers and flags by their keys without its name, as "attention.head_count".
@@ -139,16 +138,28 @@ class ModelIndex:
 
     files: tuple[str, ...]
     architecture: str
-    n_layer: int
-    n_expert: int
-    n_expert_used: int
-    n_ctx_train: int
     experts: dict[str, TensorSpan]
     dense: dict[str, TensorSpan] = field(repr=False)
     hparams: dict[str, object] = field(repr=False)
     states: tuple[FileState, ...] = field(repr=False)
-    header_memory: int = field(default=0, repr=False)
-    vocabulary_fault: str = field(default="", repr=False)
+    header_memory: int = field(repr=False)
+    vocabulary_fault: str = field(repr=False)
+
+    @property
+    def n_layer(self) -> int:
+        return count(self.hparams, "block_count")
+
+    @property
+    def n_expert(self) -> int:
+        return count(self.hparams, "expert_count")
+
+    @property
+    def n_expert_used(self) -> int:
+        return count(self.hparams, "expert_used_count")
+
+    @property
+    def n_ctx_train(self) -> int:
+        return count(self.hparams, "context_length")
 
     def experts_used(self, layer: int) -> int:
         """Experts that a token uses in a layer; they need not be as many in each."""
@@ -192,25 +203,22 @@ class ModelIndex:
         path = os.fspath(path)
         if any("\udc80" <= letter <= "\udcff" for letter in path):  # as Python reads a byte that is none
             raise ModelError(f"{path}: its name is not UTF-8, as llama.cpp needs it: rename the file or its folder")
-        first = _read_file(path, 0)
-        parts, files = [first], [path]
-        if first.n_split > 1:
-            files = _split_files(path, first.n_split)
-            parts += [_read_file(part, index) for index, part in enumerate(files[1:], start=1)]
-        spans = [span for part in parts for span in part.spans]
-        return cls(
-            files=tuple(files),
-            architecture=first.architecture,
-            n_layer=count(first.hparams, "block_count"),
-            n_expert=count(first.hparams, "expert_count"),
-            n_expert_used=count(first.hparams, "expert_used_count"),
-            n_ctx_train=count(first.hparams, "context_length"),
-            experts={span.name: span for span in spans if is_expert(span.name)},
-            dense={span.name: span for span in spans if not is_expert(span.name)},
-            hparams=first.hparams,
-            states=tuple(part.state for part in parts),
+        first, n_parts = _read_file(path, 0)
+        if n_parts < 2:
+            return first
+        name = SplitName.parse(path)
+        if not name or name.count != n_parts:
+            raise ModelError(f"{path}: part of a model in {n_parts} files, but not named like NAME-00001-of-{n_parts:05d}.gguf")
+        if name.index != 1:
+            raise ModelError(f"{path}: part {name.index} of {n_parts}: give the first part, {name.part(1)}")
+        parts = [first] + [_read_file(part, index)[0] for index, part in enumerate(name.parts[1:], start=1)]
+        return replace(
+            first,
+            files=tuple(name.parts),
+            experts={name: span for part in parts for name, span in part.experts.items()},
+            dense={name: span for part in parts for name, span in part.dense.items()},
+            states=tuple(state for part in parts for state in part.states),
             header_memory=sum(part.header_memory for part in parts),
-            vocabulary_fault=first.vocabulary_fault,
         )
 
     @property
@@ -256,46 +264,24 @@ class ModelIndex:
                 raise ModelError(f"{path}: the file was changed while the model was in use: load it again")
 
 
-@dataclass(frozen=True)
-class _Part:
-    """One file of a model."""
-
-    architecture: str
-    n_split: int
-    hparams: dict[str, object]
-    spans: list[TensorSpan]
-    state: FileState
-    header_memory: int
-    vocabulary_fault: str
-
-
 def count(hparams: Mapping[str, object], key: str) -> int:
     """A count as llama.cpp takes it: unsigned, and of one for each layer the largest; 0 where the file does not say."""
     value = hparams.get(key, 0)
     return max((n & 0xFFFFFFFF for n in (value if isinstance(value, tuple) else (value,)) if type(n) is int), default=0)
 
 
-def _split_files(path: str, count: int) -> list[str]:
-    name = SplitName.parse(path)
-    if not name or name.count != count:
-        raise ModelError(f"{path}: part of a model in {count} files, but not named like NAME-00001-of-{count:05d}.gguf")
-    if name.index != 1:
-        raise ModelError(f"{path}: part {name.index} of {count}: give the first part, {name.part(1)}")
-    return name.parts
-
-
 def _hparams(file: ModelFile, architecture: str) -> dict[str, object]:
     """The architecture's values: numbers, flags, strings and tuples of numbers, but no long ones."""
-    found: dict[str, object] = {}
+    hparams: dict[str, object] = {}
     prefix = f"{architecture}."
     for key, raw in file.metadata.items():
         if key.startswith(prefix):
             value = unpack(raw)
             if isinstance(value, np.ndarray) and 0 < value.size <= _LONGEST_ARRAY:
-                found[key[len(prefix) :]] = tuple(value.tolist())
+                hparams[key[len(prefix) :]] = tuple(value.tolist())
             elif not isinstance(value, (np.ndarray, list)):
-                found[key[len(prefix) :]] = value
-    return found
+                hparams[key[len(prefix) :]] = value
+    return hparams
 
 
 def _value(file: ModelFile, key: str, default: _T) -> _T:
@@ -304,15 +290,26 @@ def _value(file: ModelFile, key: str, default: _T) -> _T:
     return value if isinstance(value, type(default)) and not isinstance(value, bool) else default
 
 
-def _read_file(path: str, index: int) -> _Part:
+def _read_file(path: str, index: int) -> tuple[ModelIndex, int]:
+    """One file of a model, and how many there are."""
     with ModelFile(path, longest=_LONGEST_VALUE) as file:
         spans = []
         for name, tensor in file.tensors.items():
             n0, n1, n2, n3, *_ = (*reversed(tensor.shape), 1, 1, 1)
             spans.append(TensorSpan(name, index, file.offset(name), tensor.n_bytes, tensor.type, (n0, n1, n2, n3)))
         architecture = _value(file, "general.architecture", "")
-        memory = _COPIES * (file.data_start + file.written) + _STRING * file.n_strings  # llama.cpp writes out one array after the other, for its log
-        return _Part(architecture, _value(file, "split.count", 0), _hparams(file, architecture), spans, file.state, memory, vocabulary_fault(file.metadata))
+        part = ModelIndex(
+            files=(path,),
+            architecture=architecture,
+            experts={span.name: span for span in spans if is_expert(span.name)},
+            dense={span.name: span for span in spans if not is_expert(span.name)},
+            hparams=_hparams(file, architecture),
+            states=(file.state,),
+            # llama.cpp writes out one array after the other, for its log
+            header_memory=_COPIES * (file.data_start + file.written) + _STRING * file.n_strings,
+            vocabulary_fault=vocabulary_fault(file.metadata),
+        )
+        return part, _value(file, "split.count", 0)
 
 
 def loaded_whole(path: str | os.PathLike[str]) -> tuple[int, int]:
@@ -321,11 +318,11 @@ def loaded_whole(path: str | os.PathLike[str]) -> tuple[int, int]:
     Raises:
         ModelError: as `ModelIndex.read`, or a tensor cannot be computed with: llama.cpp looks at shapes alone, and the first batch ends in a null pointer.
     """
-    part = _read_file(os.fspath(path), 0)
-    for span in part.spans:
+    whole, _ = _read_file(os.fspath(path), 0)
+    for span in (spans := {**whole.dense, **whole.experts}).values():
         if span.type == I32 or not is_computed(span.type):
             raise ModelError(f"{os.fspath(path)}: {span.name!r} is stored as {type_name(span.type)}, with which llama.cpp cannot compute it: convert it again")
-    return sum(span.nbytes for span in part.spans), part.header_memory
+    return sum(span.nbytes for span in spans.values()), whole.header_memory
 
 
 class ModelBytes:

@@ -34,8 +34,8 @@ def preflight(index: ModelIndex) -> None:
     """Raises `ModelError` if llama.cpp would end the process over what the file says. A model without experts is asked for none."""
     for key, good, expected in _counts(index):
         if not good:
-            found = repr(index.hparams[key]) if key in index.hparams else "missing"
-            raise ModelError(f"{index.files[0]}: {key} is {found}, expected {expected}: the file is damaged, or not for llama.cpp")
+            value = repr(index.hparams[key]) if key in index.hparams else "missing"
+            raise ModelError(f"{index.files[0]}: {key} is {value}, expected {expected}: the file is damaged, or not for llama.cpp")
     if index.vocabulary_fault:
         raise ModelError(f"{index.files[0]}: {index.vocabulary_fault}")
     _check_tensors(index)

@@ -212,8 +212,8 @@ def quantize_q2_0(rows: np.ndarray, imatrix: np.ndarray | None = None) -> np.nda
     blocks = np.ascontiguousarray(rows, np.float32).reshape(-1, _BLOCK)
     weights = None if imatrix is None else np.broadcast_to(imatrix.astype(np.float32), rows.shape).reshape(-1, _BLOCK)
     out = np.empty((len(blocks), 2 + _BLOCK // 4), np.uint8)
-    for at in range(0, len(blocks), _CHUNK):
-        part = slice(at, at + _CHUNK)
+    for start in range(0, len(blocks), _CHUNK):
+        part = slice(start, start + _CHUNK)
         out[part] = _quantize(blocks[part], None if weights is None else weights[part])
     return out.reshape(n_rows, n_cols // _BLOCK * out.shape[1])
 

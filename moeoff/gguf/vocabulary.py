@@ -44,17 +44,17 @@ def vocabulary_fault(metadata: Mapping[str, bytes]) -> str:
     if model not in _DEFAULTS:
         return ""
     begin, end, part = (
-        found if _is_id(found := value(f"{name}_token_id"), len(tokens)) else default if _is_id(default, len(tokens)) else None
+        next((id for id in (value(f"{name}_token_id"), default) if _is_id(id, len(tokens))), None)
         for name, default in zip(("bos", "eos", "seperator"), _DEFAULTS[model])  # llama.cpp's spelling
     )
     adds_begin, adds_end = value("add_bos_token"), value("add_eos_token")
     bpe = model in _BPE  # whether these add something depends on the rules for words, too
-    wanted = {
+    lacking = {
         "bos": begin is None and (model in ("bert", "gemma4") or (adds_begin is not False if bpe or model == "llama" else adds_begin is True)),
         "eos": end is None and model != "bert" and (adds_end is not False if model == "t5" else adds_end is True),
         "seperator": part is None and model == "bert",
     }
-    for name, lacks in wanted.items():
+    for name, lacks in lacking.items():
         if lacks:
             return f"its tokenizer ({model}) puts a token around every text of which the file does not say which one it is (tokenizer.ggml.{name}_token_id)"
     return ""
@@ -71,12 +71,12 @@ def _bytes_of(tokens: Iterable[bytes]) -> set[int]:
 
 
 def _rwkv_bytes_of(tokens: Iterable[bytes]) -> set[int]:
-    found = {0}  # it ends a text
+    values = {0}  # it ends a text
     for token in tokens:
         if len(token) == 1 and token != b"\\":
-            found.add(token[0])
+            values.add(token[0])
         elif token in _ESCAPES:
-            found.add(_ESCAPES[token])
+            values.add(_ESCAPES[token])
         elif hexadecimal := _HEX.fullmatch(token):
-            found.add(int(hexadecimal[1], 16))
-    return found
+            values.add(int(hexadecimal[1], 16))
+    return values

@@ -26,8 +26,8 @@ def header_bytes(metadata: Mapping[str, Value], tensors: Sequence[Tensor], align
     """
     writer = GGUFWriter(None, "")  # without a path it opens no file, and without an architecture it adds no key
     writer.data_alignment = alignment
-    for key, given in metadata.items():
-        value, kind, of = _typed(given)
+    for key, raw in metadata.items():
+        value, kind, of = _typed(raw)
         if kind != GGUFValueType.ARRAY or value:
             writer.add_key_value(_text(key), value, kind, of)
     for tensor in tensors:
@@ -48,8 +48,8 @@ def _text(name: str) -> str:
 def _typed(value: Value) -> tuple[object, GGUFValueType, GGUFValueType | None]:
     """A value as gguf-py packs it, its type, and that of an array's elements."""
     if isinstance(value, bytes):
-        found, code, of = parse(value)
-        return (found.tolist() if isinstance(found, np.ndarray) else found), GGUFValueType(code), None if of is None else GGUFValueType(of)
+        parsed, code, of = parse(value)
+        return (parsed.tolist() if isinstance(parsed, np.ndarray) else parsed), GGUFValueType(code), None if of is None else GGUFValueType(of)
     if isinstance(value, np.ndarray):
         return value.tolist(), GGUFValueType.ARRAY, GGUFValueType[value.dtype.name.upper()]
     if isinstance(value, np.generic):

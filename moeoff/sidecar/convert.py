@@ -181,15 +181,15 @@ class _Builder:
 
     def _add(self, tier: Tier, span: TensorSpan, expert: int) -> int:
         """Plans a tensor; returns its index."""
-        asked, type = tier.wanted(span, expert), tier.type(span, expert)
+        requested, type = tier.requested(span, expert), tier.type(span, expert)
         if type != span.type:
             if not is_written(type):
                 raise OptionError(f"experts cannot be stored as {type_name(type)}: ggml does not quantize to it")
             if needs_imatrix(type) and (self._imatrix is None or span.name not in self._imatrix.values):
                 raise OptionError(f"{type_name(type)} needs an importance matrix with {span.name}, or another type", hint={"imatrix": ...})
-        if type != asked:
+        if type != requested:
             self._stand_ins.add(len(self.tensors))
-            key = (type_name(asked), type_name(type), span.shape[0])
+            key = (type_name(requested), type_name(type), span.shape[0])
             self.fallbacks[key] = self.fallbacks.get(key, 0) + 1
         self.tensors.append(Tensor(slice_name(span.name, expert, tier.name), (span.shape[1], span.shape[0]), type))
         return len(self.tensors) - 1

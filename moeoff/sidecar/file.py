@@ -66,8 +66,8 @@ class Hasher:
 def hash_range(files: ModelBytes, file: int, offset: int, nbytes: int, what: str) -> int:
     """hash64 of a range of one of the files. Raises `ModelError` as `ModelBytes.read`."""
     hasher = Hasher()
-    for at in range(0, nbytes, _PIECE):
-        hasher.update(files.read(file, offset + at, min(_PIECE, nbytes - at), what))
+    for start in range(0, nbytes, _PIECE):
+        hasher.update(files.read(file, offset + start, min(_PIECE, nbytes - start), what))
     return hasher.value()
 
 
@@ -109,14 +109,9 @@ def source_sample(model_index: ModelIndex) -> int:
 
 def seal(header: bytes) -> bytes:
     """The header with its own hash, taken with zeros in the hash's place. `moeoff.header_hash` must be the last key."""
-    at = _seal_offset(header)
-    blank = header[:at] + bytes(8) + header[at + 8 :]
-    return header[:at] + struct.pack("<Q", hash64(blank)) + header[at + 8 :]
-
-
-def _seal_offset(header: bytes) -> int:
-    at = header.rfind(struct.pack("<Q", len(_SEAL)) + _SEAL)
-    return -1 if at < 0 else at + 8 + len(_SEAL) + 4
+    key = struct.pack("<Q", len(_SEAL)) + _SEAL
+    before, after = header[: header.rfind(key) + len(key) + 4], header[header.rfind(key) + len(key) + 12 :]  # 4: the value's type
+    return before + struct.pack("<Q", hash64(before + bytes(8) + after)) + after
 
 
 @dataclass(frozen=True)

@@ -80,7 +80,7 @@ class Tier:
             raise OptionError(f"a tier is given twice: {','.join(tier.name for tier in tiers)}")
         return tiers
 
-    def wanted(self, span: TensorSpan, expert: int) -> int:
+    def requested(self, span: TensorSpan, expert: int) -> int:
         """The type asked for, whether its rows fit or not."""
         if self.name == ORIGINAL:
             return span.type
@@ -95,7 +95,7 @@ class Tier:
 
     def type(self, span: TensorSpan, expert: int) -> int:
         """The type that the expert gets; where it is the source's the bytes are copied."""
-        type = nearest(self.wanted(span, expert), span.shape[0])
+        type = nearest(self.requested(span, expert), span.shape[0])
         # in tier "auto" nobody asked for the type by name: one that is no smaller is not made
         return span.type if self.name == AUTO and bits_per_weight(type) >= bits_per_weight(span.type) else type
 

@@ -33,7 +33,12 @@ class ModelWriter(contextlib.AbstractContextManager):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], metadata: Mapping[str, Value], tensors: Sequence[Tensor], alignment: int = DEFAULT_ALIGNMENT, overwrite: bool = False
+        self,
+        path: str | os.PathLike[str],
+        metadata: Mapping[str, Value],
+        tensors: Sequence[Tensor],
+        alignment: int = DEFAULT_ALIGNMENT,
+        overwrite: bool = False,
     ) -> None:
         self._path, self._alignment = path, alignment
         self._header = header_bytes(metadata, tensors, alignment)
@@ -49,7 +54,8 @@ class ModelWriter(contextlib.AbstractContextManager):
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> bool | None:
         if kind is None and (self._expected or self._left):
             missing = ModelError(f"{self._path}: incomplete: {len(self._left) + bool(self._expected)} tensors miss data")
-            return self._atomic.__exit__(ModelError, missing, None)
+            self._atomic.__exit__(ModelError, missing, None)
+            raise missing
         return self._atomic.__exit__(kind, *error)
 
     def write(self, data: np.ndarray) -> None:

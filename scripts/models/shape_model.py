@@ -42,6 +42,7 @@ from dataclasses import dataclass, field, replace
 import click
 import numpy as np
 
+from model_writer import ModelWriter, quantize_chunks
 from moeoff.cli.options import errors_as_sentences
 from moeoff.console import progress_bar
 from moeoff.errors import OptionError
@@ -49,7 +50,6 @@ from moeoff.files import demo_model
 from moeoff.gguf.file import ModelFile, Tensor, unpack
 from moeoff.gguf.model_index import parse_block_name
 from moeoff.gguf.quantize import dequantize, fits, needs_imatrix, quantize, row_bytes, type_from_name, type_name
-from model_writer import ModelWriter, quantize_chunks
 
 __all__ = [
     "ANSWER",

@@ -24,6 +24,7 @@ import moeoff
 from companions import write_expert_adapter
 from helpers.files import DEMO, SMALL_TRACE
 from helpers.models import with_template
+from model_writer import ModelWriter
 from moeoff.calibrate import calibrate
 from moeoff.calibrate.perplexity import read_windows
 from moeoff.calibrate.precision_search import search_precision
@@ -35,7 +36,6 @@ from moeoff.files import open_file, read_file, read_text, require_new
 from moeoff.gguf.file import FileState, ModelFile
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.model_index import ModelIndex, loaded_whole
-from model_writer import ModelWriter
 from moeoff.memory import MIB, available, parse_size, peak_rss, rss
 from moeoff.npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from moeoff.options import Config, ServerOptions

@@ -20,13 +20,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from helpers.waiting import wait_until
+from model_writer import ModelWriter
 from moeoff import ModelError, OptionError
 from moeoff.errors import WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.imatrix import Imatrix
 from moeoff.gguf.model_index import parse_tensor_name
 from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
-from model_writer import ModelWriter
 from moeoff.sidecar import convert as module
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import ALIGNMENT, Sidecar, hash64

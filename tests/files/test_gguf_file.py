@@ -27,6 +27,7 @@ from helpers.arch_models import write_model
 from helpers.files import DEMO
 from helpers.ggml_api import F32, Context
 from helpers.rewrite_experts import split_experts
+from model_writer import ModelWriter
 from moeoff import native
 from moeoff.binding import lib
 from moeoff.engine.expert_buffer import ExpertBuffer
@@ -37,7 +38,6 @@ from moeoff.gguf.file import FileState, ModelFile, Tensor
 from moeoff.gguf.merge import merge, merged_path
 from moeoff.gguf.model_index import EMBEDDING, MATRICES, OUTPUT, ModelIndex, SplitName, TensorRole, is_expert, model_stem, parse_block_name, parse_tensor_name
 from moeoff.gguf.quantize import is_computed, row_bytes, type_from_name, type_name
-from model_writer import ModelWriter
 from moeoff.sidecar.file import parse_slice_name, sidecar_path, slice_name
 from mutants import mutate
 

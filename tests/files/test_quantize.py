@@ -10,8 +10,8 @@ from gguf import GGMLQuantizationType as T
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeoff.errors import ModelError
 from model_writer import quantize_chunks
+from moeoff.errors import ModelError
 from moeoff.gguf.quantize import dequantize, needs_imatrix, quantize, row_bytes, type_from_name
 
 # Relative RMS error of quantizing normally distributed values, measured, rounded up.

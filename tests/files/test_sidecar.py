@@ -20,11 +20,11 @@ from helpers.files import flip_bit
 from helpers.kernels import Op, Plain
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.models import split_model
+from model_writer import ModelWriter
 from moeoff import ModelError, OptionError, ReadError
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex, parse_tensor_name
 from moeoff.gguf.quantize import quantize, type_name
-from model_writer import ModelWriter
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import FORMAT_VERSION, Sidecar, parse_slice_name, sidecar_path
 from mutants import mutate

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
+from model_writer import ModelWriter
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import SplitName
-from model_writer import ModelWriter
 from shape_model import SHAPES, Weights, metadata, scales_of, tensors, tokenizer
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from model_writer import ModelWriter, quantize_chunks
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.model_index import is_expert
 from moeoff.gguf.quantize import fits, needs_imatrix
-from model_writer import ModelWriter, quantize_chunks
 
 __all__ = ["Requantized", "requantize_experts", "split_experts"]
 

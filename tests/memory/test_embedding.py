@@ -13,12 +13,12 @@ from helpers.arch_models import open_moeoff, open_stock, run, write_model
 from helpers.ggml_api import ABORTED, F32, I32, SUCCESS, Backend, Context, cpu_buffer_type, quantizable_types, quantized, read, write
 from helpers.logits import Stock, assert_bit_equal, greedy_logits
 from helpers.models import split_model
+from model_writer import ModelWriter
 from moeoff import ModelError, ReadError, native
 from moeoff.budget.dry_load import memory_sizes
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import EMBEDDING, OUTPUT, ModelIndex
-from model_writer import ModelWriter
 
 TYPES = quantizable_types()
 N_ROWS, N_COLS, OFFSET = 300, 512, 4128

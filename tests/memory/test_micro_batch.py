@@ -87,7 +87,13 @@ def test_rates_change_when_they_differ_plainly(demo, cache):
 
 @pytest.mark.parametrize(
     "keywords, tier, same",
-    [(THREADS, None, True), (THREADS, "Original", True), ({"n_threads": 4}, None, False), (THREADS | {"n_gpu_layers": 1}, None, False), (THREADS, "auto", False)],
+    [
+        (THREADS, None, True),
+        (THREADS, "Original", True),
+        ({"n_threads": 4}, None, False),
+        (THREADS | {"n_gpu_layers": 1}, None, False),
+        (THREADS, "auto", False),
+    ],
 )
 def test_rates_of_other_options_are_others(demo, cache, keywords, tier, same):
     remember_rates(ModelIndex.read(demo), THREADS, None, RATES)

@@ -394,7 +394,11 @@ def test_command(moeoff_command, tmp_path):
     assert rows[3]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
     assert done.stdout == moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json").stdout
     assert "of the gap" in moeoff_command("simulate", str(SMALL_TRACE)).stdout
-    for arguments, message in ((("--strategy", "fifo"), "unknown policy 'fifo'"), (("--memory", "nan%"), "between 0% and 100%"), (("--plot", "a.xyz"), "a.xyz")):
+    for arguments, message in (
+        (("--strategy", "fifo"), "unknown policy 'fifo'"),
+        (("--memory", "nan%"), "between 0% and 100%"),
+        (("--plot", "a.xyz"), "a.xyz"),
+    ):
         failed = moeoff_command("simulate", str(SMALL_TRACE), *arguments)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 

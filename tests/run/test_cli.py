@@ -332,8 +332,8 @@ def test_start_up_time(command, limit):
 
 
 def test_dense_model(moeoff_command, demo, tmp_path):
-    from moeoff.gguf.file import ModelFile
     from model_writer import ModelWriter
+    from moeoff.gguf.file import ModelFile
 
     path = tmp_path / "dense.gguf"
     with ModelFile(demo) as model:

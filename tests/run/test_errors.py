@@ -19,12 +19,12 @@ import pytest
 
 import moeoff
 from helpers.models import split_model, with_template
+from model_writer import ModelWriter
 from moeoff.engine.engine import Engine
 from moeoff.engine.llama import open_model
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import quantize, type_from_name
-from model_writer import ModelWriter
 from moeoff.policies.router import Router
 from moeoff.sidecar.convert import convert
 
