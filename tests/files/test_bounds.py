@@ -94,7 +94,7 @@ def test_what_is_no_file_is_not_waited_for(no_file, tmp_path, demo):
     index = ModelIndex.read(demo)
     readers = [ModelIndex.read, Sidecar, Imatrix.read, Trace.read, read_text, lambda p: Profile.read(p, index), lambda p: moeoff.Llama(demo, profile=p),
                lambda p: moeoff.Llama(demo, experts=p), lambda p: moeoff.Llama(p), lambda p: moeoff.Llama(demo, strategy="score", replay=p),
-               loaded_whole, lambda p: Engine(Config.make(demo, lora_path=p))]  # fmt: skip
+               loaded_whole, read_trace, lambda p: Engine(Config.make(demo, lora_path=p))]  # fmt: skip
     for read in readers:
         with pytest.raises(MoeoffError, match=words):
             read(path)
@@ -444,7 +444,7 @@ print(peak_rss() >> 20)
 # --- contexts ---
 
 
-@pytest.mark.parametrize("n_ctx", [8, 31, 200, 255, 256, 300])
+@pytest.mark.parametrize("n_ctx", [8, 256, 300])
 def test_a_context_of_any_length_can_be_filled(demo, n_ctx):
     """llama.cpp rounds up to 256; llama_cpp's list of tokens has to follow."""
     with moeoff.Llama(demo, n_ctx=n_ctx, expert_memory="4M") as llm:
@@ -553,13 +553,6 @@ def test_no_command_replaces_the_model(demo, tmp_path, args):
     done = runner.invoke(main, [*args, str(alias), *([demo] if args[0] in ("calibrate", "convert") else ["-m", demo])], prog_name="moeoff")
     assert done.exit_code == 1 and "would replace" in done.stderr and len(done.stderr.splitlines()) == 1, done.output
     assert FileState.read(demo) == before and alias.is_symlink()
-
-
-@pytest.mark.parametrize("read", [Trace.read, read_trace])
-def test_a_pipe_is_no_trace(read, tmp_path):
-    os.mkfifo(path := tmp_path / "pipe")
-    with pytest.raises(OptionError, match="pipe, expected a file"):
-        read(path)
 
 
 def test_a_sidecar_replaces_nothing_but_files(demo, tmp_path):

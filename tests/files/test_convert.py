@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import resource
@@ -25,7 +24,6 @@ from moeoff import ModelError, OptionError
 from moeoff.errors import WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.imatrix import Imatrix
-from moeoff.gguf.model_index import parse_tensor_name
 from moeoff.gguf.quantize import fits, quantize, row_bytes, type_from_name, type_name
 from moeoff.sidecar import convert as module
 from moeoff.sidecar.convert import convert
@@ -64,7 +62,7 @@ def leftovers(folder: Path) -> list[str]:
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith("m") or "experts" in p.name)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     n_expert=st.integers(1, 5),
     n_ff=st.integers(1, 9),
@@ -140,7 +138,7 @@ def fuzz(folder: Path, n: int, seed: int) -> None:
 
 
 def test_fuzz(tmp_path):
-    fuzz(tmp_path, 500, 1)
+    fuzz(tmp_path, 200, 1)
 
 
 @pytest.mark.slow
@@ -393,17 +391,6 @@ def test_imatrix(tmp_path, form):
         (tmp_path / "m.junk").write_bytes(junk)
         with pytest.raises(ModelError, match="m.junk"):
             Imatrix.read(tmp_path / "m.junk")
-
-
-def test_plan_file_of_every_level(tmp_path):
-    model = write_model(tmp_path, n_layer=3)
-    (tmp_path / "m.json").write_text(json.dumps({"default": "Q8_0", "layers": {"1": {"2": "Q2_0"}, "2": "original"}}))
-    sidecar = Sidecar(convert(model, tiers="original", bits=tmp_path / "m.json").path)
-    assert sidecar.tiers == ["original", "bits"]
-    for (name, expert, tier), s in sidecar.slices.items():
-        layer = parse_tensor_name(name).layer
-        kind = "F16" if tier == "original" or layer == 2 else "Q2_0" if (layer, expert) == (1, 2) else "Q8_0"
-        assert type_name(s.type) == kind
 
 
 def test_memory_is_bounded(tmp_path):

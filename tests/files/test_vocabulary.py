@@ -3,9 +3,11 @@
 import struct
 
 import pytest
+from click.testing import CliRunner
 
 from helpers.models import with_metadata
 from moeoff import Llama, ModelError, MoeoffError, OptionError
+from moeoff.cli.main import main
 from moeoff.gguf.file import ModelFile
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.preflight import preflight
@@ -70,18 +72,23 @@ def wrong(demo, tmp_path_factory):
     return with_metadata(demo, tmp_path_factory.mktemp("wrong") / "model.gguf", {"tokenizer.ggml.model": "llama"})
 
 
-def test_every_command_refuses_it(wrong, moeoff_command):
+def refusal(*command: object) -> str:
+    """What a command says that ends with an error."""
+    done = CliRunner().invoke(main, [str(argument) for argument in command], prog_name="moeoff")
+    assert done.exit_code == 1 and len(done.stderr.strip().splitlines()) == 1, done.output
+    return done.stderr
+
+
+def test_every_command_refuses_it(wrong):
     for command in (["inspect", wrong], ["run", "-m", wrong, "-p", "ä"]):
-        done = moeoff_command(*command)
-        assert done.returncode == 1 and "no tokens for 162 of the 256 bytes" in done.stderr and "Traceback" not in done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
+        assert "no tokens for 162 of the 256 bytes" in refusal(*command)
     with pytest.raises(ModelError, match="of another tokenizer"):
         Llama(wrong, expert_memory="1M")
     with pytest.raises(ModelError, match="of another tokenizer"):
         preflight(ModelIndex.read(wrong))
 
 
-def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path, moeoff_command):
+def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path):
     path, other = (with_metadata(demo, tmp_path / f"{name}.gguf", {"general.architecture": name}) for name in ("llada-moe", "rnd1"))
     text = tmp_path / "text"
     text.write_text("Once upon a time. " * 100)
@@ -96,9 +103,7 @@ def test_diffusion_models_are_refused_with_the_reason(demo, tmp_path, moeoff_com
         ["eval", "-m", path, "--text", text],
         ["report", "-m", path, "-o", tmp_path / "page.html"],
     ):
-        done = moeoff_command(*map(str, command))
-        assert done.returncode == 1 and len(done.stderr.strip().splitlines()) == 1
-        assert f"a diffusion model ({'rnd1' if other in command else 'llada-moe'})" in done.stderr
+        assert f"a diffusion model ({'rnd1' if other in command else 'llada-moe'})" in refusal(*command)
     assert sorted(tmp_path.iterdir()) == before
 
 
