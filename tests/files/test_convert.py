@@ -234,9 +234,15 @@ def start(model: Path, *options: str, **kwargs) -> subprocess.Popen:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
+@pytest.fixture(scope="module")
+def large_model(tmp_path_factory) -> Path:
+    return write_model(tmp_path_factory.mktemp("large"), n_layer=3, n_expert=8, n_ff=768, n_cols=512, down_cols=768)
+
+
 @pytest.fixture
-def large(tmp_path) -> Path:
-    return write_model(tmp_path, n_layer=3, n_expert=8, n_ff=768, n_cols=512, down_cols=768)
+def large(large_model, tmp_path) -> Path:
+    os.link(large_model, tmp_path / "m.gguf")
+    return tmp_path / "m.gguf"
 
 
 def wait_for_part(folder: Path, n_jobs: int = 0) -> None:
