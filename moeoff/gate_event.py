@@ -34,7 +34,6 @@ class GateEvent:
             told unless a part needs them.
         decode: the tokens are decoded: one of a sequence, one each of several, or a draft that is verified. False: they are text
             that is read. Always told; None, when one is made, takes a single token for decoded and several for text.
-        sequences: [n_tokens] int32, the sequence (a server's slot) of each token; None: all are of sequence 0, or it is not known.
     """
 
     gate: int
@@ -51,7 +50,6 @@ class GateEvent:
     logits: np.ndarray | None = None
     row_step: int = 1
     decode: bool | None = None
-    sequences: np.ndarray | None = None
     router_ids: np.ndarray | None = None
     on_device: np.ndarray | None = None
 
@@ -59,19 +57,13 @@ class GateEvent:
         if self.decode is None:
             self.decode = len(self.ids) == 1
 
-    @property
-    def one_each(self) -> bool:
-        """No two tokens are of the same sequence: the rows of the next token may be those of this one."""
-        return len(self.ids) == 1 or (self.sequences is not None and len(set(self.sequences.tolist())) == len(self.ids))
-
     def demand(self) -> np.ndarray:
         """[n] the selected experts, each once, in the order in which the native store reads them: those of the most tokens first (Fate §4.3),
         among equals as the tokens name them."""
-        found: np.ndarray = self.ids[0]
-        if len(self.ids) > 1:
-            distinct, first, count = np.unique(self.ids, return_index=True, return_counts=True)
-            found = distinct[np.lexsort((first, -count))]
-        return found
+        if len(self.ids) == 1:
+            return np.asarray(self.ids[0])
+        distinct, first, count = np.unique(self.ids, return_index=True, return_counts=True)
+        return np.asarray(distinct[np.lexsort((first, -count))])
 
     def sample(self, n: int) -> GateEvent:
         """Itself, or a copy with at most n of its tokens, evenly spread, for each of which there are all rows: its row_step is 1."""
@@ -89,7 +81,6 @@ class GateEvent:
             gate_input=None if self.gate_input is None else self.gate_input[rows],
             logits=None if self.logits is None else self.logits[rows],
             row_step=1,
-            sequences=None if self.sequences is None else self.sequences[::step],
             router_ids=None if self.router_ids is None else self.router_ids[::step],
             on_device=None if self.on_device is None else self.on_device[::step],
         )
@@ -109,8 +100,8 @@ class Observer:
             decode: each is the next of a text; else they are text that is read.
         """
 
-    def new_sequence(self, sequence: int) -> None:
-        """The next events of this sequence are the first of a text. All events before have been observed."""
+    def new_sequence(self) -> None:
+        """The next events are the first of a text, and no other text goes on. All events before have been observed."""
 
     def close(self) -> None:
         """After the last event, while the expert buffer still runs."""

@@ -26,13 +26,13 @@ from .files import open_file
 from .gate_event import GateEvent
 from .memory import available, format_size, slot_bytes
 
-MAGIC, VERSION = b"MOEOFFTR", 6
+MAGIC, VERSION = b"MOEOFFTR", 7
 # kind, flags, gate, n_used, n_tokens, n_hit, n_miss, CLOCK_MONOTONIC ns, payload bytes, crc32 of the payload
 RECORD = struct.Struct("<BBHHIIIqII")
 _LONGEST_HEADER, _LONGEST_RECORD = 16 << 20, 256 << 20  # bytes; a record is one gate's events of one batch, or some reads
 _EXPANDED = 3  # bytes of memory for each of a file
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS, DECISIONS, SEQUENCES, BEGINS, OTHER_KIND, REROUTED, DEVICE = 1, 2, 4, 8, 16, 32, 64, 128  # flags of gate events
+NEW_SEQUENCE, PROBS, DECISIONS, OTHER_KIND, REROUTED, DEVICE = 1, 2, 4, 32, 64, 128  # flags of gate events
 
 
 # finished reads; docs/reference/trace.md has the fields
@@ -135,9 +135,7 @@ class TraceWriter:
 
     def __init__(self, path: str | os.PathLike[str], model: TraceHeader, session: dict[str, Any] | None = None):
         self._n_experts = model.n_experts
-        self._is_first = True  # of this run
-        self._begins: set[int] = set()
-        self._several = False  # other sequences than 0 have been seen
+        self._begins = True  # the next event is the first of a text
         self._last_read = 0
         self._path = os.fspath(path)
         header = model.to_json().encode()
@@ -155,15 +153,14 @@ class TraceWriter:
                 self._file.write(MAGIC + struct.pack("<II", VERSION, len(header)) + header)
         self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(session or {}).encode())
 
-    def new_sequence(self, sequence: int = 0) -> None:
-        """With the next event this sequence begins a text."""
-        self._begins.add(sequence)
-        self._several = self._several or sequence != 0
+    def new_sequence(self) -> None:
+        """The next event is the first of a text."""
+        self._begins = True
 
     def write(self, event: GateEvent) -> None:
         """Appends an event. Its weights and probabilities are rounded to float16; its gate input, layer and number are left out."""
         payload = event.ids.astype("<u2").tobytes() + event.weights.astype("<f2").tobytes()
-        flags = NEW_SEQUENCE if self._is_first or self._begins else 0
+        flags = NEW_SEQUENCE if self._begins else 0
         if event.decode != (len(event.ids) == 1):
             flags |= OTHER_KIND
         if event.versions is not None and event.versions.any():
@@ -175,21 +172,13 @@ class TraceWriter:
         if event.on_device is not None and event.on_device.any():
             payload += np.packbits(event.on_device).tobytes()
             flags |= DEVICE
-        if event.sequences is not None:
-            payload += event.sequences.astype("<u2").tobytes()
-            flags |= SEQUENCES
-            self._several = True
-        if self._begins and self._several and not self._is_first:
-            payload += np.array([len(self._begins), *sorted(self._begins)], "<u2").tobytes()
-            flags |= BEGINS
         probs = event.probs
         if probs is not None:
             if probs.shape[1] < self._n_experts:
                 probs = np.pad(probs, ((0, 0), (0, self._n_experts - probs.shape[1])))
             payload += probs.astype("<f2").tobytes()
             flags |= PROBS
-        self._is_first = False
-        self._begins.clear()
+        self._begins = False
         n_tokens, n_used = event.ids.shape
         self._write(GATE, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns, payload)
 
@@ -240,7 +229,6 @@ class Trace:
         model: its header.
         events: in order; weights and probs are float32, and there are no gate inputs.
         starts: [n_events] bool, the first event of a text (of a run, too).
-        begins: of events in `starts`, the sequences that begin; what is not in it ends all sequences so far.
         notes: the sessions' JSON objects.
         reads: [n_reads] of `READ`, every read that ended in the recorded runs; a slice of a trace has none.
         reads_lost: reads that the log had no room for.
@@ -252,7 +240,6 @@ class Trace:
     notes: list[dict[str, Any]] = field(default_factory=list)
     reads: np.ndarray = field(default_factory=lambda: np.empty(0, READ))
     reads_lost: int = 0
-    begins: dict[int, list[int]] = field(default_factory=dict)
     miss_costs: tuple[object, np.ndarray] | None = field(default=None, init=False, repr=False)  # the simulator's, kept from one replay to the next
 
     @classmethod
@@ -271,7 +258,6 @@ class Trace:
         data.require_memory()
         layers = {t.gate: t.layer for t in model.tensors}
         events: list[GateEvent] = []
-        begins: dict[int, list[int]] = {}
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
         with contextlib.suppress(ValueError, RecursionError):  # a record that cannot be ends the trace, as one that was cut does
             for fields, payload, _ in data.records():
@@ -299,19 +285,13 @@ class Trace:
                 if flags & DEVICE:
                     bits = np.frombuffer(payload, "u1", -(-n // 8), at)
                     on_device, at = np.unpackbits(bits, count=n).reshape(n_tokens, n_used).astype(bool), at + len(bits)
-                sequences = None
-                if flags & SEQUENCES:
-                    sequences, at = np.frombuffer(payload, "<u2", n_tokens, at).astype(np.int32), at + 2 * n_tokens
-                if flags & BEGINS:
-                    count = int.from_bytes(payload[at : at + 2], "little")
-                    begins[len(events)], at = np.frombuffer(payload, "<u2", count, at + 2).tolist(), at + 2 + 2 * count
                 probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
                 decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
                 event = GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns,
-                                  decode=decode, sequences=sequences, router_ids=router_ids, on_device=on_device)  # fmt: skip
+                                  decode=decode, router_ids=router_ids, on_device=on_device)  # fmt: skip
                 events.append(event)
                 starts.append(bool(flags & NEW_SEQUENCE))
-        return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost, begins)
+        return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost)
 
     @classmethod
     def join(cls, traces: list[Trace]) -> Trace:
@@ -326,15 +306,11 @@ class Trace:
                 raise OptionError(f"the traces are of different models: {first.model.name}, {other.model.name}")
         starts, reads = (np.concatenate(arrays) for arrays in ([t.starts for t in traces], [t.reads for t in traces]))
         events, notes = [e for t in traces for e in t.events], [n for t in traces for n in t.notes]
-        firsts = np.cumsum([0, *(len(t.events) for t in traces)]).tolist()
-        begins = {at + n: found for at, t in zip(firsts, traces) for n, found in t.begins.items()}
-        return cls(first.model, events, starts, notes, reads, sum(t.reads_lost for t in traces), begins)
+        return cls(first.model, events, starts, notes, reads, sum(t.reads_lost for t in traces))
 
     def slice(self, start: int, stop: int) -> Trace:
         """Events [start, stop), without reads."""
-        start, stop, _ = slice(start, stop).indices(len(self.events))
-        begins = {n - start: found for n, found in self.begins.items() if start <= n < stop}
-        return Trace(self.model, self.events[start:stop], self.starts[start:stop], self.notes, begins=begins)
+        return Trace(self.model, self.events[start:stop], self.starts[start:stop], self.notes)
 
     @property
     def n_tokens(self) -> int:

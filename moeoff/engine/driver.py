@@ -2,7 +2,7 @@
 before each token whose predictor reads tokens (`Prefetcher.begin`); else never.
 
 Its observers see every event, one after the other: prefetcher, replay, a user's callback, trace and meter, cache policy, as far as a strategy has
-them. Knows nothing of text but which sequences begin, and which a batch holds.
+them. Knows nothing of text but where one begins.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..policies.precision import LOSSLESS, Precision
 from ..policies.router import Router
 from ..sidecar.profile import Profile
 from ..trace import Trace, TraceHeader, TraceWriter
-from .batch import BatchRows, OneSequence, Span
+from .batch import Span
 from .expert_buffer import ExpertBuffer
 from .prefetcher import PredictionMeter, Prefetcher
 
@@ -105,9 +105,9 @@ class _Records(Observer):
         if self._meter is not None:
             self._meter.read(reads)
 
-    def new_sequence(self, sequence: int) -> None:
+    def new_sequence(self) -> None:
         if self._trace is not None:
-            self._trace.new_sequence(sequence)
+            self._trace.new_sequence()
 
     def close(self) -> None:
         self._take_reads()
@@ -139,8 +139,8 @@ class PolicyUpdates(Observer):
             self._buffer.publish()
             self._arena = arena
 
-    def new_sequence(self, sequence: int) -> None:
-        self.policy.reset_sequence(sequence)
+    def new_sequence(self) -> None:
+        self.policy.reset_sequence()
         self._buffer.publish()
 
     def _arena_bytes(self) -> int:
@@ -167,8 +167,6 @@ class Driver:
                  prefetcher: Prefetcher | None = None, replay: Replay | None = None, model: TraceHeader | None = None):  # fmt: skip
         self._buffer, self.policy, self.prefetcher, self._trace = buffer, policy, prefetcher, trace
         self._ends: dict[int, int] = {}  # of each sequence, the first position at which it may go on
-        self._one: dict[int, OneSequence] = {}
-        self._rows: BatchRows | OneSequence | None = None  # of the batch that computes; None: all are of sequence 0, or it is not known
         self._listener = _Listener()
         meter = None if prefetcher is None else prefetcher.meter
         updates = policy is not None and not policy.static  # else events do not change its table
@@ -200,49 +198,36 @@ class Driver:
 
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
-        if self._rows is not None:
-            event.sequences = self._rows.of(event)
         for observer in self.observers:
             observer.observe(event)
 
-    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decode: bool, rows: BatchRows | None = None) -> None:
+    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decode: bool) -> None:
         """Before a decode.
 
         Args:
             tokens: [n_tokens] of the batch.
             spans: of the batch (`moeoff.engine.batch`).
             decode: its tokens are decoded, not read.
-            rows: which is of which sequence, where there are several; None: not known.
         """
         if not self.needed:
             return
-        self._set_rows(spans, rows)
-        if begun := self._begun(spans):
+        if self._begins_text(spans):
             self._buffer.drain()
-            for sequence in begun:
-                for observer in self.observers:
-                    observer.new_sequence(sequence)
+            for observer in self.observers:
+                observer.new_sequence()
         for observer in self.observers:
             observer.begin(tokens, decode)
 
-    def _set_rows(self, spans: Mapping[int, Span], several: BatchRows | None) -> None:
-        rows: BatchRows | OneSequence | None = several
-        if len(spans) == 1:
-            (sequence,) = spans
-            rows = self._one.setdefault(sequence, OneSequence(sequence)) if sequence else None
-        if rows is not self._rows:
-            self._buffer.drain()  # what waits is of the batches before
-            self._rows = rows
-
-    def _begun(self, spans: Mapping[int, Span]) -> list[int]:
-        """The sequences that begin a text: new ones, and those that go back behind what they had computed.
+    def _begins_text(self, spans: Mapping[int, Span]) -> bool:
+        """True if each of the sequences begins a text: is new, or goes back behind what it had computed. Where another one goes on, what was learned
+        of it stays.
 
         So what follows a conversation's beginning, if that is still in the context, is a text of its own unless it goes on at its end.
         A draft of which not all is accepted goes back, too, but never behind its first token.
         """
-        begun = [sequence for sequence, span in spans.items() if span.first == 0 or span.first < self._ends.get(sequence, 0)]
+        begins = all(span.first == 0 or span.first < self._ends.get(sequence, 0) for sequence, span in spans.items())
         self._ends |= {sequence: span.first + 1 if span.decode else span.end for sequence, span in spans.items()}
-        return begun
+        return begins
 
     def close(self, note: dict[str, Any] | None = None) -> None:
         """Delivers what is left and closes the trace, with a note about the run at its end. Before the buffer closes."""

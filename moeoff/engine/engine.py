@@ -42,7 +42,7 @@ from ..sidecar.profile import Profile
 from ..threads import set_priority
 from ..turns import require_computable
 from .arena_sizer import ArenaSizer, Lender
-from .batch import BatchRows, Span, UbatchOrder
+from .batch import Span
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
 from .driver import Driver, attach_driver, require_calibration, sections, wants_gate_logits
@@ -122,7 +122,7 @@ class Engine:
         budget: bytes of the whole process; None: the experts' arena alone is bounded.
         profile: of the model's calibration, what the strategy may take.
         driver: after `attach_driver`, if the strategy needs one.
-        sizer, ubatch_order: after `start`.
+        sizer: after `start`.
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
@@ -131,7 +131,6 @@ class Engine:
     """
 
     sizer: ArenaSizer
-    ubatch_order: UbatchOrder
     _prompt_meter: PromptMeter
     _ends: dict[int, int]  # of each sequence, the position behind its last token
     _followed = 0  # the budget that precision and driver were last chosen for
@@ -314,7 +313,6 @@ class Engine:
             BudgetError: too little is left for experts.
         """
         config, precision = self.config, self.quality.precision
-        self.ubatch_order = UbatchOrder.of(ctx)
         lender = self._lender(ctx)
         plan = replace(
             self.planned,
@@ -395,14 +393,13 @@ class Engine:
 
     # --- around every decode ---
 
-    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decodes: bool, rows: BatchRows | None = None) -> None:
+    def begin(self, tokens: np.ndarray, spans: Mapping[int, Span], decodes: bool) -> None:
         """Before a batch.
 
         Args:
             tokens: [n].
             spans: of its sequences.
             decodes: its tokens are decoded, not read.
-            rows: which is of which sequence, where it holds several (`ubatch_order`).
         """
         self.model_index.check_unchanged()
         if self._followed != self.plan.budget:
@@ -414,7 +411,7 @@ class Engine:
         self.buffer.set_batch_kind(decodes)
         self.quality.begin(spans)
         if self.driver is not None:
-            self.driver.begin(tokens, spans, decodes, rows)
+            self.driver.begin(tokens, spans, decodes)
         if not decodes:
             self._prompt_meter.begin()
             self._uses_before = self.buffer.stats().expert_uses

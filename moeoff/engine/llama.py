@@ -23,7 +23,7 @@ from ..memory import parse_size
 from ..options import Config
 from ..threads import CoreBinding
 from ..turns import Stream
-from .batch import batch_sequences, batch_spans, is_decode
+from .batch import batch_spans, is_decode
 from .engine import Engine
 from .stats import Stats
 
@@ -263,11 +263,7 @@ class Llama(PatchedLlama):
         if self._decodes is not None:
             spans = {sequence: span._replace(decode=self._decodes) for sequence, span in spans.items()}
         decodes = is_decode(spans)
-        rows = None
-        if len(spans) > 1:
-            outputs = np.array(batch.logits[: batch.n_tokens], bool)  # NO or YES
-            rows = engine.ubatch_order.rows(np.array(batch_sequences(batch), np.int32), outputs)
-        engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes, rows)
+        engine.begin(np.array(batch.token[: batch.n_tokens]), spans, decodes)
         started = time.perf_counter()
         with engine.cancellation.in_progress(), self._core_binding or contextlib.nullcontext():
             try:

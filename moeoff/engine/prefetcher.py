@@ -284,7 +284,7 @@ class Prefetcher(Observer):
     io_threads: I/O threads of the buffer.
     fallback: takes the predictor's place if it reads gate inputs and events have none.
     share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
-    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of sequences), and
+    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of tokens at once), and
         what is seldom useful is not read (`Usefulness`).
     precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all. `use` changes it.
     fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
@@ -302,8 +302,7 @@ class Prefetcher(Observer):
         self._n_matrices = int(max(np.bincount([t.gate for t in buffer.tensors])))
         self._most = float(n_used * self._n_matrices)  # slices that one gate can select
         self.ab_test = ABTest() if ab_tested else None
-        self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}  # by number of sequences: their times cannot be compared
-        self._n_sequences = 1
+        self._ab_tests = {} if self.ab_test is None else {1: self.ab_test}  # by tokens that are decoded at once: their times cannot be compared
         self._usefulness = Usefulness(self._n_gates, n_experts, self._n_candidates) if ab_tested else None
         # the papers' own presets are measured as their papers do; what is A/B-tested has its gain
         self.meter = None if ab_tested else PredictionMeter(buffer.tensors, self._n_gates)
@@ -314,7 +313,7 @@ class Prefetcher(Observer):
         self._matrices = np.zeros((self._n_gates, 1), np.uint8)  # of each gate, as bits
         for t in buffer.tensors:
             self._matrices[t.gate] |= 1 << t.matrix
-        self._token_t = self._n_rows = 0
+        self._token_t, self._n_rows = 0, 1
         self._token_ns = 0.0
         self._missed = 0  # slices that this token's gates found absent
         self._misses = self._most / 2  # the same for each gate
@@ -329,8 +328,8 @@ class Prefetcher(Observer):
         self._buffer.drain()  # events of the batches before
         self._set_precision(precision)
         if self.ab_test is not None:
-            self._ab_tests = {self._n_sequences: ABTest()}
-            self.ab_test = self._ab_tests[self._n_sequences]
+            self.ab_test = ABTest()
+            self._ab_tests = {self._n_rows: self.ab_test}
             self._token_t = 0
 
     def _set_precision(self, precision: Precision) -> None:
@@ -391,13 +390,12 @@ class Prefetcher(Observer):
     def _next_token(self, event: GateEvent) -> None:
         """At the first gate of a token: measures the token before, and what the disk can read besides demand."""
         now, n_rows = event.t_ns, len(event.ids)
-        n_sequences = 1 if event.sequences is None else len(set(event.sequences.tolist()))
         stats = self._buffer.stats()
         busy, reads = stats.io_thread_busy_ns - self._seen[0], stats.reads - self._seen[1]
         self._seen = (stats.io_thread_busy_ns, stats.reads)
         if self._usefulness is not None and self._predicts:
             self._usefulness.next_token(self._buffer.residency() == self._matrices)
-        if self._token_t and n_rows == self._n_rows and n_sequences == self._n_sequences:
+        if self._token_t and n_rows == self._n_rows:
             ns = now - self._token_t
             if self.ab_test is not None:
                 self.ab_test.token(ns)
@@ -411,9 +409,9 @@ class Prefetcher(Observer):
                 self._earned = max(self._token_ns / self._n_gates / t_slice - self._misses, 0.0) if t_slice else 0.0
         if n_rows != self._n_rows:
             self._most = float(min(n_rows * self._n_used, self._n_experts) * self._n_matrices)
-        if n_sequences != self._n_sequences and self.ab_test is not None:
-            self.ab_test = self._ab_tests.setdefault(n_sequences, ABTest())
-        self._token_t, self._n_rows, self._n_sequences, self._missed = now, n_rows, n_sequences, 0
+            if self.ab_test is not None:
+                self.ab_test = self._ab_tests.setdefault(n_rows, ABTest())
+        self._token_t, self._n_rows, self._missed = now, n_rows, 0
 
     def _act(self, predictions: list[Prediction], decode: bool, stops: bool = True) -> None:
         """stops: where something of a gate is absent, later ones are left alone (HOBBIT §3.3); not before a prompt, whose layers all have to be read."""
@@ -491,8 +489,8 @@ class Prefetcher(Observer):
             return None
         return self._would_serve(p, p.scores.argsort(axis=1)[:, : -self._n_candidates - 1 : -1])
 
-    def new_sequence(self, sequence: int) -> None:
-        self.predictor.reset_sequence(sequence)
+    def new_sequence(self) -> None:
+        self.predictor.reset_sequence()
         self._token_t = 0
 
 

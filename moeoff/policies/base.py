@@ -205,8 +205,8 @@ class Policy:
         """
         self.shape = replace(self.shape, capacity=capacity)
 
-    def reset_sequence(self, sequence: int = 0) -> None:
-        """This sequence begins a new text: its next token is the first. Others may go on (`GateEvent.sequences`)."""
+    def reset_sequence(self) -> None:
+        """A new text begins: the next token is its first. Not called while another text goes on beside it."""
 
     def prepare(self, events: Iterable[GateEvent]) -> None:
         """Offline policies see all events before the first `update`."""
@@ -230,7 +230,7 @@ class GroupedPolicy(Policy):
 
     A token changes a gate's row once, and a table of priorities that is a few gates old evicts almost the same. The events wait inside
     the policy, so that the simulator and a live driver see the same table at the same time. Override `update_gates`; call
-    `super().start()` in `start`, and `super().reset_sequence(sequence)` first in `reset_sequence`.
+    `super().start()` in `start`, and `super().reset_sequence()` first in `reset_sequence`.
 
     Attributes:
         gated: probabilities of router logits, if a policy that `wants_probs` shall make them of events that have logits alone.
@@ -272,7 +272,7 @@ class GroupedPolicy(Policy):
         """
         raise NotImplementedError
 
-    def reset_sequence(self, sequence: int = 0) -> None:
+    def reset_sequence(self) -> None:
         self._apply()
 
 
@@ -283,19 +283,14 @@ def chosen(event: GateEvent) -> tuple[np.ndarray, np.ndarray | int]:
     return np.unique(event.ids, return_counts=True)
 
 
-def with_row(rows: np.ndarray, n: int) -> np.ndarray:
-    """`rows`, or a copy that has a row `n`: the new ones are 0."""
-    return rows if n < len(rows) else np.concatenate([rows, np.zeros((n + 1 - len(rows), *rows.shape[1:]), rows.dtype)])
-
-
 @dataclass(frozen=True)
 class Prediction:
     """Scores of the experts of one coming gate.
 
     Attributes:
         gate: row of the priority table: a later gate of the same batch, or an earlier one of the next token.
-        scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. One row where the prediction
-            is for the next token of a sequence, or one for each of several. Valid until the predictor's next call.
+        scores: [n_tokens, n_experts] float32, higher is likelier; comparable within a row only. Rows for
+            the next token are of the same sequences as this one's. Valid until the predictor's next call.
         logits: the scores are a router's logits, not weights.
     """
 
@@ -352,8 +347,8 @@ class Predictor:
         """After a router has selected."""
         return []
 
-    def reset_sequence(self, sequence: int = 0) -> None:
-        """This sequence begins a new text. Others may go on (`GateEvent.sequences`)."""
+    def reset_sequence(self) -> None:
+        """A new text begins, as for a policy."""
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:

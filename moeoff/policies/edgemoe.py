@@ -180,7 +180,7 @@ class ActivationPath(Predictor):
     expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. The dictionary is a table where it is
     small, else the counts of the pairs that were seen: the same numbers. Layers that route by the token alone are known before the batch
     (§3.1); so is the first one, as far as text has shown what its tokens choose. Without that, and in the second layer, the path
-    goes back into the token before, which is there where the same sequences are decoded again. Without a profile one layer is learned
+    goes back into the token before, where as many are decoded again. Without a profile one layer is learned
     while it runs.
     """
 
@@ -221,11 +221,9 @@ class ActivationPath(Predictor):
             self._log_popularity = np.log(arrays["popularity"] + FLOOR)
         self._gate = -1
         self._last: np.ndarray | None = None
-        self._sequences: np.ndarray | None = None  # of the last rows
 
-    def reset_sequence(self, sequence: int = 0) -> None:
-        if sequence in ((0,) if self._sequences is None else self._sequences):
-            self._last = None  # the path of all rows: the others' next token begins it anew, and from its second gate on it is whole again
+    def reset_sequence(self) -> None:
+        self._last = None
 
     def begin(self, tokens: np.ndarray) -> list[Prediction]:
         """Predictions from the tokens alone: all of a static layer, and what the first has chosen for them in other text."""
@@ -245,10 +243,7 @@ class ActivationPath(Predictor):
         """True if the rows before are of the same tokens or, at the first gate, of the tokens before."""
         if self._last is None or len(self._last) != len(event.ids) or event.gate != (self._gate + 1) % self.router.n_gates:
             return False
-        if event.sequences is not self._sequences:
-            if event.sequences is None or self._sequences is None or not np.array_equal(event.sequences, self._sequences):
-                return False
-        return event.gate > 0 or event.one_each
+        return event.gate > 0 or bool(event.decode)
 
     def observe(self, event: GateEvent) -> list[Prediction]:
         ids, n_gates = event.ids, self.router.n_gates
@@ -257,9 +252,9 @@ class ActivationPath(Predictor):
             rows, columns = before[:, :, None], ids[:, None, :]
             np.add.at(self._counts[event.gate], (rows, columns), 1)
             np.add.at(self._sums[event.gate], before.ravel(), ids.shape[1])
-        self._gate, self._last, self._sequences = event.gate, ids, event.sequences
+        self._gate, self._last = event.gate, ids
         target = (event.gate + 1) % n_gates
-        if target in self._tables or (target == 0 and not event.one_each):
+        if target in self._tables or (target == 0 and not event.decode):
             return []
         return [Prediction(target, self._scores(target, ids, before))]
 

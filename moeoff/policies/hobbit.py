@@ -27,7 +27,7 @@ from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..npz import require_arrays
 from ..trace import Trace
-from .base import DEFAULT_FIT, FitOptions, FitSize, GroupedPolicy, Progress, Sections, chosen, with_row
+from .base import DEFAULT_FIT, FitOptions, FitSize, GroupedPolicy, Progress, Sections, chosen
 from .fate import n_low
 from .gate import RoutersAhead
 from .precision import Precision
@@ -190,9 +190,6 @@ class Hobbit(GroupedPolicy):
 
     actual: the run is lossy, and H counts what was served in high precision (`GateEvent.versions`). In a lossless one every use is,
     and H counts those that would have to be: unimportance <= t1 (§3.2).
-
-    Of several sequences, which the paper does not have, F and H are the sums, R is the latest use and T counts the tokens of all;
-    one that begins a text takes its uses with it.
     """
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
@@ -240,7 +237,6 @@ class Hobbit(GroupedPolicy):
         self._last = np.zeros_like(self.priorities)
         self._all = np.zeros_like(self.priorities)  # the three parts that do not depend on l_i
         self._scratch = np.zeros((n, 1), np.float32)
-        self._own: np.ndarray | None = None  # [n_sequences, 2, gate, expert] w_lfu F + w_lhu H and R of each; None: there is sequence 0 alone
         self._tokens = 1
 
     def update_gates(self, first: int, events: Sequence[GateEvent]) -> None:
@@ -248,8 +244,6 @@ class Hobbit(GroupedPolicy):
         if first == 0:
             self._tokens += n_tokens
         gates = np.arange(first, first + len(events))
-        if o["sequence"]:
-            self._count_own(events)
         if n_tokens == 1 and len({event.ids.shape[1] for event in events}) == 1:
             self._count(gates[:, None], np.concatenate([e.ids for e in events]), o["lfu"] + o["lhu"] * self._high(events))
         else:
@@ -274,32 +268,9 @@ class Hobbit(GroupedPolicy):
         self._all[gate, experts] += worth + self.options["lru"] * (self._tokens - self._last[gate, experts])
         self._last[gate, experts] = self._tokens
 
-    def _count_own(self, events: Sequence[GateEvent]) -> None:
-        """Before `_count`, as soon as a sequence other than 0 has been seen."""
-        o = self.options
-        for event in events:
-            if event.sequences is None and self._own is None:
-                continue
-            if self._own is None:
-                self._own = np.stack([self._all - o["lru"] * self._last, self._last])[None]
-            sequences = np.zeros(len(event.ids), np.int32) if event.sequences is None else event.sequences
-            self._own = with_row(self._own, sequences.max())
-            at = sequences[:, None], event.ids
-            np.add.at(self._own[:, 0, event.gate], at, o["lfu"] + o["lhu"] * self._high([event]))
-            self._own[:, 1, event.gate][at] = self._tokens
-
-    def reset_sequence(self, sequence: int = 0) -> None:
-        super().reset_sequence(sequence)
+    def reset_sequence(self) -> None:
+        super().reset_sequence()
         if not self.options["sequence"]:
-            return
-        if self._own is None and sequence:
-            return  # nothing is of it
-        if self._own is not None and sequence < len(self._own):
-            self._own[sequence] = 0
-        if self._own is not None and self._own.any():
-            self._last[:] = self._own[:, 1].max(axis=0)
-            np.add(self._own[:, 0].sum(axis=0), self.options["lru"] * self._last, out=self._all)
-            np.add(self._all, self._scratch, out=self.priorities)
             return
         for array in (self._last, self._all, self.priorities):
             array[:] = 0

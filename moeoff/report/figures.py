@@ -102,7 +102,7 @@ def record(
             n_ctx, needed = llm.n_ctx(), llm.engine.planned.floor
         trace = Trace.read(path)
     disk = disk_rate(model_index, io_threads, _PROBE_SECONDS)
-    first = next((i for i, event in enumerate(trace.events) if len(event.ids) == 1 and event.gate == 0), len(trace.events))
+    first = next((i for i, event in enumerate(trace.events) if event.decode and event.gate == 0), len(trace.events))
     start = trace.events[first].t_ns if first < len(trace.events) else 0
     reads = trace.reads[(trace.reads["result"] == 0) & (trace.reads["t_queued"] >= start)]
     return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, first, reads, disk, io_threads, policy, peak, n_ctx, needed)
@@ -190,7 +190,7 @@ def ceiling(session: Session) -> float:
 
 def layers(session: Session) -> list[LayerUse]:
     trace, n = session.trace, session.n_tokens[1]
-    events = [event for event in trace.events[session.first_single :] if len(event.ids) == 1]
+    events = [event for event in trace.events[session.first_single :] if event.decode]
     hits, misses = np.zeros(trace.model.n_gates), np.zeros(trace.model.n_gates)
     for event in events:
         hits[event.gate] += event.n_hit
@@ -256,7 +256,7 @@ def _typed(nbytes: int) -> str:
 
 def timeline(session: Session) -> Timeline | None:
     """A few tokens in the middle of the run; None if the trace is too short."""
-    events = [event for event in session.trace.events[session.first_single :] if len(event.ids) == 1]
+    events = [event for event in session.trace.events[session.first_single :] if event.decode]
     starts = [i for i, event in enumerate(events) if event.gate == 0]
     if len(starts) < 2 * _TOKENS:
         return None

@@ -22,7 +22,7 @@ from .. import native
 from ..binding import api
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
 from ..budget.memory_plan import MemoryPlan, require_header_room
-from ..engine.batch import MAYBE, NO, YES, BatchRows, UbatchOrder, is_decode, spans_of
+from ..engine.batch import is_decode, spans_of
 from ..engine.engine import Engine
 from ..engine.stats import LayerHits, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
@@ -428,9 +428,8 @@ class Server:
                 self._judge.begin(spans, self._decodes, self._started)
                 self._drafting.value = self._judge.on
             if self._ready.is_set():
-                rows = batch_rows(self.engine.ubatch_order, slots, is_prompt) if len(spans) > 1 else None
                 with self._between:
-                    self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes, rows)
+                    self.engine.begin(np.ctypeslib.as_array(tokens, (n,)).copy(), spans, self._decodes)
             if self._core_binding is not None:
                 self._core_binding.__enter__()  # until `_after`, which comes whatever becomes of the batch
         except Exception as error:  # the batch is computed all the same, and then fails with this
@@ -539,15 +538,6 @@ class Server:
             with self._between:
                 layers = self.engine.count_layers()
         write_text(text, size, metrics_text(self.stats(), layers, self._disk))
-
-
-def batch_rows(order: UbatchOrder, slots: list[int], is_prompt: list[int]) -> BatchRows | None:
-    """llama-server wants the outputs of what it decodes, and of a prompt's last token; it does not tell which token that is."""
-    outputs = np.where(is_prompt, NO, YES)
-    for at in dict(zip(slots, range(len(slots)))).values():  # the last of each slot
-        if is_prompt[at]:
-            outputs[at] = MAYBE
-    return order.rows(np.array(slots, np.int32), outputs)
 
 
 def _check_address(hosts: str, port: int) -> None:

@@ -241,11 +241,9 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
     evictions, penalty, n_changed, n_skipped, n_decoded = 0, 0.0, 0, 0, 0
     costs = _costs(trace, cost)
-    sequences = {0}  # so far
     for n, event in enumerate(trace.events):
         if trace.starts[n]:
-            for sequence in trace.begins.get(n, sequences):
-                policy.reset_sequence(sequence)
+            policy.reset_sequence()
             if lag != "event":
                 table[:] = policy.priorities
         if rerouting is not None:
@@ -267,8 +265,6 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         if event_hits is not None:
             event_hits[n] = (chosen.size - missing.size) * n_matrices[event.gate]
         policy.update(event)
-        if event.sequences is not None:
-            sequences.update(event.sequences.tolist())
         if lag != "event" and event.gate == last:
             table[:] = policy.priorities
         if progress and n % 4096 == 0:

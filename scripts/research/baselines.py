@@ -133,7 +133,7 @@ class TokenTable(Predictor):
 
 @register
 class PreviousToken(Predictor):
-    """The choice of the same layer for the token before in its sequence; older tokens rank what it did not choose.
+    """The choice of the same layer for the token before; older tokens rank what it did not choose.
 
     Options:
         decay: weight of a choice one token older, below one half.
@@ -143,29 +143,17 @@ class PreviousToken(Predictor):
     defaults = {"decay": 0.5}
 
     def start(self) -> None:
-        self._scores: dict[int, np.ndarray] = {}  # of each sequence [n_gates, n_experts]
+        self._scores = np.zeros((self.router.n_gates, self.router.n_experts), np.float32)
 
-    def reset_sequence(self, sequence: int = 0) -> None:
-        self._scores.pop(sequence, None)
+    def reset_sequence(self) -> None:
+        self._scores[:] = 0
 
     def observe(self, event: GateEvent) -> list[Prediction]:
-        target = (event.gate + 1) % self.router.n_gates
-        if event.sequences is None:
-            scores = self._take(0, event.gate, event.ids)
-            return [Prediction(target, np.broadcast_to(scores[target], (len(event.ids) if target else 1, scores.shape[1])))]
-        rows = event.sequences.tolist()
-        found = {sequence: self._take(sequence, event.gate, event.ids[event.sequences == sequence]) for sequence in dict.fromkeys(rows)}
-        return [Prediction(target, np.stack([found[sequence][target] for sequence in (rows if target else found)]))]
-
-    def _take(self, sequence: int, gate: int, ids: np.ndarray) -> np.ndarray:
-        """The sequence's scores after these tokens."""
-        if sequence not in self._scores:
-            self._scores[sequence] = np.zeros((self.router.n_gates, self.router.n_experts), np.float32)
-        scores, decay = self._scores[sequence], self.options["decay"]
-        for experts in ids[-8:]:
-            scores[gate] *= decay
-            scores[gate][experts] += 1 - decay
-        return scores
+        target, decay = (event.gate + 1) % self.router.n_gates, self.options["decay"]
+        for experts in event.ids[-8:]:
+            self._scores[event.gate] *= decay
+            self._scores[event.gate][experts] += 1 - decay
+        return [Prediction(target, np.broadcast_to(self._scores[target], (len(event.ids) if target else 1, self._scores.shape[1])))]
 
 
 @register

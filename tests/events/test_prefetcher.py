@@ -14,7 +14,7 @@ import moeoff
 from helpers.logits import assert_bit_equal, greedy_logits, stock_logits
 from helpers.waiting import wait_until_still
 from moeoff import OptionError, native
-from moeoff.engine.batch import BatchRows, batch_spans, is_decode, spans_of
+from moeoff.engine.batch import batch_spans, is_decode, spans_of
 from moeoff.engine.comparison import BLOCK, ORDER, ABTest
 from moeoff.engine.driver import Driver
 from moeoff.engine.prefetcher import Prefetcher, Usefulness, WeightEstimate
@@ -240,26 +240,23 @@ def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
         assert counted() == pytest.approx(5, abs=1)
 
 
-def test_each_sequence_begins_by_itself():
+def test_a_text_begins_where_no_other_goes_on():
     """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
     policy = Parts()
     driver = Driver(Recorder(), policy)
 
-    def begun(*tokens, decode=None):
-        policy.begun.clear()
+    def begins(*tokens, decode=None):
+        before = policy.begun
         sequences, positions = [sequence for sequence, _ in tokens], [pos for _, pos in tokens]
         driver.begin(np.zeros(len(tokens), np.int32), spans_of(sequences, positions, None if decode is None else [not decode] * len(tokens)), bool(decode))
-        return list(policy.begun)
+        return policy.begun > before
 
-    assert begun((0, 0), (0, 1), (0, 2)) == [0]
-    assert begun((0, 3)) == []
-    assert begun((0, 4), (1, 0), (1, 1)) == [1]
-    assert begun((0, 5), (1, 2)) == []
-    assert begun((2, 0), (0, 2), (0, 3)) == [2, 0]
-    assert begun((1, 3), (0, 4)) == []
-    assert begun((1, 1), (1, 2)) == [1] and begun((1, 3)) == []
-    assert begun((1, 4), (1, 5), (1, 6), decode=True) == [] and begun((1, 5), (0, 5), decode=True) == []
-    assert begun((1, 5), (1, 6)) == [1]  # another prompt that shares its beginning
+    assert begins((0, 0), (0, 1), (0, 2)) and not begins((0, 3))
+    assert not begins((0, 4), (1, 0), (1, 1)) and not begins((0, 5), (1, 2))
+    assert begins((2, 0), (0, 2), (0, 3)) and not begins((1, 3), (0, 4))
+    assert begins((1, 1), (1, 2)) and not begins((1, 3))
+    assert not begins((1, 4), (1, 5), (1, 6), decode=True) and not begins((1, 5), (0, 5), decode=True)
+    assert begins((1, 5), (1, 6))  # another prompt that shares its beginning
 
 
 def test_several_sequences_are_decoded_and_a_text_is_read():
@@ -272,36 +269,12 @@ def test_several_sequences_are_decoded_and_a_text_is_read():
 
 
 class Parts:
-    """Records which sequences begin, as a policy is told."""
+    """Counts the texts that begin, as a policy is told."""
 
-    static, wants_probs = False, False
+    static, wants_probs, begun = False, False, 0
 
-    def __init__(self):
-        self.begun, self.seen = [], []
-
-    def reset_sequence(self, sequence):
-        self.begun.append(sequence)
-
-    def update(self, event):
-        self.seen.append(None if event.sequences is None else event.sequences.tolist())
-
-
-def test_the_driver_tells_which_sequence_begins_and_which_each_token_is_of():
-    policy = Parts()
-    driver = Driver(Recorder(), policy)
-
-    def batch(sequences, positions, rows=None, n_tokens=None):
-        driver.begin(np.zeros(len(sequences), np.int32), spans_of(sequences, positions), False, rows)
-        driver.deliver(event_of(0, n_tokens or len(sequences)))
-
-    batch([3, 3], [0, 1])
-    batch([3], [2])
-    batch([3, 0, 0], [3, 0, 1], BatchRows(np.array([3, 0, 0]), np.array([1, 0, 1]), 8))
-    batch([0], [2])
-    batch([3, 1], [4, 0])  # in an order that is not known
-    batch([1, 2], [1, 0], BatchRows(np.array([1, 2]), np.array([1, 1]), 8), n_tokens=5)  # of another context
-    assert policy.begun == [3, 0, 1, 2]
-    assert policy.seen == [[3, 3], [3], [3, 0, 0], None, None, None]
+    def reset_sequence(self):
+        self.begun += 1
 
 
 def test_a_decode_batch_is_predicted_row_by_row():
@@ -517,45 +490,45 @@ def test_predicts_nothing_while_the_disk_has_nothing_to_do():
     assert tokens(30, busy_ns=5_000_000) == 60
 
 
-def several_of(gate, sequences, t_ns=0, ids=(0, 1)):
-    event = event_of(gate, len(sequences), t_ns, ids=ids)
-    event.decode, event.sequences = True, np.array(sequences, np.int32)
+def decoded(gate, n_tokens, t_ns=0):
+    event = event_of(gate, n_tokens, t_ns)
+    event.decode = True
     return event
 
 
-def test_each_number_of_sequences_is_compared_by_itself():
-    """Tokens of four sequences take longer than those of one, with prefetching and without."""
+def test_each_number_of_tokens_is_compared_by_itself():
+    """Four at once take longer than one, with prefetching and without."""
     prefetcher = Prefetcher(Recorder(), Fixed(np.ones((4, 8))), n_used=2, io_threads=1)
     t = 0
 
-    def step(sequences, ns):
+    def step(n_tokens, ns):
         nonlocal t
         for gate in (0, 1):
             t += ns // 2
-            prefetcher.observe(several_of(gate, sequences, t_ns=t))
+            prefetcher.observe(decoded(gate, n_tokens, t))
 
-    step([0], 1000)
+    step(1, 1000)
     one = prefetcher.ab_test
     for _ in range(BLOCK * len(ORDER) + 1):
-        step([0, 1, 2, 3], 4000)
+        step(4, 4000)
     four = prefetcher.ab_test
     assert four is not one and four.gain is not None and one.gain is None
-    step([2], 1000)
+    step(1, 1000)
     assert prefetcher.ab_test is one and not any(one._times.values())
-    step([3, 1, 0, 2], 4000)
+    step(4, 4000)
     assert prefetcher.ab_test is four
 
 
 def test_what_is_seldom_useful_is_not_read_for_several_sequences():
     buffer = Recorder()
     prefetcher = Prefetcher(buffer, Fixed([[9, 8, 0, 0, 0, 0, 0, 0], [0, 0, 9, 8, 0, 0, 0, 0]]), n_used=2, io_threads=1)
-    prefetcher.ab_test = SimpleNamespace(on=True, token=lambda ns: None)
-    prefetcher._n_sequences, prefetcher._earned = 2, 8.0
+    prefetcher._ab_tests[2] = SimpleNamespace(on=True, token=lambda ns: None)
+    prefetcher._earned = 8.0
     for token in range(40):
         buffer.prefetched.clear()
         buffer.counters.io_thread_busy_ns += 5_000_000
         for gate in (0, 1):
-            event = several_of(gate, [0, 1], 10_000_000 * (2 * token + gate + 1))
+            event = decoded(gate, 2, 10_000_000 * (2 * token + gate + 1))
             event.ids[:] = [[0, 7], [2, 6]]
             prefetcher.observe(event)
     assert (1, [0, 2, 1, 3], False, 2) in buffer.prefetched
@@ -564,8 +537,8 @@ def test_what_is_seldom_useful_is_not_read_for_several_sequences():
 def test_several_tokens_may_earn_the_slices_of_all_their_experts():
     prefetcher = Prefetcher(Recorder(), Fixed(np.zeros((6, 8))), n_used=2, io_threads=1, ab_tested=False)
     mosts = []
-    for sequences in ([0], [0, 1, 2], [0, 1, 2, 3, 4, 5]):
-        prefetcher.observe(several_of(0, sequences))
+    for n_tokens in (1, 3, 6):
+        prefetcher.observe(decoded(0, n_tokens))
         mosts.append(prefetcher._most)
     assert mosts == [4, 12, 16]  # two matrices; a gate has eight experts
 

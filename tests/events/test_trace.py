@@ -50,9 +50,9 @@ def test_round_trip(tmp_path, n_tokens, probs):
 
 
 def test_what_a_gpu_computed_with_is_kept(tmp_path):
-    """Of batches whose bits do not fill a byte, beside other flags; an event without any has none."""
+    """Of batches whose bits do not fill a byte; an event without any has none."""
     rng = np.random.default_rng(1)
-    live = [replace(e, on_device=rng.random((7, 2)) < 0.4, sequences=np.arange(7)) for e in gate_events(9, 7)]
+    live = [replace(e, on_device=rng.random((7, 2)) < 0.4) for e in gate_events(9, 7)]
     live[3] = replace(live[3], on_device=np.zeros((7, 2), bool))
     with TraceWriter(tmp_path / "t", MODEL) as writer:
         for event in live:
@@ -62,7 +62,6 @@ def test_what_a_gpu_computed_with_is_kept(tmp_path):
             assert event.on_device is None
         else:
             np.testing.assert_array_equal(event.on_device, of.on_device)
-        np.testing.assert_array_equal(event.sequences, of.sequences)
         np.testing.assert_array_equal(event.probs, of.probs)
 
 
@@ -237,28 +236,13 @@ def test_decisions_round_trip(tmp_path, probs):
         assert (event.versions is None) == (i % 3 != 2) and (i % 3 != 2 or (event.versions == live.versions).all())
 
 
-@pytest.mark.parametrize("probs", [False, True])
-def test_sequences_round_trip(tmp_path, probs):
-    """Which sequence each token is of, which begin where, and what is decoded."""
-    several = [None, np.array([0, 2, 5, 2], np.int32), np.full(4, 7, np.int32)]
-    events = [replace(e, sequences=several[i % 3], decode=i % 2 == 0, probs=e.probs if probs else None) for i, e in enumerate(gate_events(12, 4))]
+def test_a_trace_tells_where_texts_begin_and_what_is_decoded(tmp_path):
+    """One that is told of twice before an event begins once; several tokens may be decoded, and a single one read."""
     with TraceWriter(tmp_path / "t", MODEL) as writer:
-        for i, event in enumerate(events):
-            for sequence in {0: [7, 2], 3: [5], 6: [2, 0], 9: [0]}.get(i, ()):
-                writer.new_sequence(sequence)
-            writer.write(event)
+        for i, event in enumerate([*gate_events(6, 4), *gate_events(6)]):
+            for _ in range({4: 2, 9: 1}.get(i, 0)):
+                writer.new_sequence()
+            writer.write(replace(event, decode=i % 2 == 0))
     trace = Trace.read(tmp_path / "t")
-    assert np.flatnonzero(trace.starts).tolist() == [0, 3, 6, 9] and trace.begins == {3: [5], 6: [0, 2], 9: [0]}
-    for event, live in zip(trace.events, events, strict=True):
-        assert event.decode == live.decode and (event.ids == live.ids).all()
-        assert (event.sequences is None) == (live.sequences is None) and np.array_equal(event.sequences, live.sequences)
-        assert (event.probs == live.probs).all() if probs else event.probs is None
-    assert trace.slice(4, 12).begins == {2: [0, 2], 5: [0]}
-    joined = Trace.join([trace, trace])
-    assert joined.begins == {3: [5], 6: [0, 2], 9: [0], 15: [5], 18: [0, 2], 21: [0]} and joined.starts[12]
-
-
-def test_a_text_of_the_only_sequence_is_as_short_as_before(tmp_path):
-    write(tmp_path / "t")
-    trace = Trace.read(tmp_path / "t")
-    assert not trace.begins and all(e.sequences is None and e.decode for e in trace.events)
+    assert np.flatnonzero(trace.starts).tolist() == [0, 4, 9] and [e.decode for e in trace.events] == [True, False] * 6
+    assert np.flatnonzero(Trace.join([trace, trace.slice(3, 12)]).starts).tolist() == [0, 4, 9, 13, 18]

@@ -2,7 +2,6 @@
 
 import re
 from collections import OrderedDict
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -144,64 +143,6 @@ class TestContract:
     def test_update_cost(self, name):
         """20 us for each event at 64 x 256 experts, 8 used; the best of several rounds, because others use the machine too."""
         assert update_cost(name) < 20e-6
-
-
-def of_sequences(events, sequences):
-    return [replace(event, sequences=np.array(sequences, np.int32)) for event in events]
-
-
-@pytest.mark.parametrize("name", ["lfu", "hobbit"])
-@pytest.mark.parametrize("unnamed", [False, True])
-def test_a_sequence_takes_its_counts_with_it(name, unnamed):
-    """What is left is what a policy would know that had never seen it; with none left, what a new one knows."""
-    alone, both = random_events(60, seed=1), random_events(30, n_tokens=3)
-    both = of_sequences(both, [2, 0, 2])
-    alone = alone if unnamed else of_sequences(alone, [0])  # events of sequence 0 alone need not say so
-    policy = get_policy(name)(SHAPE, lru=0, fld=0) if name == "hobbit" else get_policy(name)(SHAPE)
-    without = get_policy(name)(SHAPE, **(policy.options if name == "hobbit" else {}))
-    for event in alone[:30] + both + alone[30:]:
-        policy.update(event)
-        if event.sequences is not None and len(event.sequences) == 3:
-            event = replace(event, ids=event.ids[1:2], weights=event.weights[1:2], sequences=None)
-        without.update(event)
-    assert not np.allclose(policy.priorities, without.priorities)
-    policy.reset_sequence(1)  # nothing is of it
-    policy.reset_sequence(2)
-    np.testing.assert_allclose(policy.priorities, without.priorities, rtol=1e-4, atol=1e-4)
-    for event in of_sequences(random_events(30, seed=3), [2]):
-        policy.update(event)
-    policy.reset_sequence(0)
-    only = get_policy(name)(SHAPE, **(policy.options if name == "hobbit" else {}))
-    for event in random_events(30, seed=3):
-        only.update(event)
-    np.testing.assert_allclose(policy.priorities, only.priorities, rtol=1e-4, atol=1e-4)
-    policy.reset_sequence(2)
-    assert not policy.priorities.any()
-
-
-@pytest.mark.parametrize("name", policy_names())
-def test_a_server_with_one_conversation_is_like_a_program_with_one(name):
-    """Whatever slot it is in."""
-    tables = []
-    for sequence in (None, 3):
-        policy = get_policy(name)(SHAPE)
-        events = random_events(90)
-        policy.prepare(events)
-        for i, event in enumerate(events):
-            if i % 30 == 0:
-                policy.reset_sequence(sequence or 0)
-            policy.update(event if sequence is None else replace(event, sequences=np.full(1, sequence, np.int32)))
-        tables.append(policy.priorities)
-    np.testing.assert_array_equal(*tables)
-
-
-def test_hobbit_keeps_the_latest_use_of_the_sequences_that_go_on():
-    policy = get_policy("hobbit")(CacheShape(1, 4, 1, 2), lru=1.0, lfu=0.0, lhu=0.0, fld=0.0)
-    for sequence, expert in ((0, 0), (1, 1), (1, 2), (0, 2), (1, 3)):
-        policy.update(GateEvent(0, np.array([[expert]]), np.ones((1, 1), np.float32), sequences=np.array([sequence])))
-    assert policy.priorities[0].tolist() == [2, 3, 5, 6]
-    policy.reset_sequence(1)
-    assert policy.priorities[0].tolist() == [2, 0, 5, 0]
 
 
 def test_lfu_counts_within_a_sequence():

@@ -262,24 +262,6 @@ def test_features_have_mean_0_and_deviation_1(width):
     np.testing.assert_allclose(features.std(axis=0), 1, atol=1e-3)
 
 
-def test_a_path_is_not_that_of_another_sequence():
-    """Of two sequences that take turns, the first layer's path begins anew, and a sequence's own goes on."""
-    recording = tiny()
-    arrays = get_predictor("activation-path").fit(recording)
-
-    def after(first: int, second: int) -> list[np.ndarray]:
-        predictor = get_predictor("activation-path")(recording.router, arrays)
-        events = recording.events(1, 3)
-        of = [replace(e, sequences=np.array([first if i < 3 else second])) for i, e in enumerate(events)]
-        found = [predictor.observe(e) for e in of[:4]]
-        return [p.scores for p in found[3]]
-
-    alone = get_predictor("activation-path")(recording.router, arrays)
-    new = [p.scores for p in alone.observe(replace(recording.events(2, 3)[0], sequences=np.array([1])))]
-    np.testing.assert_array_equal(after(0, 1), new)
-    assert not np.array_equal(after(1, 1), new)
-
-
 def tiny(seed: int = 0, t: int = 60, n: int = 3, e: int = 6, k: int = 2) -> Recording:
     rng = np.random.default_rng(seed)
     ids = np.array([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(t)], np.int32)
@@ -520,39 +502,19 @@ def test_previous_token(recording):
             assert set(top_k(found.scores, 4)[0]) == set(recording.ids[t, found.gate])
 
 
-def in_turn(recording: Recording, tokens: list[int], sequences: list[int]) -> list[GateEvent]:
-    """A step of several sequences: these tokens in one batch."""
-    out = []
-    for events in zip(*(recording.events(t, t + 1) for t in tokens)):
-        arrays = (np.concatenate([getattr(event, name) for event in events]) for name in ("ids", "weights"))
-        out.append(GateEvent(events[0].gate, *arrays, decode=True, sequences=np.array(sequences, np.int32)))
-    return out
-
-
-@pytest.mark.parametrize("name", ["activation-path", "eap", "previous-token"])
-def test_sequences_side_by_side_are_predicted_as_each_alone(name, recording, sections):
-    """Each has its own path, over the tokens before, too; one that begins anew leaves the other's alone."""
-    n = recording.model.n_gates
-    texts = [list(range(0, 6)), list(range(20, 26))]
-    expected = []
-    for text, starts in zip(texts, ((), (3,))):
-        predictor, said = make(name, recording, sections), {}
-        for i, t in enumerate(text):
-            if i in starts:
-                predictor.reset_sequence()
-            said |= {(i, e.gate): p.scores[0].copy() for e in recording.events(t, t + 1) for p in predictor.observe(e)}
-        expected.append(said)
-    predictor = make(name, recording, sections)
-    for i, tokens in enumerate(zip(*texts)):
-        if i == 3:
-            predictor.reset_sequence(7)
-        for event in in_turn(recording, list(tokens), [4, 7]):
-            (p,) = predictor.observe(event)
-            assert p.gate == (event.gate + 1) % n and p.scores.shape[0] == 2
-            if i == 3 and name != "previous-token" and event.gate == 0:
-                continue  # a path is one of all rows: the other sequence's begins anew as well
-            for row, said in zip(p.scores, expected):
-                np.testing.assert_allclose(row, said[i, event.gate], rtol=1e-5)
+def test_sequences_side_by_side_are_predicted_as_each_alone(recording, sections):
+    """A batch of one token of each: each row has its own path, over the tokens before, too."""
+    n, texts = recording.model.n_gates, [range(6), range(20, 26)]
+    alone = []
+    for text in texts:
+        predictor = make("activation-path", recording, sections)
+        alone.append([predictor.observe(event)[0].scores[0] for event in recording.events(text.start, text.stop)])
+    predictor = make("activation-path", recording, sections)
+    for i, events in enumerate(zip(*(recording.events(text.start, text.stop) for text in texts))):
+        ids, weights = (np.concatenate([getattr(event, name) for event in events]) for name in ("ids", "weights"))
+        (p,) = predictor.observe(GateEvent(i % n, ids, weights, decode=True))
+        assert p.gate == (i + 1) % n
+        np.testing.assert_allclose(p.scores, [said[i] for said in alone], rtol=1e-5)
 
 
 def test_gates_are_the_routers(recording, sections):

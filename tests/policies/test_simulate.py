@@ -247,9 +247,9 @@ class HeldUpdates(Observer):
         halved = [None if x is None else x.astype(np.float16).astype(np.float32) for x in (event.weights, event.probs)]
         self._held.append(replace(event, weights=halved[0], probs=halved[1]))
 
-    def new_sequence(self, sequence):
+    def new_sequence(self):
         self.release()
-        self._updates.new_sequence(sequence)
+        self._updates.new_sequence()
 
     def release(self):
         self._drain()
@@ -297,15 +297,14 @@ def test_replay_of_a_live_policy_run(demo, tmp_path, name):
 
 @pytest.mark.parametrize("name", ["lfu", "hobbit", "score"])
 def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path, name):
-    """They begin at different times, one again while the other goes on; the events say which is which, and that they are decoded."""
+    """They begin at different times, one again while the other goes on, and last both: the trace says where a text begins alone, and what is decoded."""
     arena = int(ModelIndex.read(demo).expert_bytes * 0.9)
     with ParallelLlama(demo, 2, expert_memory=arena, strategy=f"{name}+none", trace=tmp_path / "t", n_ctx=256, n_threads=2) as llm:
         held = HeldUpdates(llm)
         rng = np.random.default_rng(5)
         ends = {}
         for step in range(72):
-            if step in (0, 24, 48):  # 0 alone, both, 1 begins anew
-                sequence = min(step, 1)
+            for sequence in {0: [0], 16: [1], 32: [1], 48: [0, 1]}.get(step, ()):
                 llm.forget_sequence(sequence)
                 ends[sequence] = 0
             llm.decode_sequences(rng.integers(300, 4000, len(ends)).tolist(), list(ends.values()), list(ends), [True] * len(ends))
@@ -313,8 +312,7 @@ def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path, name):
             held.release()
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
-    assert [(n // trace.model.n_gates, trace.begins.get(n)) for n in np.flatnonzero(trace.starts)] == [(0, None), (24, [1]), (48, [1])]
-    assert all(e.decode and (e.sequences is None if len(e.ids) == 1 else e.sequences.tolist() == [0, 1]) for e in trace.events)
+    assert [n // trace.model.n_gates for n in np.flatnonzero(trace.starts)] == [0, 48] and all(e.decode for e in trace.events)
     result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
     assert residency_of(trace, result).tolist() == residency.tolist()
