@@ -9,7 +9,6 @@ import click
 
 from ..console import progress_bar, wrapped
 from ..errors import OptionError
-from ..files import require_new
 from ..memory import format_size, parse_size
 from ..options import TABLE
 from .options import Listed, command, takes
@@ -32,85 +31,33 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
     metavar="SHARE",
     help="What a low version has of a high one's bytes, for the penalty. Default: 0.25, int4 of float16.",
 )
-@click.option("--plot", type=click.Path(dir_okay=False, writable=True), metavar="FILE.png", help="Draw hit rates by size and layer, and the experts' use.")
-@click.option(
-    "--scores",
-    type=click.Path(dir_okay=False, writable=True),
-    metavar="FILE.png",
-    help="Draw how unimportant the selected experts are, and T1 and T2 by it (HOBBIT), instead of replaying.",
-)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
 def simulate(
-    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, plot: str | None, scores: str | None, as_json: bool, seed: int,
+    traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, as_json: bool, seed: int,
     reroute: float = 0.0, tau: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
-    """Replay traces of `run --trace`, or route traces of other programs (.csv, .csv.gz), through strategies: what each would have had in memory, and read."""
+    """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
     from ..policies.hobbit import MissCost
-    from ..simulate.comparison import compare, gap_recovered, left_out, recorded_reads, require_drawable
-    from ..simulate.route_trace import read_trace
+    from ..simulate.comparison import compare, gap_recovered, left_out
     from ..trace import Trace
 
-    require_new(plot, [*traces, scores], "--plot")
-    require_new(scores, traces, "--scores")
-    require_drawable(plot, "--plot")
-    require_drawable(scores, "--scores")
-    trace = Trace.join([read_trace(path) for path in traces])
+    trace = Trace.join([Trace.read(path) for path in traces])
     names = [name for item in strategy for name in item.split(",")]  # a name may come with a comma, as lru,lfu
-    if scores:
-        _draw_scores(trace, scores, as_json)
-        return
     arenas = [parse_size(size, trace.model.full_bytes) for size in memory or SIZES]
     without = left_out(trace, names)
     names = [name for name in names if name not in without]
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:
         results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), tau=tau, cost=cost, progress=progress)
-    if plot:
-        from ..simulate.comparison import plot as draw
-
-        draw(plot, trace, results)
     rows = [r.to_dict() | {"gap_recovered": gap_recovered(r, results)} for r in results]
-    reads = recorded_reads(trace)
     if as_json:
-        head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "recorded_reads": reads, "left_out": without}
+        head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "left_out": without}
         click.echo(json.dumps(head | {"results": rows}, indent=2))
         return
     click.echo(_table(rows, trace.model.full_bytes, tau > 0))
     for name, why in without.items():
         click.echo("\n" + wrapped(f"{name}: not replayed, {why}"))
-    if reads:
-        low = f" ({reads['low']:,} of low versions)" if reads["low"] else ""
-        text = (
-            f"in the recorded runs: {reads['reads']:,} reads{low}, {100 * reads['late']:.0f} % with compute waiting; medians: "
-            f"{reads['median_wait_us'] / 1000:.2f} ms in the queue, {reads['median_read_us'] / 1000:.2f} ms to read"
-        )
-        click.echo("\n" + wrapped(text))
-
-
-def _draw_scores(trace: Trace, path: str, as_json: bool) -> None:
-    """HOBBIT's figure 5b of this model, and the thresholds that give the shares which the paper's give on Mixtral."""
-    import numpy as np
-
-    from ..policies.hobbit import T1, T2, thresholds, unimportance
-    from ..simulate.comparison import plot_scores
-
-    weights = [event.weights for event in trace.events if event.decode]
-    if not weights:
-        raise OptionError("--scores needs tokens that were decoded, and the trace has none")
-    found = np.concatenate([unimportance(w).ravel() for w in weights])
-    t1, t2 = thresholds(found)
-    plot_scores(path, found, t1, t2)
-    rows: list[dict[str, Any]] = []
-    for name, first, second in (("of this model", t1, t2), ("of the paper", T1, T2)):
-        high, low = float(np.mean(found <= first)), float(np.mean((found > first) & (found <= second)))
-        rows.append({"thresholds": name, "t1": first, "t2": second, "high": high, "low": low, "skipped": 1 - high - low})
-    if as_json:
-        click.echo(json.dumps({"model": trace.model.name, "uses": len(found), "results": rows}, indent=2))
-        return
-    for row in rows:
-        shares = f"{100 * row['high']:.1f} % in high precision, {100 * row['low']:.1f} % in low, {100 * row['skipped']:.1f} % skipped"
-        click.echo(f"{row['thresholds']:<14} --t1 {row['t1']:.3f} --t2 {row['t2']:.3f}: of absent experts {shares}")
 
 
 def _rerouting(trace: Trace, share: float) -> Rerouting | None:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import gzip
 import itertools
 import json
 import os
@@ -48,7 +47,6 @@ from common import (
     main,
     open_model,
     options_of,
-    status_bytes,
     tell_all,
     verdict,
     write_small_model,
@@ -79,13 +77,6 @@ from companions import write_expert_adapter, write_projector
 
 MEMORY = 300 << 20
 OPENED = {"n_threads": 1, "n_ctx": 64}
-ROUTES = b"""# route_trace v1
-# model=/some folder/Model.gguf arch=qwen3moe n_layer=2 n_expert=8 n_expert_used=1
-# layer=0 expert_bytes=5000
-turn,phase,step,layer,slot,expert,weight,residency,expert_bytes
-0,0,0,0,0,1,0.5,1,0
-0,1,1,0,0,2,0.5,0,5000
-"""
 
 
 Reader = Callable[[Path, random.Random], object]
@@ -148,7 +139,6 @@ def prepare(folder: Path, names: set[str]) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    (folder / "routes.csv.gz").write_bytes(gzip.compress(ROUTES))
     with open_model(model, **OPENED, warm=True, trace=str(folder / "run.trace")) as llm:
         answer(llm)
         PromptCache(folder / "prompt.bin").save(llm)
@@ -307,15 +297,6 @@ def read_trace(_folder: Path) -> Reader:
     return lambda path, _rng: Trace.read(path).counts()
 
 
-def read_routes(_folder: Path) -> Reader:
-    """In a process that has as much memory as the others may take."""
-    from moeoff.memory import rss
-    from moeoff.simulate import route_trace
-
-    route_trace.available = lambda: rss() + (MEMORY - status_bytes()) // 2
-    return lambda path, _rng: route_trace.read_trace(path).counts()
-
-
 def opened(option: str, *strategies: str, **others: Any) -> Callable[[Path], Reader]:
     """A model is opened with the file, under one of these strategies, and answers."""
 
@@ -414,7 +395,6 @@ KINDS = {
     "plan": Kind("plan.json", read_plan),
     "importance matrix": Kind("imatrix.gguf", read_imatrix),
     "trace": Kind("run.trace", read_trace),
-    "route trace": Kind("routes.csv.gz", read_routes),
     "adapter": Kind("adapter.gguf", opened("lora_path", **BOUNDED), 0.2),
     "adapter, served": Kind("adapter.gguf", served("--lora"), 0.03),
     "control vector": Kind("vector.gguf", served("--control-vector"), 0.03),
@@ -437,9 +417,6 @@ def named(name: str, whole: bytes) -> list[bytes]:
         return DEEP
     if name.endswith(".npz"):
         return [unpacks_to(whole, f"{ARRAYS_OF[name]}-more", 1 << 30)]
-    if name.endswith(".csv.gz"):
-        row = ROUTES.splitlines(keepends=True)[-1]
-        return [gzip.compress(data, 1) for data in (ROUTES + b"1" * (400 << 20), ROUTES[:20] + b" " * (400 << 20), ROUTES[: -len(row)] + row * 2_000_000)]
     return [word.encode() for word in WORDS] if name.endswith(".gbnf") else []
 
 
@@ -451,8 +428,6 @@ def damaged(name: str, whole: bytes, rng: random.Random) -> bytes:
         return mutate_arrays(whole, rng)
     if name.endswith(".json"):
         return mutate_json(whole, rng)
-    if name.endswith(".csv.gz"):
-        return gzip.compress(mutate_text(gzip.decompress(whole), rng), 1)
     return mutate_text(whole, rng) if name.endswith((".gbnf", ".txt")) else mutate(whole, rng)
 
 

@@ -37,9 +37,10 @@ from moeoff.policies import PREDICTORS, PRESETS, FitOptions, get_policy, get_pre
 from moeoff.policies.base import top_k
 from moeoff.policies.recording import Recording
 from moeoff.policies.router import Router
-from moeoff.simulate import read_trace, simulate
+from moeoff.simulate import simulate
 from moeoff.trace import TensorInfo, Trace
 from results import HELP, ResultsFile
+from route_trace import read_route_trace
 from shape_model import ANSWER, NEAREST, SHAPES, shape_model
 
 TRACES = ROOT / "tests" / "data" / "route-traces"
@@ -219,9 +220,9 @@ def main() -> None:
 def published(json_file: str | None) -> None:
     """Every cache policy on the published traces, and what names their experts beforehand."""
     with ResultsFile(json_file) as results:
-        replay(results, {name: read_trace(path) for name, path in PUBLISHED.items()})
+        replay(results, {name: read_route_trace(path) for name, path in PUBLISHED.items()})
         table = results.table("named", "Of the experts that an answer chooses, % that are named beforehand, as many as are used", ["by", *PUBLISHED])
-        answers = [measure_answer(read_trace(path)) for path in PUBLISHED.values()]
+        answers = [measure_answer(read_route_trace(path)) for path in PUBLISHED.values()]
         for title, field in (("the token before", "repeats"), ("the answer's most used", "own_list"), ("the prompt's most used", "prompt_list")):
             table.row(title, *(f"{100 * getattr(each, field):.1f}" for each in answers))
 
@@ -255,7 +256,7 @@ def shapes(names: Sequence[str], keep: str | None, json_file: str | None) -> Non
         table = results.table("answers", title, ["", "", *HEAD])
         for name, trace, next_recall in shape_answers(names or list(ANSWER), keep):
             source = wanted(name)[0]
-            goal = read_trace(PUBLISHED[source])
+            goal = read_route_trace(PUBLISHED[source])
             table.row(name, "reached", *cells(measure_answer(heaviest(trace, goal.model.n_used)), next_recall))
             table.row("" if source == name else source, "wanted", *cells(measure_answer(goal), RECALL.get(source)))
 
@@ -272,7 +273,7 @@ def named(_ctx: Any, _option: Any, texts: Sequence[str]) -> dict[str, str]:
 def policies(traces: Mapping[str, str], json_file: str | None) -> None:
     """Every cache policy on a shape's own answer."""
     with ResultsFile(json_file) as results:
-        replay(results, {name: read_trace(path) for name, path in traces.items()})
+        replay(results, {name: Trace.read(path) for name, path in traces.items()})
 
 
 # --- texts: the demo model's and grown models' ---

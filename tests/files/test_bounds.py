@@ -42,7 +42,6 @@ from moeoff.options import Config, ServerOptions
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import Sidecar
 from moeoff.sidecar.profile import Profile
-from moeoff.simulate.route_trace import read_trace
 from moeoff.trace import Trace
 
 LIMITED = """

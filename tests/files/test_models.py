@@ -20,7 +20,6 @@ from moeoff import Llama
 from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
-from moeoff.simulate import read_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
 from routing import answer, answer_of, heaviest, measure_answer, shape_answers, wanted
 from shape_model import ANSWER, NEAREST, SHAPES, Pools, shape_model, tensors
@@ -231,7 +230,7 @@ def test_sizes_are_the_published_ones(name):
 
 def test_layers_of_gemma_have_the_sizes_of_its_published_file():
     """Which a route trace tells, layer by layer: bytes of an expert, and of everything else."""
-    trace = read_trace(PUBLISHED_TRACES["gemma-4-26b-a4b"])
+    trace = read_route_trace(PUBLISHED_TRACES["gemma-4-26b-a4b"])
     with gzip.open(PUBLISHED_TRACES["gemma-4-26b-a4b"], "rt") as file:
         told = [line for line in file if line.startswith("# layer=")]
     dense = [int(line.split("dense_bytes=")[1]) for line in told]
@@ -363,7 +362,7 @@ def test_an_answer_keeps_to_some_experts_and_goes_on(tmp_path, name):
 def test_answers_have_the_statistics_of_the_published_traces(name, within):
     """On copies with all layers, experts and widths; three points are wanted, and of qwen3-30b-a3b not quite reached."""
     ((_, trace, recall),) = shape_answers([name], None)
-    goal = read_trace(PUBLISHED_TRACES[wanted(name)[0]])
+    goal = read_route_trace(PUBLISHED_TRACES[wanted(name)[0]])
     reached, published = measure_answer(heaviest(trace, goal.model.n_used)), measure_answer(goal)
     assert reached.repeats == pytest.approx(published.repeats, abs=within)
     assert reached.lru == pytest.approx(published.lru, abs=within)

@@ -3,7 +3,6 @@ again after a warm start."""
 
 from __future__ import annotations
 
-import json
 import math
 import shutil
 import subprocess
@@ -119,18 +118,6 @@ def test_a_trace_tells_low_reads(model, tmp_path):
     assert done["nbytes"].sum() == stats.bytes_read
     whole = np.array([t.nbytes for t in trace.model.tensors])[done["tensor"]]  # Q8_0: 34 bytes for 32 values, Q4_0: 18
     np.testing.assert_array_equal(done["nbytes"], np.where(low, whole * 18 // 34, whole))
-
-
-def test_simulate_counts_low_reads(model, tmp_path, moeoff_command):
-    """Per trace, and not at all where there are none."""
-    for precision, name in ((LOSSY, "lossy"), (Precision(), "lossless")):
-        logits(model, precision=precision, trace=tmp_path / name)
-    lossy = Trace.read(tmp_path / "lossy").reads
-    n_low = int(((lossy["version"] == LOW) & (lossy["result"] == 0)).sum())
-    ask = ("--memory", "50%")
-    assert n_low > 20 and f" reads ({n_low:,} of low versions), " in moeoff_command("simulate", str(tmp_path / "lossy"), *ask).stdout
-    assert json.loads(moeoff_command("simulate", str(tmp_path / "lossy"), *ask, "--json").stdout)["recorded_reads"]["low"] == n_low
-    assert "low versions" not in moeoff_command("simulate", str(tmp_path / "lossless"), *ask).stdout
 
 
 def test_replay_of_another_run_is_refused(model, demo, tmp_path):

@@ -15,11 +15,11 @@ from moeoff.engine.driver import Driver, PolicyUpdates
 from moeoff.gate_event import GateEvent, Observer
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import CacheShape, Policy, get_policy, policy_names
-from moeoff.simulate import comparison
-from moeoff.simulate.comparison import compare, gap_recovered, recorded_reads
+from moeoff.simulate.comparison import compare, gap_recovered, left_out
 from moeoff.simulate.simulator import Result, simulate
-from moeoff.trace import DEMAND_LEVEL, GATE_LEVEL, READ, TensorInfo, Trace, TraceHeader
+from moeoff.trace import TensorInfo, Trace, TraceHeader, TraceWriter
 
+SMALL = Trace.read(SMALL_TRACE)
 ONE = TraceHeader("one", 2, tuple(TensorInfo(g, g, m, 8, 5000) for g in range(3) for m in (2, 1, 3)))
 TWO = TraceHeader("two", 2, tuple(TensorInfo(g, g, m, 8, 5000 + 6000 * (g == 1 and m == 3)) for g in range(3) for m in (2, 1, 3)))
 
@@ -114,7 +114,7 @@ class GeneralLru(Policy):
         pass
 
 
-@pytest.mark.parametrize("trace", [Trace.read(SMALL_TRACE), batches()], ids=["small", "batches"])
+@pytest.mark.parametrize("trace", [SMALL, batches()], ids=["small", "batches"])
 @pytest.mark.parametrize("share", [0.05, 0.12, 0.333, 0.37, 0.5, 0.83, 0.99])
 def test_fast_path_is_the_general_one(trace, share):
     arena = max(int(trace.model.full_bytes * share), trace.model.arena_floor)
@@ -129,8 +129,7 @@ def test_fast_path_is_the_general_one(trace, share):
 @pytest.mark.parametrize("share", [0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
 def test_lru_is_fast(share):
     """50,000 events a second on an idle machine; the best of several rounds, and half of that, because others use it too."""
-    small = Trace.read(SMALL_TRACE)
-    trace = Trace.join([small] * 8)
+    trace = Trace.join([SMALL] * 8)
     best = float("inf")
     for _ in range(5):
         started = time.perf_counter()
@@ -141,7 +140,7 @@ def test_lru_is_fast(share):
 
 def test_the_checked_in_run_comes_out_as_it_happened():
     """Recorded live with lru at 40 %: hits of every event, evictions and bytes."""
-    trace = Trace.read(SMALL_TRACE)
+    trace = SMALL
     began, ended = trace.notes
     result = simulate(trace, "lru", began["arena_bytes"], events=True)
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events]
@@ -149,7 +148,7 @@ def test_the_checked_in_run_comes_out_as_it_happened():
 
 
 def test_exact_counts():
-    trace = Trace.read(SMALL_TRACE)
+    trace = SMALL
     arena = trace.model.full_bytes // 2
     counts = json.loads((SMALL_TRACE.parent / "small.json").read_text())
     assert set(counts) == set(policy_names())
@@ -177,8 +176,8 @@ def test_a_result_as_a_dictionary():
     }
 
 
-def test_policies_compared_on_a_trace(monkeypatch):
-    """Between LRU and Belady's optimum, size by size; the gap is that size's own, and a picture has what the results have."""
+def test_policies_compared_on_a_trace():
+    """Between LRU and Belady's optimum, size by size; the gap is that size's own. What reads probabilities that a trace has not is left out."""
     trace = random_trace(ONE, 240)
     small, half = ONE.full_bytes // 4, ONE.full_bytes // 2
     results = compare(trace, ["decay", "lru"], [small, half, ONE.full_bytes])
@@ -193,31 +192,7 @@ def test_policies_compared_on_a_trace(monkeypatch):
     assert gap_recovered(results[-2], results) is None  # where all fit, there is none
     with pytest.raises(OptionError, match="no gate event"):
         compare(Trace(ONE, [], np.zeros(0, bool)), ["decay"], [small])
-
-    drawn = []
-    monkeypatch.setattr(comparison, "save", lambda figure, path: drawn.append(figure.axes))
-    comparison.plot("p.svg", trace, results)
-    sizes, layers, heat = drawn[0][:3]
-    for name, line, of_layer in zip(("lru", "decay", "belady"), sizes.lines, layers.lines):
-        mine = [r for r in results if r.policy == name]
-        assert line.get_label() == of_layer.get_label() == name
-        np.testing.assert_allclose(line.get_xydata(), [(100 * r.arena_bytes / ONE.full_bytes, 100 * r.hit_rate) for r in mine])
-        np.testing.assert_allclose(of_layer.get_ydata(), 100 * np.array(mine[1].to_dict()["hit_rate_by_layer"]), atol=1e-4)
-    np.testing.assert_allclose(heat.images[0].get_array(), trace.counts() / trace.n_tokens)
-    comparison.plot_scores("p.svg", np.array([0.9, 0.1, 0.4, 0.4]), 0.3, 0.8)
-    np.testing.assert_allclose(drawn[1][0].lines[0].get_xydata(), [(0.1, 25), (0.4, 50), (0.4, 75), (0.9, 100)])
-
-
-def test_reads_of_the_recorded_runs():
-    """Those that failed count as none; what compute waited for is the demand's."""
-    trace = random_trace(ONE, 3)
-    assert recorded_reads(trace) is None
-    reads = np.zeros(5, READ)
-    reads["level"] = [DEMAND_LEVEL, GATE_LEVEL, GATE_LEVEL, GATE_LEVEL, DEMAND_LEVEL]
-    reads["result"], reads["version"] = [0, 0, 0, 0, 5], [0, 2, 0, 1, 1]
-    reads["wait_us"], reads["read_us"] = [9, 1, 3, 5, 100], [20, 10, 40, 30, 500]
-    found = recorded_reads(replace(trace, reads=reads, reads_lost=6))
-    assert found == {"reads": 4, "low": 2, "lost": 6, "late": 0.25, "median_wait_us": 4, "median_read_us": 25}
+    assert list(left_out(trace, ["score", "lfu"])) == ["score"] and left_out(SMALL, ["score"]) == {}
 
 
 def test_batches_larger_than_the_arena():
@@ -384,19 +359,18 @@ def test_more_memory_is_never_slower(demo, name):
 
 
 def test_command(moeoff_command, tmp_path):
-    picture = tmp_path / "p.png"
-    done = moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json", "--plot", str(picture))
+    with TraceWriter(tmp_path / "t", SMALL.model) as writer:
+        for event in SMALL.events[:600]:
+            writer.write(replace(event, probs=None))
+    done = moeoff_command("simulate", str(tmp_path / "t"), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json")
     assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout)["results"]
-    assert [r["strategy"] for r in rows] == ["lru", "decay", "score", "belady"] * 2 and picture.stat().st_size > 10000
-    assert rows[3]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
-    assert done.stdout == moeoff_command("simulate", str(SMALL_TRACE), "--strategy", "decay,score", "--memory", "50%", "--memory", "8M", "--json").stdout
-    assert "of the gap" in moeoff_command("simulate", str(SMALL_TRACE)).stdout
-    for arguments, message in (
-        (("--strategy", "fifo"), "unknown policy 'fifo'"),
-        (("--memory", "nan%"), "between 0% and 100%"),
-        (("--plot", "a.xyz"), "a.xyz"),
-    ):
+    told = json.loads(done.stdout)
+    rows = told["results"]
+    assert [r["strategy"] for r in rows] == ["lru", "decay", "belady"] * 2 and list(told["left_out"]) == ["score"]
+    assert rows[2]["gap_recovered"] == 1 and rows[0]["gap_recovered"] == 0
+    text = " ".join(moeoff_command("simulate", str(tmp_path / "t"), "--strategy", "score").stdout.split())
+    assert "of the gap" in text and "score: not replayed, it reads the routers' probabilities of all experts, and the trace has none" in text
+    for arguments, message in ((("--strategy", "fifo"), "unknown policy 'fifo'"), (("--memory", "nan%"), "between 0% and 100%")):
         failed = moeoff_command("simulate", str(SMALL_TRACE), *arguments)
         assert failed.returncode == 1 and message in failed.stderr and "Traceback" not in failed.stderr
 
@@ -405,8 +379,6 @@ def test_run_records(moeoff_command, tmp_path):
     for _ in range(2):  # the second run goes on in the same file
         done = moeoff_command("run", "-p", "Hello", "-n", "5", "--ignore-eos", "--strategy", "score", "--trace", str(tmp_path / "t"))
         assert done.returncode == 0, done.stderr
-    shown = moeoff_command("simulate", str(tmp_path / "t"), "--memory", "50%")
-    assert "% with compute waiting" in shown.stdout
     trace = Trace.read(tmp_path / "t")
     assert trace.starts.sum() == 2 and trace.notes[0]["strategy"] == "score" and trace.events[0].probs is not None
 

@@ -124,7 +124,6 @@ MISTAKES = [
     (f"calibrate {M} --text /dev/null -o p.npz", 1, "/dev/null: cannot be read: a device, expected a file"),
     (f"calibrate {M} --text missing.txt -o p.npz", 1, "missing.txt: cannot be read: No such file"),
     (f"bench {M} --plot x.docx", 1, "--plot x.docx: no such picture can be drawn; end the name in .svg, .png or .pdf"),
-    (f"simulate {SMALL_TRACE} --plot drawing", 1, "--plot drawing: no such picture can be drawn"),
     (f"simulate {__file__}", 1, "is not a trace of moeoff"),
     ("inspect '\udcff.gguf' --probe off", 1, "its name is not UTF-8, as llama.cpp needs it: rename the file or its folder"),
     ("verify /dev/null", 1, "/dev/null: cannot be read: a device, expected a file"),
