@@ -42,9 +42,6 @@ def by_importance(importance: Mapping[tuple[int, int], float], saved: Mapping[tu
 FLOOR = 1e-4  # under logarithms
 PRIOR_ONE = 8.0  # observations that the back-off weighs as much as
 PRIOR_TWO = 8.0  # observations that the back-off of a pair to one layer weighs as much as
-LEAST_KEPT = 4  # experts of a pair; with less room than that the two layers count as independent
-SKIP_WEIGHT = 0.7  # of the layer before the last in that case, measured on the demo model
-TRIPLES = 64 << 20  # bytes of a table of all triples; a larger one becomes counts
 PAIRS = 256 << 20  # bytes of counts; of a model with more, the last pairs of a layer back off to one layer
 PRIOR = 2.0  # occurrences of a token that popularity weighs as much as
 POPULARITY: dict[str, Layout] = {"counts": ("i", ("gates", "experts"), 0, 1 << 53)}  # of the section of this name
@@ -52,25 +49,23 @@ FIRST_LAYER = 8 << 20  # bytes of the table of what tokens choose in the first l
 
 
 class PairCounts:
-    """The dictionary for models whose table of all triples would not fit: P(x | a in the last layer, b in the one before), from the counts of
-    what was seen, exactly; a pair that never occurred takes no room. The section "pairs" of a profile.
+    """The dictionary: P(x | a in the last layer, b in the one before), from the counts of what was seen; a pair that never occurred takes no room.
+    The section "pairs" of a profile.
 
     Args:
         arrays: pair_seen [n_gates, E, E] how often a pair occurred; pair_start [n_gates, E * E + 1] where the experts that followed it
-            begin, among those of its gate; pair_base [n_gates] where these begin; pair_expert, pair_count [n] who followed, and how often.
+            begin in pair_expert, pair_count [n]: who followed, and how often.
         n, e: n_gates and E.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], n: int, e: int):
         require_arrays(arrays, {
-            "pair_seen": ("i", (n, e, e)), "pair_start": ("i", (n, e * e + 1)), "pair_base": ("i", (n,), 0, 1 << 53),
+            "pair_seen": ("i", (n, e, e)), "pair_start": ("i", (n, e * e + 1)),
             "pair_expert": ("i", ("triples",), 0, e - 1), "pair_count": ("i", ("triples",)),
         })  # fmt: skip
-        start = arrays["pair_start"]
-        if (start[:, 1:] < start[:, :-1]).any() or (arrays["pair_base"] + start[:, -1].astype(np.int64) > len(arrays["pair_expert"])).any():
+        self._seen, self._start, self._expert, self._count = (arrays[f"pair_{name}"] for name in ("seen", "start", "expert", "count"))
+        if (self._start[:, 1:] < self._start[:, :-1]).any() or self._start.max(initial=0) > len(self._expert):
             raise WrongArrays("'pair_start' points behind the end")
-        self._seen, self._start, self._base = arrays["pair_seen"], arrays["pair_start"], arrays["pair_base"]
-        self._expert, self._count = arrays["pair_expert"], arrays["pair_count"]
 
     def joint(self, gate: int, last: np.ndarray, before: np.ndarray, ratio: np.ndarray) -> np.ndarray:
         """[n_tokens, k, k, E] float32: the probabilities for each pair of one expert of each layer.
@@ -80,54 +75,47 @@ class PairCounts:
             ratio: [n_tokens, k, E] P(x | last), which rare pairs back off to.
         """
         e = ratio.shape[2]
-        a, b = np.broadcast_arrays(last[:, :, None], before[:, None, :])
-        out = np.repeat((PRIOR_TWO * ratio)[:, :, None], before.shape[1], axis=2)
-        pair = (a.astype(np.int64) * e + b).ravel()
-        first = self._start[gate][pair].astype(np.int64)
-        n = self._start[gate][pair + 1].astype(np.int64) - first
-        if n.any():
-            row = np.repeat(np.arange(len(pair)), n)
-            at = np.arange(len(row)) - np.repeat(np.cumsum(n) - n, n) + np.repeat(first, n) + self._base[gate]
-            out.reshape(len(pair), e)[row, self._expert[at]] += self._count[at]  # each expert of a pair is there once
-        out /= (self._seen[gate][a, b] + PRIOR_TWO)[..., None]
-        return out
+        pair = (last.astype(np.int64)[:, :, None] * e + before[:, None, :]).ravel()
+        out = np.repeat(PRIOR_TWO * ratio, before.shape[1], axis=1).reshape(len(pair), e)
+        first, end = (self._start[gate][pair + i].astype(np.int64) for i in (0, 1))
+        n = end - first
+        place = np.arange(n.sum()) + np.repeat(first - np.cumsum(n) + n, n)
+        out[np.repeat(np.arange(len(pair)), n), self._expert[place]] += self._count[place]  # each expert of a pair is there once
+        out /= (self._seen[gate].ravel()[pair] + PRIOR_TWO)[:, None]
+        return out.reshape(*last.shape, before.shape[1], e)
 
 
-def fit_pairs(recording: Recording, options: FitOptions, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-    """The section "pairs"; None where the table of all triples is small enough to be kept whole."""
+def fit_pairs(recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
+    """The section "pairs", arrays of `PairCounts`."""
     used, starts = recording.used(), recording.starts
     _, n, e = used.shape
-    if 2 * n * e**3 <= TRIPLES:
-        return None
     small = np.uint8 if e <= 256 else np.uint16
     most = PAIRS if options.room is None else min(PAIRS, options.room // 3)  # in parts, then as a whole
     room = most // (n * (small().itemsize + 2))  # triples of a gate
-    seen, start, base = np.zeros((n, e, e), np.uint32), np.zeros((n, e * e + 1), np.uint32), np.zeros(n, np.int64)
+    seen, start = np.zeros((n, e, e), np.uint32), np.zeros((n, e * e + 1), np.uint32)
     experts: list[np.ndarray] = []
     counts: list[np.ndarray] = []
+    n_triples = 0
     for gate in range(n):
         last, before, y = experts_before(used, starts, gate, 1), experts_before(used, starts, gate, 2), used[:, gate].astype(np.float32)
-        n_triples = 0
-        base[gate] = sum(len(part) for part in experts)
+        limit = n_triples + room
+        start[gate, 0] = n_triples
         for a in range(e):
             rows = np.flatnonzero(last[:, a])
             b = before[rows].astype(np.float32)
             count = (b.T @ y[rows]).astype(np.int64)
-            if n_triples + np.count_nonzero(count) > room:
+            if n_triples + np.count_nonzero(count) > limit:
                 count[:] = 0
             else:
                 seen[gate, a] = b.sum(axis=0)
-            where = np.nonzero(count)
-            experts.append(where[1].astype(small))
-            counts.append(np.minimum(count[where], 65535).astype(np.uint16))
+            followed = np.nonzero(count)
+            experts.append(followed[1].astype(small))
+            counts.append(np.minimum(count[followed], 65535).astype(np.uint16))
             start[gate, a * e + 1 : (a + 1) * e + 1] = n_triples + np.cumsum(np.count_nonzero(count, axis=1))
-            n_triples += len(where[0])
+            n_triples += len(followed[0])
         if progress:
             progress(gate + 1, n)
-    return {
-        "pair_seen": seen, "pair_start": start, "pair_base": base,
-        "pair_expert": np.concatenate(experts), "pair_count": np.concatenate(counts),
-    }  # fmt: skip
+    return {"pair_seen": seen, "pair_start": start, "pair_expert": np.concatenate(experts), "pair_count": np.concatenate(counts)}
 
 
 def experts_before(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) -> np.ndarray:
@@ -177,8 +165,7 @@ class ActivationPath(Predictor):
     """P(E_n | E_{n-1}, E_{n-2}), from statistics of other text.
 
     EdgeMoE's models choose one expert; with k of them the probability is the geometric mean over the k x k pairs of one
-    expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. The dictionary is a table where it is
-    small, else the counts of the pairs that were seen: the same numbers. Layers that route by the token alone are known before the batch
+    expert of each layer. Rare pairs back off to the last layer's expert, rare experts to popularity. Layers that route by the token alone are known before the batch
     (§3.1); so is the first one, as far as text has shown what its tokens choose. Without that, and in the second layer, the path
     goes back into the token before, where as many are decoded again. Without a profile one layer is learned
     while it runs.
@@ -199,9 +186,6 @@ class ActivationPath(Predictor):
                 raise WrongArrays("'first_tokens' is not in order")
         self._tables = {gate: table for gate, table in enumerate(self.router.tables) if table is not None}
         self.wants_tokens = bool(self._tables) or self._first is not None
-        self._skip: np.ndarray | None = None
-        self._two: np.ndarray | None = None
-        self._kept: tuple[np.ndarray, np.ndarray] | None = None
         self._counts: np.ndarray | None = None
         if arrays is None:
             self._counts = np.full((n, e, e), PRIOR_ONE / e, np.float32)  # [gate, expert before, expert]
@@ -209,15 +193,6 @@ class ActivationPath(Predictor):
         else:
             require_arrays(arrays, {"one": ("f", (n, e, e)), "popularity": ("f", (n, e), 0, 1)})
             self._one: np.ndarray = arrays["one"].astype(np.float32)
-            if "two" in arrays:
-                require_arrays(arrays, {"two": ("f", (n, e, e, e))})
-                self._two = arrays["two"]
-            elif "kept" in arrays:
-                require_arrays(arrays, {"kept": ("i", (n, e, e, "kept"), 0, e - 1), "change": ("f", (n, e, e, "kept"))})
-                self._kept = arrays["kept"], arrays["change"]
-            else:
-                require_arrays(arrays, {"skip": ("f", (n, e, e))})
-                self._skip = arrays["skip"].astype(np.float32) * SKIP_WEIGHT
             self._log_popularity = np.log(arrays["popularity"] + FLOOR)
         self._gate = -1
         self._last: np.ndarray | None = None
@@ -263,26 +238,11 @@ class ActivationPath(Predictor):
         if self._counts is not None:
             out = (self._counts[gate][last] / self._sums[gate][last]).mean(axis=1)
             return out
-        if self._two is not None and before is not None:
-            pairs = self._two[gate][last[:, :, None], before[:, None, :]]
-            out = np.exp(pairs.mean(axis=(1, 2), dtype=np.float32))
-            return out
         if self._pairs is not None and before is not None:
             ratio = np.exp(self._one[gate][last] + self._log_popularity[gate])  # P(x | last), with FLOOR
             out = np.exp(np.log(self._pairs.joint(gate, last, before, ratio - FLOOR) + FLOOR).mean(axis=(1, 2)))
             return out
-        if self._kept is not None and before is not None:
-            experts, change = (part[gate][last[:, :, None], before[:, None, :]].reshape(len(last), -1) for part in self._kept)
-            n_pairs = last.shape[1] * before.shape[1]
-            out = np.zeros((len(last), self.router.n_experts), np.float32)
-            np.add.at(out, (np.arange(len(last))[:, None], experts), change)
-            out /= n_pairs
-            out += self._log_popularity[gate] + self._one[gate][last].mean(axis=1)
-            np.exp(out, out=out)
-            return out
         log = self._log_popularity[gate] + self._one[gate][last].sum(axis=1)
-        if self._skip is not None and before is not None:
-            log += self._skip[gate][before].sum(axis=1)
         log -= log.max(axis=1, keepdims=True)
         out = np.exp(log, out=log)
         return out
@@ -292,44 +252,19 @@ class ActivationPath(Predictor):
         """From a `Recording`.
 
         Returns:
-            popularity [n_gates, E] share of tokens; one, skip [n_gates, E before, E] log of P(e | before) / P(e), of the last
-            layer and of the one before; two [n_gates, E last, E before, E] log P(e | both). Where that is too large, the m experts of
-            each pair for which it matters most: kept [n_gates, E, E, m] which, change [n_gates, E, E, m] log of P(e | both) / P(e | last).
+            popularity [n_gates, E] share of tokens; one [n_gates, E before, E] log of P(e | the last layer's) / P(e).
         """
         used = recording.used()
         _, n, e = used.shape
         popularity = used.mean(axis=0, dtype=np.float32)
-        arrays = {"popularity": popularity, "one": np.zeros((n, e, e), np.float16), "skip": np.zeros((n, e, e), np.float16)}
-        most = TRIPLES if options.room is None else min(TRIPLES, options.room // 2)
-        triples = 2 * n * e**3 <= most
-        small = np.uint8 if e <= 256 else np.uint16
-        n_kept = most // (n * e * e * (2 + small().itemsize))
-        if triples:
-            arrays["two"] = np.zeros((n, e, e, e), np.float16)
-        elif n_kept >= LEAST_KEPT:
-            arrays |= {"kept": np.zeros((n, e, e, n_kept), small), "change": np.zeros((n, e, e, n_kept), np.float16)}
+        one = np.zeros((n, e, e), np.float16)
         for gate in range(n):
-            last, before = experts_before(used, recording.starts, gate, 1), experts_before(used, recording.starts, gate, 2)
-            y = used[:, gate].astype(np.float32)
-            ratio = {}
-            for name, x in (("one", last), ("skip", before)):
-                x = x.astype(np.float32)
-                ratio[name] = (x.T @ y + PRIOR_ONE * popularity[gate]) / (x.sum(axis=0)[:, None] + PRIOR_ONE)
-                arrays[name][gate] = np.log(ratio[name] + FLOOR) - np.log(popularity[gate] + FLOOR)
-            for a in range(e) if "two" in arrays or "kept" in arrays else ():
-                rows = np.flatnonzero(last[:, a])
-                b = before[rows].astype(np.float32)
-                joint = (b.T @ y[rows] + PRIOR_TWO * ratio["one"][a]) / (b.sum(axis=0)[:, None] + PRIOR_TWO)
-                log = np.log(joint + FLOOR)
-                if "two" in arrays:
-                    arrays["two"][gate, a] = log
-                    continue
-                change = log - np.log(ratio["one"][a] + FLOOR)
-                at = np.argpartition(-np.abs(change) * joint, n_kept - 1, axis=1)[:, :n_kept]
-                arrays["kept"][gate, a], arrays["change"][gate, a] = at, np.take_along_axis(change, at, axis=1)
+            last, y = experts_before(used, recording.starts, gate, 1).astype(np.float32), used[:, gate].astype(np.float32)
+            after = (last.T @ y + PRIOR_ONE * popularity[gate]) / (last.sum(axis=0)[:, None] + PRIOR_ONE)
+            one[gate] = np.log(after + FLOOR) - np.log(popularity[gate] + FLOOR)
             if progress:
                 progress(gate + 1, n)
-        return arrays
+        return {"popularity": popularity, "one": one}
 
 
 # --- §3.3.3: cache eviction policy ---

@@ -163,11 +163,6 @@ class EAP(ActivationPath):
     name, summary = "eap", "what followed the experts of the last layer in other text"
     more_sections = {}
 
-    def start(self) -> None:
-        if self.arrays is not None:
-            self.arrays = {name: self.arrays[name] for name in ("popularity", "one")} | {"skip": np.zeros_like(self.arrays["one"])}
-        super().start()
-
 
 class Oracle(Predictor):
     """Always right, of the next layer: tells what is due to a prediction from what is due to the time for it. Knows `text`, which is decoded from its

@@ -284,8 +284,7 @@ def test_pairs_of_experts_are_checked():
     from moeoff.policies.edgemoe import PairCounts
 
     start = np.array([[0, 1, 1, 1, 9]], np.uint32)
-    pairs = {"pair_seen": np.zeros((1, 2, 2), int), "pair_start": start, "pair_base": np.zeros(1, int), "pair_expert": np.zeros(1, np.uint8),
-             "pair_count": np.ones(1, np.uint16)}  # fmt: skip
+    pairs = {"pair_seen": np.zeros((1, 2, 2), int), "pair_start": start, "pair_expert": np.zeros(1, np.uint8), "pair_count": np.ones(1, np.uint16)}
     with pytest.raises(WrongArrays, match="points behind the end"):
         PairCounts(pairs, 1, 2)
     start[0, 4] = 1
