@@ -240,7 +240,7 @@ def fit(
         recording = recording.part(0, max(int(options.room - _FIXED) // fit_bytes(recording), LENGTH))
     sections: dict[str, Section] = {}
     # of those that share a section the first that was registered is asked, as for its fit
-    policies = {policy.profile_sections[0]: policy for policy in reversed(POLICIES.values()) if policy.compared and policy.profile_sections}
+    policies = {policy.profile_section: policy for policy in reversed(POLICIES.values()) if policy.compared}
     predictors = {predictor.profile_section: predictor for predictor in reversed(PREDICTORS.values()) if predictor.compared}.values()
     predicts = {name for predictor in predictors for name in _sections_of(predictor)}
     cut, end = _held_out(recording) if compare else (0, 0)
@@ -251,7 +251,7 @@ def fit(
         stage = progress and functools.partial(progress, f"fitting {name} ({number} of {len(wanted)})")
         learned = functools.partial(lambda learn, source, stage: learn(source, options, stage) or {}, learn, source, stage)
         arrays = checkpoint.once(f"fit-{name}", learned) if checkpoint else learned()
-        if arrays and policy is not None and not _helps(policy, {name: arrays}, recording.part(cut, end).trace(), options.replay or simulate):
+        if arrays and policy is not None and not _helps(policy, arrays, recording.part(cut, end).trace(), options.replay or simulate):
             if warn:
                 warn(f"{name}: on text that it was not fitted to it keeps no more than the defaults, and is left out")
         elif arrays:
@@ -290,13 +290,13 @@ def _held_out(recording: Recording) -> tuple[int, int]:
     return (cut, min(end, cut + _MOST_HELD)) if end - cut >= _LEAST_HELD else (end, end)
 
 
-def _helps(policy: type[Policy], sections: Mapping[str, Section], trace: Trace, replay: Callable[..., Any]) -> bool:
+def _helps(policy: type[Policy], arrays: Section, trace: Trace, replay: Callable[..., Any]) -> bool:
     """Whether a policy reads less with what it has learned than with its defaults, over sizes of the buffer together."""
     logs = 0.0
     for share in _COMPARED:
         arena = max(int(share * trace.model.full_bytes), trace.model.arena_floor)
         shape = CacheShape.of(trace.model, arena)
-        learned, usual = (replay(trace, made, arena).bytes_read for made in (policy.from_profile(sections, shape), policy(shape)))
+        learned, usual = (replay(trace, made, arena).bytes_read for made in (policy.from_profile(arrays, shape), policy(shape)))
         logs += math.log(max(learned, 1)) - math.log(max(usual, 1))
     return logs < 0
 

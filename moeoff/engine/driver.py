@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import OptionError
 from ..gate_event import GateEvent, Observer
 from ..gguf.model_index import ModelIndex
-from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_policy, get_predictor
+from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_predictor
 from ..policies.precision import LOSSLESS, Precision
 from ..policies.router import Router
 from ..sidecar.profile import Profile
@@ -246,18 +246,17 @@ class Driver:
 
 def sections(strategy: Strategy) -> set[str]:
     """Sections of a profile that a strategy may take."""
-    names: set[str] = set() if strategy.policy is None else set(get_policy(strategy.policy).profile_sections)
-    if strategy.fill:
-        names.add("popularity")
+    names: set[str | None] = {"popularity"} if strategy.fill else set()
+    if strategy.policy is not None:
+        names.add(strategy.policy.profile_section)
     if strategy.predictor is not None:
-        names |= set(get_predictor(strategy.predictor).more_sections)
-        names |= {s for n in (strategy.predictor, _WITHOUT_INPUT) if (s := get_predictor(n).profile_section) is not None}
-    return names
+        names |= {strategy.predictor.profile_section, *strategy.predictor.more_sections, get_predictor(_WITHOUT_INPUT).profile_section}
+    return {name for name in names if name is not None}
 
 
 def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) -> bool:
     """True if gate events must carry the router's logits. A trace keeps their probabilities, so that any policy can be replayed on it."""
-    return trace is not None or (strategy.policy is not None and get_policy(strategy.policy).wants_probs)
+    return trace is not None or (strategy.policy is not None and strategy.policy.wants_probs)
 
 
 def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIndex, trace: str | os.PathLike[str] | None = None, *, io_threads: int = 4,
@@ -278,23 +277,23 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
     stats = buffer.stats()
     arena = stats.arena_bytes - stats.low_arena_bytes
     everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
-    policy_name = None if everything and not on_devices and not options else strategy.policy
-    if policy_name is not None and get_policy(policy_name).static and not options and strategy.predictor is None:
-        policy_name = None  # the buffer's own eviction order
-    predictor_name = strategy.predictor
+    policy_class = None if everything and not on_devices and not options else strategy.policy
+    if policy_class is not None and policy_class.static and not options and strategy.predictor is None:
+        policy_class = None  # the buffer's own eviction order
+    predictor_class = strategy.predictor
     if everything and not precision.mispredicted_low and not on_devices:  # what it does not ask for is served low
-        predictor_name = None
-    if policy_name is None and predictor_name is None and trace is None and replay is None:
+        predictor_class = None
+    if policy_class is None and predictor_class is None and trace is None and replay is None:
         return None
     model = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))
     router = prefetcher = policy = writer = None
-    if predictor_name is not None or wants_gate_logits(strategy, trace):
+    if predictor_class is not None or wants_gate_logits(strategy, trace):
         layers = {t.gate: t.layer for t in model.tensors}
         router = Router.read(model_index, [layers[g] for g in sorted(layers)], model.n_experts, lazy=True)
-    if predictor_name is not None and router is not None:
+    if predictor_class is not None and router is not None:
         require_calibration(strategy, profile, model_index)
-        predictor = _predictor(predictor_name, router, profile, model_index, **strategy.options)
-        fallback = _predictor(_WITHOUT_INPUT, router, profile, model_index, small=True) if predictor.wants_gate_input else None
+        predictor = _predictor(predictor_class, router, profile, **strategy.options)
+        fallback = _predictor(get_predictor(_WITHOUT_INPUT), router, profile, small=True) if predictor.wants_gate_input else None
         prefetcher = Prefetcher(
             buffer,
             predictor,
@@ -306,13 +305,13 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
             precision=precision,
             fills_devices=on_devices,
         )
-    if policy_name is not None:
-        kind = get_policy(policy_name)
+    if policy_class is not None:
         if not precision.lossless:
-            options = kind.precision_options(precision.t1) | options
-        measured = {} if profile is None else {name: found for name in kind.profile_sections if (found := profile.section(name)) is not None}
-        with contextlib.nullcontext() if profile is None else profile.taking(*kind.profile_sections):
-            policy = kind.from_profile(measured, CacheShape.of(model, arena), buffer.priorities, **options)
+            options = policy_class.precision_options(precision.t1) | options
+        section = policy_class.profile_section
+        with contextlib.nullcontext() if profile is None or section is None else profile.taking(section):
+            arrays = None if profile is None or section is None else profile.section(section)
+            policy = policy_class.from_profile(arrays, CacheShape.of(model, arena), buffer.priorities, **options)
         buffer.publish()  # what it has written at its start: a static policy is never published again
     if trace is not None:
         session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
@@ -326,14 +325,13 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
 
 def require_calibration(strategy: Strategy, profile: Profile | None, model_index: ModelIndex) -> None:
     """Raises `OptionError` if the strategy's predictor needs a profile's section that is not there."""
-    kind = None if strategy.predictor is None else get_predictor(strategy.predictor)
+    kind = strategy.predictor
     if kind is not None and kind.needs_profile and (profile is None or kind.profile_section not in profile.sections):
         raise OptionError(f"predictor {kind.name} needs a calibration of this model: moeoff calibrate -m {model_index.files[0]}")
 
 
-def _predictor(name: str, router: Router, profile: Profile | None, model_index: ModelIndex, small: bool = False, **options: Any) -> Predictor:
+def _predictor(kind: type[Predictor], router: Router, profile: Profile | None, small: bool = False, **options: Any) -> Predictor:
     """small: without what only a strategy's own predictor is given."""
-    kind = get_predictor(name)
     arrays = profile.section(kind.profile_section) if profile is not None and kind.profile_section is not None else None
     if profile is not None and arrays is not None and not small:
         arrays = dict(arrays) | {name: array for more in kind.more_sections for name, array in (profile.section(more) or {}).items()}

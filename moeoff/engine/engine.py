@@ -37,7 +37,6 @@ from ..gguf.model_index import ModelIndex, loaded_whole
 from ..memory import DEFAULT_SHARE, available, peak_rss, rss
 from ..npz import require_arrays
 from ..options import Config, in_flags
-from ..policies import get_predictor
 from ..sidecar.profile import Profile
 from ..threads import set_priority
 from ..turns import require_computable
@@ -179,7 +178,7 @@ class Engine:
             keep=strategy.keep,
             eager=strategy.eager,
             direct_io=config.direct_io,
-            gate_input=config.gate_input or (strategy.predictor is not None and get_predictor(strategy.predictor).wants_gate_input),
+            gate_input=config.gate_input or (strategy.predictor is not None and strategy.predictor.wants_gate_input),
             gate_logits=wants_gate_logits(strategy, config.trace),
             routing=self.quality.routing,
         )

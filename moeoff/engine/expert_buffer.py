@@ -59,7 +59,6 @@ def _copy_event(address: int) -> GateEvent:
         np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert) if n_logits else None,
         row_step,
         bool(decode),
-        None,
         np.frombuffer(data, np.int32, n, routed).reshape(shape) if router_ids else None,
         np.frombuffer(data, np.bool_, n, there).reshape(shape) if on_device else None,
     )

@@ -24,8 +24,6 @@ from ..trace import Trace, TraceHeader
 from .recording import Recording
 from .router import Router
 
-# measured by a calibration: section of the profile -> its arrays by name
-Sections = Mapping[str, Mapping[str, np.ndarray]]
 Progress = Callable[[int, int], None]  # steps done, and all
 P = TypeVar("P", bound="Policy")
 
@@ -127,10 +125,38 @@ def shortest(work: Callable[[], object], times: int = 3) -> float:
 Fit = Callable[[Recording, FitOptions, Progress | None], dict[str, np.ndarray] | None]
 
 
-class Policy:
+class StrategyPart:
+    """Base of `Policy` and `Predictor`: a name, options, and what it learns from text."""
+
+    name = ""
+    summary = ""
+    defaults: dict[str, Any] = {}  # of its options
+    profile_section: str | None = None  # of a profile, that `fit` writes
+    more_sections: Mapping[str, Fit] = {}  # of a profile, with their fits, that are given to a strategy's own predictor, not to one that stands in for it
+    compared = False  # what was learned is kept only where it serves better than the defaults on text that it was not fitted to
+
+    @classmethod
+    def check(cls, options: Mapping[str, Any]) -> None:
+        """Raises OptionError for an option that is unknown or, where a subclass says so, out of range."""
+        unknown = sorted(set(options) - set(cls.defaults))
+        if unknown:
+            raise OptionError(f"{cls.name}: unknown option {unknown[0]!r}; there are: {', '.join(cls.defaults) or 'none'}")
+
+    @classmethod
+    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
+        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
+        return None
+
+    @classmethod
+    def fit_seconds(cls, size: FitSize, options: FitOptions) -> float:
+        """About how long `fit` will take, by parts of its work that are done now, in a fraction of a second; 0: too short to be worth it."""
+        return 0.0
+
+
+class Policy(StrategyPart):
     """Base of all cache policies: override `update`, and `reset_sequence` if text matters.
 
-    A policy that takes options from a calibration names the sections in `profile_sections` and overrides `profile_options`.
+    A policy that takes options from a calibration names its section in `profile_section` and overrides `profile_options`.
 
     Args:
         shape: of the model and buffer.
@@ -142,19 +168,12 @@ class Policy:
         OptionError: an unknown option.
     """
 
-    name = ""
-    summary = ""
     offline = False  # needs the future: only the simulator can run it
     static = False  # the table never changes after `start`: events need not be delivered
     wants_probs = False  # reads GateEvent.probs
-    profile_sections: tuple[str, ...] = ()  # of a profile, that `profile_options` reads; `fit` writes the first
-    compared = False  # what `fit` has learned is kept only where it misses less than the defaults on text that it was not fitted to
-    defaults: dict[str, Any] = {}
 
     def __init__(self, shape: CacheShape, table: np.ndarray | None = None, seed: int = 0, **options: Any):
-        unknown = sorted(set(options) - set(self.defaults))
-        if unknown:
-            raise OptionError(f"{self.name}: unknown option {unknown[0]!r}; there are: {', '.join(self.defaults) or 'none'}")
+        self.check(options)
         self.shape = shape
         self.priorities = np.zeros((shape.n_gates, shape.n_experts), np.float32) if table is None else table
         if self.priorities.shape != (shape.n_gates, shape.n_experts):
@@ -169,17 +188,17 @@ class Policy:
         return np.random.default_rng(self._seed)
 
     @classmethod
-    def from_profile(cls: type[P], profile: Sections, shape: CacheShape, table: np.ndarray | None = None, seed: int = 0, **options: Any) -> P:
+    def from_profile(cls: type[P], arrays: Mapping[str, np.ndarray] | None, shape: CacheShape, table: np.ndarray | None = None, **options: Any) -> P:
         """A policy with the options that a calibration of the model gives; `options` beat them.
 
         Args:
-            profile: those of `profile_sections` that the calibration wrote.
+            arrays: of `profile_section`; None: there is none.
         """
-        return cls(shape, table, seed, **(cls.profile_options(profile) | options))
+        return cls(shape, table, **({} if arrays is None else cls.profile_options(arrays)) | options)
 
     @classmethod
-    def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        """Options that a calibration gives; none for what it has not written."""
+    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        """Options that a calibration gives: arrays of `profile_section`."""
         return {}
 
     @classmethod
@@ -210,16 +229,6 @@ class Policy:
 
     def prepare(self, events: Iterable[GateEvent]) -> None:
         """Offline policies see all events before the first `update`."""
-
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """The arrays of the first of `profile_sections`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
-        return None
-
-    @classmethod
-    def fit_seconds(cls, size: FitSize, options: FitOptions) -> float:
-        """About how long `fit` will take, by parts of its work that are done now, in a fraction of a second; 0: too short to be worth it."""
-        return 0.0
 
 
 UPDATES = 8  # of a grouped policy's table for each token at least, or one for each gate if there are fewer
@@ -299,42 +308,29 @@ class Prediction:
     logits: bool = False
 
 
-class Predictor:
+class Predictor(StrategyPart):
     """Base of all predictors: override `observe`, or `begin`, and `reset_sequence` if text matters.
 
     Where it needs a calibration, it gets the arrays of its section of a profile; without them it learns while it runs, or predicts nothing.
 
     Args:
         router: of the model.
-        arrays: the predictor's section of a profile, or None.
+        arrays: the predictor's sections of a profile, or None.
         options: the predictor's own; each defaults to its entry in `defaults`.
 
     Raises:
         OptionError: an unknown option.
     """
 
-    name = ""
-    summary = ""
     wants_gate_input = False  # reads GateEvent.gate_input
     wants_tokens = False  # begin() must be called with the tokens of each batch
-    profile_section: str | None = None
-    more_sections: Mapping[str, Fit] = {}  # of a profile, that only the strategy's own predictor is given, not one that stands in for it
     needs_profile = False  # predicts nothing without one
-    compared = False  # what `fit` has learned, and `more_sections`, are kept only where more is predicted with them than without, as of a policy
-    defaults: dict[str, Any] = {}
 
     def __init__(self, router: Router, arrays: Mapping[str, np.ndarray] | None = None, **options: Any):
         self.check(options)
         self.router, self.arrays = router, arrays
         self.options = self.defaults | options
         self.start()
-
-    @classmethod
-    def check(cls, options: Mapping[str, Any]) -> None:
-        """Raises OptionError for an option that is unknown or, where a predictor says so, out of range."""
-        unknown = sorted(set(options) - set(cls.defaults))
-        if unknown:
-            raise OptionError(f"{cls.name}: unknown option {unknown[0]!r}; there are: {', '.join(cls.defaults) or 'none'}")
 
     def start(self) -> None:
         """Sets up state; `router`, `arrays` and `options` are there."""
@@ -349,16 +345,6 @@ class Predictor:
 
     def reset_sequence(self) -> None:
         """A new text begins, as for a policy."""
-
-    @classmethod
-    def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
-        """The arrays of `profile_section`, from one pass over text; None if there is nothing to learn from it. `moeoff calibrate` calls it."""
-        return None
-
-    @classmethod
-    def fit_seconds(cls, size: FitSize, options: FitOptions) -> float:
-        """About how long `fit` will take, by parts of its work that are done now, in a fraction of a second; 0: too short to be worth it."""
-        return 0.0
 
 
 def top_k(scores: np.ndarray, k: int) -> np.ndarray:

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..gate_event import GateEvent
 from ..npz import Layout, WrongArrays, require_arrays
-from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, Sections, chosen
+from .base import DEFAULT_FIT, FitOptions, GroupedPolicy, Prediction, Predictor, Progress, chosen
 from .recording import Recording
 from .strategy import Strategy, register
 
@@ -282,15 +282,13 @@ class FrequencyOverDistance(GroupedPolicy):
 
     name, summary = "edgemoe", "keeps what is used often and in layers that come soon"
     defaults = {"counts": None}
-    profile_sections = ("popularity",)
+    profile_section = "popularity"
     distance_sign = 1  # of i - I; -1 is the printed form
 
     @classmethod
-    def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        if "popularity" not in profile:
-            return {}
-        require_arrays(profile["popularity"], POPULARITY)
-        return {"counts": profile["popularity"]["counts"]}
+    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        require_arrays(arrays, POPULARITY)
+        return {"counts": arrays["counts"]}
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray]:
@@ -322,13 +320,13 @@ class FrequencyOverDistance(GroupedPolicy):
         np.multiply(self._counts, self._nearness[(first + len(events)) % self.shape.n_gates], out=self.priorities)
 
 
-register(Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy="edgemoe", predictor="activation-path", fill=True))
+register(Strategy("edgemoe", "EdgeMoE: frequency over distance, activation path", policy=FrequencyOverDistance, predictor=ActivationPath, fill=True))
 register(
     Strategy(
         "edgemoe-lossy",
         "EdgeMoE, lossy: each expert in the bits that calibrate --bits-plan found for it (a sidecar of convert --bits)",
-        policy="edgemoe",
-        predictor="activation-path",
+        policy=FrequencyOverDistance,
+        predictor=ActivationPath,
         fill=True,
         tier="bits",
     )

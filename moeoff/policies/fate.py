@@ -12,13 +12,14 @@ The presets are `fate`, which is lossless, and `fate-lossy`, with §4.5's and §
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from ..gate_event import GateEvent
 from ..npz import require_arrays
-from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, Sections, recall, top_k
+from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, recall, top_k
 from .classic import ARC
 from .gate import RoutersAhead
 from .precision import Precision
@@ -137,15 +138,13 @@ class ShallowFavoringARC(Policy):
 
     name, summary = "arc", "shallow layers first, recency and frequency balanced in each (Fate)"
     defaults = {"shallow": None}
-    profile_sections = ("shallow",)
+    profile_section = "shallow"
     compared = True
 
     @classmethod
-    def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        if "shallow" not in profile:
-            return {}
-        require_arrays(profile["shallow"], {"shallow": ("i", (1,), 0, MAX_GATES)})
-        return {"shallow": int(profile["shallow"]["shallow"][0])}
+    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        require_arrays(arrays, {"shallow": ("i", (1,), 0, MAX_GATES)})
+        return {"shallow": int(arrays["shallow"][0])}
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
@@ -187,13 +186,22 @@ def n_low(n_chosen: int, p: float) -> int:
     return int(p * n_chosen)
 
 
-register(Strategy("fate", "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter", policy="arc", predictor="gate", share=0.25, vram_mode="centric"))
+register(
+    Strategy(
+        "fate",
+        "Fate: shallow-favoring ARC, cross-layer gate widened to a quarter",
+        policy=ShallowFavoringARC,
+        predictor=CrossLayerGate,
+        share=0.25,
+        vram_mode="centric",
+    )
+)
 register(
     Strategy(
         "fate-lossy",
         "Fate, lossy: of a prompt's experts the quarter that the fewest tokens chose, and mispredicted ones, in two bits (a sidecar with Q2_K)",
-        policy="arc",
-        predictor="gate",
+        policy=ShallowFavoringARC,
+        predictor=CrossLayerGate,
         share=0.25,
         precision=Precision(prefill_low_fraction=P, mispredicted_low=True, tier="Q2_K"),
     )

@@ -17,7 +17,7 @@ Equation 1 is the layer itself. The presets are `hobbit`, which is lossless, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..npz import require_arrays
 from ..trace import Trace
-from .base import DEFAULT_FIT, FitOptions, FitSize, GroupedPolicy, Progress, Sections, chosen
+from .base import DEFAULT_FIT, FitOptions, FitSize, GroupedPolicy, Progress, chosen
 from .fate import n_low
 from .gate import RoutersAhead
 from .precision import Precision
@@ -194,12 +194,12 @@ class Hobbit(GroupedPolicy):
 
     name, summary = "hobbit", "weighs recency, frequency, precision and layer distance"
     defaults = {"lru": 0.0784, "lfu": 0.1765, "lhu": 0.7059, "fld": 0.0392, "t1": T1, "actual": False, "sequence": True}
-    profile_sections = ("hobbit",)
+    profile_section = "hobbit"
     compared = True
 
     @classmethod
-    def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        weights = {name: value for name, value in profile.get("hobbit", {}).items() if name in cls.defaults}
+    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        weights = {name: value for name, value in arrays.items() if name in cls.defaults}
         require_arrays(weights, {name: ("f", ()) for name in weights})
         return {name: float(value) for name, value in weights.items()}
 
@@ -332,13 +332,13 @@ def fit_weights(trace: Trace, replay: Callable[..., Any], cost: MissCost = PAPER
     return {name: round(w / total, 4) for name, w in zip(NAMES, best, strict=True)}
 
 
-register(Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy="hobbit", predictor="stacked", vram_mode="centric"))
+register(Strategy("hobbit", "HOBBIT: weighted cache, three layers' gates stacked", policy=Hobbit, predictor=StackedGate, vram_mode="centric"))
 register(
     Strategy(
         "hobbit-jetson",
         "HOBBIT from flash, lossy: misses of less weight in two bits, of little weight skipped (a sidecar with Q2_K)",
-        policy="hobbit",
-        predictor="stacked",
+        policy=Hobbit,
+        predictor=StackedGate,
         precision=Precision(t1=T1, t2=T2, tier="Q2_K", weigh_prompts=True),
     )
 )

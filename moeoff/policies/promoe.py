@@ -270,8 +270,8 @@ register(
     Strategy(
         "promoe",
         "ProMoE: LRU in each layer, learned predictor two layers ahead",
-        policy="lru-layer",
-        predictor="learned",
+        policy=LayerLRU,
+        predictor=Learned,
         options={"stride": 2},
         vram_mode="centric",
     )

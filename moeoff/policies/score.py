@@ -23,9 +23,10 @@ from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..npz import ArchiveError, WrongArrays, read_npz, require_arrays
 from ..trace import Trace
-from .base import DEFAULT_FIT, CacheShape, FitOptions, FitSize, GroupedPolicy, Progress, Sections, chosen, shortest
+from .base import DEFAULT_FIT, CacheShape, FitOptions, FitSize, GroupedPolicy, Progress, chosen, shortest
+from .fate import CrossLayerGate
 from .recording import Recording
-from .strategy import register
+from .strategy import Strategy, register
 
 MAX_BYTES = 256 << 20  # of a file of weights
 NAMES = ("project", "back", "mean", "bias", "coef", "position", "share")
@@ -53,12 +54,12 @@ class Score(GroupedPolicy):
 
     name, summary, wants_probs = "score", "keeps the highest learned score of reuse", True
     defaults = {"weights": None}
-    profile_sections = ("score",)
+    profile_section = "score"
     compared = True
 
     @classmethod
-    def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        return {"weights": profile["score"]} if "score" in profile else {}
+    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        return {"weights": arrays}
 
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
@@ -178,6 +179,13 @@ class Score(GroupedPolicy):
             self._token, rows = 0, slice(0, n)
         np.subtract(self._scores[rows], self._position * self._due[rows], out=self.priorities[rows])
         np.subtract(self._scores[ahead], self._position * self._due[ahead], out=self.priorities[ahead])
+
+
+register(
+    Strategy(
+        "auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy=Score, predictor=CrossLayerGate, ab_tested=True
+    )
+)
 
 
 def mixing(n_tokens: int) -> tuple[np.ndarray, np.ndarray]:

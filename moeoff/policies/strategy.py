@@ -6,12 +6,11 @@ such compositions; a policy's name alone is the policy without a predictor, unle
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..errors import OptionError
-from .base import Fit, Policy, Predictor
+from .base import Fit, Policy, Predictor, StrategyPart
 from .precision import LOSSLESS, Precision
 
 Part = TypeVar("Part", bound="type[Policy] | type[Predictor] | Strategy")
@@ -24,8 +23,8 @@ class Strategy:
     Attributes:
         keep: experts stay after their use until others need the room; the priorities are the eviction order.
         eager: the slices of all matrices are requested when the router has selected, not by each matrix's op.
-        policy: name of the cache policy that writes the priorities, or None.
-        predictor: name of the predictor, or None.
+        policy: writes the priorities; None: least recently used goes first.
+        predictor: None: nothing is prefetched.
         options: of the predictor.
         share: of all experts, how many are candidates for a prefetch at least.
         fill: the buffer begins with the experts that calibration text used most, where a profile says which.
@@ -39,8 +38,8 @@ class Strategy:
     summary: str
     keep: bool = True
     eager: bool = True
-    policy: str | None = None
-    predictor: str | None = None
+    policy: type[Policy] | None = None
+    predictor: type[Predictor] | None = None
     options: dict[str, Any] = field(default_factory=dict)
     share: float = 0.0
     ab_tested: bool = False
@@ -55,9 +54,9 @@ class Strategy:
         Raises:
             OptionError: its predictor has no stride, or not this one.
         """
-        if self.predictor is None or "stride" not in (kind := get_predictor(self.predictor)).defaults:
+        if self.predictor is None or "stride" not in self.predictor.defaults:
             raise OptionError(f"strategy {self.name!r} has no stride to choose: promoe and POLICY+learned have")
-        kind.check(options := self.options | {"stride": stride})
+        self.predictor.check(options := self.options | {"stride": stride})
         return replace(self, options=options)
 
 
@@ -128,17 +127,16 @@ def get_strategy(name: str | Strategy) -> Strategy:
         return name
     if name in PRESETS:
         return PRESETS[name]
-    policy_name, plus, predictor = name.partition("+")
+    policy_name, plus, predictor_name = name.partition("+")
     if not plus and policy_name not in POLICIES:
         raise OptionError(f"unknown strategy {name!r}; there are: {', '.join(strategy_names())}, and POLICY+PREDICTOR")
-    if policy_name == "none":
-        policy_name = "lru"
-    policy = get_policy(policy_name)
+    policy = get_policy("lru" if policy_name == "none" else policy_name)
     if policy.offline:
         raise OptionError(f"strategy {name!r} needs to know the future: only `moeoff simulate` can run it")
-    if predictor in ("", "none"):
-        return Strategy(name, policy.summary, policy=policy_name)
-    return Strategy(name, f"{policy.summary}; {get_predictor(predictor).summary}", policy=policy_name, predictor=predictor, ab_tested=True)
+    if predictor_name in ("", "none"):
+        return Strategy(name, policy.summary, policy=policy)
+    predictor = get_predictor(predictor_name)
+    return Strategy(name, f"{policy.summary}; {predictor.summary}", policy=policy, predictor=predictor, ab_tested=True)
 
 
 def fits() -> dict[str, Fit]:
@@ -149,27 +147,19 @@ def fits() -> dict[str, Fit]:
     Raises:
         OptionError: a fit has no section, or one that is fitted in another way.
     """
-    parts: list[tuple[str, str | None, Fit, Fit, Mapping[str, Fit]]] = []
-    parts += [(f"policy {p.name}", next(iter(p.profile_sections), None), p.fit, Policy.fit, {}) for p in POLICIES.values()]
-    parts += [(f"predictor {p.name}", p.profile_section, p.fit, Predictor.fit, p.more_sections) for p in PREDICTORS.values()]
     out: dict[str, Fit] = {}
-    for part, section, fit, without, more in parts:
-        own = dict(more)
-        if _function(fit) is not _function(without):
-            if section is None:
-                raise OptionError(f"{part} has a fit, but no profile_section to keep what it learns")
-            own[section] = fit
-        for name, learn in own.items():
-            if _function(out.setdefault(name, learn)) is not _function(learn):
-                raise OptionError(f"{part} fits section {name!r} of a profile in a way of its own: it needs another profile_section")
+    for part in (*POLICIES.values(), *PREDICTORS.values()):
+        own = dict(part.more_sections)
+        if _function(part.fit) is not _function(StrategyPart.fit):
+            if part.profile_section is None:
+                raise OptionError(f"{part.name} has a fit, but no profile_section to keep what it learns")
+            own[part.profile_section] = part.fit
+        for section, learn in own.items():
+            if _function(out.setdefault(section, learn)) is not _function(learn):
+                raise OptionError(f"{part.name} fits section {section!r} of a profile in a way of its own: it needs another profile_section")
     return out
 
 
 def _function(fit: Fit) -> object:
     """The same for classes that inherit one fit."""
     return getattr(fit, "__func__", fit)
-
-
-register(
-    Strategy("auto", "the best measured parts: score with the cross-layer gate, prefetching where it pays", policy="score", predictor="gate", ab_tested=True)
-)

@@ -98,14 +98,15 @@ def record(
                     progress("single tokens", i, n_decode)
             llm.engine.buffer.drain()
             decode = llm.stats()
-            io_threads, policy, peak = llm.engine.io_threads.n, llm.engine.config.strategy.policy or "lru", peak_rss()
+            policy = llm.engine.config.strategy.policy
+            io_threads, policy_name, peak = llm.engine.io_threads.n, "lru" if policy is None else policy.name, peak_rss()
             n_ctx, needed = llm.n_ctx(), llm.engine.planned.floor
         trace = Trace.read(path)
     disk = disk_rate(model_index, io_threads, _PROBE_SECONDS)
     first = next((i for i, event in enumerate(trace.events) if event.decode and event.gate == 0), len(trace.events))
     start = trace.events[first].t_ns if first < len(trace.events) else 0
     reads = trace.reads[(trace.reads["result"] == 0) & (trace.reads["t_queued"] >= start)]
-    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, first, reads, disk, io_threads, policy, peak, n_ctx, needed)
+    return Session(model_index, prompt, decode, (n_prompt, n_decode), trace, first, reads, disk, io_threads, policy_name, peak, n_ctx, needed)
 
 
 _SHARES = (0.1, 0.25, 0.4, 0.5, 0.6, 0.75, 0.9, 1.0)  # of all experts in memory

@@ -5,13 +5,14 @@ Importing this module registers them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from moeoff.gate_event import GateEvent
 from moeoff.policies import FitOptions, Policy, Prediction, Predictor, Strategy, register
-from moeoff.policies.base import DEFAULT_FIT, Progress, Sections, chosen
+from moeoff.policies.base import DEFAULT_FIT, Progress, chosen
 from moeoff.policies.classic import LFU
 from moeoff.policies.edgemoe import ActivationPath, FrequencyOverDistance, token_shares
 from moeoff.policies.fate import ShallowFavoringARC
@@ -40,11 +41,11 @@ class Static(Policy):
 
     name, summary = "static", "keeps the experts that were popular before"
     defaults = {"counts": None, "learn": 512}
-    profile_sections = ("popularity",)
+    profile_section = "popularity"
 
     @classmethod
-    def profile_options(cls, profile: Sections) -> dict[str, Any]:
-        return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
+    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
+        return {"counts": arrays["counts"]}
 
     def start(self) -> None:
         counts = self.options["counts"]
@@ -76,7 +77,7 @@ class EvenARC(ShallowFavoringARC):
     defaults = {"shallow": 0}
 
     @classmethod
-    def profile_options(cls, profile: Sections) -> dict[str, Any]:
+    def profile_options(cls, arrays: Mapping[str, np.ndarray]) -> dict[str, Any]:
         return {}
 
 
@@ -166,7 +167,7 @@ class EAP(ActivationPath):
 
 class Oracle(Predictor):
     """Always right, of the next layer: tells what is due to a prediction from what is due to the time for it. Knows `text`, which is decoded from its
-    beginning, and so it is registered for those runs alone."""
+    beginning, and so it is not registered."""
 
     name, summary, wants_tokens = "oracle", "what the next layer will choose (simulated only)", True
     text: Recording | None = None
@@ -189,4 +190,4 @@ class Oracle(Predictor):
 # --- presets ---
 
 register(Strategy("on-demand", "keeps nothing, reads every expert when it computes: the papers' baseline", keep=False, eager=False))
-register(Strategy("eap", "Fate's baseline: its cache, and the expert activation path of one layer", policy="arc", predictor="eap"))
+register(Strategy("eap", "Fate's baseline: its cache, and the expert activation path of one layer", policy=ShallowFavoringARC, predictor=EAP))

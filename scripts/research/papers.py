@@ -30,7 +30,8 @@ from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_wi
 from moeoff.calibrate.precision_search import RuleEvaluator
 from moeoff.calibrate.statistics import Estimate
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import PREDICTORS, CacheShape, Strategy, get_strategy, register
+from moeoff.policies import CacheShape, Predictor, Strategy, get_strategy
+from moeoff.policies.base import StrategyPart
 from moeoff.policies.fate import proportional_boundary, quotas, shallow_boundary
 from moeoff.policies.hobbit import recorded_unimportance, thresholds
 from moeoff.policies.precision import Precision
@@ -270,7 +271,7 @@ class Runs:
             self._missed = sum(r.host for r in found) / sum(r.host + r.device for r in found)
         return self._missed
 
-    def of(self, name: str, on: str, share: float, prompt: bool = False, predictor: str | None = None) -> list[DeviceResult]:
+    def of(self, name: str, on: str, share: float, prompt: bool = False, predictor: type[Predictor] | None = None) -> list[DeviceResult]:
         """Of each round.
 
         Args:
@@ -279,17 +280,16 @@ class Runs:
         """
         key = (name, on, share, prompt, predictor)
         if key not in self._known:
-            self._announce(f"{name} on {on}'s machine, {share:.0%}{', prompts' if prompt else ''}{f', {predictor}' if predictor else ''}")
+            self._announce(f"{name} on {on}'s machine, {share:.0%}{', prompts' if prompt else ''}{f', {predictor.name}' if predictor else ''}")
             m = MACHINES[on]
             speeds = m.bandwidths(WEIGHTS * len(self._d.held.model.tensors) / self._d.held.model.n_gates * BITS[m.bits] / 8, self._d.k, self.missed())
             self._known[key] = self._run(name, speeds, m.bits, share, prompt, predictor)
         return self._known[key]
 
-    def _run(self, name: str, speeds: Bandwidths, base: str, share: float, prompt: bool, predictor: str | None) -> list[DeviceResult]:
+    def _run(self, name: str, speeds: Bandwidths, base: str, share: float, prompt: bool, predictor: type[Predictor] | None) -> list[DeviceResult]:
         c, strategy = CONTENDERS[name], CONTENDERS[name].made()
         if predictor is not None:
             strategy = replace(strategy, predictor=predictor, options={}, share=0.0)
-            register(baselines.Oracle, replace=True)
         size = BITS[c.bits] / BITS[base]
         low = None
         if c.low is not None:
@@ -310,7 +310,6 @@ class Runs:
                     widths=self._widths if c.widths else None, profile=self._profile, tokens=ROUND, prompt=ROUND // 2 if prompt else 0,
                 )
             )  # fmt: skip
-        PREDICTORS.pop(baselines.Oracle.name, None)
         return out
 
 
@@ -341,7 +340,7 @@ def cause(r: Ratio, on: str, share: float, runs: Runs, found: Estimate) -> str:
     slow = runs.of(r.slow, on, share, r.prompt)
     out = f"without any waiting {verdicts.ratio([x.n_tokens / (x.ns - x.stall_ns) for x in slow], [x.n_tokens / x.ns for x in slow]).value:.2f}"
     if not r.prompt and CONTENDERS[r.fast].made().predictor is not None:
-        right = runs.of(r.fast, on, share, predictor="oracle")
+        right = runs.of(r.fast, on, share, predictor=baselines.Oracle)
         out += f", always predicted right {verdicts.ratio([x.tps for x in right], [x.tps for x in slow]).value:.2f}"
     return out
 
@@ -476,13 +475,17 @@ def main(model: str | None, text: tuple[str, ...], quick: bool, json_file: str |
     announce("done")
 
 
+def named(part: type[StrategyPart] | None, none: str = "none") -> str:
+    return none if part is None else part.name
+
+
 def contenders(results: ResultsFile, runs: Runs) -> None:
     """Who they are, and what they do on their machines."""
     table = results.table("contenders", "What the papers say they are, and ours", ["contender", "the paper", "ours", "what differs"])
     for name, c in CONTENDERS.items():
         e = c.execution
         does = [
-            f"`{c.made().policy or 'none'}+{c.made().predictor or 'none'}`" if c.made().keep else f"`{c.made().predictor or 'nothing'}`, kept nowhere",
+            f"`{named(c.made().policy)}+{named(c.made().predictor)}`" if c.made().keep else f"`{named(c.made().predictor, 'nothing')}`, kept nowhere",
             c.bits,
         ]
         does += [f"and {c.low[0]}"] if c.low else []

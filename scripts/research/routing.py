@@ -238,7 +238,7 @@ def replay(results: ResultsFile, traces: dict[str, Trace]) -> None:
             if policy == "static":
                 continue  # it knows other text of the model, which there is not
             options: dict[str, Any] = {"weights": "generic"} if policy == "score" else {}
-            of = [preset.name for preset in PRESETS.values() if preset.policy == policy and preset.precision.lossless and preset.name != policy]
+            of = [preset.name for preset in PRESETS.values() if preset.policy is get_policy(policy) and preset.precision.lossless and preset.name != policy]
             label = f"{policy} ({', '.join(of)})" if of else policy
             label += ", of the chosen experts' weights alone" if get_policy(policy).wants_probs and not has_probs else ""
             arenas = [trace.model.full_bytes * share // 100 for share in SHARES]

@@ -20,6 +20,7 @@ from moeoff import Llama
 from moeoff.errors import ModelError, OptionError, WriteError
 from moeoff.gguf.file import ModelFile, Tensor
 from moeoff.gguf.quantize import dequantize, fits, quantize, row_bytes, type_from_name, type_name
+from route_trace import read_route_trace
 from routing import PUBLISHED as PUBLISHED_TRACES
 from routing import answer, answer_of, heaviest, measure_answer, shape_answers, wanted
 from shape_model import ANSWER, NEAREST, SHAPES, Pools, shape_model, tensors

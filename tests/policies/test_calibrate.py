@@ -29,7 +29,7 @@ from moeoff.calibrate.writer import SHAPES, ParallelLlama, Writer
 from moeoff.cli.calibrate import calibrate as command
 from moeoff.errors import ModelError, OptionError
 from moeoff.gguf.model_index import ModelIndex
-from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor, hobbit, policy_names
+from moeoff.policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor, get_policy, get_predictor, hobbit
 from moeoff.policies.base import FitSize
 from moeoff.policies.fate import CrossLayerGate
 from moeoff.policies.hobbit import MAX_EVENTS, Hobbit, fit_weights
@@ -77,7 +77,7 @@ def test_what_does_not_help_is_left_out(monkeypatch):
     """A policy's fit is written where it reads less on text that it has not seen, and nowhere else."""
 
     class Mine(Policy):
-        name, defaults, profile_sections, compared, good = "mine", {"order": None}, ("mine",), True, True
+        name, defaults, profile_section, compared, good = "mine", {"order": None}, "mine", True, True
 
         @classmethod
         def fit(cls, recording, options=None, progress=None):
@@ -85,8 +85,8 @@ def test_what_does_not_help_is_left_out(monkeypatch):
             return {"order": order if cls.good else 0 * order}
 
         @classmethod
-        def profile_options(cls, profile):
-            return {"order": profile["mine"]["order"]} if "mine" in profile else {}
+        def profile_options(cls, arrays):
+            return {"order": arrays["order"]}
 
         def start(self):
             if self.options["order"] is not None:
@@ -165,7 +165,7 @@ class TestFitsOfUsers:
         recording, stages = random_recording(), []
         with mock.patch.object(hobbit, "MAX_EVENTS", 600):
             sections = fit(recording, FitOptions(7, 16), lambda stage, done, total: stages.append((stage, done, total)))
-        assert set(sections) == set(fits()) - {"pairs"} and set(sections) >= {"popularity", "gate", "learned", "mine", "score", "hobbit"}
+        assert set(sections) == set(fits()) and set(sections) >= {"popularity", "gate", "learned", "mine", "score", "hobbit"}
         assert sections["mine"]["seed"] == [7] and any(re.fullmatch(r"fitting mine \(\d+ of \d+\)", stage) for stage, *_ in stages)
         mine = get_predictor("mine")(recording.router, sections["mine"])
         assert np.array_equal(mine.arrays["used"], recording.popularity())
@@ -185,29 +185,27 @@ def test_policies_take_their_sections(calibrated):
     """What calibration gives, and a user's options, which beat it."""
     model, done, _ = calibrated
     found = Profile.find(ModelIndex.read(model))
-    profile, shape = {name: found.section(name) for name in found.sections}, CacheShape(12, 32, 4, 100.0)
-    ours = [get_policy(name) for name in policy_names(live=True) if get_policy(name).__module__.startswith("moeoff.")]  # not what other tests registered
-    taken = {policy.name: policy.profile_options(profile) for policy in ours if policy.profile_sections}
-    assert set(taken) >= {"arc", "edgemoe", "hobbit", "score"}
-    for name, options in taken.items():
-        wanted = {section: profile[section] for section in get_policy(name).profile_sections}
-        assert options and get_policy(name).profile_options(wanted) == options, "reads a section that it does not name"
-    assert get_policy("score").from_profile(profile, shape)._weights is not None
-    assert get_policy("edgemoe").from_profile(profile, shape).options["counts"].sum() == 12 * 4 * done.n_tokens
-    hobbit = get_policy("hobbit").from_profile(profile, shape, lru=0.5).options
-    assert hobbit["lru"] == 0.5 and all(hobbit[name] == profile["hobbit"][name] for name in ("lfu", "lhu", "fld"))
-    assert [get_policy("arc").from_profile(profile, shape, **given).options["shallow"] for given in ({}, {"shallow": 5})] == [done.shallow, 5]
+    shape = CacheShape(12, 32, 4, 100.0)
+
+    def made(name, **options):
+        return get_policy(name).from_profile(found.section(get_policy(name).profile_section), shape, **options)
+
+    assert made("score")._weights is not None
+    assert made("edgemoe").options["counts"].sum() == 12 * 4 * done.n_tokens
+    hobbit, fitted = made("hobbit", lru=0.5).options, found.section("hobbit")
+    assert hobbit["lru"] == 0.5 and all(hobbit[name] == fitted[name] for name in ("lfu", "lhu", "fld"))
+    assert [made("arc", **options).options["shallow"] for options in ({}, {"shallow": 5})] == [done.shallow, 5]
 
 
 def test_a_users_policy_takes_its_sections(calibrated):
     model, _, _ = calibrated
 
     class Popular(Policy):
-        name, defaults, profile_sections = "popular", {"counts": None}, ("popularity",)
+        name, defaults, profile_section = "popular", {"counts": None}, "popularity"
 
         @classmethod
-        def profile_options(cls, profile):
-            return {"counts": profile["popularity"]["counts"]} if "popularity" in profile else {}
+        def profile_options(cls, arrays):
+            return {"counts": arrays["counts"]}
 
         def start(self):
             if self.options["counts"] is not None:

@@ -201,7 +201,7 @@ def test_calibration_helps_on_text_it_has_not_seen(demo, learned):
     assert all(fitted < 1.01 * paid(**{name: float(name == only) for name in ("lru", "lfu", "lhu", "fld")}) for only in ("lru", "lfu", "fld"))
 
     def accuracy(name, known):
-        return meter(demo, (held, known), replace(PRESETS[name], policy="lru")).accuracy
+        return meter(demo, (held, known), replace(PRESETS[name], policy=get_policy("lru"))).accuracy
 
     assert accuracy("edgemoe", profile) > accuracy("edgemoe", None) + 0.1
 
@@ -213,9 +213,8 @@ def test_presets_are_what_their_papers_say(demo, learned):
     tables = {}
     for name in ("eap", "fate", "promoe"):
         strategy = PRESETS[name]
-        kind = get_policy(strategy.policy)
-        measured = {section: profile.section(section) for section in kind.profile_sections}
-        policy = kind.from_profile(measured, CacheShape.of(held.model, arena), np.zeros((12, 32), np.float32))
+        section = strategy.policy.profile_section
+        policy = strategy.policy.from_profile(section and profile.section(section), CacheShape.of(held.model, arena), np.zeros((12, 32), np.float32))
         for event in held.events(0, 64, inputs=False):
             policy.update(event)
         tables[name] = policy.priorities.copy()

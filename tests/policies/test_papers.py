@@ -13,11 +13,13 @@ import paper_figures
 import papers
 import results
 import speed
+from baselines import EAP
 from helpers.gate_events import random_recording
 from moeoff.bench import Job, Measurement, prompt_then_tokens
 from moeoff.bench.job import Sample
 from moeoff.calibrate.statistics import Estimate
 from moeoff.policies import PREDICTORS
+from moeoff.policies.classic import LRU
 from paper_figures import FIGURES, PROMPT, Data
 from verdicts import DIRECTION, LEVEL, OPPOSITE, REPRODUCED, RULES, ratio, verdict
 
@@ -139,27 +141,27 @@ def test_contenders_are_strategies():
     assert {name for r in papers.RATIOS for name in (r.fast, r.slow)} == set(papers.CONTENDERS)
     for name, c in papers.CONTENDERS.items():
         strategy = c.made()
-        assert not strategy.ab_tested and strategy.predictor in (None, *PREDICTORS), name
+        assert not strategy.ab_tested and strategy.predictor in (None, *PREDICTORS.values()), name
         assert c.paper and "§" in c.paper + name + c.differs or c.bits != "fp16" or c.low, name
 
 
 def test_a_baseline_lacks_what_its_paper_adds():
     """Issue by issue of the papers: ProMoE's parts one by one; nothing of them in what it and Fate are compared with; EdgeMoE's baselines keep nothing."""
     steps = [papers.CONTENDERS[name] for name in ("LRU", "+ prefetch", "+ chunked prefetch", "+ early preemption", "ProMoE")]
-    assert [(c.made().predictor, c.execution.chunked, c.execution.eager, c.execution.reordered) for c in steps] == [
+    assert [(papers.named(c.made().predictor, None), c.execution.chunked, c.execution.eager, c.execution.reordered) for c in steps] == [
         (None, False, False, "never"),
         ("learned", False, False, "never"),
         ("learned", True, False, "never"),
         ("learned", True, True, "never"),
         ("learned", True, True, "always"),
     ]
-    assert all((c.made().policy, c.by_layer, c.execution.order) == ("lru", True, "by id") for c in steps)
+    assert all((c.made().policy, c.by_layer, c.execution.order) == (LRU, True, "by id") for c in steps)
     for name in ("LRU", "static", "EAP", "EAP, int4", "Mixtral-offloading", "LoD"):
         e = papers.CONTENDERS[name].execution
         assert not e.eager and not e.chunked and e.reordered == "never" and e.order != "popular", name
     assert not any(papers.CONTENDERS[name].made().keep for name in ("LoD", "IO-EXP", "IO-QEXP", "EdgeMoE, Q", "EdgeMoE, Q+P"))
     fate, eap = papers.CONTENDERS["Fate, lossless"], papers.CONTENDERS["EAP"]
-    assert replace(fate.made(), name="", summary="", predictor="eap", share=0.0, vram_mode="auto") == replace(eap.made(), name="", summary="")
+    assert replace(fate.made(), name="", summary="", predictor=EAP, share=0.0, vram_mode="auto") == replace(eap.made(), name="", summary="")
     assert papers.CONTENDERS["EdgeMoE"].widths and not papers.CONTENDERS["IO-QEXP"].widths
 
 

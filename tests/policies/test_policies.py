@@ -100,7 +100,7 @@ class TestContract:
 
     def test_options_of_a_calibration_and_of_a_precision(self, name):
         kind = get_policy(name)
-        assert kind.profile_options({}) == {}
+        assert kind.from_profile(None, SHAPE).options == kind.defaults
         assert set(kind.precision_options(0.5)) <= set(kind.defaults)
 
     def test_unknown_option(self, name):
@@ -217,9 +217,9 @@ def test_a_lossless_run_counts_what_needs_high_precision():
 def test_hobbit_keeps_both_fitted_weights():
     """What a calibration found is what a lossy run uses: no part of it gives way to another formula."""
     kind = get_policy("hobbit")
-    fitted = {"hobbit": {name: np.float64(weight) for name, weight in (("lru", 0.1), ("lfu", 0.2), ("lhu", 0.6), ("fld", 0.1))}}
+    fitted = {name: np.float64(weight) for name, weight in (("lru", 0.1), ("lfu", 0.2), ("lhu", 0.6), ("fld", 0.1))}
     policy = get_policy("hobbit").from_profile(fitted, SHAPE, **kind.precision_options(0.7))
-    assert {name: policy.options[name] for name in fitted["hobbit"]} == fitted["hobbit"] and policy.options["t1"] == 0.7
+    assert {name: policy.options[name] for name in fitted} == fitted and policy.options["t1"] == 0.7
 
 
 def test_unimportance_by_brute_force():
@@ -538,8 +538,8 @@ def test_the_demo_models_weights_beat_the_generic_ones():
 def test_names():
     assert {"auto", "fate", "fate-lossy", "edgemoe", "edgemoe-lossy", "hobbit", "hobbit-jetson", "promoe"} <= set(PRESETS) <= set(strategy_names())
     assert {"lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "lru-layer", "score"} <= set(policy_names(live=True)) == set(policy_names()) - {"belady"}
-    assert get_strategy("score+gate").predictor == "gate" and get_strategy("hobbit+none").predictor is None
-    assert get_strategy(own := Strategy("own", "", policy="lfu")) is own
+    assert get_strategy("score+gate").predictor is get_predictor("gate") and get_strategy("hobbit+none").predictor is None
+    assert get_strategy(own := Strategy("own", "", policy=get_policy("lfu"))) is own
     for wrong in ("magic", "lru+magic", "magic+gate", "belady+gate"):
         with pytest.raises(OptionError):
             get_strategy(wrong)
@@ -563,14 +563,14 @@ def test_register_ten_lines():
 def test_register_takes_every_part_of_a_strategy():
     """One name for each kind; `replace` takes it from another part of the same kind."""
     policy, predictor = type("Mine", (Policy,), {"name": "mine"}), type("Mine", (Predictor,), {"name": "mine"})
-    preset = Strategy("mine", "a user's own", policy="mine", predictor="mine")
+    preset = Strategy("mine", "a user's own", policy=policy, predictor=predictor)
     try:
         for part, known in ((policy, POLICIES), (predictor, PREDICTORS), (preset, PRESETS)):
             assert moeoff.register(part) is part is known["mine"]
             with pytest.raises(OptionError, match="not taken: 'mine'"):
                 moeoff.register(part)
         assert get_policy("mine") is policy and get_predictor("mine") is predictor
-        assert get_strategy("mine") is preset and get_strategy("mine+mine").predictor == "mine" and strategy_names().count("mine") == 1
+        assert get_strategy("mine") is preset and get_strategy("mine+mine").predictor is predictor and strategy_names().count("mine") == 1
         assert register(type("Other", (Predictor,), {"name": "mine"}), replace=True) is get_predictor("mine") is not predictor
     finally:
         for known in (POLICIES, PREDICTORS, PRESETS):
