@@ -93,7 +93,7 @@ def test_what_is_no_file_is_not_waited_for(no_file, tmp_path, demo):
     index = ModelIndex.read(demo)
     readers = [ModelIndex.read, Sidecar, Imatrix.read, Trace.read, read_text, lambda p: Profile.read(p, index), lambda p: moeoff.Llama(demo, profile=p),
                lambda p: moeoff.Llama(demo, experts=p), lambda p: moeoff.Llama(p), lambda p: moeoff.Llama(demo, strategy="score", replay=p),
-               loaded_whole, read_trace, lambda p: Engine(Config.make(demo, lora_path=p))]  # fmt: skip
+               loaded_whole, lambda p: Engine(Config.make(demo, lora_path=p))]  # fmt: skip
     for read in readers:
         with pytest.raises(MoeoffError, match=words):
             read(path)
