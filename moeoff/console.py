@@ -1,6 +1,6 @@
-"""Progress bars and notes on standard error. No bar is drawn where that is no terminal.
+"""Notes and progress lines on standard error, tables on standard output.
 
-rich is imported when a bar appears: a command that shows none does not pay for it.
+rich is imported for tables: a command that prints none does not pay for it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, TextIO
 
+from .memory import format_size
+
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import Progress
 
-LOADING_DELAY = 0.3  # seconds; a model that loads faster shows no bar
-LOADING_INTERVAL = 0.1
+LOADING_DELAY = 0.3  # seconds; a model that loads faster shows nothing
 LINE_DELAY = 1.0  # before a line appears on a terminal
+LINE_INTERVAL = 0.1  # before it is rewritten
 LINE_MINUTE = 60.0  # between lines elsewhere
-
 
 COLUMNS = 80
 _LEAST_COLUMNS = 60  # of tables: a narrower terminal breaks their lines better than their cells can be folded
@@ -62,12 +62,18 @@ def _broken(text: str) -> str:
 
 
 class ProgressLine:
-    """How far a job is, on one line of standard error: rewritten on a terminal, else a new one each minute. A job that ends soon shows nothing."""
+    """How far a job is, on one line of standard error: rewritten on a terminal, else a new one each minute. A job that ends soon shows nothing.
 
-    def __init__(self, unit: str = "tokens"):
-        self._unit, self._terminal, self._shown, self._done = unit, sys.stderr.isatty(), False, 0
+    Args:
+        unit: "bytes" for sizes, else a word such as "tokens" behind the count.
+        stream: to write to; None: standard error.
+        delay: seconds before the line appears on a terminal; None: one.
+    """
+
+    def __init__(self, unit: str = "tokens", stream: TextIO | None = None, delay: float | None = None):
+        self._unit, self._stream, self._terminal, self._shown, self._done = unit, stream or sys.stderr, sys.stderr.isatty(), False, 0
         self._stage, self._started = "", time.monotonic()
-        self._next = self._started + (LINE_DELAY if self._terminal else LINE_MINUTE)
+        self._next = self._started + (LINE_MINUTE if not self._terminal else LINE_DELAY if delay is None else delay)
 
     def update(self, stage: str, done: int, total: int) -> None:
         now = time.monotonic()
@@ -75,101 +81,51 @@ class ProgressLine:
             self._stage, self._started, self._done = stage, now, done
         if now < self._next:
             return
-        self._next = now + (LOADING_INTERVAL if self._terminal else LINE_MINUTE)
+        self._next = now + (LINE_INTERVAL if self._terminal else LINE_MINUTE)
         rate = (done - self._done) / max(now - self._started, 1e-9)
-        each = "tok/s" if self._unit == "tokens" else "/s"
-        left = f", {rate:.3g} {each}, {_clock((total - done) / rate)} left" if rate and total else ""
-        text = f"{stage}: {done} of {total} {self._unit}".rstrip() + left
+        if self._unit == "bytes":
+            text, speed = f"{stage}: {format_size(done)} of {format_size(total)}", f"{rate / 1e6:.0f} MB/s"
+        else:
+            text, speed = f"{stage}: {done} of {total} {self._unit}".rstrip(), f"{rate:.3g} {'tok/s' if self._unit == 'tokens' else '/s'}"
+        text += f", {speed}, {_clock((total - done) / rate)} left" if rate and total else ""
         self._shown = self._terminal
-        print(f"\r\x1b[2K\x1b[2m{text}\x1b[0m" if self._terminal else text, end="" if self._terminal else "\n", file=sys.stderr, flush=True)
+        if self._terminal:
+            text = f"\r\x1b[2K\x1b[2m{text[: shutil.get_terminal_size().columns - 1]}\x1b[0m"
+        print(text, end="" if self._terminal else "\n", file=self._stream, flush=True)
 
     def clear(self) -> None:
         if self._shown:
-            print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
+            print("\r\x1b[2K", end="", file=self._stream, flush=True)
         self._shown = False
 
 
 def _clock(seconds: float) -> str:
-    return f"{int(seconds) // 3600}:{int(seconds) // 60 % 60:02}:{int(seconds) % 60:02}" if seconds >= 3600 else f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+    hours, minutes = divmod(int(seconds) // 60, 60)
+    return f"{hours}:{minutes:02}:{int(seconds) % 60:02}" if hours else f"{minutes}:{int(seconds) % 60:02}"
 
 
 @contextmanager
-def progress_bar(unit: str = "") -> Iterator[Callable[[str, int, int], None] | None]:
-    """Yields `update(stage, done, total)`: a bar, or where standard error is no terminal a line each minute. One at a time: a new stage replaces the last.
-
-    Args:
-        unit: "bytes" for sizes with their rate, else a word such as "tokens" behind the count.
-    """
-    if not sys.stderr.isatty():
-        yield ProgressLine(unit).update
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    amount = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(), TextColumn(unit))
-    with Progress(TextColumn("{task.description}"), BarColumn(), *amount, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as shown:
-        task = shown.add_task("", total=None, visible=False)
-        current = ""
-
-        def update(stage: str, done: int, total: int) -> None:
-            nonlocal current
-            if stage != current:
-                shown.reset(task, description=stage, visible=True)
-                current = stage
-            shown.update(task, completed=done, total=total)
-
-        yield update
+def progress_bar(unit: str = "") -> Iterator[Callable[[str, int, int], None]]:
+    """Yields `update(stage, done, total)` of a `ProgressLine`, which goes when the block ends."""
+    line = ProgressLine(unit, delay=0.0)
+    try:
+        yield line.update
+    finally:
+        line.clear()
 
 
 @contextmanager
 def loading_bar(name: str, nbytes: int) -> Iterator[Callable[[float], None] | None]:
     """Yields a function that takes the loaded fraction, or None where standard error is no terminal.
 
-    Apart from `progress_bar`, because llama_cpp redirects both descriptors while it loads: this bar writes to a copy of its own.
+    llama_cpp redirects both descriptors while it loads: this line is written to a copy.
     """
     if not sys.stderr.isatty():
         yield None
         return
     with os.fdopen(os.dup(sys.stderr.fileno()), "w", encoding="utf-8", errors="replace") as terminal:
-        bar = _LoadingBar(name, nbytes, terminal)
+        line = ProgressLine("bytes", terminal, LOADING_DELAY)
         try:
-            yield bar.update
+            yield lambda fraction: line.update(f"loading {name}", int(fraction * nbytes), nbytes)
         finally:
-            bar.stop()
-
-
-class _LoadingBar:
-    def __init__(self, name: str, nbytes: int, terminal: TextIO):
-        self._name, self._nbytes, self._terminal = name, nbytes, terminal
-        self._progress: Progress | None = None
-        self._next = time.monotonic() + LOADING_DELAY
-
-    def update(self, fraction: float) -> None:
-        now = time.monotonic()
-        if now < self._next or (self._progress is None and fraction >= 1):
-            return
-        self._next = now + LOADING_INTERVAL
-        if self._progress is None:
-            self._progress = self._start()
-        self._progress.update(self._task, completed=int(fraction * self._nbytes), refresh=True)
-
-    def _start(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-
-        columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(binary_units=True), TransferSpeedColumn())
-        progress = Progress(
-            *columns,
-            console=Console(file=self._terminal, force_terminal=True),
-            auto_refresh=False,
-            transient=True,
-            redirect_stdout=False,  # both are llama_cpp's while it loads
-            redirect_stderr=False,
-        )
-        self._task = progress.add_task(self._name, total=self._nbytes)
-        progress.start()
-        return progress
-
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+            line.clear()

@@ -273,8 +273,6 @@ class Option:
         choices: for help and completion.
         multiple: may be given several times.
         server: llama-server's name of it.
-        also: its other names there.
-        bare: there it is a flag, without a value.
         llama: an argument of llama_cpp.Llama; `number` makes its value of ours.
         unset: llama_cpp.Llama's number for a value that was not given, which programs may pass.
         envvar: that gives it, too.
@@ -293,8 +291,6 @@ class Option:
     choices: tuple[str, ...] = ()
     multiple: bool = False
     server: str = ""
-    also: tuple[str, ...] = ()
-    bare: bool = False
     llama: bool = False
     number: Callable[[Any], Any] | None = None
     unset: int | None = None
@@ -457,7 +453,7 @@ class Config:
     type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=_cache_type, number=_cache_type_number, choices=CACHE_TYPES, llama=True,
                                 server="-ctv", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
-    swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, bare=True, group="Context and batches",
+    swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, group="Context and batches",
                                    commands=f"{_RUN_EVAL} inspect", help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
     context_shift: bool = option("--context-shift", default=False, server="--context-shift", group="Context and batches", commands=_OPEN,
                                  help="When the context is full, forget the older half of it and go on.")  # fmt: skip
@@ -508,9 +504,7 @@ class Config:
                               help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
     priority: int = option("--prio", metavar="N", parse=_integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
                            help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
-    verbose: bool = option(
-        "-v", "--verbose", default=False, commands="run serve eval", llama=True, also=("--log-verbose",), group="Machine", help="Show llama.cpp's log."
-    )
+    verbose: bool = option("-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine", help="Show llama.cpp's log.")
 
     precision: Precision = _FILLED_IN
     direct_io: bool = True
@@ -773,7 +767,7 @@ class ServerOptions:
                        help="Port to listen on; 0 takes a free one.")  # fmt: skip
     parallel: int | None = option("-np", "--parallel", metavar="N|auto", parse=_parallel, server="-np", commands="serve",
                                   help="Answers at a time; they share the context. Default: 4, or as many as the budget has a context for.")  # fmt: skip
-    kv_unified: bool = option("--kv-unified", metavar="on|off", parse=parse_switch, default=True, choices=("on", "off"), bare=True, also=("-kvu",),
+    kv_unified: bool = option("--kv-unified", metavar="on|off", parse=parse_switch, default=True, choices=("on", "off"),
                               group="Server", commands="serve", help="Answers share the context, or have a part of it each.")  # fmt: skip
     api_key: str | None = option("--api-key", metavar="KEY", parse=_key, envvar="MOEOFF_API_KEY", server="--api-key", commands="serve",
                                  help="Refuse requests without this bearer token; several, separated by commas.")  # fmt: skip
@@ -781,7 +775,7 @@ class ServerOptions:
                                       help="File with such tokens, one on each line.")  # fmt: skip
     alias: str | None = option("-a", "--alias", metavar="NAME", server="--alias", commands="serve",
                                help="What /v1/models calls the model. Default: its file name.")  # fmt: skip
-    cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), also=("--cors-origins",), group="Server", commands="serve",
+    cors: tuple[str, ...] = option("--cors", metavar="ORIGIN", multiple=True, default=(), server="--cors-origins", group="Server", commands="serve",
                                    help="Allow requests from web pages of this origin, as https://example.org or *; may be repeated.")  # fmt: skip
     cache_ram: int | None = option("-cram", "--cache-ram", metavar="SIZE", parse=_cache_size, group="Server", commands="serve",
                                    help="Memory for prompts that are kept outside the context; counts in --memory. Default: at most an eighth of what experts "
@@ -789,20 +783,18 @@ class ServerOptions:
     kv_disk: int | None = option("--kv-disk", metavar="SIZE", parse=_disk_size, group="Server", commands="serve",
                                  help="Disk, in the user's cache folder, for prompts that fall out of memory: they come back where reading is quicker than "
                                       "computing. 0: none. Default: 4G.")  # fmt: skip
-    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=_integer(0, 1024), also=("--swa-checkpoints",), group="Server", commands="serve",
+    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=_integer(0, 1024), group="Server", commands="serve",
                                          help="Copies of each answer's recurrent state to go back to; count in --memory. Default: up to 8, as they fit.")  # fmt: skip
-    mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", also=("-mm",), group="Server", commands="serve",
+    mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", group="Server", commands="serve",
                                 help="Projector for images and sound.")  # fmt: skip
-    draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", also=("--spec-draft-model",), group="Server", commands="serve",
+    draft: str | None = option("-md", "--model-draft", metavar="FILE", is_file=True, server="-md", group="Server", commands="serve",
                                help="Draft model for speculative decoding.")  # fmt: skip
     spec_type: str | None = option("--spec-type", metavar="NAME", server="--spec-type", group="Server", commands="serve",
                                    help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another kind of llama-server's.")  # fmt: skip
-    embedding: bool = option(
-        "--embedding", default=False, server="--embedding", also=("--embeddings",), group="Server", commands="serve", help="Serve embeddings."
-    )
+    embedding: bool = option("--embedding", default=False, server="--embedding", group="Server", commands="serve", help="Serve embeddings.")
     pooling: str | None = option("--pooling", metavar="TYPE", parse=_one_of(_POOLINGS), choices=_POOLINGS, server="--pooling", group="Server", commands="serve",
                                  help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip
-    rerank: bool = option("--rerank", default=False, server="--rerank", also=("--reranking",), group="Server", commands="serve",
+    rerank: bool = option("--rerank", default=False, server="--rerank", group="Server", commands="serve",
                           help="Serve /rerank, with a model that was made for it.")  # fmt: skip
     args: tuple[str, ...] = ()
 

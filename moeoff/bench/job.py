@@ -121,10 +121,6 @@ class Sample:
         return self.n_tokens / self.seconds if self.seconds else 0.0
 
 
-COUNTERS = ("bytes_read", "stall_seconds", "demand_hits", "demand_misses", "driver_seconds", "device_hits", "evictions", "prefetch_issued", "prefetch_useful",
-            "expert_uses", "served_low", "skipped", "rerouted")  # fmt: skip
-
-
 def rates(samples: Sequence[Sample]) -> dict[str, float]:
     """Figures of some repetitions of one test together; those that are unknown, as of stock all about experts, are left out.
 
@@ -144,7 +140,7 @@ def rates(samples: Sequence[Sample]) -> dict[str, float]:
     }
     if not all(s.counters for s in samples):
         return out
-    c = {name: sum(s.counters[name] for s in samples) for name in COUNTERS}
+    c = {name: sum(s.counters[name] for s in samples) for name in samples[0].counters}
     uses, chosen = max(c["demand_hits"] + c["demand_misses"], 1), max(c["expert_uses"], 1)
     return out | {
         "mb_per_token": c["bytes_read"] / 1e6 / n,

@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..budget.disk_probe import IO_THREADS, DiskRate, probe
 from ..budget.dry_load import slice_kinds
+from ..engine.stats import COUNTERS
 from ..gguf.model_index import EXPERT_PATTERN, ModelIndex
 from ..memory import peak_rss
-from .job import COUNTERS, MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
+from .job import MOEOFF, BenchTest, Job, Sample, TokenStream, read_text
 from .time_parts import TimeMeter
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def work(job: Job, emit: Emit) -> None:
     """Opens the model, runs the tests, and tells of it: "opened", "progress" if the job asks for it, "sample" for each repetition, "closed"."""
     started = time.perf_counter()
     engine = _Engine(job)
-    opened = engine.opened()
+    opened = engine.facts() | {"n_ctx": engine.llm.n_ctx()}
     emit("opened", seconds=time.perf_counter() - started, **opened)
     stream = TokenStream(engine.llm, read_text(job.text), engine.llm.adds_bos())
     ended = threading.Event()
@@ -83,8 +84,7 @@ def work(job: Job, emit: Emit) -> None:
                 break
         engine.repetition = None
     ended.set()
-    closed = engine.facts("direct_io", "prefetch_on", "prefetch_gain", "events_dropped", "precision_summary", "estimated_loss") | {"peak_rss_bytes": peak_rss()}
-    closed |= engine.facts("device_memory", "device_mode", "device_gain", "device_uploads", "device_upload_seconds", "device_wait_seconds")
+    closed = engine.facts() | {"peak_rss_bytes": peak_rss()}
     closed |= engine.resident_share() | ({} if job.answer is None else {"answer": engine.answered})
     engine.llm.close()
     if job.probe_seconds:
@@ -131,18 +131,12 @@ class _Engine:
         if self._moeoff is not None and any(test.waits for test in job.tests):
             self._moeoff.engine.watch_prompts()
 
-    def facts(self, *names: str) -> dict[str, Any]:
-        """Some of `moeoff.Stats`; of stock none."""
-        stats = self._moeoff.stats() if self._moeoff is not None else None
-        return {name: getattr(stats, name) for name in names} if stats is not None else {}
-
-    def opened(self) -> dict[str, Any]:
-        facts = {"n_ctx": self.llm.n_ctx()} | self.facts(
-            "arena_bytes", "budget_bytes", "micro_batch", "micro_batch_reason", "strategy", "tier", "max_loss", "memory"
-        )
-        if self._moeoff is not None:
-            facts["io_threads"] = self._moeoff.engine.io_threads.n
-        return facts
+    def facts(self) -> dict[str, Any]:
+        """`moeoff.Stats`, and in words what is given up; of stock nothing."""
+        if self._moeoff is None:
+            return {}
+        stats = self._moeoff.stats()
+        return asdict(stats) | {"precision_summary": stats.precision_summary}
 
     def resident_share(self) -> dict[str, float]:
         """Of the experts, what memory holds now: after tests of single tokens more than before them, since buffers are lent."""
@@ -157,7 +151,10 @@ class _Engine:
 
     def _seconds(self) -> float:
         """Inside llama_decode so far."""
-        return sum(self.facts("prompt_seconds", "gen_seconds").values()) if self._moeoff is not None else float(self.llm.decode_seconds)
+        if self._moeoff is None:
+            return float(self.llm.decode_seconds)
+        stats = self._moeoff.stats()
+        return stats.prompt_seconds + stats.gen_seconds
 
     def _answers(self, n: int) -> Iterator[int]:
         """The job's answer, and what the model goes on with behind it."""
@@ -200,7 +197,8 @@ class _Engine:
         found = meter.end(seconds) if meter is not None else {}
         if model is not None:
             model.engine.buffer.drain()
-        return Sample(index, done, seconds, cpu, faults, self.facts(*COUNTERS), found)
+        facts = self.facts()
+        return Sample(index, done, seconds, cpu, faults, {name: facts[name] for name in COUNTERS if name in facts}, found)
 
 
 def _page_faults() -> int:

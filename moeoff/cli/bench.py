@@ -14,7 +14,7 @@ import click
 from ..console import ProgressLine, note, progress_bar
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
-from ..memory import format_size
+from ..memory import format_size, parse_size
 from ..options import TABLE, Option, in_flags
 from .options import Listed, command, files_beside, flags_as_typed, given_files, help_of, own, remark_on_context, remark_on_memory, takes, takes_model
 
@@ -148,7 +148,7 @@ def bench(
     require_new(plot, [*(file for one in model or (None,) for file in files_beside(one)), options["text"], *given_files(options)], "--plot")
     require_drawable(plot, "--plot")
     for size in options["memory"]:
-        remark_on_memory(size)
+        remark_on_memory(size, parse_size(size))
     tests = _tests(n_prompt or [512], n_gen or [128], pg, n_depth or [0])
     varied = {name for name in _COLUMNS if options[name]}
     grids = _grids(model or (demo_model(),), tests, **options)

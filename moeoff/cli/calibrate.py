@@ -200,11 +200,10 @@ def eval_(
         done = evaluate_model(model, text, ctx=ctx, mode=mode, max_loss=max_loss, precision=precision, progress=progress, **options)
     stats = done.stats
     if as_json:
-        from_stats = "tier tau expert_uses served_low skipped rerouted rerouted_margin max_loss estimated_loss strategy budget_bytes arena_bytes".split()
         result = {
-            "model": model, "mode": mode, "ctx": ctx, **_fields(done.quality),
+            **asdict(stats), "model": model, "mode": mode, "ctx": ctx, **_fields(done.quality),
             "texts": [{"file": path, **_fields(quality)} for path, quality in zip(text, done.texts)],
-            "precision": asdict(done.precision), **{name: getattr(stats, name) for name in from_stats},
+            "precision": asdict(done.precision),
             "seconds": done.seconds, "bytes_read": done.bytes_read, "peak_rss_bytes": peak_rss(),
         }  # fmt: skip
         click.echo(json.dumps(result))

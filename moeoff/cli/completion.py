@@ -234,20 +234,11 @@ class Completer:
         from llama_cpp import StoppingCriteriaList
 
         s = self.sampling
-        keywords = {
-            "max_tokens": s.n_predict,
-            "temperature": s.temp,
-            "top_k": s.top_k,
-            "top_p": s.top_p,
-            "min_p": s.min_p,
-            "repeat_penalty": s.repeat_penalty,
-            "presence_penalty": s.presence_penalty,
-            "frequency_penalty": s.frequency_penalty,
-            "stop": list(s.stop),
-            "stopping_criteria": StoppingCriteriaList([self._drawn]),
-        }
+        same = ("top_k", "top_p", "min_p", "repeat_penalty", "presence_penalty", "frequency_penalty")
+        keywords = {name: getattr(s, name) for name in same} | {"max_tokens": s.n_predict, "temperature": s.temp, "stop": list(s.stop)}
+        keywords["stopping_criteria"] = StoppingCriteriaList([self._drawn])
         if s.ignore_eos:
-            keywords["logit_bias"] = {token: float("-inf") for token in _end_tokens(self.llm)}
+            keywords["logit_bias"] = {token: float("-inf") for token in range(self.llm.n_vocab()) if self.llm.is_end_token(token)}
         return keywords
 
     @contextmanager
@@ -261,11 +252,6 @@ class Completer:
             yield
         finally:
             signal.signal(signal.SIGINT, old)
-
-
-def _end_tokens(llm: Llama) -> list[int]:
-    """Every token that ends an answer; models have several."""
-    return [token for token in range(llm.n_vocab()) if llm.is_end_token(token)]
 
 
 class Writer:

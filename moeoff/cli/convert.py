@@ -30,7 +30,7 @@ def convert(**options: Any) -> None:
 
     try:
         with progress_bar("bytes") as progress:
-            done = library(**options, progress=progress and functools.partial(progress, "converting"))
+            done = library(**options, progress=functools.partial(progress, "converting"))
     except KeyboardInterrupt:
         note("interrupted: " + ("--resume goes on from here" if options["resume"] else "nothing was written"))
         raise
@@ -49,7 +49,7 @@ def merge(**options: Any) -> None:
     from ..gguf.merge import merge as library
 
     with progress_bar("bytes") as progress:
-        done = library(**options, progress=progress and (lambda now, all_: progress("merging", now, all_)))
+        done = library(**options, progress=lambda now, all_: progress("merging", now, all_))
     say(f"{done.path}: {done.n_before} experts' tensors in {done.n_after}, {format_size(done.n_bytes)}")
 
 
@@ -61,6 +61,6 @@ def verify(**options: Any) -> None:
     from ..sidecar.verify import verify as library
 
     with progress_bar("bytes") as progress:
-        done = library(**options, progress=progress and functools.partial(progress, "verifying"))
+        done = library(**options, progress=functools.partial(progress, "verifying"))
     belongs = f"made of {done.model}" if done.model else "its model is not beside it and was not checked (give -m)"
     say(f"{done.path}: {done.n_slices} slices, {format_size(done.n_bytes)}, intact; tiers {', '.join(done.tiers)}; {belongs}")

@@ -70,15 +70,14 @@ def check_cpu() -> Iterator[Finding]:
         flags = []
     unused = [theirs for flag, theirs in SIMD.items() if flag in flags and theirs not in built]
     lacking = [theirs for flag, theirs in SIMD.items() if flags and flag not in flags and theirs in built]
-    found = ", ".join(sorted(built)) or "none"
+    features = ", ".join(sorted(built)) or "none"
     if lacking:
         yield Finding("cpu features", PROBLEM, f"built with {', '.join(lacking)}, which this CPU lacks: it will crash", "rebuild the fork here: make env")
-    elif unused and cpu.LEVEL is not None:
-        yield Finding("cpu features", OK, f"{found}: level {cpu.LEVEL} of the wheel; a build on this machine would have {', '.join(unused)}, too")
-    elif unused:
+    elif unused and cpu.LEVEL is None:
         yield Finding("cpu features", WARNING, f"built without {', '.join(unused)}, which this CPU has", "rebuild the fork here: make env")
     else:
-        yield Finding("cpu features", OK, found if cpu.LEVEL is None else f"{found}: level {cpu.LEVEL} of the wheel")
+        level = "" if cpu.LEVEL is None else f": level {cpu.LEVEL} of the wheel"
+        yield Finding("cpu features", OK, features + level + (f"; a build on this machine would have {', '.join(unused)}, too" if unused else ""))
     yield from _row_kernels()
     quota = _cpu_quota()
     if quota is not None and quota < n_cores():
@@ -104,7 +103,7 @@ def _row_kernels() -> Iterator[Finding]:
     from ..native import row_kernel
 
     state = {number: row_kernel(number) for number in range(TYPE_NUMBERS)}
-    used, refused = ([type_name(number) for number, found in state.items() if found == wanted] for wanted in (1, -1))
+    used, refused = ([type_name(number) for number, answer in state.items() if answer == use] for use in (1, -1))
     if not cpu.wants_row_kernels():
         yield Finding("row kernels", WARNING, f"off, as {cpu.ROW_KERNELS} says: slower, the text is the same", f"unset {cpu.ROW_KERNELS}")
     elif refused:

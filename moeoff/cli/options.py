@@ -21,16 +21,14 @@ from ..console import note
 from ..errors import MoeoffError, OptionError, WriteError, one_line
 from ..files import demo_model
 from ..memory import available, format_size
-from ..options import TABLE, Option, in_flags, spelled, without_gpu
+from ..options import TABLE, Option, in_flags, without_gpu
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]
 
 
-TYPED = "moeoff.typed"  # of a context: the words behind the command's name, for the command that an error gives
-_DIVIDED = "moeoff.divided"  # likewise, in the order in which they are read
+TYPED = "moeoff.typed"  # of a context: the words behind the command's name, for the flags that an error names
 _LONG_DASHES = ("\N{EN DASH}", "\N{EM DASH}", "\N{MINUS SIGN}")
-_LONGEST_COMMAND = 160  # characters; a longer one is not repeated
 
 
 class Command(click.Command):
@@ -43,7 +41,6 @@ class Command(click.Command):
         self.params.append(GroupedOption(["--debug"], group=group, is_flag=True, help="Show the traceback of an error."))
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[_DIVIDED] = list(args)
         ctx.meta.setdefault(TYPED, list(args))
         if ctx.resilient_parsing:  # as for completion
             return super().parse_args(ctx, args)
@@ -58,9 +55,14 @@ class Command(click.Command):
             raise click.UsageError(f"{shlex.join(ctx.args)}: more than this command takes; a path with blanks goes in quotes{prompt}", ctx)
         return rest
 
+    def takes_value(self, ctx: click.Context, without: Collection[str] = ()) -> dict[str, bool]:
+        """Of each flag, whether it takes a value."""
+        options = [p for p in self.get_params(ctx) if isinstance(p, click.Option) and p.name not in without]
+        return {flag: not option.is_flag for option in options for flag in option.opts}
+
     def _refuse_one_dash(self, ctx: click.Context, args: Sequence[str]) -> None:
         """Refuses -memory 6G, which would be -m with the value emory."""
-        takes_value = {flag: not param.is_flag for param in self.get_params(ctx) if isinstance(param, click.Option) for flag in param.opts}
+        takes_value = self.takes_value(ctx)
         for before, word in zip(("", *args), args, strict=False):
             flag = word.partition("=")[0]
             if word == "--":
@@ -136,10 +138,6 @@ def takes_model(help: str = "GGUF with routed experts; of a split one the first 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def with_model(*args: Any, path: str | None, model: str | None, **values: Any) -> None:
-            typed = click.get_current_context().meta[_DIVIDED]
-            behind = len(typed) - typed.index("--") - 1 if "--" in typed else 0
-            if path is not None and "args" in values and len(values["args"]) < behind:  # what stands behind -- is no model
-                values["args"], path = (path, *values["args"]), None
             if path and model:
                 raise OptionError("give MODEL or -m, not both")
             if needed and not (path or model):
@@ -175,7 +173,7 @@ def takes(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decor
             for remark in without_gpu(read):
                 note(remark)
             if "memory" in read:
-                remark_on_memory(given["memory"])
+                remark_on_memory(given["memory"], read["memory"])
             function(*args, **values, **(usual | read))
 
         out: Callable[..., None] = with_values
@@ -262,10 +260,10 @@ def open_standard_streams() -> None:
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), out.encoding, errors, line_buffering=out.line_buffering or out.write_through)
 
 
-def remark_on_memory(size: str) -> None:
+def remark_on_memory(typed: str, size: int) -> None:
     """Says that a budget is more than there is."""
-    if TABLE["memory"].read(size) > available():
-        note(f"{TABLE['memory'].flag} {size} is more than the {format_size(available())} that are available here")
+    if size > available():
+        note(f"{TABLE['memory'].flag} {typed} is more than the {format_size(available())} that are available here")
 
 
 _SCALED = {"rope_scaling_type", "rope_scale", "rope_freq_scale", "rope_freq_base", "yarn_orig_ctx"}
@@ -298,43 +296,16 @@ def given_files(options: Mapping[str, Any], *without: str) -> list[str]:
 
 
 def sentence(error: BaseException) -> str:
-    """One line for people, with the flags of the running command as they were typed, and that command with what would do."""
+    """One line for people, with the flags of the running command as they were typed."""
     if not isinstance(error, MoeoffError):
         return one_line(str(error)) or type(error).__name__
-    if error.message.startswith("~"):
-        return f"{in_flags(error)} (the shell leaves ~ as it is within quotes and behind =: write $HOME)"
     context = click.get_current_context(silent=True)
-    if context is None:
-        return in_flags(error)
-    typed, flags = context.meta.get(TYPED, []), flags_as_typed(context)
-    params = _options_of(context)
-    said = in_flags(error, flags)
-    name = next((name for name, value in error.hint.items() if name in flags and value is not ...), None)
-    if name is None or not typed:
-        return said
-    command = shlex.join(_again(context.command_path.split(), typed, params[name], spelled(name, error.hint[name], flags).split()))
-    return f"{said}; that is: {command}" if len(command) <= _LONGEST_COMMAND else said
-
-
-def _options_of(context: click.Context) -> dict[str, click.Option]:
-    return {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
+    said = in_flags(error, None if context is None else flags_as_typed(context))
+    return f"{said} (the shell leaves ~ as it is within quotes and behind =: write $HOME)" if error.message.startswith("~") else said
 
 
 def flags_as_typed(context: click.Context) -> dict[str, tuple[str, str]]:
     """Of each option of the running command, the flag that was typed, or its longest, and the form of its value."""
-    typed = context.meta.get(TYPED, [])
-    return {name: (_as_typed(p, typed), p.metavar or name.upper()) for name, p in _options_of(context).items()}
-
-
-def _as_typed(param: click.Option, typed: Sequence[str]) -> str:
-    return next((opt for opt in param.opts if any(arg == opt or arg.startswith(f"{opt}=") for arg in typed)), max(param.opts, key=len))
-
-
-def _again(path: Sequence[str], typed: Sequence[str], param: click.Option, given: Sequence[str]) -> list[str]:
-    """What was typed, with this option given in this way."""
-    place = next((i for i, arg in enumerate(typed) if arg in param.opts or arg.partition("=")[0] in param.opts), None)
-    if place is None:
-        place = typed.index("--") if "--" in typed else len(typed)
-        return [*path, *typed[:place], *given, *typed[place:]]
-    taken = 1 if "=" in typed[place] or param.is_flag else 2
-    return [*path, *typed[:place], *given, *typed[place + taken :]]
+    typed = {word.partition("=")[0] for word in context.meta.get(TYPED, [])}
+    options = {p.name: p for p in context.command.params if isinstance(p, click.Option) and p.name}
+    return {name: (next((opt for opt in p.opts if opt in typed), max(p.opts, key=len)), p.metavar or name.upper()) for name, p in options.items()}

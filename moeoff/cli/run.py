@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, TextIO
 import click
 
 from ..console import note
-from ..errors import OptionError
+from ..errors import MoeoffError, OptionError
 from ..files import TEXT, atomic_file, demo_model, read_text, require_new
+from ..habits import without_habits
 from ..memory import DEFAULT_SHARE, format_size
 from ..options import TABLE, Sampling, table_of, with_gpu
-from .llama_cli import takes_llama_cli
-from .options import TYPED, Command, command, files_beside, given_files, own, remark_on_context, takes, takes_model
+from .options import TYPED, Command, command, files_beside, given_files, own, remark_on_context, sentence, takes, takes_model
 
 if TYPE_CHECKING:
     from .completion import Completer, Completion
@@ -33,7 +33,22 @@ HF_REPO_FLAGS = ("-hf", "--hf-repo")
 HF_REPO = own(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Hugging Face. Default quant: Q4_K_M, or else the first GGUF.")
 
 
-@command()
+class _Run(Command):
+    """Takes llama-cli's command lines: what has no effect here is left out."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # as for completion
+            ctx.meta[TYPED] = args
+            try:
+                args, remarks = without_habits(args, self.takes_value(ctx))
+            except OptionError as error:
+                raise click.UsageError(str(error), ctx) from None
+            for remark in remarks:
+                note(remark)
+        return super().parse_args(ctx, args)
+
+
+@command(cls=_Run)
 @takes_model()
 @HF_REPO
 @own("-p", "--prompt", metavar="TEXT", help="Prompt. Without one, in a terminal: chat.")
@@ -59,7 +74,6 @@ HF_REPO = own(*HF_REPO_FLAGS, metavar="ORG/REPO[:QUANT]", help="Model from Huggi
      help="Take the computed prompt from FILE, and write it there when it is new.")  # fmt: skip
 @own("--prompt-cache-all", group="Prompt and answer", is_flag=True, help="Keep the answer in the prompt cache, too.")
 @own("--prompt-cache-ro", group="Prompt and answer", is_flag=True, help="Use the prompt cache, and do not write it.")
-@takes_llama_cli
 def run(
     model: str | None, hf_repo: str | None, prompt: str | None, file: str | None, system: str | None, chat_template: str | None,
     chat_template_file: str | None, raw: bool, single_turn: bool, live: bool, as_json: bool, stats_json: str | None,
@@ -198,19 +212,22 @@ class _Serve(Command):
     names goes before one of a variable, and the rest of it, which comes later, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        ctx.meta[TYPED] = list(args)
-        if not ctx.resilient_parsing:  # as for completion
-            from ..server.arguments import of_environment, own_arguments
+        if ctx.resilient_parsing:  # as for completion
+            return super().parse_args(ctx, args)
+        from ..server.arguments import of_environment, own_arguments
 
-            own = {
-                name: not param.is_flag for param in self.get_params(ctx) if isinstance(param, click.Option) and param.name not in TABLE for name in param.opts
-            }
+        ctx.meta[TYPED] = list(args)
+        own = self.takes_value(ctx, without=TABLE)
+        try:
             model, ours, others = own_arguments(args, own)
             _, theirs, variables = own_arguments(list(of_environment(os.environ)), own)
-            if not model and not any(word.partition("=")[0] in _MODEL for word in ours):
-                ours = [*theirs, *ours]
-            args = [*model, *ours, *(["--", *variables, *others] if variables or others else [])]
-        return super().parse_args(ctx, args)
+        except MoeoffError as error:  # this build has no server
+            raise click.ClickException(sentence(error)) from None
+        if not model and not any(word.partition("=")[0] in _MODEL for word in ours):
+            ours = [*theirs, *ours]
+        rest = super().parse_args(ctx, [*model, *ours])
+        ctx.params["args"] += (*variables, *others)
+        return rest
 
 
 @command(cls=_Serve)

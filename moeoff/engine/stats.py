@@ -3,15 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from .. import native
 from ..gate_event import GateEvent, Observer
 from ..sidecar.file import ORIGINAL
+
+
+class Metric(NamedTuple):
+    """A figure of /metrics: its name without the prefix, what it is, and its value for each set of labels, of which "" is none."""
+
+    name: str
+    text: str
+    samples: Mapping[str, float]
+
+    def __str__(self) -> str:
+        """Lines of Prometheus' text format."""
+        kind = "counter" if self.name.endswith("_total") else "gauge"
+        head = [f"# HELP moeoff_{self.name} {self.text}", f"# TYPE moeoff_{self.name} {kind}"]
+        return "\n".join([*head, *(f"moeoff_{self.name}{labels} {value}" for labels, value in self.samples.items())])
 
 
 @dataclass
@@ -51,96 +65,103 @@ class LayerHits(Observer):
         self.counts[event.gate] += event.n_hit, event.n_miss
 
 
-@dataclass(frozen=True)
-class Stats:
-    """The fields of --stats-json. Names stay stable; sizes in bytes, times in seconds, rates per second.
+def _figure(text: str, unit: str = "", default: Any = 0, *, counter: bool = False, metric: str = "", factory: Any = None) -> Any:
+    """A field of `Stats`.
 
-    hit_rate counts slices (one matrix of one expert) that were resident when their gate chose them.
-    tier is the sidecar's that all experts are read in, "original" the model's own precision. expert_uses counts what gates chose, an
-    expert for a token; of these served_low were computed in low precision (in another tier than "original" all of them), skipped not at all (with tau, of decoded_uses those that were missing and weighed less), and rerouted by
-    a resident expert in the place of the router's; rerouted_margin is the most that one of these scored below the other, as a share of the range
-    of scores. simulated_misses: experts that the cache which a deterministic run simulates would have had to read. max_loss is the bound that was
-    promised for that, estimated_loss what it was measured to cost; None: no promise.
-    experts_per_token is what all gates together choose for a token.
-    prefetch_on tells whether prefetching is on at the moment, and prefetch_gain the speed with it relative to without, minus 1,
-    when it was last compared; None: the strategy does not prefetch or does not compare.
-    prediction_accuracy is the share of the experts that were selected in decode that had been predicted, fetch_rate the share of
-    these that was resident when their router selected, good_pred their product (ProMoE §4.1); None: no preset of a paper predicts.
-    drafts_on and drafts_gain say the same of a server's drafts; None: it makes none.
-    embedding_disk_bytes: of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.
-    device_hits: of demand_hits, the slices that a device holds; device_uploads: experts that were written into a device's slot, of device_bytes bytes, in
-    device_upload_seconds; device_downloads: slices that went from a slot that another expert took back to host memory, of device_bytes_down bytes, in
-    device_download_seconds; device_wait_seconds: of device_upload_seconds, what compute waited for (vram_mode centric and waves); device_experts: on
-    devices now; device_memory: of each device with slots, their number for each layer, their bytes, and what llama.cpp takes there; device_mode: with vram_mode auto, how the next token will be computed, and device_gain the speed with devices relative to
-    without, minus 1, when it was last compared.
-    io_threads is the number of threads that read experts, io_threads_reason why so many.
-    micro_batch is the number of tokens of a prompt that are computed at once, micro_batch_reason why.
-    events_dropped counts the gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.
-    stall_seconds is how long compute waited for bytes, averaged over its threads.
+    Args:
+        text: what it is, in one sentence.
+        unit: of its value.
+        counter: counts up, so that two snapshots have a difference; else it is a gauge, and says how something is now.
+        metric: its name in /metrics, where it is one of its own.
+    """
+    metadata = {"text": text, "unit": unit, "counter": counter, "metric": metric}
+    return field(default_factory=factory, metadata=metadata) if factory else field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stats:
+    """What a run took and chose: the fields of --stats-json, of `run --json` and of what bench and eval write, and most of /metrics.
+
+    docs/reference/stats.md lists them, from this table. Names stay stable; sizes are in bytes, times in seconds, rates per second. A slice is one
+    matrix of one expert.
     """
 
-    model: str
-    strategy: str
-    budget_bytes: int
-    peak_rss_bytes: int
-    arena_bytes: int
-    hit_rate: float
-    demand_hits: int
-    demand_misses: int
-    evictions: int
-    prefetch_issued: int
-    prefetch_useful: int
-    bytes_read: int
-    stall_seconds: float
-    lane_busy_seconds: float
-    driver_seconds: float
-    direct_io: bool
-    prompt_tokens: int = 0
-    prompt_seconds: float = 0.0
-    prompt_tps: float = 0.0
-    gen_tokens: int = 0
-    gen_seconds: float = 0.0
-    gen_tps: float = 0.0
-    prefetch_on: bool | None = None
-    prefetch_gain: float | None = None
-    prediction_accuracy: float | None = None
-    fetch_rate: float | None = None
-    good_pred: float | None = None
-    cpu_seconds: float = 0.0
-    expert_uses: int = 0
-    tier: str = ORIGINAL
-    served_low: int = 0
-    skipped: int = 0
-    tau: float = 0.0
-    experts_per_token: int = 0
-    rerouted: int = 0
-    rerouted_margin: float = 0.0
-    simulated_misses: int = 0
-    low_bytes_read: int = 0
-    low_arena_bytes: int = 0
-    embedding_disk_bytes: int = 0
-    events_dropped: int = 0
-    max_loss: float | None = None
-    estimated_loss: float | None = None
-    io_threads: int = 0
-    io_threads_reason: str = ""
-    micro_batch: int = 0
-    micro_batch_reason: str = ""
-    drafts_on: bool | None = None
-    drafts_gain: float | None = None
-    memory: dict[str, int] = field(default_factory=dict)
-    device_hits: int = 0
-    device_uploads: int = 0
-    device_bytes: int = 0
-    device_upload_seconds: float = 0.0
-    device_downloads: int = 0
-    device_bytes_down: int = 0
-    device_download_seconds: float = 0.0
-    device_wait_seconds: float = 0.0
-    device_experts: int = 0
-    device_memory: dict[str, dict[str, int]] = field(default_factory=dict)
-    device_mode: str = ""
-    device_gain: float | None = None
+    model: str = _figure("Path of the model.", default="")
+    strategy: str = _figure("Name of the strategy.", default="")
+    budget_bytes: int = _figure("The bound given by --memory; 0 where only the experts are bounded.", "bytes", metric="budget_bytes")
+    memory: dict[str, int] = _figure("What the process holds or plans for, by name: the items of the memory plan.", "bytes", factory=dict)
+    peak_rss_bytes: int = _figure("The most that the process has had in memory.", "bytes")
+    arena_bytes: int = _figure("Memory that experts may take.", "bytes", metric="arena_bytes")
+    low_arena_bytes: int = _figure("Memory that low versions of experts may take.", "bytes")
+    embedding_disk_bytes: int = _figure("Of the token embedding, whose rows are read as tokens name them; 0 where it is in memory.", "bytes")
+    micro_batch: int = _figure("Tokens of a prompt that are computed at once.", "tokens")
+    micro_batch_reason: str = _figure("Why so many.", default="")
+    io_threads: int = _figure("Reads that may be in flight at a time: threads that read experts.", metric="io_threads")
+    io_threads_reason: str = _figure("Why so many.", default="")
+    direct_io: bool = _figure("Whether every read went around the page cache.", default=False)
+
+    prompt_tokens: int = _figure("Tokens of prompts that were computed.", "tokens", counter=True, metric="prompt_tokens")
+    prompt_seconds: float = _figure("Time inside llama_decode for them.", "seconds", 0.0, counter=True)
+    prompt_tps: float = _figure("Their rate.", "tokens per second", 0.0)
+    gen_tokens: int = _figure("Tokens that were decoded, of all answers.", "tokens", counter=True, metric="decoded_tokens")
+    gen_seconds: float = _figure("Time inside llama_decode for them.", "seconds", 0.0, counter=True)
+    gen_tps: float = _figure("Their rate.", "tokens per second", 0.0)
+    cpu_seconds: float = _figure("CPU time of an answer, of all threads.", "seconds", 0.0)
+    driver_seconds: float = _figure("Time in which policies and predictors ran.", "seconds", 0.0, counter=True)
+    events_dropped: int = _figure(
+        "Gate events that policies, predictors and traces never saw, because too many waited: 0, unless the driver is far too slow.", counter=True
+    )
+
+    hit_rate: float = _figure("Of the slices that gates chose, the share that was resident then.", "share", 0.0)
+    demand_hits: int = _figure("Expert slices resident when they were asked for.", "slices", counter=True, metric="expert_hits")
+    demand_misses: int = _figure("Expert slices that had to be read.", "slices", counter=True, metric="expert_misses")
+    evictions: int = _figure("Expert slices dropped for others.", "slices", counter=True, metric="expert_evictions")
+    bytes_read: int = _figure("Bytes of experts read from disk.", "bytes", counter=True, metric="expert_read_bytes")
+    low_bytes_read: int = _figure("Of these, bytes of low versions.", "bytes", counter=True)
+    stall_seconds: float = _figure("Time compute waited for experts, mean over its threads.", "seconds", 0.0, counter=True, metric="stall_seconds")
+    lane_busy_seconds: float = _figure(
+        "Time that reads took, summed over them: its rate is the mean number of reads in flight.", "seconds", 0.0, counter=True, metric="read_seconds"
+    )
+    prefetch_issued: int = _figure("Expert slices read ahead.", "slices", counter=True, metric="prefetch_issued")
+    prefetch_useful: int = _figure("Of these, slices that were then asked for.", "slices", counter=True, metric="prefetch_useful")
+    prefetch_on: bool | None = _figure(
+        "Whether prefetching pays at the moment, as measured; None: the strategy does not prefetch, or does not compare.", default=None, metric="prefetch_on"
+    )
+    prefetch_gain: float | None = _figure("Speed with it relative to without, minus 1, when it was last compared.", "share", None)
+    prediction_accuracy: float | None = _figure(
+        "Of the experts selected in decode, the share that had been predicted (ProMoE §4.1); None: no preset of a paper predicts.", "share", None
+    )
+    fetch_rate: float | None = _figure("Of these, the share that was resident when their router selected.", "share", None)
+    good_pred: float | None = _figure("prediction_accuracy times fetch_rate.", "share", None)
+    drafts_on: bool | None = _figure("Whether a server's drafts pay at the moment, as measured; None: it makes none.", default=None, metric="drafts_on")
+    drafts_gain: float | None = _figure("Speed with them relative to without, minus 1, when it was last compared.", "share", None)
+
+    expert_uses: int = _figure("Experts that gates chose for a token.", "experts", counter=True)
+    experts_per_token: int = _figure("Experts that all gates together choose for a token.", "experts")
+    tier: str = _figure("The sidecar's tier that all experts are read in; original: their own precision.", default=ORIGINAL)
+    tau: float = _figure("Weight below which an expert that is not in memory is left out of a decoded token; 0: none is.", default=0.0, metric="tau")
+    served_low: int = _figure("Of expert_uses, those computed in low precision: in another tier than original all.", "experts", counter=True)
+    skipped: int = _figure("Of expert_uses, those not computed at all: with tau, of the decoded ones.", "experts", counter=True)
+    rerouted: int = _figure("Of these, resident experts in the place of the router's choice.", "experts", counter=True, metric="expert_rerouted")
+    rerouted_margin: float = _figure("The most that one of these scored below the other, of the range of scores.", "share", 0.0)
+    simulated_misses: int = _figure("Experts that the cache which a deterministic run simulates would have had to read.", "experts", counter=True)
+    max_loss: float | None = _figure("The bound of --max-loss, as a share of perplexity; None: no promise.", "share", None, metric="max_loss")
+    estimated_loss: float | None = _figure("Loss that was measured of what is given up within it.", "share", None, metric="estimated_loss")
+
+    device_hits: int = _figure("Of the hits, expert slices that a GPU held.", "slices", counter=True, metric="device_hits")
+    device_uploads: int = _figure("Experts written into a GPU's memory.", "experts", counter=True, metric="device_uploads")
+    device_bytes: int = _figure("Bytes of these.", "bytes", counter=True, metric="device_upload_bytes")
+    device_upload_seconds: float = _figure("Time that writing them took.", "seconds", 0.0, counter=True, metric="device_upload_seconds")
+    device_downloads: int = _figure("Slices that went from a GPU's slot, taken by another expert, back to the host.", "slices", counter=True)
+    device_bytes_down: int = _figure("Bytes that went from a GPU's memory back to the host's.", "bytes", counter=True, metric="device_download_bytes")
+    device_download_seconds: float = _figure("Time that reading them took.", "seconds", 0.0, counter=True, metric="device_download_seconds")
+    device_wait_seconds: float = _figure("Of writing into a GPU's memory, what compute waited for.", "seconds", 0.0, counter=True, metric="device_wait_seconds")
+    device_experts: int = _figure("Experts in GPUs' memory.", "experts", metric="device_experts")
+    device_memory: dict[str, dict[str, int]] = _figure(
+        "Of each device with slots: their number for each layer, their bytes, and what llama.cpp takes there.", factory=dict
+    )
+    device_mode: str = _figure("With vram_mode auto, how the next token will be computed.", default="")
+    device_gain: float | None = _figure("Speed with devices relative to without, minus 1, when it was last compared.", "share", None)
 
     @property
     def device_hit_rate(self) -> float:
@@ -178,6 +199,21 @@ class Stats:
         bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"
         return ", ".join(parts) + bound
 
+    def metrics(self) -> Iterator[Metric]:
+        """Those of the table that are known, and those of several figures."""
+        for f in fields(self):
+            value, name = getattr(self, f.name), f.metadata["metric"]
+            if name and value is not None and (self.device_memory or not f.name.startswith("device_")):
+                yield Metric(name + "_total" * f.metadata["counter"], f.metadata["text"], {"": int(value) if isinstance(value, bool) else value})
+        by_precision = {"high": self.expert_uses - self.served_low - self.skipped, "low": self.served_low, "none": self.skipped}
+        text = "Experts that gates chose for a token, by the precision that served them."
+        yield Metric("expert_uses_total", text, {f'{{precision="{name}"}}': n for name, n in by_precision.items()})
+        yield Metric("tier_info", _TABLE["tier"]["text"], {f'{{tier="{self.tier}"}}': 1})
+        if self.device_memory:
+            yield Metric(
+                "device_bytes", "GPU memory that experts may take.", {f'{{device="{name}"}}': use["experts"] for name, use in self.device_memory.items()}
+            )
+
     @classmethod
     def of(cls, counters: native.Stats, timing: Timing, **facts: Any) -> Stats:
         """The native counters and the time of the decodes, with what else is known of the run.
@@ -193,7 +229,7 @@ class Stats:
 
     def since(self, earlier: Stats, cpu_seconds: float = 0.0) -> Stats:
         """The difference between an earlier snapshot and this one."""
-        counted: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTERS}
+        counted: dict[str, Any] = {name: getattr(self, name) - getattr(earlier, name) for name in COUNTERS}
         return replace(self, **counted, **_rates(counted), cpu_seconds=cpu_seconds)
 
     def to_json(self) -> str:
@@ -212,5 +248,6 @@ def _rates(counted: Mapping[str, float]) -> dict[str, Any]:
     return rates | {"hit_rate": counted["demand_hits"] / uses if uses else 0.0}
 
 
-_NATIVE = {f.name: there for f in fields(Stats) if (there := _native_name(f.name)) in {name for name, *_ in native.Stats._fields_}}
-_COUNTERS = {*_NATIVE, *(f.name for f in fields(Timing))} - {"arena_bytes", "low_arena_bytes", "device_experts", "rerouted_margin"}  # which do not add up
+_TABLE = {f.name: f.metadata for f in fields(Stats)}
+_NATIVE = {name: there for name in _TABLE if (there := _native_name(name)) in {name for name, *_ in native.Stats._fields_}}
+COUNTERS = tuple(name for name, line in _TABLE.items() if line["counter"])

@@ -18,77 +18,26 @@ from typing import Any
 from ..errors import OptionError
 from ..files import TEXT, open_file, require_new
 from ..gguf.model_index import loaded_whole
+from ..habits import IDLE, REFUSED, Habit, habits_of
 from ..memory import MIB, format_size
 from ..options import Config, Option, ServerOptions, table_of, without_gpu
 from ..sidecar.file import Sidecar, sidecar_path
 from ..sidecar.profile import profile_path
 from .kept_prompts import KeptPrompts
-from .library import check_arguments
+from .library import aliases, server_options
 
-_PLACE = "experts are served from the expert buffer, and moeoff places the rest: give --override-tensor or -ngl to moeoff serve"
-_BUDGET = "memory is bounded by --memory, and planned before anything is loaded"
-_FILE = "models are files that are there: nothing is downloaded but with moeoff serve -hf"
-_ENDS = "it ends the process that serves"
-REFUSED: dict[str, str] = {
-    name: reason
-    for names, reason in (
-        ("-otd --override-tensor-draft --spec-draft-override-tensor -dev --device", _PLACE),
-        ("-m --model", "the model is given to the server itself"),
-        ("--spec-default", "name the kind of drafts: --spec-type"),
-        ("--mtmd-batch-max-tokens", _BUDGET),
-        ("-mu --model-url -hf -hfr --hf-repo -hff --hf-file -hft --hf-token -hfd -hfrd --hf-repo-draft --spec-draft-hf -mmu --mmproj-url -dr "
-         "--docker-repo --mtp --dflash --eagle3 --embd-gemma-default --fim-qwen-1.5b-default --fim-qwen-3b-default --fim-qwen-7b-default "
-         "--fim-qwen-7b-spec --fim-qwen-14b-spec --fim-qwen-30b-default --gpt-oss-20b-default --gpt-oss-120b-default --vision-gemma-4b-default "
-         "--vision-gemma-12b-default", _FILE),
-        ("-h --help --usage --version -cl --cache-list --completion-bash --list-devices --license", _ENDS),
-        ("--models-dir --models-preset --models-max --models-autoload --no-models-autoload", "there is no router: one model for each server"),
-        ("--sleep-idle-seconds", "a model that sleeps would have to be put together again"),
-        ("--ssl-key-file --ssl-cert-file", "this build has no TLS: let a proxy on this machine, as Caddy or nginx, speak https for it"),
-        ("--tools --tools-runtime --mcp-servers-config --mcp-servers-json -ag --agent", "it lets answers start programs on this machine"),
-    )
-    for name in names.split()
-}  # fmt: skip
-_NONE, _ONE = 0, 1  # values
-_TWO = {"--control-vector-layer-range": 2}
-_LEFT_OUT: dict[str, tuple[int, str]] = {
-    name: (n_values, reason)
-    for names, n_values, reason in (
-        ("-cmoe --cpu-moe -cmoed --cpu-moe-draft --spec-draft-cpu-moe", _NONE, "experts are served from the expert buffer"),
-        ("-ncmoe --n-cpu-moe -ncffn --n-cpu-ffn -ncmoed --n-cpu-moe-draft --spec-draft-n-cpu-moe --spec-draft-ncmoe", _ONE,
-         "experts are served from the expert buffer; --vram gives a GPU those that fit there"),
-        ("-fit --fit -fitt --fit-target -fitc --fit-ctx", _ONE, _BUDGET),
-        ("--mlock --mmap --no-mmap -dio --direct-io -ndio --no-direct-io --no-host --warmup --no-warmup", _NONE, "experts are read as they are used"),
-        ("-lm --load-mode -lzm --lazy-mode", _ONE, "experts are read as they are used"),
-        ("-nr --no-repack --metrics -cb --cont-batching --offline", _NONE, ""),  # it is so
-        ("--repack", _NONE, "repacked kernels round differently from the ones experts are computed with"),
-        ("--threads-http", _ONE, "there are as many as the answers at a time need"),
-    )
-    for name in names.split()
-}  # fmt: skip
 _TEXT, _ADAPTER, _VECTOR, _NGRAMS, _WRITTEN, _FOLDER = range(6)  # kinds of files
-FILES: dict[str, int] = {
-    name: kind
-    for kind, names in {
-        _TEXT: "--grammar-file -jf --json-schema-file --chat-template-file --ui-config-file --webui-config-file",
-        _ADAPTER: "--lora --lora-scaled",  # several each, separated by commas
-        _VECTOR: "--control-vector --control-vector-scaled",
-        _NGRAMS: "-lcs --lookup-cache-static -lcd --lookup-cache-dynamic",
-        _WRITTEN: "--log-file",
-        _FOLDER: "--slot-save-path",  # clients name the files in it
-    }.items()
-    for name in names.split()
-}
+FILES = {  # by one of an option's names
+    "--grammar-file": _TEXT, "--json-schema-file": _TEXT, "--chat-template-file": _TEXT, "--ui-config-file": _TEXT,
+    "--lora": _ADAPTER, "--lora-scaled": _ADAPTER, "--control-vector": _VECTOR, "--control-vector-scaled": _VECTOR,  # several each, separated by commas
+    "--lookup-cache-static": _NGRAMS, "--lookup-cache-dynamic": _NGRAMS, "--log-file": _WRITTEN,
+    "--slot-save-path": _FOLDER,  # clients name the files in it
+}  # fmt: skip
 _VECTOR_COPIES = 3  # of the file, of its sums, and of the context
 _NGRAM_COPIES = 10  # bytes for each of the file's: one hash table in another
 _SIMILARITY = 0.5  # of a prompt, what a slot must hold to be taken for it: a shared system prompt alone would cost someone their conversation
 _HTTP_THREADS = 32  # beside two for each answer: one that waits for its turn holds a thread, and /health and /metrics must not wait
 _ENVIRONMENT = "LLAMA_ARG_"
-_VARIABLES = {  # whose option has another name
-    "BATCH": "--batch-size", "UBATCH": "--ubatch-size", "N_PARALLEL": "--parallel", "TEMPERATURE": "--temp", "ROPE_SCALING_TYPE": "--rope-scaling",
-    "STATIC_PATH": "--path", "THINK": "--reasoning-format", "THINK_BUDGET": "--reasoning-budget", "THINK_BUDGET_MESSAGE": "--reasoning-budget-message",
-    "ENDPOINT_METRICS": "--metrics", "ENDPOINT_PROPS": "--props", "ENDPOINT_SLOTS": "--slots", "CHECKPOINT_MIN_SPACING_NT": "--checkpoint-min-step",
-    "SPEC_DRAFT_CACHE_TYPE_K": "--spec-draft-type-k", "SPEC_DRAFT_CACHE_TYPE_V": "--spec-draft-type-v", "N_GPU_LAYERS_DRAFT": "--spec-draft-ngl",
-}  # fmt: skip
 _TRUE, _FALSE = ("on", "enabled", "true", "1"), ("off", "disabled", "false", "0")
 
 
@@ -101,7 +50,7 @@ class PassedFile:
 
     @property
     def kind(self) -> int:
-        return FILES[self.option]
+        return file_kinds()[self.option]
 
     def memory(self) -> int:
         """Bytes that llama-server takes for it. Raises `MoeoffError` if it is no file, or none of its kind."""
@@ -141,35 +90,41 @@ class CommandLine:
             OptionError: what cannot be, is not known, or has no value.
         """
         out = cls()
-        rest = _Words(args)
-        for name in rest:
-            if name in REFUSED:
-                raise OptionError(f"{name} cannot be passed to llama-server: {REFUSED[name]}")
-            if found := _ours().get(name):
-                line, value = found
-                if value is not None:
+        for name, values in _divided(args):
+            habit, n_values = _habits().get(name), _n_values(name)
+            if habit is not None and habit.verdict == REFUSED:
+                raise OptionError(f"{name} cannot be passed to llama-server: {habit.why}")
+            if n_values is None:
+                near = difflib.get_close_matches(name, _ours(), 1)
+                raise OptionError(f"{name}: neither moeoff serve nor llama-server has such an option" + (f"; is it {near[0]}?" if near else ""))
+            if len(values) < n_values:
+                raise OptionError(f"{name} needs a value")
+            if habit is not None:
+                out.left_out += [f"{name} has no effect: {habit.why}"] if habit.verdict == IDLE else []
+            elif ours := _ours().get(name):
+                line, value = ours
+                if value is not None and not values:
                     out.options[line.name] = value
                 elif line.multiple:
-                    out.options[line.name] = [*out.options.get(line.name, []), *rest.value(name).split(",")]
+                    out.options[line.name] = [*out.options.get(line.name, []), *values[0].split(",")]
                 else:
-                    out.options[line.name] = line.read(rest.value_of(_TRUE + _FALSE, "on") if line.bare else rest.value(name))
-            elif name in _LEFT_OUT:
-                n_values, reason = _LEFT_OUT[name]
-                for _ in range(n_values):
-                    rest.value(name)
-                if reason:
-                    out.left_out.append(f"{name} has no effect: {reason}")
+                    out.options[line.name] = line.read(values[0])
             else:
-                values = [rest.value(name) for _ in range(_n_values(name))]
                 out.passed_on.extend([name, *values])
-                out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in FILES else ()))
+                out.files.extend(PassedFile(name, path) for path in (_paths(name, values[0]) if name in file_kinds() else ()))
         out.left_out.extend(without_gpu(out.options))
         return out
 
 
+@functools.cache
+def file_kinds() -> dict[str, int]:
+    """Kinds of the files that llama-server's options name, by every name that these have."""
+    return {alias: kind for name, kind in FILES.items() for alias in aliases(name)}
+
+
 def _paths(name: str, value: str) -> list[str]:
     """The files that an option of llama-server's names."""
-    if FILES[name] not in (_ADAPTER, _VECTOR):
+    if file_kinds()[name] not in (_ADAPTER, _VECTOR):
         return [value]
     try:
         paths = [path for row in csv.reader([value]) for path in row]
@@ -219,80 +174,68 @@ def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -
     return [*model_files, *beside, *(os.fspath(value) for value in named if isinstance(value, (str, os.PathLike)))]
 
 
-class _Words:
-    """The words of a command line, one after the other: `--name=value` is two."""
-
-    def __init__(self, args: Sequence[str]):
-        self._left = [part for word in args for part in (word.split("=", 1) if word.startswith("--") and "=" in word else [word])]
-
-    def __iter__(self) -> _Words:
-        return self
-
-    def __next__(self) -> str:
-        if not self._left:
-            raise StopIteration
-        word = self._left.pop(0)
-        return word.replace("_", "-") if word.startswith("--") else word
-
-    def value(self, name: str) -> str:
-        if not self._left:
-            raise OptionError(f"{name} needs a value")
-        return self._left.pop(0)
-
-    def value_of(self, known: Sequence[str], default: str) -> str:
-        """The next word if it is one of these."""
-        return self._left.pop(0) if self._left and self._left[0].lower() in known else default
-
-
 @functools.cache
 def _ours() -> dict[str, tuple[Option, bool | None]]:
-    """Options of the table by every name that they have, and the value that the name alone gives."""
+    """Options of the table by every name that they have here or in llama-server, and the value that the name alone gives; None: it takes one."""
     out: dict[str, tuple[Option, bool | None]] = {}
+    theirs = server_options()
     for line in [*table_of(Config).values(), *table_of(ServerOptions).values()]:
-        if "serve" not in line.commands and not line.also:
+        if "serve" not in line.commands:
             continue
-        flag = not line.metavar
-        for name in line.flags + line.also:
-            out[name] = (line, True if flag else None)
-            if flag or line.bare:
-                dashes = "--" if name.startswith("--") else "-"
-                out[f"{dashes}no-{name.removeprefix(dashes)}"] = (line, False)
+        out |= dict.fromkeys(line.flags, (line, None if line.metavar else True))
+        for option in filter(None, (theirs.get(name) for name in (*line.flags, line.server))):
+            out |= dict.fromkeys(option.names, (line, None if option.n_values else True)) | dict.fromkeys(option.opposite, (line, False))
     return out
 
 
-def _n_values(name: str) -> int:
-    """Values that an option of llama-server's takes: it is asked without one, and says if that is too few."""
-    try:
-        check_arguments(["llama-server", name])
-    except OptionError as error:
-        if error.message.endswith("has no such option"):
-            near = difflib.get_close_matches(name, _ours(), 1)
-            raise OptionError(f"{name}: neither moeoff serve nor llama-server has such an option" + (f"; is it {near[0]}?" if near else "")) from None
-        return _TWO.get(name, 1)
-    return 0
+@functools.cache
+def _bare() -> set[str]:
+    """Names of options that take a value here and are flags in llama-server: on or off may follow them."""
+    return {name for name, (line, value) in _ours().items() if line.metavar and value is True}
+
+
+@functools.cache
+def _habits() -> dict[str, Habit]:
+    """By every name that llama-server has for it."""
+    return {alias: habit for name, habit in habits_of("serve").items() for alias in aliases(name)}
+
+
+def _n_values(name: str) -> int | None:
+    """Values that an option takes; None: there is none of this name, or it is refused."""
+    if (habit := _habits().get(name)) is not None:
+        return None if habit.verdict == REFUSED else int(habit.takes_value)
+    if ours := _ours().get(name):
+        return int(ours[1] is None)
+    return option.n_values if (option := server_options().get(name)) else None
+
+
+def _divided(args: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """The options of a command line, each with the words that are its values: as many as there are of those that it takes. `--name=value` is two words."""
+    words = [part for word in args for part in (word.split("=", 1) if word.startswith("--") and "=" in word else [word])]
+    while words:
+        name = words.pop(0)
+        name = name.replace("_", "-") if name.startswith("--") else name
+        n = _n_values(name) or int(name in _bare() and bool(words) and words[0].lower() in _TRUE + _FALSE)
+        yield name, words[:n]
+        del words[:n]
 
 
 def of_environment(environment: Mapping[str, str]) -> Iterator[str]:
-    """The arguments that llama-server's variables (LLAMA_ARG_*) stand for, as far as it has them."""
-    for name, value in environment.items():
-        if not name.startswith(_ENVIRONMENT):
+    """The arguments that llama-server's variables (LLAMA_ARG_*) stand for."""
+    if not any(name.startswith(_ENVIRONMENT) for name in environment):
+        return
+    for option in dict.fromkeys(server_options().values()):
+        if not option.variable.startswith(_ENVIRONMENT):
             continue
-        short = name.removeprefix(_ENVIRONMENT)
-        flag = _VARIABLES.get(short, "--" + short.lower().replace("_", "-"))
-        found = _ours().get(flag)
-        if flag in REFUSED or (found and found[1] is None and not found[0].bare):
-            yield from (flag, value)
-            continue
-        try:
-            n_values = 0 if found else _LEFT_OUT[flag][0] if flag in _LEFT_OUT else _n_values(flag)
-        except OptionError:  # llama-server does not read it
-            continue
-        if n_values:
-            yield from (flag, value)
-        elif value.lower() in _TRUE:
-            yield flag
-        elif value.lower() in _FALSE and not flag.startswith("--no-"):
-            yield "--no-" + flag[2:]
+        value = environment.get(option.variable)
+        if option.opposite and option.variable.replace(_ENVIRONMENT, f"{_ENVIRONMENT}NO_") in environment:
+            yield option.opposite[-1]
+        elif value is not None and option.n_values:
+            yield from (option.names[-1], value)
+        elif value is not None and value.lower() in _TRUE:
+            yield option.names[-1]
+        elif value is not None and value.lower() in _FALSE and option.opposite:
+            yield option.opposite[-1]
 
 
 def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str], list[str]]:
@@ -312,37 +255,19 @@ def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[st
         if word == "--":
             passed_on = True
         elif name in own:
-            n_values = 1 if own[name] and not equals else 0
-            ours += [word, *words[:n_values]]
-            del words[:n_values]
+            n = int(own[name] and not equals)
+            ours += [word, *words[:n]]
+            del words[:n]
         elif not word.startswith("-") and not passed_on:
             alone.append(word)
+        elif _n_values(name.replace("_", "-") if name.startswith("--") else name) is None:  # refused, and not to be taken for something else before
+            return alone, ours, [*others, word, *words]
         else:
+            _, values = next(_divided([word, *words]))
             others.append(word)
-            if (n := _n_words(word, words)) is None:  # it will be refused, and is not to be taken for something else before
-                return alone, ours, others + words
-            others += words[:n]
+            others += words[: (n := len(values) - bool(equals))]
             del words[:n]
     return alone, ours, others
-
-
-def _n_words(word: str, behind: Sequence[str]) -> int | None:
-    """How many of the words behind an option belong to it; None: it is refused, or not known."""
-    name, equals, _ = word.partition("=")
-    name = name.replace("_", "-") if name.startswith("--") else name
-    if name in REFUSED:
-        return None
-    if found := _ours().get(name):
-        line, value = found
-        taken = 0 if value is not None or line.bare and not (behind and behind[0].lower() in _TRUE + _FALSE) else 1
-    elif name in _LEFT_OUT:
-        taken = _LEFT_OUT[name][0]
-    else:
-        try:
-            taken = _n_values(name)
-        except OptionError:
-            return None
-    return max(taken - bool(equals), 0)
 
 
 def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, kept: KeptPrompts) -> list[str]:
@@ -372,7 +297,6 @@ def arguments(config: Config, n_ctx: int, keywords: Mapping[str, Any], options: 
         out.append("--swa-full")
     for name, line in table_of(ServerOptions).items():
         out += line.server_arguments(getattr(options, name))
-    out += ["--cors-origins", ",".join(options.cors)]  # llama-server's default is every page of the web
     if options.mmproj:
         out += ["--mtmd-batch-max-tokens", "1"]  # one picture is computed at a time, and planned for
     return [*out, *options.args]

@@ -7,6 +7,7 @@ import functools
 import os
 from collections.abc import Sequence
 from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint64, c_void_p
+from typing import NamedTuple
 
 from .. import native, templates
 from ..errors import ModelError, OptionError
@@ -93,6 +94,7 @@ def library() -> ctypes.CDLL:
         raise OptionError(f"this build of llama-cpp-python has no server, `make env` builds it ({error})") from None
     lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
     lib.moeoff_server_check.restype, lib.moeoff_server_check.argtypes = c_bool, [c_int, POINTER(c_char_p), c_char_p, c_size_t]
+    lib.moeoff_server_options.restype, lib.moeoff_server_options.argtypes = c_char_p, []
     lib.moeoff_projector_memory.restype = c_int32
     lib.moeoff_projector_memory.argtypes = [c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t]
     lib.moeoff_isolate_templates.restype, lib.moeoff_isolate_templates.argtypes = None, [c_char_p]
@@ -114,6 +116,32 @@ def projector_memory(argv: Sequence[str]) -> tuple[int, int, int, str]:
     sizes, message = (c_uint64 * 2)(), ctypes.create_string_buffer(1024)
     width = library().moeoff_projector_memory(len(argv), c_arguments(argv), sizes, message, len(message))
     return width, sizes[0], sizes[1], message.value.decode("utf-8", "replace")
+
+
+class ServerOption(NamedTuple):
+    """One line of llama-server's own table: its names, those of the opposite, how many values it takes, and the variable that gives it."""
+
+    names: tuple[str, ...]
+    opposite: tuple[str, ...]
+    n_values: int
+    variable: str
+
+
+@functools.cache
+def server_options() -> dict[str, ServerOption]:
+    """llama-server's own table of options, by each name and each of the opposite."""
+    out: dict[str, ServerOption] = {}
+    for line in library().moeoff_server_options().decode().splitlines():
+        n_values, names, opposite, variable = line.split("\t")
+        option = ServerOption(tuple(names.split()), tuple(opposite.split()), int(n_values), variable)
+        out |= dict.fromkeys((*option.names, *option.opposite), option)
+    return out
+
+
+def aliases(name: str) -> tuple[str, ...]:
+    """Every name that means the same in llama-server; of one that it does not have the name alone."""
+    option = server_options().get(name)
+    return (name,) if option is None else option.names if name in option.names else option.opposite
 
 
 def check_arguments(argv: Sequence[str]) -> None:

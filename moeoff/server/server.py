@@ -24,7 +24,7 @@ from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_bu
 from ..budget.memory_plan import MemoryPlan, require_header_room
 from ..engine.batch import is_decode, spans_of
 from ..engine.engine import Engine
-from ..engine.stats import LayerHits, Stats
+from ..engine.stats import LayerHits, Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
 from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, share_malloc_arenas, trim
@@ -564,57 +564,16 @@ def request_line(method: str, path: str, status: int, took: str) -> str:
 
 def metrics_text(stats: Stats, layers: LayerHits | None = None, disk: PromptsOnDisk | None = None) -> str:
     """Counters since the server started and gauges of now, in Prometheus' text format."""
-    lines = []
-
-    def metric(name: str, text: str, samples: float | dict[str, float]) -> None:
-        lines.append(f"# HELP moeoff_{name} {text}")
-        lines.append(f"# TYPE moeoff_{name} {'counter' if name.endswith('_total') else 'gauge'}")
-        lines.extend(f"moeoff_{name}{labels} {value}" for labels, value in (samples.items() if isinstance(samples, dict) else [("", samples)]))
-
-    metric("expert_hits_total", "Expert slices resident when they were asked for.", stats.demand_hits)
-    metric("expert_misses_total", "Expert slices that had to be read.", stats.demand_misses)
-    metric("expert_evictions_total", "Expert slices dropped for others.", stats.evictions)
-    metric("expert_read_bytes_total", "Bytes of experts read from disk.", stats.bytes_read)
-    high = stats.expert_uses - stats.served_low - stats.skipped
-    uses: dict[str, float] = {'{precision="high"}': high, '{precision="low"}': stats.served_low, '{precision="none"}': stats.skipped}
-    metric("expert_uses_total", "Experts that gates chose for a token, by the precision that served them.", uses)
-    metric("tau", "Weight below which an expert that is not in memory is left out of a decoded token; 0: none is.", stats.tau)
-    metric("tier_info", "The sidecar's tier that all experts are read in; original: their own precision.", {f'{{tier="{stats.tier}"}}': 1})
-    if stats.max_loss is not None and stats.estimated_loss is not None:
-        metric("max_loss", "The bound of --max-loss, as a share of perplexity.", stats.max_loss)
-        metric("estimated_loss", "Loss that was measured of what is given up within it.", stats.estimated_loss)
-    metric("expert_rerouted_total", "Of these, resident experts in the place of the router's choice.", stats.rerouted)
-    if stats.device_memory:
-        metric("device_hits_total", "Of the hits, expert slices that a GPU held.", stats.device_hits)
-        metric("device_uploads_total", "Experts written into a GPU's memory.", stats.device_uploads)
-        metric("device_upload_bytes_total", "Bytes of these.", stats.device_bytes)
-        metric("device_upload_seconds_total", "Time that writing them took.", stats.device_upload_seconds)
-        metric("device_download_bytes_total", "Bytes that went from a GPU's memory back to the host's.", stats.device_bytes_down)
-        metric("device_download_seconds_total", "Time that reading them took.", stats.device_download_seconds)
-        metric("device_wait_seconds_total", "Of writing into a GPU's memory, what compute waited for.", stats.device_wait_seconds)
-        metric("device_experts", "Experts in GPUs' memory.", stats.device_experts)
-        held: dict[str, float] = {f'{{device="{name}"}}': use["experts"] for name, use in stats.device_memory.items()}
-        metric("device_bytes", "GPU memory that experts may take.", held)
-    metric("stall_seconds_total", "Time compute waited for experts, mean over its threads.", stats.stall_seconds)
-    metric("prefetch_issued_total", "Expert slices read ahead.", stats.prefetch_issued)
-    metric("prefetch_useful_total", "Of these, slices that were then asked for.", stats.prefetch_useful)
-    for name, on in (("prefetch", stats.prefetch_on), ("drafts", stats.drafts_on)):
-        if on is not None:
-            metric(f"{name}_on", f"Whether {name} pays at the moment, as measured.", int(on))
-    metric("prompt_tokens_total", "Tokens of prompts that were computed.", stats.prompt_tokens)
-    metric("decoded_tokens_total", "Tokens that were decoded, of all answers.", stats.gen_tokens)
-    metric("read_seconds_total", "Time that reads took, summed over them: its rate is the mean number of reads in flight.", stats.lane_busy_seconds)
-    metric("io_threads", "Reads that may be in flight at a time.", stats.io_threads)
-    metric("arena_bytes", "Memory that experts may take.", stats.arena_bytes)
-    metric("resident_memory_bytes", "Resident memory of the process.", rss())
-    metric("budget_bytes", "The bound given by --memory; 0 where only the experts are bounded.", stats.budget_bytes)
+    metrics = [*stats.metrics(), Metric("resident_memory_bytes", "Resident memory of the process.", {"": rss()})]
     if disk is not None:
-        metric("prompts_disk_bytes", "Prompts on disk, of all servers of this user.", disk.nbytes)
-        metric("prompts_disk_kept_total", "Prompts that fell out of memory and went to disk.", disk.n_kept)
-        metric("prompts_disk_read_total", "Prompts that came back from there.", disk.n_read)
-        metric("prompts_disk_read_seconds_total", "Time that reading them took.", disk.read_seconds)
+        metrics += [
+            Metric("prompts_disk_bytes", "Prompts on disk, of all servers of this user.", {"": disk.nbytes}),
+            Metric("prompts_disk_kept_total", "Prompts that fell out of memory and went to disk.", {"": disk.n_kept}),
+            Metric("prompts_disk_read_total", "Prompts that came back from there.", {"": disk.n_read}),
+            Metric("prompts_disk_read_seconds_total", "Time that reading them took.", {"": disk.read_seconds}),
+        ]
     if layers is not None:  # from the first look at them on
         for i, (name, text) in enumerate((("hits", "resident when they were asked for"), ("misses", "that had to be read"))):
-            by_layer: dict[str, float] = {f'{{layer="{layer}"}}': count for layer, count in zip(layers.layers, layers.counts[:, i].tolist())}
-            metric(f"layer_{name}_total", f"Expert slices of a layer {text}.", by_layer)
-    return "\n".join(lines) + "\n"
+            by_layer = {f'{{layer="{layer}"}}': count for layer, count in zip(layers.layers, layers.counts[:, i].tolist())}
+            metrics.append(Metric(f"layer_{name}_total", f"Expert slices of a layer {text}.", by_layer))
+    return "\n".join(map(str, metrics)) + "\n"

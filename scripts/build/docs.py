@@ -1,8 +1,8 @@
 """Pages that are made from the program and the repository: docs/reference/cli.md, man pages, and what mkdocs needs of files outside docs/.
 
-usage: docs.py cli [--check]      writes docs/reference/cli.md from `--help` and the tables of docs/reference/options.md from moeoff/options.py and of
-                                  docs/guides/serving.md from server_conformance.py and tests/helpers/clients.py, or fails if they are not
-                                  what these say
+usage: docs.py cli [--check]      writes docs/reference/cli.md from `--help`, stats.md there from moeoff/engine/stats.py, and the tables of options.md there
+                                  from moeoff/options.py and of docs/guides/serving.md from server_conformance.py and tests/helpers/clients.py,
+                                  or fails if they are not what these say
        docs.py man FOLDER         one man page for moeoff and one for each of its commands; needs click-man, which the extra `docs` brings
 
 wheels.py puts the man pages into moeoff's wheel, where `man` finds them if the environment's bin is on PATH. .mkdocs.yml names this file for its
@@ -12,6 +12,7 @@ are pages below project/; what a link to a source file or a folder says stays as
 
 from __future__ import annotations
 
+import dataclasses
 import posixpath
 import re
 import sys
@@ -24,6 +25,7 @@ PROJECT = "project"
 LINK = re.compile(r"(?P<text>!?\[[^\]]*\])\((?P<target>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
 CLI = ROOT / "docs" / "reference" / "cli.md"
 OPTIONS = ROOT / "docs" / "reference" / "options.md"
+STATS = ROOT / "docs" / "reference" / "stats.md"
 TABLE = re.compile(r"(?<=<!-- options -->\n).*(?=<!-- end options -->)", re.DOTALL)
 SERVING = ROOT / "docs" / "guides" / "serving.md"
 EXCEPTIONS = re.compile(r"(?<=<!-- exceptions -->\n).*(?=<!-- exceptions end -->)", re.DOTALL)
@@ -67,6 +69,24 @@ def options_page() -> str:
     return TABLE.sub(lambda _: "".join(parts) + "\n", OPTIONS.read_text())
 
 
+def stats_page() -> str:
+    """docs/reference/stats.md as it has to be."""
+    from moeoff.engine.stats import Stats
+
+    rows = []
+    for field in dataclasses.fields(Stats):
+        line = field.metadata
+        metric = f"`moeoff_{line['metric']}{'_total' if line['counter'] else ''}`" if line["metric"] else ""
+        rows.append(f"| `{field.name}` | {line['unit']} | {'counter' if line['counter'] else 'gauge'} | {metric} | {line['text']} |")
+    head = (
+        "# Statistics\n\nMade by `python scripts/build/docs.py cli` from `moeoff/engine/stats.py`: what `Llama.stats()` and `Server.stats()` return, "
+        "`--stats-json` writes and `run --json`\nprints as `stats`. A slice is one matrix of one expert. `/metrics` has some under other names, and besides "
+        "`moeoff_expert_uses_total` by precision,\n`moeoff_tier_info`, `moeoff_device_bytes` by device, `moeoff_layer_hits_total` and "
+        "`moeoff_layer_misses_total` by layer, `moeoff_prompts_disk_*` and\n`moeoff_resident_memory_bytes`.\n\n| name | unit | kind | in /metrics | |\n|---|---|---|---|---|\n"
+    )
+    return head + "\n".join(rows) + "\n"
+
+
 def serving_page() -> str:
     """docs/guides/serving.md as it has to be: its text with the clients that are tested, and the tests of llama-server that moeoff's server need not pass."""
     from server_conformance import EXCEPTIONS as exceptions
@@ -80,6 +100,9 @@ def serving_page() -> str:
     rows = [f"| {', '.join(dict.fromkeys(names))} | {reason} |" for reason, names in tests.items()]
     page = EXCEPTIONS.sub(lambda _: "\n| test | because |\n|---|---|\n" + "\n".join(rows) + "\n\n", SERVING.read_text())
     return CLIENTS.sub(lambda _: f"\n{table()}\n", page)
+
+
+PAGES = {CLI: cli_page, OPTIONS: options_page, STATS: stats_page, SERVING: serving_page}  # that are made from the program
 
 
 def write_man_pages(folder: Path) -> None:
@@ -133,11 +156,10 @@ def _on_site(name: str) -> str:
 def main(arguments: list[str]) -> int | str | None:
     match arguments:
         case ["cli"]:
-            CLI.write_text(cli_page())
-            OPTIONS.write_text(options_page())
-            SERVING.write_text(serving_page())
+            for path, page in PAGES.items():
+                path.write_text(page())
         case ["cli", "--check"]:
-            stale = [str(path) for path, text in ((CLI, cli_page()), (OPTIONS, options_page()), (SERVING, serving_page())) if path.read_text() != text]
+            stale = [str(path) for path, page in PAGES.items() if not path.exists() or path.read_text() != page()]
             return f"out of date: {', '.join(stale)}; run {__file__} cli" if stale else None
         case ["man", folder]:
             write_man_pages(Path(folder))

@@ -47,9 +47,10 @@ def why(entry: dict, texts: dict[str, str]) -> tuple[str, bool]:
         built = list((Path(llama_cpp.__file__).parent / "lib").glob(f"*{entry['absent']}*"))
         return ("the part is not built" if not built else f"built: {built[0].name}"), not built
     if kind == "refused":
-        from moeoff.server.arguments import REFUSED
+        from moeoff.habits import REFUSED, habits_of
 
-        return ("the option is refused", True) if entry["refused"] in REFUSED else (f"{entry['refused']} is not refused", False)
+        habit = habits_of("serve").get(entry["refused"])
+        return ("the option is refused", True) if habit is not None and habit.verdict == REFUSED else (f"{entry['refused']} is not refused", False)
     return f"open: {entry['open']}", True
 
 

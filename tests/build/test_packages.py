@@ -29,7 +29,7 @@ FLOORS = [
     {"_abi", "user_cache"},
     {"binding", "console", "npz"},
     {"gate_event", "files", "turns"},
-    {"cpu", "memory", "templates"},
+    {"cpu", "memory", "templates", "habits"},
     {"errors"},
 ]
 FLOOR = {package: floor for floor, packages in enumerate(FLOORS) for package in packages}

@@ -36,13 +36,14 @@ MISTAKES = [
     ("run -p x --memory 0", 1, "must be positive"),
     ("run -p x --memory 150%", 1, "between 0% and 100%"),
     ("run -p x --memory 50M", 1, "a budget of 50 MiB is too small: this model needs"),
-    ("run -p x --memory 50M", 1, "; that is: "),
+    ("run -p x --memory 50M", 1, ": give --memory 1"),
     ("run -p x --expert-memory 1K", 1, "needs at least 0.09 MiB: give --expert-memory 1M"),
     ("run -p x --memory 1G --expert-memory 1G", 1, "give --memory or --expert-memory, not both"),
     ("report --memory 50M -o /tmp/x.html", 1, "this model needs"),
     (f"bench {M} --memory soon", 2, "not a size"),
     (f"inspect {M} --memory 6 --probe off", 1, "was 6G meant?"),
     ("run -p x --vram 2G", 1, "--vram has no effect while no layer goes to the GPU: give --n-gpu-layers N"),
+    ("run -p x -ngl 1 --vram 1G", 1, "no GPU backend"),
     ("run -p x --vram 0%", 1, "between 0% and 100%"),
     ("run -p x --vram-mode fast", 1, "--vram-mode: one of cooperative"),
     # the context
@@ -66,12 +67,13 @@ MISTAKES = [
     ("run -p x --temp hot", 1, "--temp: a number, not 'hot'"),
     ("run -p x -n 0", 1, "at least 1 token"),
     ("run -p x --repeat-penalty 0", 1, "--repeat-penalty: more than 0"),
+    ("run -p x --stop ''", 1, "--stop: an empty text"),
     ("run -p x --rpc host", 1, "llama.cpp's RPC server"),
-    ("run -p x --mlock", 2, "--mlock: experts come and go"),
     ("run -p x --grammar x", 2, "moeoff serve takes it"),
     ("run -p x --chat-template llama3", 1, "a Jinja template or chatml, not 'llama3'"),
     ("run -p x --raw --system y", 1, "--system: without a chat template"),
     # the prompt and files
+    (f"run -p '{'word ' * 300}'", 1, "tokens and must be shorter than the context, which has 256"),
     ("run -p x -f y", 1, "give -p or -f, not both"),
     ("run -f missing.txt", 1, "missing.txt: cannot be read"),
     (f"run -f {M}", 1, "is not UTF-8"),
@@ -91,6 +93,15 @@ MISTAKES = [
     (f"bench {M} -p 0 -n 0", 1, "there is nothing to measure: give -p, -n or -pg"),
     ("serve missing.gguf", 1, "missing.gguf: cannot be read"),
     (f"serve {M} --port 99999", 1, "--port: 0 to 65535"),
+    (f"serve {M} --parallel 300", 1, "--parallel: 1 to 256, not 300"),
+    (f"serve {M} --strategy magic", 1, "unknown strategy 'magic'; there are: auto"),
+    (f"serve {M} -c 2000000000", 1, "for the KV cache at 2000000000 tokens"),
+    (f"serve {M} -c -1", 1, "-c: at least 0, not -1"),
+    (f"serve {M} --memory soon", 1, "not a size"),
+    (f"serve {M} --memory 1M", 1, "too small"),
+    (f"serve {M} --expert-memory 1K", 1, "too small"),
+    (f"serve {M} --memory 1G --expert-memory 1G", 1, "not both"),
+    (f"inspect {M} -c 3000000000", 1, "-c: 0 to 2147483647"),
     ("doctor missing.gguf", 1, "does not exist"),
     ("sing", 2, "No such command"),
     # the order of words
@@ -173,7 +184,7 @@ def test_what_a_download_left(begins, words, tmp_path):
     assert done.exit_code == 1 and words in done.output and "b'" not in done.output, done.output
 
 
-@pytest.mark.parametrize("typed", ["run -p x -n 4", f"inspect {M} --probe off", "doctor", f"bench {M} -p 8 -n 8 -r 1 --no-warmup", f"simulate {SMALL_TRACE}"])
+@pytest.mark.parametrize("typed", ["run -p x -n 4", f"inspect {M} --probe off", f"simulate {SMALL_TRACE}"])
 def test_a_terminal_that_is_not_utf8(moeoff_command, typed):
     """What it has no sign for is a ?, whatever is printed."""
     done = moeoff_command(*shlex.split(typed), env=os.environ | {"PYTHONIOENCODING": "ascii"})
@@ -183,14 +194,14 @@ def test_a_terminal_that_is_not_utf8(moeoff_command, typed):
 def test_no_home(moeoff_command, tmp_path):
     """Without a folder that could be written to nothing is kept, and the answer comes all the same."""
     (tmp_path / "file").touch()
-    for home in ("/proc/1", str(tmp_path / "file")):
-        done = moeoff_command("run", "-p", "x", "-n", "4", env=os.environ | {"HOME": home, "XDG_CACHE_HOME": ""})
-        assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    done = moeoff_command("run", "-p", "x", "-n", "4", env=os.environ | {"HOME": str(tmp_path / "file"), "XDG_CACHE_HOME": ""})
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
 
 
-@pytest.mark.parametrize("columns", [1, 20, 40])
-def test_a_narrow_terminal(moeoff_command, columns):
+@pytest.mark.parametrize("columns", ["1", "40"])
+def test_a_narrow_terminal(invoke, columns, monkeypatch):
     """Words stay whole: the terminal breaks lines that are too long."""
+    monkeypatch.setenv("COLUMNS", columns)
     for typed in (f"inspect {M} --probe off --memory 6G", f"simulate {SMALL_TRACE}"):
-        done = moeoff_command(*shlex.split(typed), env=os.environ | {"COLUMNS": str(columns)})
+        done = invoke(*shlex.split(typed))
         assert done.returncode == 0 and ("smallest --memory" in done.stdout or "belady" in done.stdout), done.stdout

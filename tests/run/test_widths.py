@@ -27,8 +27,8 @@ M = str(DEMO)
         f"bench {M} -p 8 -n 8 -r 1 --no-warmup --memory 500G,110M",
     ],
 )
-def test_eighty_columns(moeoff_command, command):
-    done = moeoff_command(*command.split())
+def test_eighty_columns(invoke, command):
+    done = invoke(*command.split())
     assert done.returncode == 0, done.stderr
     long = [line for line in done.stdout.splitlines() if len(line) > COLUMNS and M not in line]  # a path is not broken
     assert not long and "…" not in done.stdout, long
@@ -50,14 +50,14 @@ def test_large_sizes_keep_the_columns():
     assert len(titles) == len(rule) <= COLUMNS and len(format_size(500 << 30)) <= titles.index("|", 1) - 3
 
 
-def test_a_budget_beyond_what_is_there(moeoff_command):
-    done = moeoff_command("bench", M, "-p", "8", "-n", "0", "-r", "1", "--no-warmup", "--memory", "500G")
+def test_a_budget_beyond_what_is_there(invoke):
+    done = invoke("bench", M, "-p", "8", "-n", "0", "-r", "1", "--no-warmup", "--memory", "500G")
     assert re.search(r"--memory 500G is more than the \S+ GiB that are available here", done.stderr) and available() < 500 << 30
 
 
-def test_the_worker_names_the_flag_as_it_was_typed(moeoff_command):
+def test_the_worker_names_the_flag_as_it_was_typed(invoke):
     for flag in ("-ctv", "--cache-type-v"):
-        said = " ".join(moeoff_command("bench", M, "-p", "8", "-n", "0", "-r", "1", flag, "q4_0", "-fa", "off").stdout.split())
+        said = " ".join(invoke("bench", M, "-p", "8", "-n", "0", "-r", "1", flag, "q4_0", "-fa", "off").stdout.split())
         assert f"{flag} q4_0: quantized values need flash attention" in said
 
 

@@ -22,7 +22,7 @@ from moeoff.binding import supports_gpu
 from moeoff.files import TEXT
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import Config, ServerOptions
-from moeoff.server.arguments import _FOLDER, _WRITTEN, FILES, REFUSED, CommandLine, check_files, of_environment, own_arguments
+from moeoff.server.arguments import _FOLDER, _WRITTEN, CommandLine, check_files, file_kinds, of_environment, own_arguments
 
 
 def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():
@@ -39,9 +39,9 @@ def test_what_moeoff_has_an_option_for_becomes_it_and_the_rest_is_passed_on():
 
 
 def test_what_has_no_effect_is_said_once_and_what_is_so_anyway_is_not():
-    found = CommandLine.read("-ncmoe 30 --no-mmap --metrics -cb -fit off --offline --threads-http 4 --no-warmup".split())
+    found = CommandLine.read("-ncmoe 30 --no-mmap --metrics -cb -fit off --offline --threads-http 4 --no-warmup -cmoed".split())
     assert found.options == {} and found.passed_on == []
-    assert [sentence.partition(" has no effect: ")[0] for sentence in found.left_out] == ["-ncmoe", "--no-mmap", "-fit", "--threads-http", "--no-warmup"]
+    assert [sentence.partition(" has no effect: ")[0] for sentence in found.left_out] == ["-ncmoe", "--offline", "--threads-http"]
 
 
 @pytest.mark.parametrize("args, said", [("--memroy 3", "is it --memory?"), ("--port", "--port needs a value"), ("--top-k", "--top-k needs a value"),
@@ -101,11 +101,10 @@ def test_the_model_is_found_wherever_it_stands_and_before_a_variables(demo, moeo
     assert done.returncode == 1 and said.replace("DEMO", "expert") in line and "not both" not in line, done.stderr
 
 
-def test_every_option_of_llama_server_is_known_in_one_way(tmp_path):
-    """Those that the pinned llama-server has and moeoff has none for are passed on; none is both refused and taken."""
-    from moeoff.server.arguments import _LEFT_OUT, _ours
+def test_no_habit_hides_an_option():
+    from moeoff.server.arguments import _habits, _ours
 
-    assert not set(REFUSED) & set(_ours()) and not set(_LEFT_OUT) & (set(REFUSED) | set(_ours()))
+    assert set(_habits()) & set(_ours()) <= {"-dev", "--device"}
 
 
 def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
@@ -123,7 +122,7 @@ def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
         "512",
         "-fa",
         "on",
-        "--no-mmap",
+        "--mlock",
         "--jinja",
         "--temp",
         "0",
@@ -142,7 +141,7 @@ def test_a_command_line_of_llama_servers_serves(demo, monkeypatch):
         slots = httpx.get(f"{match[1]}/props", timeout=300).json()["total_slots"]
         process.send_signal(signal.SIGTERM)
         assert process.wait(300) == 0
-    assert "--no-mmap has no effect" in said and slots == 2
+    assert "--mlock has no effect" in said and slots == 2
     assert answers[0]["content"] == answers[1]["content"] and answers[0]["tokens_predicted"] == 5
 
 
@@ -203,7 +202,7 @@ def test_nobody_is_waited_for(demo, tmp_path):
     """A pipe without a writer in the place of any file that llama-server reads, or without a reader where it writes."""
     pipe, adapter = tmp_path / "pipe", write_expert_adapter(demo, tmp_path / "a.gguf")
     os.mkfifo(pipe)
-    reads = [name for name, kind in FILES.items() if kind not in (_WRITTEN, _FOLDER)]
+    reads = [name for name, kind in file_kinds().items() if kind not in (_WRITTEN, _FOLDER)]
     args = [f"{name} {pipe}{':0.5' if name.endswith('-scaled') else ''}" for name in reads] + [f"--lora {adapter},{pipe}"]
     *said, of_log = said_of_each(demo, *args, f"--log-file {pipe}")
     assert len(said) == len(args) and all("cannot be read: a pipe, expected a file" in line for line in said)

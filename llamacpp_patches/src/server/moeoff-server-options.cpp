@@ -39,6 +39,30 @@ bool moeoff::server_parse(int argc, char ** argv, common_params & params) {
     return parsed;
 }
 
+static int n_values(const common_arg & option) {
+    return option.handler_void || option.handler_bool ? 0 : option.handler_str_str ? 2 : 1;
+}
+
+static std::string joined(const std::vector<const char *> & names) {
+    std::string out;
+    for (const char * name : names) {
+        out += std::string(out.empty() ? "" : " ") + name;
+    }
+    return out;
+}
+
+const char * moeoff_server_options(void) {
+    static const std::string table = [] {
+        common_params params;
+        std::string   lines;
+        for (const common_arg & option : common_params_parser_init(params, LLAMA_EXAMPLE_SERVER).options) {
+            lines += std::to_string(n_values(option)) + "\t" + joined(option.args) + "\t" + joined(option.args_neg) + "\t" + (option.env ? option.env : "") + "\n";
+        }
+        return lines;
+    }();
+    return table.c_str();
+}
+
 static void set_option(const common_arg & option, common_params & params, bool positive, const std::vector<std::string> & values) {
     if (option.handler_void) {
         option.handler_void(params);
@@ -76,8 +100,7 @@ static void check_options(int argc, char ** argv, common_params & params) {
         }
         const auto [option, positive] = found->second;
         std::vector<std::string> values;
-        const bool takes_none = option->handler_void || option->handler_bool;
-        for (int n = takes_none ? 0 : option->handler_str_str ? 2 : 1; n > 0; n--) {
+        for (int n = n_values(*option); n > 0; n--) {
             if (++i >= argc) {
                 throw std::invalid_argument(given + " needs a value");
             }

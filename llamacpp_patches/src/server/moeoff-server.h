@@ -89,6 +89,10 @@ __attribute__((visibility("default"))) int moeoff_serve(int argc, char ** argv, 
 // Whether llama-server takes these arguments; if not, why the first of them cannot be in message. Loads nothing.
 __attribute__((visibility("default"))) bool moeoff_server_check(int argc, char ** argv, char * message, size_t size);
 
+// llama-server's own table of options: of each a line with the number of its values, its names, those of the opposite, and the variable that gives it,
+// divided by tabs, names by blanks. Static.
+__attribute__((visibility("default"))) const char * moeoff_server_options(void);
+
 // From now on the program at this path runs the chat templates of this process.
 __attribute__((visibility("default"))) void moeoff_isolate_templates(const char * program);
 

@@ -2,21 +2,20 @@
 
 import os
 import re
-import tarfile
 import types
 from unittest import mock
 
 import pytest
 from click.testing import CliRunner
 
-import fork
 from helpers.files import PROSE
 from helpers.models import with_metadata
 from moeoff import OptionError
-from moeoff.cli.llama_cli import FLAGS, REFUSED, TAKEN
 from moeoff.cli.main import main
 from moeoff.engine.engine import Engine
 from moeoff.files import demo_model, require_new
+from moeoff.habits import ANYWAY, habits_of
+from moeoff.server.library import server_options
 
 # of llama-cli's and llama-server's, with a value where they take one
 USED = """
@@ -32,83 +31,75 @@ USED = """
 def test_every_habit_has_an_answer():
     """Known to `moeoff run`: what it has no use for is taken where nothing is lost, else the reason is said."""
     known = {opt for param in main.commands["run"].params for opt in param.opts}
-    assert len(USED) >= 60 and not set(USED) - known
-    assert not {flag for flags in TAKEN for flag in flags} & {flag for flags in REFUSED for flag in flags}
+    assert len(USED) >= 60 and not set(USED) - known - set(habits_of("run"))
+    assert not known & set(habits_of("run"))
 
 
 def test_every_habit_takes_as_many_values_as_in_llama_cpp():
-    """By the table of the pinned llama.cpp: names, those of the opposite, and the form of a value."""
-    pinned = fork.Fork.load()
-    with tarfile.open(fork.pinned_sdist(pinned, fork.cache_root())) as sdist:
-        member = next(member for member in sdist if member.name.endswith("/vendor/llama.cpp/common/arg.cpp"))
-        source = sdist.extractfile(member).read().decode()
-    names = r"\{(\s*\"-[^}]*)\}"
-    theirs = {}
-    for match in re.finditer(rf"common_arg\(\s*{names},(?:\s*{names},)?(?:[ \t]*(\"[^\n]*\",)$)?", source, re.MULTILINE):
-        theirs |= dict.fromkeys(re.findall(r"\"(-[^\"]+)\"", match[1] + (match[2] or "")), bool(match[3]))
-    assert len(theirs) > 300 and theirs["--color"] and theirs["-ctk"] and not theirs["--jinja"] and not theirs["-nr"]
-    ours = {opt: not getattr(param, "is_flag", False) for param in main.commands["run"].params for opt in param.opts}
-    gone = {"--mmap", "--no-mmap", "--mlock"}  # which people still type
-    mine = {flag for flags in (*TAKEN, *REFUSED) for flag in flags} | {flag for flag in USED if flag in theirs}
-    assert not mine - set(theirs) - gone, mine - set(theirs) - gone
-    assert not (wrong := {flag for flag in mine & set(theirs) if ours[flag] != theirs[flag]}), wrong
-    assert FLAGS <= {flag for flags in REFUSED for flag in flags}
+    """By the table of the pinned llama-server, which has most of llama-cli's; and what of a server's is refused or left out is there to be."""
+    for program in ("run", "serve"):
+        theirs = {name: habit for name, habit in habits_of(program).items() if name in server_options()}
+        assert {name for name, habit in theirs.items() if habit.takes_value != bool(server_options()[name].n_values)} == set()
+    gone = {"--mmap", "--no-mmap", "--mlock", "-dio", "--direct-io", "-ndio", "--no-direct-io"}  # which people still type
+    assert set(habits_of("serve")) - set(server_options()) <= gone
+    ours = {opt: not param.is_flag for param in main.commands["run"].params for opt in param.opts if hasattr(param, "is_flag")}
+    optional = {"--swa-full", "--kv-unified"}  # on or off may follow
+    assert {name for name in ours.keys() & server_options().keys() - optional if ours[name] != bool(server_options()[name].n_values)} == set()
 
 
-def test_what_is_so_anyway(moeoff_command):
-    anyway = [word for flags, values in TAKEN.items() for word in (flags[0], *values[:1])]
-    done = moeoff_command("run", "-p", "x", "-n", "2", *anyway, "-fa", "auto", "-st", "-tb", "1", "-s", "1", "-r", "never")
-    assert done.returncode == 0, done.stderr
+def test_what_is_so_anyway(invoke):
+    anyway = [word for name, habit in habits_of("run").items() if habit.verdict == ANYWAY for word in (name, *["on"] * habit.takes_value)]
+    done = invoke("run", "-p", "x", "-n", "2", *anyway, "-fa", "auto", "-st", "-tb", "1", "-s", "1", "-r", "never")
+    assert done.returncode == 0 and "no effect" not in done.stderr, done.stderr
+
+
+def test_what_has_no_effect_is_said(invoke):
+    done = invoke("run", "--mlock", "-p", "--mmap", "-ncmoe", "4", "--fit-ctx=1", "-n", "2")
+    assert done.returncode == 0 and [line.partition(" has no effect")[0] for line in done.stderr.splitlines()[:-1]] == ["--mlock", "-ncmoe", "--fit-ctx"]
 
 
 @pytest.mark.parametrize("args, words", [
-    (["--mlock"], "--mlock: experts come and go"), (["--n-cpu-moe", "4"], "--n-cpu-moe: experts are in moeoff's buffer"), (["-e"], "-e: the prompt is taken"),
-    (["--mirostat=2"], "--mirostat: answers are drawn with --temp"), (["--grammar", "x"], "moeoff serve takes it"), (["--repack"], "round differently"), (["--color", "sometimes"], "'on', 'off', 'auto'"),
+    (["-e"], "-e: the prompt is taken"), (["--mirostat=2"], "--mirostat: answers are drawn with --temp"), (["--grammar", "x"], "moeoff serve takes it"),
     (["--reasoning-budget", "0"], "--reasoning-budget: moeoff serve takes it"), (["--list-devices"], "moeoff doctor"), (["--xtc-threshold", "1"], "--temp"),
     (["--chat-template", "llama3"], "--chat-template: a Jinja template or chatml, not 'llama3'"), (["--chat-template", "{% for"], "cannot be read"),
 ])  # fmt: skip
-def test_what_is_refused(moeoff_command, args, words):
-    done = moeoff_command("run", "-p", "x", "-n", "2", *args)
-    assert done.returncode in (1, 2) and words in done.stderr and "Traceback" not in done.stderr, done.stderr
+def test_what_is_refused(invoke, args, words):
+    done = invoke("run", "-p", "x", "-n", "2", *args)
+    assert done.returncode in (1, 2) and words in done.stderr, done.stderr
 
 
-def test_contexts(moeoff_command):
-    """0 is the model's own; more than it was trained for is a remark."""
-    done = moeoff_command("run", "-p", "x", "-n", "2", "-c", "0")
+def test_contexts(invoke):
+    """0 is the model's own; more than it was trained for is a remark, of what measures, too."""
+    done = invoke("run", "-p", "x", "-n", "2", "-c", "0")
     assert "context 256 |" in done.stderr and "trained" not in done.stderr
-    done = moeoff_command("run", "-p", "x", "-n", "2", "-c", "512")
-    assert done.returncode == 0 and "the model was trained for 256 tokens" in done.stderr
-    done = moeoff_command("run", "-p", "x", "-n", "2", "-c", "512", "--rope-scaling", "linear", "--rope-scale", "2")
+    for command in (
+        ("run", "-p", "x", "-n", "2", "-c", "512"),
+        ("bench", "-c", "512", "-p", "8", "-n", "0", "-r", "1", "--no-warmup"),
+        ("eval", "--text", str(PROSE), "--chunks", "1"),
+    ):
+        assert "a context of 512: the model was trained for 256 tokens" in invoke(*command).stderr
+    done = invoke("run", "-p", "x", "-n", "2", "-c", "512", "--rope-scaling", "linear", "--rope-scale", "2")
     assert done.returncode == 0 and "the model was trained" not in done.stderr
 
 
-def test_contexts_of_other_commands(moeoff_command, demo, tmp_path):
-    """What measures with a context that the model was not trained for says so, too."""
-    said = "a context of 512: the model was trained for 256 tokens"
-    assert said in moeoff_command("bench", demo, "-c", "512", "-p", "8", "-n", "0", "-r", "1", "--no-warmup").stderr
-    assert "trained" not in moeoff_command("bench", demo, "-p", "8", "-n", "0", "-r", "1", "--no-warmup").stderr
-    assert said in moeoff_command("eval", demo, "--text", str(PROSE), "--chunks", "1").stderr
-    assert "trained" not in moeoff_command("eval", demo, "--text", str(PROSE), "--ctx", "256", "--chunks", "1").stderr
-
-
-def test_templates(moeoff_command, demo, tmp_path):
+def test_templates(invoke, demo, tmp_path):
     """Another than the model's; and a plain one where there is none and one is needed."""
     (tmp_path / "t.jinja").write_text("{% for m in messages %}<{{ m.content }}>{% endfor %}")
     asked = ("run", "-p", "How many?", "-n", "4", "--temp", "0")
-    tokens = [int(re.search(r"prompt (\d+) tokens", moeoff_command(*asked, *more).stderr)[1]) for more in
+    tokens = [int(re.search(r"prompt (\d+) tokens", invoke(*asked, *more).stderr)[1]) for more in
               ([], ["--chat-template-file", str(tmp_path / "t.jinja")], ["--chat-template", "chatml"], ["--raw"])]  # fmt: skip
     assert len(set(tokens)) >= 3
     bare = with_metadata(demo, tmp_path / "bare.gguf", {"tokenizer.chat_template": None})
-    done = moeoff_command(*asked, "-m", bare, "--system", "Be brief.")
+    done = invoke(*asked, "-m", bare, "--system", "Be brief.")
     assert done.returncode == 0, done.stderr
 
 
-def test_outputs_are_looked_at_before_any_weight_is_read(moeoff_command, tmp_path, monkeypatch):
+def test_outputs_are_looked_at_before_any_weight_is_read(invoke, tmp_path, monkeypatch):
     """A folder, one that is not there, and the installed package are no places to write to; the model is not looked for."""
     for path, words in ((str(tmp_path), "is a folder"), (str(tmp_path / "no" / "x"), "there is no such folder")):
-        done = moeoff_command("run", "-m", "missing.gguf", "-p", "x", "--stats-json", path)
+        done = invoke("run", "-m", "missing.gguf", "-p", "x", "--stats-json", path)
         assert done.returncode in (1, 2) and (words in done.stderr or "is a directory" in done.stderr), done.stderr
-    done = moeoff_command("calibrate", demo_model(), "-o", f"{demo_model()}.npz")
+    done = invoke("calibrate", demo_model(), "-o", f"{demo_model()}.npz")
     assert done.returncode == 1 and "lies in moeoff's own package" in done.stderr
     full = types.SimpleNamespace(f_blocks=100, f_bavail=0)
     with monkeypatch.context() as patch, pytest.raises(OptionError, match=f"--output {tmp_path}/x: the disk of {tmp_path} is full"):
