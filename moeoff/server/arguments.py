@@ -229,13 +229,13 @@ def of_environment(environment: Mapping[str, str]) -> Iterator[str]:
             continue
         value = environment.get(option.variable)
         if option.opposite and option.variable.replace(_ENVIRONMENT, f"{_ENVIRONMENT}NO_") in environment:
-            yield option.opposite[-1]
+            yield option.opposite[0]
         elif value is not None and option.n_values:
             yield from (option.names[-1], value)
         elif value is not None and value.lower() in _TRUE:
             yield option.names[-1]
         elif value is not None and value.lower() in _FALSE and option.opposite:
-            yield option.opposite[-1]
+            yield option.opposite[0]
 
 
 def own_arguments(args: Sequence[str], own: Mapping[str, bool]) -> tuple[list[str], list[str], list[str]]:

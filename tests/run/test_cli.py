@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 
 import pexpect
@@ -171,36 +171,29 @@ def test_bench_says_how_far_a_test_is(monkeypatch, capsys):
     assert re.search(r"moeoff auto 99 MiB, tg128: 192 of 256 tokens, \S+ tok/s, 0:00 left", shown) and shown.endswith("\r\x1b[2K")
 
 
+def summary(**figures) -> str:
+    return Completion("x", "stop", 1, 0, 1, 256, Stats(**figures), 1.0).summary()
+
+
 def test_a_bound_that_finds_nothing_says_so():
-    needed = {field.name: 0 for field in fields(Stats) if field.default is MISSING and field.default_factory is MISSING}
-
-    def summary(**more) -> str:
-        return Completion("x", "stop", 1, 0, 1, 256, Stats(**needed | more), 1.0).summary()
-
     assert "lossless: nothing that was measured is worth it within 1.00%" in summary(max_loss=0.01, estimated_loss=0.0)
     assert "lossless" not in summary()
 
 
 def test_a_bound_says_what_it_leaves_out():
     """Also where nothing was left out, or was measured to cost something: τ is chosen all the same. The share is of decoded tokens' experts alone."""
-    needed = {field.name: 0 for field in fields(Stats) if field.default is MISSING and field.default_factory is MISSING} | {"max_loss": 0.01, "tau": 0.1}
-
-    def summary(**more) -> str:
-        return Completion("x", "stop", 1, 0, 1, 256, Stats(**needed | more), 1.0).summary()
-
-    assert " | 0.0% of experts left out below a weight of 0.1 (measured loss 0.00%, bound 1.00%) | " in summary(estimated_loss=0.0)
-    told = summary(estimated_loss=0.004, skipped=24, expert_uses=1000, prompt_tokens=23, gen_tokens=2, experts_per_token=40)
+    bound = {"max_loss": 0.01, "tau": 0.1}
+    assert " | 0.0% of experts left out below a weight of 0.1 (measured loss 0.00%, bound 1.00%) | " in summary(**bound, estimated_loss=0.0)
+    told = summary(**bound, estimated_loss=0.004, skipped=24, expert_uses=1000, prompt_tokens=23, gen_tokens=2, experts_per_token=40)
     assert " | 30.0% of experts left out below a weight of 0.1 (measured loss 0.40%, bound 1.00%) | " in told
-    assert "all experts in Q4_0, 30.0% of experts left out" in summary(
-        tier="Q4_0", skipped=24, served_low=900, gen_tokens=2, experts_per_token=40, estimated_loss=0
-    )
+    told = summary(**bound, tier="Q4_0", skipped=24, served_low=900, gen_tokens=2, experts_per_token=40, estimated_loss=0)
+    assert "all experts in Q4_0, 30.0% of experts left out" in told
 
 
 def test_metrics_say_what_is_given_up():
-    needed = {field.name: 0 for field in fields(Stats) if field.default is MISSING and field.default_factory is MISSING}
-    lines = metrics_text(Stats(**needed, max_loss=0.01, estimated_loss=0.004, tau=0.1, tier="Q4_0")).splitlines()
+    lines = metrics_text(Stats(max_loss=0.01, estimated_loss=0.004, tau=0.1, tier="Q4_0")).splitlines()
     assert {"moeoff_tau 0.1", 'moeoff_tier_info{tier="Q4_0"} 1', "moeoff_max_loss 0.01", "moeoff_estimated_loss 0.004"} <= set(lines)
-    plain = metrics_text(Stats(**needed))
+    plain = metrics_text(Stats())
     assert "moeoff_tau 0.0\n" in plain and 'tier="original"' in plain and "max_loss" not in plain
 
 
