@@ -100,7 +100,7 @@ class CommandLine:
             if len(values) < n_values:
                 raise OptionError(f"{name} needs a value")
             if habit is not None:
-                out.left_out += [f"{name} has no effect: {habit.why}"] if habit.verdict == IDLE else []
+                out.left_out.extend([f"{name} has no effect: {habit.why}"] if habit.verdict == IDLE else [])
             elif ours := _ours().get(name):
                 line, value = ours
                 if value is not None and not values:
