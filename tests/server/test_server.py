@@ -213,14 +213,6 @@ def test_curl(server):
     assert done.stdout.startswith("data: {") and done.stdout.rstrip().endswith("data: [DONE]")
 
 
-def test_the_first_answer_does_not_pay_for_the_warm_up(demo):
-    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M")
-    before = server.metrics()["moeoff_expert_misses_total"]
-    stats = server.client().chat.completions.create(**ask(PROMPTS[5])).model_extra["moeoff"]
-    assert server.metrics()["moeoff_expert_misses_total"] - before == stats["misses"] > 0
-    assert server.stop(signal.SIGTERM)[0] == 0
-
-
 def test_a_streamed_answer_keeps_its_connection(server):
     """As its header says: a client that sends the next request on it would get no answer."""
     connection = http.client.HTTPConnection(server.url.removeprefix("http://"), timeout=300)
@@ -263,9 +255,8 @@ def test_the_page_of_figures(server):
     assert set(re.findall(r"https?://[^\s\"']+", page.text)) == {"http://www.w3.org/2000/svg"}  # a name, which nobody asks for
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("experts, stops", [("400K", 1), ("64M", 5)])  # stops that fall into a decode, and with all in memory some that fall between two
-def test_shutdown_ends_every_answer(demo, sig, experts, stops):
+@pytest.mark.parametrize("experts, stops", [("400K", 1), ("64M", 3)])  # stops that fall into a decode, and with all in memory some that fall between two
+def test_shutdown_ends_every_answer(demo, experts, stops):
     """Four that are computed and four that wait: each gets an error, and none looks as if it were all that was asked for."""
     for _ in range(stops):
         server = Server("-m", demo, "--expert-memory", experts, "-c", "65536", "--", "--override-kv", "qwen2moe.context_length=int:65536")
@@ -286,18 +277,23 @@ def test_shutdown_ends_every_answer(demo, sig, experts, stops):
         for thread in threads:
             thread.start()
         wait_until(lambda server=server: (now := server.metrics())["llamacpp:requests_processing"] == 4 and now["llamacpp:requests_deferred"] == 4)
-        code, text = server.stop(sig)
+        code, text = server.stop(signal.SIGTERM)
         for thread in threads:
             thread.join(300)
         assert len(ended) == 8 and set(ended) <= {"APIError", "InternalServerError"}, ended
         assert code == 0 and "Traceback" not in text and "Error" not in text
 
 
-@pytest.mark.parametrize("quiet", [(), ("-q",)])
-def test_a_line_for_each_request(demo, quiet):
-    """Whatever becomes of it, but for looks that succeed, which programs repeat; none of them may forge another line."""
-    server = Server("-m", demo, "--api-key", KEY, "--expert-memory", "4M", *quiet, *LONG)
-    server.client().chat.completions.create(**ask(PROMPTS[0], max_tokens=5))
+def request_lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if re.match(r"[A-Z]+ /", line)]
+
+
+def test_a_line_for_each_request(demo):
+    """Whatever becomes of it, but for looks that succeed, which programs repeat; none of them may forge another line. The first does not pay for the warm-up."""
+    server = Server("-m", demo, "--api-key", KEY, "--expert-memory", "4M", *LONG)
+    before = server.metrics()["moeoff_expert_misses_total"]
+    stats = server.client().chat.completions.create(**ask(PROMPTS[0], max_tokens=5)).model_extra["moeoff"]
+    assert server.metrics()["moeoff_expert_misses_total"] - before == stats["misses"] > 0
     list(server.client().chat.completions.create(**ask(PROMPTS[0], stream=True, max_tokens=7)))
     server.client().completions.create(model="demo", prompt=["Tom", "Ann"], max_tokens=3)
     stream = server.client().chat.completions.create(**ask(PROMPTS[1], stream=True, max_tokens=4000, extra_body={"ignore_eos": True}))
@@ -308,7 +304,7 @@ def test_a_line_for_each_request(demo, quiet):
     server.get("/health")
     server.idle()
     code, text = server.stop(signal.SIGTERM)
-    lines = [line for line in text.splitlines() if re.match(r"[A-Z]+ /", line)]
+    lines = request_lines(text)
     took = r"\d+ tokens read( and \d+ remembered)?, {} written, the first after \d+\.\d\d s, \d+\.\d tok/s, \d+ % hits"
     expected = [
         f"POST /v1/chat/completions 200: {took.format(5)}",
@@ -318,13 +314,9 @@ def test_a_line_for_each_request(demo, quiet):
         r"GET /v1/models 401",
         r"GET /nothing\?here 404",
     ]
-    assert code == 0
-    if quiet:
-        assert lines == []
-    else:
-        assert len(lines) == len(expected), text
-        for pattern in expected:  # the one that was left is noticed when it is
-            assert sum(bool(re.fullmatch(pattern, line)) for line in lines) == 1, (pattern, lines)
+    assert code == 0 and len(lines) == len(expected), text
+    for pattern in expected:  # the one that was left is noticed when it is
+        assert sum(bool(re.fullmatch(pattern, line)) for line in lines) == 1, (pattern, lines)
 
 
 def test_the_build_has_a_name(server):
@@ -341,8 +333,7 @@ def test_no_tools_and_the_page_is_told_so(server):
     assert answer.json() == {"error": "this server runs no tools"}
 
 
-@pytest.mark.parametrize("sig", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("shell", ["", "trap '' INT; "], ids=["foreground", "background"])
+@pytest.mark.parametrize("sig, shell", [(signal.SIGTERM, ""), (signal.SIGINT, "trap '' INT; ")], ids=["foreground", "background"])
 def test_signals_end_it_well(demo, sig, shell):
     """Also where Ctrl-C is ignored when it starts, as by a script's &, and when the signal comes twice, from a terminal and a program in it."""
     server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", shell=shell + '"$0" "$@" & wait $!' if shell else 'exec "$0" "$@"')
@@ -392,36 +383,23 @@ def test_a_second_signal_ends_what_does_not_end():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60).returncode == 1
 
 
-def test_a_server_that_is_open_to_everyone_warns(demo, tmp_path):
+def test_several_keys(demo, tmp_path):
     keys = tmp_path / "keys"
     keys.write_text("# of two\none\ntwo\n")
-    options = ("-m", demo, "-c", "512", "--expert-memory", "4M", "--host", "0.0.0.0")
-    server = Server(*options)
-    assert "warning: everyone who reaches 0.0.0.0" in server.said and server.stop(signal.SIGTERM)[0] == 0
-    server = Server(*options, "--api-key-file", str(keys))
+    server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "--host", "0.0.0.0", "--api-key-file", str(keys))
     assert "warning" not in server.said
     assert [server.get("/v1/models", key).status_code for key in ("one", "two", "# of two", None)] == [200, 200, 401, 401]
     assert server.stop(signal.SIGTERM)[0] == 0
 
 
-@pytest.mark.parametrize("arguments, said", [(("--api-key", ""), "an empty key"), (("--api-key", " ,"), "an empty key"),
-                                              (("--api-key-file", "/dev/null"), "/dev/null"), (("--api-key-file", "/nowhere"), "/nowhere")])  # fmt: skip
-def test_a_key_that_lets_everyone_in(moeoff_command, arguments, said):
-    done = moeoff_command("serve", "--port", "0", *arguments)
-    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
-
-
-def test_drafts_change_no_text(demo):
-    """Found in what has been said: the same words, checked and not guessed."""
-    texts = []
-    for options in ([], ["--spec-type", "ngram-simple"]):
-        server = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "-np", "1", *options)
-        texts.append(
-            server.client().completions.create(model="demo", prompt="one two three one two three one two", max_tokens=100, temperature=0).choices[0].text
-        )
-        assert ("moeoff_drafts_on" in server.metrics()) == bool(options)
-        assert server.stop(signal.SIGTERM)[0] == 0
-    assert texts[0] == texts[1]
+def test_drafts_change_no_text(server, demo):
+    """Found in what has been said: the same words, checked and not guessed. A quiet server writes no lines about requests."""
+    request = {"model": "demo", "prompt": "one two three one two three one two", "max_tokens": 100, "temperature": 0}
+    drafting = Server("-m", demo, "-c", "512", "--expert-memory", "4M", "-np", "1", "-q", "--spec-type", "ngram-simple")
+    texts = [one.client().completions.create(**request).choices[0].text for one in (server, drafting)]
+    assert texts[0] == texts[1] and "moeoff_drafts_on" in drafting.metrics() and "moeoff_drafts_on" not in server.metrics()
+    code, text = drafting.stop(signal.SIGTERM)
+    assert code == 0 and request_lines(text) == []
 
 
 def test_sidecar(demo, tmp_path):
@@ -451,22 +429,10 @@ def test_sidecar(demo, tmp_path):
     assert code == 0 and "Traceback" not in text
 
 
-def test_sidecar_options(demo, moeoff_command):
-    done = moeoff_command("serve", "-m", demo, "--port", "0", "--tier", "Q4_0", "--experts", "none")
-    assert done.returncode == 1 and "needs a sidecar" in done.stderr and "Traceback" not in done.stderr
-
-
 def test_port_that_is_taken(moeoff_command):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         done = moeoff_command("serve", "--port", str(sock.getsockname()[1]))
     assert done.returncode == 1 and "give --host ADDRESS, or --port N" in done.stderr and "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize("arguments, said", [(("-ot", "exps=CPU"), "routed experts lie in"), (("--sleep-idle-seconds=3",), "put together again"),
-                                              (("--rpc", "host:1"), "slice by slice"), (("--no-such-option",), "has such an option")])  # fmt: skip
-def test_what_llama_server_may_not_be_told(moeoff_command, arguments, said):
-    done = moeoff_command("serve", "--port", "0", "--", *arguments)
-    assert done.returncode == 1 and said in done.stderr and "Traceback" not in done.stderr
 
 
 @pytest.mark.slow
