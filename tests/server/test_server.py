@@ -353,7 +353,7 @@ def test_signals_end_it_well(demo, sig, shell):
 def test_ctrl_c_in_a_terminal(demo):
     """Sent by the terminal itself, while an answer is written: a sentence, and no error."""
     command = [COMMAND, "serve", "--warm", "off", "--port", "0", "-m", demo, "--expert-memory", "4M", *LONG]
-    child = pexpect.spawn(command[0], command[1:], encoding="utf-8", timeout=300, dimensions=(50, 200))
+    child = pexpect.spawn(command[0], command[1:], encoding="utf-8", timeout=300, dimensions=(50, 400))
     child.expect(r"on (http://\S+)/v1.*Ctrl-C ends")
     url = child.match[1]
     with httpx.stream("POST", f"{url}/completion", json={"prompt": "Count", "n_predict": 4000, "ignore_eos": True, "stream": True}, timeout=300) as answer:
