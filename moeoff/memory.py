@@ -86,6 +86,41 @@ def format_size(n: int) -> str:
     return f"{n / MIB:.2f} MiB"
 
 
+@dataclass(frozen=True)
+class Budget:
+    """What may be spent on a model, in bytes: made once for it, so that everything that is chosen by it is chosen by the same number.
+
+    Attributes:
+        process: bound of the whole process; None: the experts alone are bounded.
+        experts: bound of the experts alone.
+        is_default: nobody has said anything.
+    """
+
+    process: int | None = None
+    experts: int | None = None
+    is_default: bool = False
+
+    @classmethod
+    def of(cls, memory: str | float | None = None, experts: int | None = None) -> Budget:
+        """As the user says; where nothing is said, a share of what is available.
+
+        Raises:
+            OptionError: not a size, or the system does not say how much memory is free.
+        """
+        if memory is None and experts is None:
+            return cls(int(available() * DEFAULT_SHARE), is_default=True)
+        return cls(None if memory is None else parse_size(memory), experts)
+
+    @property
+    def most(self) -> int:
+        """What the process may take at all."""
+        return available() if self.process is None else self.process
+
+    def left(self, fixed: int) -> int:
+        """Bytes for experts, where the rest of the process takes so many."""
+        return self.experts or 0 if self.process is None else self.process - fixed
+
+
 def _read_int(path: str) -> int | None:
     try:
         with open(path) as file:

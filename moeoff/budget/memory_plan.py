@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import BudgetError, OptionError
-from ..memory import MIB, available, format_size, parse_percent, parse_size, rss
+from ..memory import MIB, Budget, format_size, parse_percent, parse_size, rss
 
 RESERVE = 16 * MIB  # for what cannot be measured before the first token: events and rows that wait, Python objects, sampler
 _PROCESS = 76 << 20  # without the model: planned for every process that is not larger, so that every command names the same needs
@@ -71,16 +71,13 @@ class MemoryPlan:
         """What the model needs at this context, as every command names it: the smallest budget that is not refused, in whole MiB."""
         return -(-(self.fixed + self.arena_floor) // MIB) * MIB
 
-    def resident_share(self, budget: int) -> float:
-        """Share of the experts that stay in memory within a budget; 0 below the floor."""
-        if budget < self.floor:
+    def usual_share(self, budget: Budget) -> float:
+        """Share of the experts that stay in memory within a budget, in a process of the usual size: the same for the same bound, so that what is decided by
+        it can be repeated."""
+        usual = replace(self, process=_PROCESS)
+        if budget.process is not None and budget.process < usual.floor:
             return 0.0
-        return min(1.0, (budget - self.fixed) / self.arena_full) if self.arena_full else 1.0
-
-    def usual_share(self, budget: int | None, arena: int | None) -> float:
-        """Share of the experts that stay in memory within a budget of the process, or within an arena, in a process of the usual size: the
-        same for the same bound, so that what is decided by it can be repeated."""
-        return replace(self, process=_PROCESS).resident_share(budget) if budget is not None else min(1.0, (arena or 0) / self.arena_full)
+        return min(1.0, budget.left(usual.fixed) / self.arena_full) if self.arena_full else 1.0
 
     def within(self, budget: int) -> MemoryPlan:
         """Gives the experts what the rest leaves of a budget, at most what holds all of them. Of a planned model asked before anything is loaded:
@@ -123,17 +120,17 @@ class MemoryPlan:
         )
 
 
-def require_header_room(path: str, header_memory: int, budget: int | None) -> None:
+def require_header_room(path: str, header_memory: int, budget: int) -> None:
     """Before llama.cpp reads a file's header, be it only to plan with it.
 
     Args:
         header_memory: of the file's `ModelIndex`.
-        budget: of the process; None: what is available.
+        budget: of the process.
 
     Raises:
         BudgetError: it takes more than there is room for.
     """
-    room = (budget or available()) - rss()
+    room = budget - rss()
     if header_memory > max(room, RESERVE):
         raise BudgetError(
             f"{path}: what its header says takes about {format_size(header_memory)} to read, and there is room for {format_size(max(room, 0))}",

@@ -19,7 +19,7 @@ from ..errors import BudgetError, OptionError
 from ..files import open_file, require_new
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
-from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, trim
+from ..memory import Budget, format_size, rss, trim
 from ..policies import POLICIES, PREDICTORS, CacheShape, FitOptions, Policy, Predictor
 from ..policies.base import FitSize, top_k
 from ..policies.promoe import COMPONENTS
@@ -117,7 +117,7 @@ def calibrate(
     require_new(path, [*model_index.files, sidecar_path(model_index.files[0]), *text], "`output`")
     if tokens < 2 * LENGTH:
         raise OptionError(f"{tokens} tokens are too few to calibrate on: at least {2 * LENGTH}")
-    bound = parse_size(memory) if memory is not None else int(available() * DEFAULT_SHARE)
+    bound = Budget.of(memory).most
     if bound < (least := rss() + _FITS):
         raise BudgetError(f"a budget of {format_size(bound)} is too small: fitting takes {format_size(least)} at least", hint={"memory": least})
     if os.path.exists(path):

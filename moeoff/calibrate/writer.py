@@ -22,7 +22,7 @@ from ..engine.llama import Llama
 from ..engine.prompt import Template
 from ..errors import ModelError
 from ..gguf.model_index import ModelIndex
-from ..memory import DEFAULT_SHARE, available, parse_size, trim
+from ..memory import Budget, trim
 from ..options import llama_keywords
 from .checkpoint import Checkpoint
 from .perplexity import interruptible
@@ -116,7 +116,7 @@ def written_text(
     """
     kept = checkpoint.load("text")
     if kept is None:
-        nbytes = parse_size(memory) if memory is not None else int(available() * DEFAULT_SHARE)
+        nbytes = Budget.of(memory).most
         plan = checkpoint.load("writing") or {}
         n, length = plan["shape"].tolist() if plan else sequences_within(ModelIndex.read(model), nbytes, n_tokens)
         bound = {} if "expert_memory" in options else {"memory": nbytes}

@@ -122,7 +122,6 @@ def run(
     template = None if raw else find_template(path, given)  # before the weights are read
     cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
     with_gpu(options)
-    share = f" ({DEFAULT_SHARE:.0%} of what is available)" if not options.keys() & {"memory", "expert_memory"} else ""
     with contextlib.ExitStack() as stack:
         if chat:
             from .chat import Chat, typed_ahead
@@ -132,6 +131,7 @@ def run(
         if llm.engine.device_remark:
             note(llm.engine.device_remark)
         remark_on_context(llm.n_ctx(), llm.engine.model_index.n_ctx_train, options)
+        share = f" ({DEFAULT_SHARE:.0%} of what is available)" if llm.engine.budget.is_default else ""
         completer = stack.enter_context(Completer(llm, sampling, cache))
         if live:
             from .live import Live

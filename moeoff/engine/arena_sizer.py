@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..budget.memory_plan import CELLS, RESERVE, MemoryPlan, Pools
 from ..budget.micro_batch import LEAST
 from ..errors import BudgetError
-from ..memory import MIB, format_size, rss, trim
+from ..memory import MIB, Budget, format_size, rss, trim
 from .expert_buffer import ExpertBuffer
 
 _PATIENCE = 4  # batches in a row that must be small: a prompt of several pieces ends with a short one
@@ -120,8 +120,7 @@ class ArenaSizer:
     Args:
         buffer: attached, not started.
         plan: of the loaded model.
-        budget: bytes of the whole process, or None for a bound of the experts alone:
-        arena: bytes.
+        budget: of the whole process, or of the experts alone.
         low_share: of the experts' memory, for low versions.
         lender: None: nothing is lent.
 
@@ -132,20 +131,19 @@ class ArenaSizer:
         BudgetError: below what the model needs.
     """
 
-    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: int | None, arena: int | None, low_share: float, lender: Lender | None = None):
+    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float, lender: Lender | None = None):
         self._buffer = buffer
         self._pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, low_share)
         plan = replace(plan, arena_floor=self._pools.floor + self._pools.low_floor, arena_full=self._pools.full + self._pools.low_full)
-        if arena is None:
-            assert budget is not None  # one of the two is given
-            self.plan = plan.within(budget)
-        elif arena < plan.arena_floor:
+        if budget.process is not None:
+            self.plan = plan.within(budget.process)
+        elif (arena := budget.left(plan.fixed)) >= plan.arena_floor:
+            self.plan = replace(plan, arena=min(arena, plan.arena_full))
+        else:
             raise BudgetError(
                 f"{format_size(arena)} for experts is too small: this model needs at least {format_size(plan.arena_floor)}",
                 hint={"expert_memory": plan.arena_floor},
             )
-        else:
-            self.plan = replace(plan, arena=min(arena, plan.arena_full))
         self._lender = lender if self.plan.budget else None
         self._doubt = False  # the arenas may not have the sizes that they should
         self._grown = 0  # bytes that the process takes beyond plan and reserve; below 0: that it leaves of them while batches are small

@@ -1,8 +1,8 @@
 """The driver: gate events in, priorities out, on the native driver thread. Compute waits for it where a text begins, and
 before each token whose predictor reads tokens (`Prefetcher.begin`); else never.
 
-Its observers see every event, one after the other: prefetcher, replay, a user's callback, trace and meter, cache policy, as far as a strategy has
-them. Knows nothing of text but where one begins.
+Its observers see every event, one after the other: prefetcher, replay, trace and meter, cache policy, as far as a strategy has them, and then
+whatever else was added, as a user's callback. Knows nothing of text but where one begins.
 """
 
 from __future__ import annotations
@@ -62,15 +62,14 @@ def _router_ids(event: GateEvent) -> np.ndarray:
     return event.ids if event.router_ids is None else event.router_ids
 
 
-class _Listener(Observer):
-    """A user's callback, which may come and go."""
+class Callback(Observer):
+    """A user's function, called for every event."""
 
-    def __init__(self) -> None:
-        self.callback: Callable[[GateEvent], None] | None = None
+    def __init__(self, function: Callable[[GateEvent], None]):
+        self._function = function
 
     def observe(self, event: GateEvent) -> None:
-        if self.callback is not None:
-            self.callback(event)
+        self._function(event)
 
 
 class _Probabilities(Observer):
@@ -150,24 +149,33 @@ class PolicyUpdates(Observer):
 
 
 class Driver:
-    """Delivers each gate event to its observers, one after the other.
-
-    Args:
-        buffer: started, and with gate inputs and logits if parts need them.
-        router: gives GateEvent.probs of the logits.
-        prefetcher: sees every event first, because the I/O threads may be idle.
-        replay: a run that departs from it raises at the next decode.
-        model: says how many experts an arena holds, where it may be resized.
+    """Delivers each gate event of a started buffer to its observers, one after the other. Without any the buffer tells of no events.
 
     Attributes:
-        observers: in the order in which they see an event.
+        observers: in the order in which they see an event: first those of the strategy.
+        attached: a strategy's are among them (`attach_strategy`).
+        policy, prefetcher: of the strategy, if it has one.
     """
 
-    def __init__(self, buffer: ExpertBuffer, policy: Policy | None = None, trace: TraceWriter | None = None, router: Router | None = None,
-                 prefetcher: Prefetcher | None = None, replay: Replay | None = None, model: TraceHeader | None = None):  # fmt: skip
-        self._buffer, self.policy, self.prefetcher, self._trace = buffer, policy, prefetcher, trace
+    def __init__(self, buffer: ExpertBuffer):
+        self.buffer = buffer
+        self.observers: list[Observer] = []
+        self.attached = False
+        self.policy: Policy | None = None
+        self.prefetcher: Prefetcher | None = None
+        self._trace: TraceWriter | None = None
         self._ends: dict[int, int] = {}  # of each sequence, the first position at which it may go on
-        self._listener = _Listener()
+
+    def attach(self, policy: Policy | None = None, trace: TraceWriter | None = None, router: Router | None = None,
+               prefetcher: Prefetcher | None = None, replay: Replay | None = None, model: TraceHeader | None = None) -> None:  # fmt: skip
+        """The parts of a strategy, once; the buffer has gate inputs and logits if they need them.
+
+        Args:
+            router: gives GateEvent.probs of the logits.
+            prefetcher: sees every event first, because the I/O threads may be idle.
+            replay: a run that departs from it raises at the next decode.
+            model: says how many experts an arena holds, where it may be resized.
+        """
         meter = None if prefetcher is None else prefetcher.meter
         updates = policy is not None and not policy.static  # else events do not change its table
         probabilities = None
@@ -178,23 +186,32 @@ class Driver:
                 policy.gated = router.gated
             else:
                 probabilities = _Probabilities(router)
-        observers = (
+        parts = (
             prefetcher,
             replay,
-            self._listener,
             probabilities,
-            _Records(buffer, trace, meter) if trace is not None or meter is not None else None,
-            PolicyUpdates(policy, buffer, model) if policy is not None and updates else None,
+            _Records(self.buffer, trace, meter) if trace is not None or meter is not None else None,
+            PolicyUpdates(policy, self.buffer, model) if policy is not None and updates else None,
         )
-        self.observers: list[Observer] = [observer for observer in observers if observer is not None]
-        self.needed = len(self.observers) > 1  # by more than a user's callback, which needs no driver
-        if self.needed:
-            buffer.set_gate_callback(self.deliver)
+        observers = [observer for observer in parts if observer is not None]
+        if observers and not self.observers:
+            self.buffer.set_gate_callback(self.deliver)
+        # together, wherever an interrupt comes
+        self.observers, self.policy, self.prefetcher, self._trace, self.attached = [*observers, *self.observers], policy, prefetcher, trace, True
 
-    def set_listener(self, callback: Callable[[GateEvent], None] | None) -> None:
-        """A user's own callback gets the events from here on."""
-        self._buffer.drain()
-        self._listener.callback = callback
+    def add(self, observer: Observer) -> None:
+        """It sees the events from here on, after the others."""
+        self.buffer.drain()
+        if not self.observers:
+            self.buffer.set_gate_callback(self.deliver)
+        self.observers.append(observer)
+
+    def remove(self, observer: Observer) -> None:
+        """It sees no more events; nothing, if it saw none."""
+        self.buffer.drain()
+        self.observers = [other for other in self.observers if other is not observer]
+        if not self.observers:
+            self.buffer.set_gate_callback(None)
 
     def deliver(self, event: GateEvent) -> None:
         """The gate callback."""
@@ -209,10 +226,10 @@ class Driver:
             spans: of the batch (`moeoff.engine.batch`).
             decode: its tokens are decoded, not read.
         """
-        if not self.needed:
+        if not self.observers:
             return
         if self._begins_text(spans):
-            self._buffer.drain()
+            self.buffer.drain()
             for observer in self.observers:
                 observer.new_sequence()
         for observer in self.observers:
@@ -231,9 +248,9 @@ class Driver:
 
     def close(self, note: dict[str, Any] | None = None) -> None:
         """Delivers what is left and closes the trace, with a note about the run at its end. Before the buffer closes."""
-        if self.needed and self._buffer.running:
-            self._buffer.drain()
-            self._buffer.set_gate_callback(None)
+        if self.observers and self.buffer.running:
+            self.buffer.drain()
+            self.buffer.set_gate_callback(None)
             for observer in self.observers:
                 observer.close()
         if self._trace is not None:
@@ -259,9 +276,9 @@ def wants_gate_logits(strategy: Strategy, trace: str | os.PathLike[str] | None) 
     return trace is not None or (strategy.policy is not None and strategy.policy.wants_probs)
 
 
-def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIndex, trace: str | os.PathLike[str] | None = None, *, io_threads: int = 4,
-                  profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, on_devices: bool = False, **options: Any) -> Driver | None:  # fmt: skip
-    """The driver of a started buffer, or None if the strategy needs none.
+def attach_strategy(driver: Driver, strategy: Strategy, model_index: ModelIndex, trace: str | os.PathLike[str] | None = None, *, io_threads: int = 4,
+                    profile: Profile | None = None, precision: Precision = LOSSLESS, replay: str | os.PathLike[str] | None = None, on_devices: bool = False, **options: Any) -> None:  # fmt: skip
+    """Gives the driver of a started buffer what a strategy needs: nothing, where all experts are resident anyway.
 
     A policy that weighs uses by the precision they need gets its options from `precision`.
 
@@ -274,6 +291,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
         OptionError: the trace file is something else, or an option that the policy does not know, or a predictor that needs a
             profile and has none.
     """
+    buffer = driver.buffer
     stats = buffer.stats()
     arena = stats.arena_bytes - stats.low_arena_bytes
     everything = arena >= buffer.arena_full  # no slice is ever evicted, nor absent for long
@@ -284,7 +302,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
     if everything and not precision.mispredicted_low and not on_devices:  # what it does not ask for is served low
         predictor_class = None
     if policy_class is None and predictor_class is None and trace is None and replay is None:
-        return None
+        return
     model = TraceHeader.of(buffer, os.path.basename(model_index.files[0]), max(model_index.n_expert_used, 1))
     router = prefetcher = policy = writer = None
     if predictor_class is not None or wants_gate_logits(strategy, trace):
@@ -320,7 +338,7 @@ def attach_driver(buffer: ExpertBuffer, strategy: Strategy, model_index: ModelIn
         if router is not None:
             session["routers_choose_by"] = router.chooses_by
         writer = TraceWriter(trace, model, session)
-    return Driver(buffer, policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, model)
+    driver.attach(policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, model)
 
 
 def require_calibration(strategy: Strategy, profile: Profile | None, model_index: ModelIndex) -> None:

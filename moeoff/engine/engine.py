@@ -2,9 +2,8 @@
 
 Engine(config)              reads the model's header, and chooses memory, micro-batch, profile and precision; nothing is loaded
 with loading() as overrides: llama.cpp loads with them
-attach()                    where experts are read from
-start(sizes, ctx)           the arenas get what is left of the budget
-attach_driver()             the strategy's policy and predictor
+attach(ctx)                 where experts are read from
+loaded(ctx, sizes)          devices' slots, the arenas get what is left of the budget, the strategy's policy and predictor
 begin(...), end(...)        around every decode
 close_driver(), close()     before and after the model is freed
 """
@@ -34,7 +33,7 @@ from ..devices import devices
 from ..errors import BudgetError, Cancelled, OptionError
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex, loaded_whole
-from ..memory import DEFAULT_SHARE, available, peak_rss, rss
+from ..memory import Budget, parse_size, peak_rss, rss
 from ..npz import require_arrays
 from ..options import Config, in_flags
 from ..sidecar.profile import Profile
@@ -44,7 +43,7 @@ from .arena_sizer import ArenaSizer, Lender
 from .batch import Span
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
-from .driver import Driver, attach_driver, require_calibration, sections, wants_gate_logits
+from .driver import Callback, Driver, attach_strategy, require_calibration, sections, wants_gate_logits
 from .expert_buffer import ExpertBuffer
 from .prefetcher import SAMPLE
 from .prompt_meter import PromptMeter
@@ -109,6 +108,7 @@ class Engine:
     Args:
         config: as the user gave it.
         model_index: of the model, if its header has been read already.
+        budget: of the model, if something was chosen by it already.
         n_sequences: that share the context.
         kept: bytes of prompts outside the context, and of samplers.
         loaded: bytes of other files that will be loaded with the model.
@@ -118,10 +118,10 @@ class Engine:
     Attributes:
         planned: memory as llama.cpp plans it before the model is loaded.
         keywords: of llama_cpp.Llama.
-        budget: bytes of the whole process; None: the experts' arena alone is bounded.
+        budget: as it was when the model was opened.
         profile: of the model's calibration, what the strategy may take.
-        driver: after `attach_driver`, if the strategy needs one.
-        sizer: after `start`.
+        driver: delivers gate events, to a strategy's policy and predictor among others.
+        sizer: after `loaded`.
 
     Raises:
         ModelError: the file is missing, damaged, or has no routed experts.
@@ -140,6 +140,7 @@ class Engine:
         self,
         config: Config,
         model_index: ModelIndex | None = None,
+        budget: Budget | None = None,
         *,
         n_sequences: int = 1,
         kept: int = 0,
@@ -154,12 +155,11 @@ class Engine:
         model_index = model_index or ModelIndex.read(config.model_path)
         self.config, self.model_index, self._moves = config, model_index, config.context_shift
         self._timing = Timing()
-        self.driver: Driver | None = None
-        self._listener: Callable[[GateEvent], None] | None = None
+        self._callback: Callback | None = None
         self._layer_hits: LayerHits | None = None
         self._watches = False
         self._prompt_uses: PromptUses | None = None
-        self.budget = int(available() * DEFAULT_SHARE) if config.memory is None and config.expert_memory is None else config.memory
+        self.budget = budget or Budget.of(config.memory, config.expert_memory)
         model_index.require_experts()
         self._free_on_devices = {device.handle: device.memory[0] for device in devices()} if config.vram is not None else {}
         self.device_tier: DeviceTier | None = None
@@ -168,7 +168,7 @@ class Engine:
         self._plan_memory()
         self.micro_batch = self._choose_micro_batch()
         self.profile = self._find_profile()
-        self.quality = Quality(config, model_index, self.profile, lambda budget: self.planned.usual_share(budget, config.expert_memory), self.budget)
+        self.quality = Quality(config, model_index, self.profile, self.planned.usual_share, self.budget)
         if not self.quality.precision.tau and not self._holds_everything():
             require_calibration(config.strategy, self.profile, model_index)
         self.io_threads = self._choose_io_threads()
@@ -183,6 +183,7 @@ class Engine:
             routing=self.quality.routing,
         )
         self.quality.buffer = self.buffer
+        self.driver = Driver(self.buffer)
         self.cancellation = Cancellation(self.buffer)
 
     # --- choosing ---
@@ -193,12 +194,12 @@ class Engine:
         config.check_model(model_index)
         self.tensor_buffers = tensor_buffers(config.override_tensor, model_index)
         self.keywords = config.keywords
-        require_header_room(model_index.files[0], model_index.header_memory, self.budget)
+        require_header_room(model_index.files[0], model_index.header_memory, self.budget.most)
         if adapter := config.llama_cpp.get("lora_path"):
             self._loaded += sum(loaded_whole(adapter))
         self.planned = self._dry_load((512 if config.n_ctx is None else config.n_ctx) or model_index.n_ctx_train or 512)
         self._plan_more()
-        self.planned.within(self.budget or available())
+        self.planned.within(self.budget.most)
 
     def _plan_more(self) -> None:
         """What a subclass takes in addition, by what is left of the budget."""
@@ -222,11 +223,11 @@ class Engine:
         usual = min(USUAL, planned.n_ctx)
         if config.n_batch or config.n_ubatch:
             return MicroBatch(min(self.keywords.get("n_ubatch", USUAL), self.keywords.get("n_batch", USUAL), planned.n_ctx), "as given")
-        if self.budget is None:
+        if self.budget.process is None:
             return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
         if config.repeatable:
             return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
-        found = choose_within(planned, self.budget, recall_rates(self.model_index, self.keywords, config.tier))
+        found = choose_within(planned, self.budget.process, recall_rates(self.model_index, self.keywords, config.tier))
         if found.n_tokens != usual:
             self.keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
             self.planned = self._dry_load(planned.n_ctx)
@@ -236,24 +237,22 @@ class Engine:
         # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
         wanted, needed = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.config.strategy))
         # twice: what is made of the arrays is as large, while they are there; at the floor a part of the reserve
-        room = max((available() if self.budget is None else self.budget) - self.planned.floor, RESERVE // 8) // 2
+        room = max(self.budget.most - self.planned.floor, RESERVE // 8) // 2
         if wanted == "auto":
             return Profile.find(self.model_index, needed, room)
         return Profile.read(wanted, self.model_index, needed, room) if wanted else None
 
     def _holds_everything(self) -> bool:
         """Whether all experts may fit, if nothing else touches what is planned for it: then no strategy has anything to do."""
-        config, planned = self.config, self.planned
-        arena = config.expert_memory if self.budget is None else self.budget - (planned.fixed - planned.computing - planned.state)
-        return arena is None or arena >= planned.arena_full
+        planned = self.planned
+        return self.budget.left(planned.fixed - planned.computing - planned.state) >= planned.arena_full
 
     def _choose_io_threads(self) -> IoThreads:
         """As the user says, or by what the disk of the experts reads the fastest with, where experts will have to be read while tokens are computed."""
         config, planned = self.config, self.planned
         if config.io_threads is not None:
             return IoThreads(config.io_threads, "as given")
-        arena = config.expert_memory if self.budget is None else self.budget - planned.fixed
-        if arena is None or arena >= planned.arena_full:
+        if self.budget.left(planned.fixed) >= planned.arena_full:
             return IoThreads(IO_THREADS, "the usual number: all experts fit into memory")
         if not config.direct_io:
             return IoThreads(IO_THREADS, "the usual number: reads go through the page cache")
@@ -268,21 +267,34 @@ class Engine:
         reserves address space in the buffer."""
         return self.buffer.loading(self.tensor_buffers, embedding=self.model_index.lookup_embedding is not None)
 
-    def attach(self) -> None:
-        """The model is loaded."""
+    def attach(self, ctx: int) -> None:
+        """The model is loaded, in a llama_context: its experts' slices have their places in files, and what it computes can be cancelled."""
         self.buffer.attach(self.model_index, self.quality.source, self.quality.low_source)
+        api.llama_set_abort_callback(ctx, native.should_abort, self.buffer.handle)
 
-    def start_devices(self, ctx: int, adapters: bool) -> None:
-        """Before `start`, because llama.cpp's buffers in host memory depend on it: slots on devices, if that was asked for.
+    def loaded(self, ctx: int, sizes: Callable[[], MemoryPlan], *, adapters: bool, watches: bool = False) -> None:
+        """Everything that llama.cpp allocates is allocated: slots on devices if they were asked for, arenas of what is left of the budget, the strategy,
+        and what a warm start reads.
 
         Args:
+            sizes: what llama.cpp has allocated (`context_sizes`) and may not be resident; asked once devices have their slots.
             adapters: there are some, whose products are not computed in waves.
+            watches: as `watch_prompts`.
 
         Raises:
-            OptionError: no layer with experts is computed on a device, or a device cannot compute with them.
-            BudgetError: not one slot fits, or the bound is more than a device has.
-            Of `vram` auto neither: `device_remark` says so, and the CPU computes with the experts.
+            BudgetError: too little is left for experts; or on a device, for one slot of each layer.
+            OptionError: no layer with experts is computed on a device, or a device cannot compute with them. Of `vram` auto neither: `device_remark`
+                says so, and the CPU computes with the experts.
         """
+        self._start_devices(ctx, adapters)
+        self._start(sizes(), ctx)
+        self.attach_strategy()
+        if watches:
+            self.watch_prompts()
+        self._warm_up()
+
+    def _start_devices(self, ctx: int, adapters: bool) -> None:
+        """Before the arenas, because llama.cpp's buffers in host memory depend on it."""
         config, buffer = self.config, self.buffer
         if config.vram is None or config.vram_mode == "cpu":
             return
@@ -301,17 +313,8 @@ class Engine:
         elif config.vram_mode == "centric" and not config.repeatable and not adapters:
             self._device_judge = DeviceJudge(("centric",), ("centric", WAVES), compares=False)
 
-    def start(self, allocated: MemoryPlan, ctx: int) -> None:
-        """Sizes the arenas from what the loaded model has left of the budget.
-
-        Args:
-            allocated: by llama.cpp (`memory_sizes`).
-            ctx: its llama_context.
-
-        Raises:
-            BudgetError: too little is left for experts.
-        """
-        config, precision = self.config, self.quality.precision
+    def _start(self, allocated: MemoryPlan, ctx: int) -> None:
+        precision = self.quality.precision
         lender = self._lender(ctx)
         plan = replace(
             self.planned,
@@ -321,7 +324,7 @@ class Engine:
             process=max(rss() - allocated.weights - (allocated.state - lender.state if lender else allocated.state), 0),  # the rest of both is resident
             kept=self._kept,
         )
-        self.sizer = ArenaSizer(self.buffer, plan, self.budget, config.expert_memory, precision.low_share, lender)
+        self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, lender)
         if self.buffer.running:  # in the smallest arena
             self.buffer.set_arena_bytes(*self.sizer.arenas)
         else:
@@ -340,13 +343,13 @@ class Engine:
         sizes, unused = functools.partial(native.batch_memory, ctx), functools.partial(native.unused_state, ctx)
         return Lender(sizes, largest, unused)
 
-    def attach_driver(self) -> None:
-        """The strategy's policy and predictor; what their tables take, the experts lose."""
+    def attach_strategy(self) -> None:
+        """Its policy and predictor, unless all experts fit; what their tables take, the experts lose."""
         config, before = self.config, rss()
         if config.trace is None and not config.gate_input:
             self.buffer.set_gate_rows(SAMPLE)
-        self.driver = attach_driver(
-            self.buffer,
+        attach_strategy(
+            self.driver,
             config.strategy,
             self.model_index,
             config.trace,
@@ -356,10 +359,10 @@ class Engine:
             replay=config.replay,
             on_devices=self.device_tier is not None,
         )
-        self.quality.prefetcher = None if self.driver is None else self.driver.prefetcher
+        self.quality.prefetcher = self.driver.prefetcher
         self.sizer.make_room(rss() - before)
 
-    def warm_up(self) -> None:
+    def _warm_up(self) -> None:
         """Loads in the background what was resident when the model was last closed, if that was asked for; else what the strategy begins with."""
         if self.config.warm and self.config.strategy.keep and recall(self.buffer, self.model_index, self.sizer.arenas):
             return
@@ -373,9 +376,9 @@ class Engine:
         """From here on `idle` reads ahead for the next prompt, if the strategy keeps experts, and nobody wants runs that repeat. What prompts need is noted where
         the strategy listens to gates; without that all experts are there, or it shall be told of no events."""
         self._watches = self.config.strategy.keep and not self.config.repeatable
-        if self._watches and self._prompt_uses is None and self.driver is not None and self.driver.needed:
+        if self._watches and self._prompt_uses is None and self.driver.attached:
             self._prompt_uses = PromptUses(self.buffer.priorities.shape)
-            self.driver.observers.append(self._prompt_uses)
+            self.driver.add(self._prompt_uses)
 
     def idle(self, ended: Callable[[], bool] = lambda: False) -> None:
         """While nothing computes and a prompt is waited for: gives experts what batches have left of their memory and, if prompts are watched, reads what
@@ -409,8 +412,7 @@ class Engine:
             self.device_tier.use(self._device_judge.begin(len(tokens), decodes))
         self.buffer.set_batch_kind(decodes)
         self.quality.begin(spans)
-        if self.driver is not None:
-            self.driver.begin(tokens, spans, decodes)
+        self.driver.begin(tokens, spans, decodes)
         if not decodes:
             self._prompt_meter.begin()
             self._uses_before = self.buffer.stats().expert_uses
@@ -447,13 +449,14 @@ class Engine:
         """How memory is divided now."""
         return self.sizer.plan
 
-    def set_memory(self, memory: int) -> None:
+    def set_memory(self, memory: str | int) -> None:
         """Moves the budget between answers.
 
         Raises:
+            OptionError: not a size.
             BudgetError: below what the model needs; the old budget stays.
         """
-        self.sizer.move(memory)
+        self.sizer.move(parse_size(memory))
         self._follow_budget()
 
     def _follow_budget(self) -> None:
@@ -472,9 +475,8 @@ class Engine:
     def _choose_for_budget(self) -> None:
         budget = self.plan.budget
         self.quality.choose_again(budget)
-        if self.driver is None:  # as long as all experts fit, no driver is attached
-            self.attach_driver()
-        self._listen()
+        if not self.driver.attached:
+            self.attach_strategy()
         if self._watches:
             self.watch_prompts()
         self._followed = budget
@@ -492,32 +494,20 @@ class Engine:
         self.device_tier.move(bound)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
-        """A user's own; the driver keeps its."""
-        self._listener = callback
-        self._listen()
+        """A user's own, in the place of the one before."""
+        if self._callback is not None:
+            self.driver.remove(self._callback)
+        self._callback = None if callback is None else Callback(callback)
+        if self._callback is not None:
+            self.driver.add(self._callback)
 
     def count_layers(self) -> LayerHits:
         """Hits and misses of each layer since the first call: before it, nothing is told where no strategy needs it."""
         if self._layer_hits is None:
             layers = {t.gate: t.layer for t in self.buffer.tensors}
             self._layer_hits = LayerHits([layers[gate] for gate in sorted(layers)])
-            self._listen()
+            self.driver.add(self._layer_hits)
         return self._layer_hits
-
-    def _listen(self) -> None:
-        parts = [] if self._listener is None else [self._listener]
-        if self._layer_hits is not None:
-            parts.append(self._layer_hits.observe)
-
-        def each(event: GateEvent) -> None:
-            for part in parts:
-                part(event)
-
-        callback = each if parts else None
-        if self.driver is not None and self.driver.needed:
-            self.driver.set_listener(callback)
-        else:
-            self.buffer.set_gate_callback(callback)
 
     def stats(self) -> Stats:
         """Statistics since the start, or since `reset_stats()`."""
@@ -527,8 +517,7 @@ class Engine:
             facts["device_memory"] = self.device_tier.uses
         if self._device_judge is not None:
             facts |= {"device_mode": self._device_judge.decode_mode, "device_gain": self._device_judge.gain}
-        prefetcher = self.driver.prefetcher if self.driver is not None else None
-        if prefetcher is not None:
+        if (prefetcher := self.driver.prefetcher) is not None:
             facts |= {"prefetch_on": prefetcher.on, "prefetch_gain": prefetcher.gain}
             if (meter := prefetcher.meter) is not None:
                 facts |= {"prediction_accuracy": meter.accuracy, "fetch_rate": meter.fetch_rate, "good_pred": meter.good_pred}
@@ -565,16 +554,15 @@ class Engine:
     def reset_stats(self) -> None:
         self.buffer.reset_stats()
         self._timing = Timing()
-        if self.driver is not None and self.driver.prefetcher is not None and self.driver.prefetcher.meter is not None:
+        if self.driver.prefetcher is not None and self.driver.prefetcher.meter is not None:
             self.driver.prefetcher.meter.reset()
 
     def close_driver(self) -> None:
         """Before the model is freed: closes trace and driver, and remembers what a later start can use. Nothing, if it never ran."""
         if not self._ran or not self.buffer.running or sys.is_finalizing():
             return
-        if self.driver is not None:
-            stats = asdict(self.stats())
-            self.driver.close({name: stats[name] for name in _COUNTERS})
+        stats = asdict(self.stats())
+        self.driver.close({name: stats[name] for name in _COUNTERS})
         if self.config.warm:
             remember(self.buffer, self.model_index)
         if rates := self._prompt_meter.rates:

@@ -12,14 +12,12 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .. import native
-from ..binding import LoadError, PatchedLlama, api, set_log
+from ..binding import LoadError, PatchedLlama, set_log
 from ..budget.dry_load import memory_sizes, usual_ctx
 from ..console import loading_bar
 from ..errors import Cancelled, ComputeError, ModelError, MoeoffError, OptionError
 from ..gate_event import GateEvent
 from ..gguf.model_index import ModelIndex
-from ..memory import parse_size
 from ..options import Config
 from ..threads import CoreBinding
 from ..turns import Stream
@@ -165,17 +163,13 @@ class Llama(PatchedLlama):
                 except (TypeError, OverflowError, ctypes.ArgumentError) as error:
                     raise OptionError(f"llama_cpp does not take a value that it was given: {error}") from error
             self.on_close(engine.close)
-            engine.attach()
-            engine.start_devices(self.context_handle, adapters=bool(engine.config.llama_cpp.get("lora_path")))
-            engine.start(memory_sizes(self), self.context_handle)
-            engine.attach_driver()
-            api.llama_set_abort_callback(self.context_handle, native.should_abort, engine.buffer.handle)
+            engine.attach(self.context_handle)
+            engine.loaded(self.context_handle, functools.partial(memory_sizes, self), adapters=bool(engine.config.llama_cpp.get("lora_path")))
             self._core_binding = None if self.numa else CoreBinding(self.context_handle)  # llama.cpp's strategies for NUMA place threads themselves
             self.wrap_decode(self._decode)
             if engine.config.context_shift:
                 self._context_shift = ContextShift(self, engine.config.n_keep)
                 self.unbounded_context()
-            engine.warm_up()
         except BaseException:
             self.close()
             raise
@@ -343,7 +337,7 @@ class Llama(PatchedLlama):
         if vram is not None:
             self._turn(self.engine.set_vram, vram, changes=False)
         if memory is not None:
-            self._turn(self.engine.set_memory, parse_size(memory), changes=False)
+            self._turn(self.engine.set_memory, memory, changes=False)
 
     def set_gate_callback(self, callback: Callable[[GateEvent], None] | None) -> None:
         """See `ExpertBuffer.set_gate_callback`; a strategy's own and the trace keep theirs."""

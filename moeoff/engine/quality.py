@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ..budget.loss_contract import USUAL_SHARE, LossContract, SelectedPrecision
 from ..gguf.model_index import ModelIndex
+from ..memory import Budget
 from ..options import Config
 from ..policies.precision import Precision
 from ..sidecar.file import ORIGINAL, ExpertSource
@@ -40,7 +41,7 @@ class Quality:
     buffer: ExpertBuffer
     prefetcher: Prefetcher | None = None
 
-    def __init__(self, config: Config, model_index: ModelIndex, profile: Profile | None, resident_share: Callable[[int | None], float], budget: int | None):
+    def __init__(self, config: Config, model_index: ModelIndex, profile: Profile | None, resident_share: Callable[[Budget], float], budget: Budget):
         self._config, self._share, self._contract = config, resident_share, None
         self.precision, self.followed = config.precision, 0
         self.selected: SelectedPrecision | None = None
@@ -94,7 +95,7 @@ class Quality:
         before = self.selected
         if self._contract is None or before is None or self._config.deterministic:
             return
-        found = self._contract.select(before.max_loss, self._share(budget), lambda c: c.tier == before.tier)
+        found = self._contract.select(before.max_loss, self._share(Budget(budget)), lambda c: c.tier == before.tier)
         # all experts are and stay in the tier, for which what was promised with more given up holds
         self.selected = found if found.tier == before.tier else replace(before, precision=Precision())
         self.use(self.selected.precision)

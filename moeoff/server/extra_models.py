@@ -48,13 +48,13 @@ class ExtraModels:
     nextn: bool = False
 
     @classmethod
-    def of(cls, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, budget: int | None = None) -> ExtraModels:
+    def of(cls, model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], options: ServerOptions, budget: int) -> ExtraModels:
         """Looks at their files.
 
         Args:
             model_index: of the model.
             keywords: of llama_cpp.Llama, with which the model is opened.
-            budget: of the process; None: what is available.
+            budget: of the process.
 
         Raises:
             BudgetError: it has no room for one of their headers.
@@ -88,7 +88,7 @@ def _spec_type(draft: ModelIndex) -> str | None:
     return _OWN_LAYERS if draft.n_nextn else _DRAFTS_OF.get(draft.architecture, "draft-simple")
 
 
-def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int | None) -> tuple[int, int]:
+def _projector(model_index: ModelIndex, path: str, options: ServerOptions, flash_attn: bool, budget: int) -> tuple[int, int]:
     """Bytes of its weights and header, and of what it computes with."""
     header_memory = ModelIndex.read(path).header_memory  # mtmd reads a file that ends too early without a word
     require_header_room(path, header_memory, budget)

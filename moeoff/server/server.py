@@ -18,8 +18,6 @@ from typing import Any
 
 import numpy as np
 
-from .. import native
-from ..binding import api
 from ..budget.dry_load import context_sizes, dry_load, sequence_state, tensor_buffers, usual_ctx
 from ..budget.memory_plan import MemoryPlan, require_header_room
 from ..engine.batch import is_decode, spans_of
@@ -27,7 +25,7 @@ from ..engine.engine import Engine
 from ..engine.stats import LayerHits, Metric, Stats
 from ..errors import BudgetError, MoeoffError, OptionError
 from ..gguf.model_index import EMBEDDING, ModelIndex
-from ..memory import DEFAULT_SHARE, available, format_size, parse_size, rss, share_malloc_arenas, trim
+from ..memory import Budget, format_size, rss, share_malloc_arenas, trim
 from ..options import Config, ServerOptions
 from ..threads import CoreBinding
 from ..turns import computes_here
@@ -89,14 +87,14 @@ class _ServedEngine(Engine):
 
     kept_prompts: KeptPrompts
 
-    def __init__(self, config: Config, model_index: ModelIndex, options: ServerOptions, *, kept: int, loaded: int, nextn: bool):
+    def __init__(self, config: Config, model_index: ModelIndex, budget: Budget, options: ServerOptions, *, kept: int, loaded: int, nextn: bool):
         self._options = options
         unified, n = options.kv_unified, options.parallel or PARALLEL
-        super().__init__(config, model_index, n_sequences=n, kept=kept, loaded=loaded, nextn=nextn, unified=unified)
+        super().__init__(config, model_index, budget, n_sequences=n, kept=kept, loaded=loaded, nextn=nextn, unified=unified)
         self._moves |= any(name.startswith(_CACHE_REUSE) for name in (*options.args, *os.environ))
 
     def _plan_more(self) -> None:
-        room = (self.budget or available()) - self.planned.fixed
+        room = self.budget.most - self.planned.fixed
         own = sequence_state(self.model_index, self.planned.n_ctx, self.keywords) if room > 0 else 0
         self.kept_prompts = KeptPrompts.of(self.planned, room, own, self._n_sequences, self._options)
         self._kept += self.kept_prompts.checkpoints
@@ -165,21 +163,22 @@ class Server:
         model_index = ModelIndex.read(config.model_path)
         model_index.require_text()
         loaded = check_files(passed_on, in_use(model_index.files, config, options))
-        require_header_room(config.model_path, model_index.header_memory, config.memory)
+        budget = Budget.of(config.memory, config.expert_memory)
+        require_header_room(config.model_path, model_index.header_memory, budget.most)
         check_templates(config.model_path)
         config = replace(config, flash_attn=bool(config.flash_attn))  # as it is planned; llama-server would choose by itself
-        size = self._choose_context(config, model_index)
+        size = self._choose_context(config, model_index, budget)
         if size.remark is not None:
             self._remarks.append(size.remark)
         n_ctx, options = size.n_ctx, replace(options, parallel=size.n_parallel)
         config = replace(config, n_ctx=n_ctx)
         embedding = model_index.dense.get(EMBEDDING)
         n_vocab = embedding.shape[1] if embedding else _MANY
-        extras = ExtraModels.of(model_index, n_ctx, config.keywords, options, config.memory)
+        extras = ExtraModels.of(model_index, n_ctx, config.keywords, options, budget.most)
         pools = options.embedding and not options.rerank and options.pooling is None and _POOLING not in model_index.hparams
         self._options = replace(options, spec_type=extras.spec_type, pooling="mean" if pools else options.pooling)
         kept = _SAMPLER_BYTES * n_vocab * size.n_parallel + _TEMPLATE_BYTES + extras.computing
-        engine = _ServedEngine(config, model_index, self._options, kept=kept, loaded=extras.resident + loaded, nextn=extras.nextn)
+        engine = _ServedEngine(config, model_index, budget, self._options, kept=kept, loaded=extras.resident + loaded, nextn=extras.nextn)
         self._options = replace(self._options, kv_disk=self._disk_bound(engine.kept_prompts))
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
@@ -203,10 +202,10 @@ class Server:
             self._remarks.append(f"--kv-disk has no effect: {why}")
         return 0 if why else bound
 
-    def _choose_context(self, config: Config, model_index: ModelIndex) -> ContextSize:
+    def _choose_context(self, config: Config, model_index: ModelIndex, budget: Budget) -> ContextSize:
         """For all conversations together: as the user says, else what the budget allows."""
         usual, said, options = usual_ctx(model_index, config.n_ctx), config.n_ctx is not None, self._options
-        if said or config.memory is None and config.expert_memory is not None:
+        if said or budget.process is None:
             n = options.parallel or PARALLEL
             return ContextSize(usual if said else usual * n, n)
         config.check_model(model_index)
@@ -216,7 +215,7 @@ class Server:
         def planned(n_ctx: int, n: int) -> MemoryPlan:
             return dry_load(model_index, n_ctx, config.keywords, overrides, n_sequences=n, unified=options.kv_unified)
 
-        return choose(planned, usual, options.parallel, int(available() * DEFAULT_SHARE) if config.memory is None else config.memory)
+        return choose(planned, usual, options.parallel, budget.process)
 
     # --- life ---
 
@@ -309,7 +308,7 @@ class Server:
             BudgetError: below what the model needs; the old budget stays.
         """
         with self._between:
-            self.engine.set_memory(parse_size(memory))
+            self.engine.set_memory(memory)
 
     # --- the serving thread ---
 
@@ -381,9 +380,8 @@ class Server:
         """What comes before `_on_ready` computes in the smallest arena."""
         self._loading.close()
         engine = self.engine
-        engine.attach()
+        engine.attach(ctx)
         engine.buffer.start(engine.buffer.arena_floor, engine.buffer.low_arena_floor)
-        api.llama_set_abort_callback(ctx, native.should_abort, engine.buffer.handle)
         return 0
 
     def _on_ready(self, ctx: int, ctx_draft: int | None, no_drafts: bytes | None, url: bytes) -> int:
@@ -391,21 +389,16 @@ class Server:
         if self._options.drafts and no_drafts is not None:
             raise OptionError(f"drafts cannot be made: {no_drafts.decode('utf-8', 'replace') or 'not with this context'}")
         engine = self.engine
-        engine.start_devices(ctx, adapters=any(argument.startswith("--lora") for argument in self._options.args))
-        allocated = context_sizes(ctx)
-        if ctx_draft:  # weights and state of it are resident already
-            drafts = context_sizes(ctx_draft)
-            allocated = replace(
-                allocated,
-                compute=allocated.compute + drafts.compute,
-                work=allocated.work + drafts.work,
-                outputs=allocated.outputs + drafts.outputs,
-            )
-        engine.start(allocated, ctx)
-        engine.attach_driver()
-        if engine.config.warm:
-            engine.watch_prompts()
-        engine.warm_up()
+
+        def sizes() -> MemoryPlan:
+            allocated = context_sizes(ctx)
+            if not ctx_draft:
+                return allocated
+            drafts = context_sizes(ctx_draft)  # whose weights and state are resident already
+            return replace(allocated, **{name: getattr(allocated, name) + getattr(drafts, name) for name in ("compute", "work", "outputs")})
+
+        adapters = any(argument.startswith("--lora") for argument in self._options.args)
+        engine.loaded(ctx, sizes, adapters=adapters, watches=engine.config.warm)
         # llama.cpp's strategies for NUMA place threads themselves; drafts and pictures are computed by the same threads without being bound
         if engine.keywords.get("numa") is None and not self._options.drafts and not self._options.mmproj:
             self._core_binding = CoreBinding(ctx)

@@ -239,7 +239,8 @@ def parts(router: Any) -> Iterator[tuple[str, Callable[[Any], object]]]:
         prefetcher = None if predictor is None else Prefetcher(buffer, policies.get_predictor(predictor)(router), k, 4)
         if prefetcher is not None:
             prefetcher.ab_test = ON
-        driver = Driver(buffer, policies.get_policy(policy)(shape, buffer.priorities), router=router, prefetcher=prefetcher)
+        driver = Driver(buffer)
+        driver.attach(policies.get_policy(policy)(shape, buffer.priorities), router=router, prefetcher=prefetcher)
         yield f"driver: {policy}" + (f" and {predictor}" if predictor else ""), driver.deliver
 
 

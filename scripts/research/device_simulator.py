@@ -15,7 +15,7 @@ from typing import Any, cast
 import numpy as np
 
 from moeoff.engine.batch import Span
-from moeoff.engine.driver import Driver, attach_driver
+from moeoff.engine.driver import Driver, attach_strategy
 from moeoff.engine.expert_buffer import ExpertBuffer
 from moeoff.errors import BudgetError, OptionError
 from moeoff.gate_event import GateEvent
@@ -441,14 +441,13 @@ class DeviceBuffer:
         return True
 
 
-def decode(buffer: DeviceBuffer, recording: Recording, driver: Driver | None, tokens: int) -> int:
+def decode(buffer: DeviceBuffer, recording: Recording, driver: Driver, tokens: int) -> int:
     """Computes a text's first tokens one by one, told to the driver as `Llama` tells it; returns how many there were."""
     position, n_tokens = 0, 0
     for event in recording.events(0, tokens):
         if event.gate == 0:
             position = 0 if recording.starts[n_tokens] else position + 1
-            if driver is not None:
-                driver.begin(recording.tokens[n_tokens : n_tokens + 1], {0: Span(position, position + 1, 1, True)}, True)
+            driver.begin(recording.tokens[n_tokens : n_tokens + 1], {0: Span(position, position + 1, 1, True)}, True)
             n_tokens += 1
         buffer.compute(event)
     return n_tokens
@@ -475,9 +474,10 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     nbytes = sum(t.nbytes * t.n_experts for t in model.tensors)
     buffer = DeviceBuffer(model, speeds, int(share * nbytes), keep=strategy.keep, execution=execution, low=low, widths=widths)
     precision = LOSSLESS if low is None else low.precision()
-    driver = attach_driver(cast(ExpertBuffer, buffer), strategy, model_index, io_threads=1, profile=profile, precision=precision)
+    driver = Driver(cast(ExpertBuffer, buffer))
+    attach_strategy(driver, strategy, model_index, io_threads=1, profile=profile, precision=precision)
     if by_layer:
-        buffer.divide(None if driver is None else driver.policy)
+        buffer.divide(driver.policy)
     if whole_layers:
         buffer.fill_layers()
     if not prompt:
@@ -489,11 +489,10 @@ def on_device(recording: Recording, strategy: Strategy, model_index: ModelIndex,
     return DeviceResult(prompt, buffer.now - ns, buffer.counts["stall_ns"] - stall_ns, **sent)
 
 
-def read_prompt(buffer: DeviceBuffer, recording: Recording, driver: Driver | None, start: int, n_tokens: int) -> None:
+def read_prompt(buffer: DeviceBuffer, recording: Recording, driver: Driver, start: int, n_tokens: int) -> None:
     """One batch, a text of its own. All of its tokens must have inputs, if the strategy's predictor reads them."""
     part = recording.part(start, start + n_tokens)
-    if driver is not None:
-        driver.begin(part.tokens, {0: Span(0, n_tokens, n_tokens, False)}, False)
+    driver.begin(part.tokens, {0: Span(0, n_tokens, n_tokens, False)}, False)
     for gate in range(recording.model.n_gates):
         x = None if part.inputs is None else part.inputs[:, gate].astype(np.float32)
         buffer.compute(GateEvent(gate, part.ids[:, gate], part.weights[:, gate], None, x, decode=False))

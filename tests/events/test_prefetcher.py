@@ -243,7 +243,8 @@ def test_a_new_conversation_forgets_the_old_ones_counts(demo, strategy):
 def test_a_text_begins_where_no_other_goes_on():
     """New, or back behind what it had computed; a draft of which a part is rejected goes on."""
     policy = Parts()
-    driver = Driver(Recorder(), policy)
+    driver = Driver(Recorder())
+    driver.attach(policy)
 
     def begins(*tokens, decode=None):
         before = policy.begun

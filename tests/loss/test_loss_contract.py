@@ -32,6 +32,7 @@ from moeoff.calibrate.writer import Writer
 from moeoff.cli.options import sentence
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
+from moeoff.memory import Budget
 from moeoff.options import parse_loss
 from moeoff.policies.precision import Precision
 from moeoff.sidecar.convert import convert
@@ -450,11 +451,11 @@ def test_the_same_budget_makes_the_same_choice(measured):
     model_index = ModelIndex.read(measured[0])
     plan = dry_load(model_index, 64)
     budget = replace(plan, process=memory_plan._PROCESS).fixed + plan.arena_full // 2
-    share = plan.usual_share(budget, None)
+    share = plan.usual_share(Budget(budget))
     ballast = np.ones(16 << 20, np.uint8)
-    assert ballast.all() and dry_load(model_index, 64).usual_share(budget, None) == share
-    assert 0 < plan.usual_share(budget - (2 << 20), None) < share < 1
-    assert plan.usual_share(None, 5 << 20) == pytest.approx((5 << 20) / plan.arena_full)
+    assert ballast.all() and dry_load(model_index, 64).usual_share(Budget(budget)) == share
+    assert 0 < plan.usual_share(Budget(budget - (2 << 20))) < share < 1
+    assert plan.usual_share(Budget(experts=5 << 20)) == pytest.approx((5 << 20) / plan.arena_full)
 
 
 MOVED = """

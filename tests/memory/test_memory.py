@@ -13,7 +13,7 @@ import pytest
 import cgroup
 from helpers.files import DEMO, ROOT
 from moeoff import OptionError, memory
-from moeoff.memory import MIB, available, cgroup_limit, parse_size, peak_rss, rss
+from moeoff.memory import MIB, Budget, available, cgroup_limit, parse_size, peak_rss, rss
 
 NO_CGROUP = cgroup.unavailable()
 in_cgroup = pytest.mark.skipif(NO_CGROUP is not None, reason=str(NO_CGROUP))
@@ -36,6 +36,13 @@ def test_not_a_size(text):
 def test_share_of_available(monkeypatch):
     monkeypatch.setattr(memory, "available", lambda: 3000)  # what there is in truth others change all the time
     assert parse_size("50%") == 1500 and parse_size("50%", 2000) == 1000
+    assert Budget.of() == Budget(2400, is_default=True) and Budget.of("50%") == Budget(1500)
+
+
+def test_a_budget_leaves_experts_what_the_rest_does_not_take():
+    process, experts = Budget.of("1G"), Budget.of(None, 5 << 20)
+    assert (process.left(1 << 20), process.most) == ((1 << 30) - (1 << 20), 1 << 30)
+    assert experts.left(1 << 20) == 5 << 20 and experts.process is None and experts.most > 0
 
 
 def test_what_there_is():

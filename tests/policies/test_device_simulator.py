@@ -16,7 +16,7 @@ from moeoff import BudgetError, Llama, OptionError
 from moeoff.calibrate.profile_fit import fit
 from moeoff.calibrate.record import record, sequences
 from moeoff.engine.batch import Span
-from moeoff.engine.driver import attach_driver
+from moeoff.engine.driver import Driver, attach_strategy
 from moeoff.engine.prefetcher import Prefetcher
 from moeoff.gate_event import GateEvent
 from moeoff.gguf.model_index import ModelIndex
@@ -58,7 +58,9 @@ def attached(demo, learned, strategy, *, share=0.5, read=1 / 8):
     held, profile = learned
     speeds = Bandwidths(link=held.model.tensors[0].nbytes / (1000 * read * LAYER_US), device=1e9, layer_us=LAYER_US)
     buffer = DeviceBuffer(held.model, speeds, int(held.model.full_bytes * share))
-    return buffer, attach_driver(buffer, strategy, ModelIndex.read(demo), io_threads=1, profile=profile)
+    driver = Driver(buffer)
+    attach_strategy(driver, strategy, ModelIndex.read(demo), io_threads=1, profile=profile)
+    return buffer, driver
 
 
 def meter(demo, learned, strategy, **options):

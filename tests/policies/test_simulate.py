@@ -399,7 +399,8 @@ def test_a_policy_that_raises_is_heard(demo):
             raise RuntimeError("no")
 
     with Llama(demo, expert_memory="4M", strategy="lru", **OPTIONS) as llm:
-        driver = Driver(llm.engine.buffer, Broken(get_policy("lru")(CacheShape.of(ONE, 1)).shape))
+        driver = Driver(llm.engine.buffer)
+        driver.attach(Broken(get_policy("lru")(CacheShape.of(ONE, 1)).shape))
         with pytest.raises(RuntimeError, match="no"):  # of the decode it happened in, or the next
             llm.eval([10])
             llm.engine.buffer.drain()

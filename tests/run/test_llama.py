@@ -380,7 +380,7 @@ def test_what_a_driver_takes_the_experts_lose(demo, monkeypatch):
 
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         before = llm.engine.plan
-    monkeypatch.setattr(engine, "attach_driver", attach)
+    monkeypatch.setattr(engine, "attach_strategy", attach)
     with moeoff.Llama(demo, memory=budget, **OPTIONS) as llm:
         assert llm.engine.plan.process > before.process + (24 << 20)
         assert llm.stats().arena_bytes == llm.engine.plan.arena
