@@ -16,19 +16,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
+from .budget.memory_plan import DeviceBound
 from .cpu import n_cores
 from .errors import MoeoffError, OptionError
+from .files import read_text
 from .memory import MIB, parse_percent, parse_size
 
 if TYPE_CHECKING:
-    from .budget.memory_plan import DeviceBound
     from .gguf.model_index import ModelIndex
     from .policies import Strategy
     from .policies.precision import Precision
     from .sidecar.file import Sidecar
 
 __all__ = [
-    "CACHE_TYPES",
     "NO_RPC",
     "TABLE",
     "THRESHOLDS",
@@ -49,8 +49,9 @@ __all__ = [
 Path = str | os.PathLike[str]
 _MAX = 2**31 - 1
 
-CACHE_TYPES = ("f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "iq4_nl", "q5_0", "q5_1")  # llama.cpp's programs take no others
-_UNQUANTIZED = CACHE_TYPES[:3]
+# ggml's numbers of these types; llama.cpp's programs take no others
+_CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
+_UNQUANTIZED = ("f32", "f16", "bf16")
 VRAM_MODES = ("cooperative", "centric", "waves", "cpu", "auto")
 _ALL_UPLOADED = ("centric", "waves")  # the device computes with all experts, or with none
 # llama_cpp.Llama's numbers of these names
@@ -146,9 +147,7 @@ def _flash_attn(value: str | bool | int) -> bool:
 
 def _layers(value: str | int) -> int:
     if value == "auto":  # llama-server's default: what there is
-        from .binding import supports_gpu
-
-        return -1 if supports_gpu() else 0
+        return 0 if _no_gpu() else -1
     return -1 if value == "all" else _integer(-1)(value)
 
 
@@ -178,21 +177,6 @@ def _one_of(names: tuple[str, ...], numbers: Mapping[str, int] | None = None) ->
     return parse
 
 
-def _cache_type(value: str | int) -> str:
-    from .gguf.quantize import type_name
-
-    if isinstance(value, int):
-        if (value := type_name(value)).lower() not in CACHE_TYPES:
-            raise OptionError(f"one of {', '.join(CACHE_TYPES)}, not {value}")
-    return str(_one_of(CACHE_TYPES)(value))
-
-
-def _cache_type_number(name: str) -> int:
-    from .gguf.quantize import type_from_name
-
-    return type_from_name(name)
-
-
 def _split_mode(value: str | int) -> str | None:
     if value in ("row", "tensor"):
         raise OptionError(f"layer or none, not {value}: experts are computed from the expert buffer, which holds whole rows")
@@ -207,8 +191,6 @@ def _shares(value: str | list[float]) -> list[float]:
 
 
 def _device_bound(value: Any) -> DeviceBound:
-    from .budget.memory_plan import DeviceBound
-
     return value if isinstance(value, DeviceBound) else DeviceBound.parse(value)
 
 
@@ -230,8 +212,6 @@ def _key(value: str) -> str:
 
 
 def _key_file(value: Path) -> str:
-    from .files import read_text
-
     if not any(line and not line.startswith("#") for line in read_text(value).split("\n")):
         raise OptionError(f"{value}: has no key, and would let everyone in")
     return os.fspath(value)
@@ -447,10 +427,10 @@ class Config:
     n_ubatch: int | None = option("-ub", "--ubatch-size", metavar="N", parse=_tokens, llama=True, server="-ub", group="Context and batches",
                                   commands=f"{_RUN_EVAL} inspect bench",
                                   help="Tokens computed at once, at most -b. Default: 512, or what memory and the disk make faster.")  # fmt: skip
-    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", parse=_cache_type, number=_cache_type_number, choices=CACHE_TYPES, llama=True,
+    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", parse=_one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
                                 server="-ctk", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help=f"Type of the KV cache's keys: {_TYPES}. Default: f16.")  # fmt: skip
-    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=_cache_type, number=_cache_type_number, choices=CACHE_TYPES, llama=True,
+    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=_one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
                                 server="-ctv", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
     swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, group="Context and batches",
@@ -548,7 +528,7 @@ class Config:
 
     def _check_gpu(self) -> None:
         gpu = [name for name in _OF_GPUS if getattr(self, name)]
-        if gpu and (why := _no_gpu()) is not None:
+        if gpu and (why := _no_gpu()):
             raise OptionError(f"`{gpu[0]}`: {why}")
         if gpu and not self.n_gpu_layers:
             raise OptionError(f"`{gpu[0]}` has no effect while no layer goes to the GPU", hint={"n_gpu_layers": ...})
@@ -585,7 +565,7 @@ class Config:
         if given and not yarn and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0):
             raise OptionError(f"`{given[0]}` has no effect: the model's rope scaling is not YaRN; ask for it with `rope_scaling_type`")
         if self.context_shift and self.type_k not in (None, *_UNQUANTIZED):
-            widths = set(_key_widths(model_index))
+            widths = model_index.key_widths
             if len(widths) > 1 or any(width % _HADAMARD for width in widths):
                 # it rotates them back first, with a matrix that it has for these sizes alone, and reads a null pointer where it has none
                 raise OptionError(
@@ -611,13 +591,13 @@ class Config:
 _OF_GPUS = ("n_gpu_layers", "tensor_split", "split_mode", "main_gpu")
 
 
-def _no_gpu() -> str | None:
-    """Why nothing can be computed on a GPU here; None: it can."""
+def _no_gpu() -> str:
+    """Why nothing can be computed on a GPU here; empty: it can."""
     from .binding import supports_gpu
     from .devices import backends, why_none
 
     if supports_gpu():
-        return None
+        return ""
     if backends():
         return why_none()
     return "this build of llama.cpp has no GPU backend; rebuild with CMAKE_ARGS=-DGGML_CUDA=ON (or METAL, VULKAN)"
@@ -629,7 +609,7 @@ def without_gpu(values: dict[str, Any]) -> list[str]:
     Where a size of a GPU's memory is asked for (`vram`), they stay, and are refused.
     """
     given = [name for name in (*_OF_GPUS, "vram") if values.get(name)]
-    if not given or "vram" in given and not _device_bound(values["vram"]).auto or (why := _no_gpu()) is None:
+    if not given or "vram" in given and not _device_bound(values["vram"]).auto or not (why := _no_gpu()):
         return []
     for name in given:
         del values[name]
@@ -641,7 +621,7 @@ def with_gpu(values: dict[str, Any], adapters: bool = False) -> None:
 
     Not a run that must repeat, and no experts there with adapters or `vram_mode` cpu.
     """
-    if values.get("n_gpu_layers") == 0 or any(values.get(name) for name in ("deterministic", "trace", "replay")) or _no_gpu() is not None:
+    if values.get("n_gpu_layers") == 0 or any(values.get(name) for name in ("deterministic", "trace", "replay")) or _no_gpu():
         return
     values.setdefault("n_gpu_layers", -1)
     if not adapters and values.get("vram_mode") != "cpu":
@@ -700,15 +680,6 @@ def llama_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
         if value is not None:
             out[name] = value
     return out
-
-
-def _key_widths(model_index: ModelIndex) -> list[int]:
-    """Numbers in a head's keys, of ordinary layers and of those with a sliding window."""
-    from .gguf.model_index import count
-
-    n_head, n_embd = count(model_index.hparams, "attention.head_count"), count(model_index.hparams, "embedding_length")
-    width = count(model_index.hparams, "attention.key_length") or (n_embd // n_head if n_head else 0)
-    return [width, count(model_index.hparams, "attention.key_length_swa") or width]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,13 +1,13 @@
 """Keeping the process under its budget: sizes the arenas of a loaded model, and moves them while it runs.
 
 Buffers are planned for the largest batch, and the KV cache for the longest conversation; a chat of short prompts touches a few MB of them. What the
-batches of now leave untouched is lent to the experts, until a larger one comes, or the conversation gets there.
+batches of now leave untouched the experts borrow, until a larger one comes, or the conversation gets there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ..budget.memory_plan import CELLS, RESERVE, MemoryPlan, Pools
 from ..budget.micro_batch import LEAST
@@ -19,56 +19,47 @@ _PATIENCE = 4  # batches in a row that must be small: a prompt of several pieces
 _WORTH = 4 * MIB  # less is not worth new plans and evictions
 
 
-class Lender:
-    """Bytes of the buffers that a model's batches of now leave untouched, and of its KV cache.
+class BorrowedBuffers:
+    """What experts have of the compute buffer and the work area, which are as large as the largest batch needs. Its state is `bound`: a larger batch
+    raises it (`widen`), small ones in a row lower it (`narrow`).
 
     Args:
         sizes: bytes of compute buffer and work area for batches of at most n tokens, and if asked, the compute buffer's other bytes given
             back to the system; None: that cannot be said, or done.
         largest: tokens that are computed at once.
-        unused_state: bytes of the KV cache that stay untouched if the next batch has n tokens, and if asked, given back to the system.
 
     Attributes:
         largest: as given.
         bound: tokens of the batches that may come without a call of `widen`.
-        state: bytes of the KV cache that are lent.
     """
 
-    def __init__(self, sizes: Callable[[int, bool], tuple[int, int] | None], largest: int, unused_state: Callable[[int, bool], int] = lambda _n, _back: 0):
-        self._sizes, self.largest, self._unused_state = sizes, largest, unused_state
-        self.state = unused_state(0, True)
-        self._left = self._ahead = 0  # tokens that may come, and bytes that these touch, before the cache is looked at again
-        self._moving = False  # the next batch may touch all of it
+    def __init__(self, sizes: Callable[[int, bool], tuple[int, int] | None], largest: int):
+        self._sizes, self.largest, self.bound = sizes, largest, largest
         self._known = {largest: sizes(largest, False)}
-        self.bound = largest
         self._worked = 0  # the largest bound of a batch that was computed: a work area is kept as large as it was
         self._recent: list[int] = []
-
-    def _bound_for(self, n_tokens: int) -> int:
-        """The next power of two: the sizes of a few are asked for."""
-        return min(max(LEAST, 1 << (n_tokens - 1).bit_length()), self.largest)
 
     def _needs(self, bound: int) -> tuple[int, int]:
         """Of a bound that a batch has had: others may ask while one is computed, and llama.cpp plans in what it computes with."""
         return self._known[bound] or self._known[self.largest] or (0, 0)
 
-    @property
-    def lent(self) -> int:
-        """Bytes that no batch within the bound touches, nor the next tokens of the conversation."""
-        return self._lent_at(self.bound) + self.state
-
-    def _lent_at(self, bound: int) -> int:
+    def _at(self, bound: int) -> int:
         (compute, work), (all_compute, all_work) = self._needs(bound), self._needs(self.largest)
         return max(all_compute - compute, 0) + max(all_work - max(work, self._needs(self._worked or bound)[1]), 0)
 
     @property
-    def needed(self) -> int:
-        """Bytes that are not lent and may still be untouched."""
-        return sum(self._needs(self.bound)) + self._ahead
+    def borrowed(self) -> int:
+        """Bytes that no batch within the bound touches."""
+        return self._at(self.bound)
+
+    @property
+    def untouched(self) -> int:
+        """Bytes that are not borrowed, and that no batch may have touched yet."""
+        return sum(self._needs(self.bound))
 
     def widen(self, n_tokens: int) -> bool:
-        """Before a batch: raises the bound, if this one is larger; whether it did."""
-        bound = self._bound_for(n_tokens)
+        """Before a batch: raises the bound, to a power of two, if this one is larger; whether it did."""
+        bound = min(max(LEAST, 1 << (n_tokens - 1).bit_length()), self.largest)
         if bound not in self._known:
             self._known[bound] = self._sizes(bound, False)
         self._recent = [*self._recent[1 - _PATIENCE :], bound]
@@ -77,24 +68,6 @@ class Lender:
             return False
         self.bound = bound
         return True
-
-    def advance(self, n_tokens: int) -> bool:
-        """Before a batch: takes back what it will touch of the KV cache, and lends what a conversation that has become shorter has left; whether
-        either was so."""
-        self._left -= n_tokens
-        if self._moving or self._left >= 0:
-            self._moving = False
-            return False
-        reach, before = n_tokens + CELLS, self.state
-        unused = self._unused_state(reach, False)
-        self.state = self._unused_state(reach, True) if unused >= before + _WORTH else min(unused, before)
-        self._left, self._ahead = CELLS, self._unused_state(0, False) - unused
-        return self.state != before
-
-    def touch_state(self) -> bool:
-        """Before something that may write to all of the KV cache, at once or with the next batch; whether any of it was lent."""
-        before, self.state, self._left, self._ahead, self._moving = self.state, 0, 0, 0, True
-        return before > 0
 
     def narrow(self, idle: bool = False) -> bool:
         """After a batch: lowers the bound to what the last ones needed, if that is worth it; whether it did.
@@ -105,13 +78,67 @@ class Lender:
         bound = min(LEAST, self.largest) if idle else max(self._recent)
         if idle and bound not in self._known:
             self._known[bound] = self._sizes(bound, False)
-        if (len(self._recent) < _PATIENCE and not idle) or bound >= self.bound or self._lent_at(bound) - self._lent_at(self.bound) < _WORTH:
+        if (len(self._recent) < _PATIENCE and not idle) or bound >= self.bound or self._at(bound) - self._at(self.bound) < _WORTH:
             return False
         if self._sizes(bound, True) is None:  # what was touched stays
             self._known[bound] = self._known[self.largest]
             return False
         self.bound = bound
         return True
+
+
+class BorrowedCache:
+    """What experts have of the KV cache: the cells that no conversation has come to. Its state is `borrowed`: a conversation that grows takes some of it
+    back (`advance`), one that has become shorter leaves more, and what may write anywhere takes all (`return_all`).
+
+    Args:
+        unused: bytes of the KV cache that stay untouched if the next batch has n tokens, and if asked, given back to the system.
+
+    Attributes:
+        borrowed: bytes.
+        untouched: bytes that are not, and that the next tokens touch.
+    """
+
+    def __init__(self, unused: Callable[[int, bool], int]):
+        self._unused = unused
+        self.borrowed = unused(0, True)
+        self.untouched = 0
+        self._left = 0  # tokens that may come before the cache is looked at again
+        self._moving = False  # the next batch may touch all of it
+
+    def advance(self, n_tokens: int) -> bool:
+        """Before a batch; whether anything has changed."""
+        self._left -= n_tokens
+        if self._moving or self._left >= 0:
+            self._moving = False
+            return False
+        reach, before = n_tokens + CELLS, self.borrowed
+        unused = self._unused(reach, False)
+        self.borrowed = self._unused(reach, True) if unused >= before + _WORTH else min(unused, before)
+        self._left, self.untouched = CELLS, self._unused(0, False) - unused
+        return self.borrowed != before
+
+    def return_all(self) -> bool:
+        """Before something that may write to all of it, at once or with the next batch; whether there was anything."""
+        before, self.borrowed, self.untouched, self._left, self._moving = self.borrowed, 0, 0, 0, True
+        return before > 0
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """Memory of llama.cpp's that experts have while it is not touched."""
+
+    buffers: BorrowedBuffers
+    cache: BorrowedCache
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffers.borrowed + self.cache.borrowed
+
+    @property
+    def untouched(self) -> int:
+        """Bytes of the rest that may not be resident yet."""
+        return self.buffers.untouched + self.cache.untouched
 
 
 class ArenaSizer:
@@ -122,7 +149,7 @@ class ArenaSizer:
         plan: of the loaded model.
         budget: of the whole process, or of the experts alone.
         low_share: of the experts' memory, for low versions.
-        lender: None: nothing is lent.
+        borrowed: what experts have of llama.cpp's memory; None: nothing.
 
     Attributes:
         plan: how memory is divided when the largest batch is computed.
@@ -131,7 +158,7 @@ class ArenaSizer:
         BudgetError: below what the model needs.
     """
 
-    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float, lender: Lender | None = None):
+    def __init__(self, buffer: ExpertBuffer, plan: MemoryPlan, budget: Budget, low_share: float, borrowed: Borrowed | None = None):
         self._buffer = buffer
         self._pools = Pools(buffer.arena_floor, buffer.arena_full, buffer.low_arena_floor, buffer.low_arena_full, low_share)
         plan = replace(plan, arena_floor=self._pools.floor + self._pools.low_floor, arena_full=self._pools.full + self._pools.low_full)
@@ -144,15 +171,15 @@ class ArenaSizer:
                 f"{format_size(arena)} for experts is too small: this model needs at least {format_size(plan.arena_floor)}",
                 hint={"expert_memory": plan.arena_floor},
             )
-        self._lender = lender if self.plan.budget else None
+        self._borrowed = borrowed if self.plan.budget else None
         self._doubt = False  # the arenas may not have the sizes that they should
         self._grown = 0  # bytes that the process takes beyond plan and reserve; below 0: that it leaves of them while batches are small
 
     @property
     def arenas(self) -> tuple[int, int]:
         """Bytes for high and for low versions."""
-        lent = self._lender.lent if self._lender is not None else 0
-        return self._pools.split(min(max(self.plan.arena + lent - self._grown, self.plan.arena_floor), self.plan.arena_full))
+        borrowed = self._borrowed.nbytes if self._borrowed is not None else 0
+        return self._pools.split(min(max(self.plan.arena + borrowed - self._grown, self.plan.arena_floor), self.plan.arena_full))
 
     def resize(self) -> None:
         """To what the arenas should have."""
@@ -210,38 +237,41 @@ class ArenaSizer:
             raise
 
     def before(self, n_tokens: int, moves_state: bool = False) -> None:
-        """Before a batch is computed: what it will touch and experts have been lent is taken back.
+        """Before a batch is computed: experts give back what it will touch.
 
         Args:
             moves_state: llama.cpp moves what is in the KV cache, or reads it from elsewhere, as a batch of its own and in any cell.
         """
         if self._doubt:  # a second interrupt came while the first was answered
             self.resize()
-        if (lender := self._lender) is None:
+        if self._borrowed is None:
             return
-        changes = lender.touch_state() if moves_state else lender.advance(n_tokens)
-        if lender.widen(lender.largest if moves_state else n_tokens) or moves_state:
+        buffers, cache = self._borrowed.buffers, self._borrowed.cache
+        changes = cache.return_all() if moves_state else cache.advance(n_tokens)
+        if buffers.widen(buffers.largest if moves_state else n_tokens) or moves_state:
             self._grown, changes = max(self._grown, 0), True
         if changes:
             self.resize()
 
     def fill(self, n_tokens: int) -> None:
-        """Before states of so many tokens come into the KV cache, not by a batch: the cells that they take are taken back."""
-        if self._lender is not None and self._lender.advance(n_tokens):
+        """Before states of so many tokens come into the KV cache, not by a batch: experts give back the cells that they take."""
+        if self._borrowed is not None and self._borrowed.cache.advance(n_tokens):
             self.resize()
 
     def after(self) -> None:
-        """After it: what such batches leave untouched is lent, and the budget looked at."""
-        if self._lender is not None and self.plan.arena < self.plan.arena_full and self._lender.narrow():
-            self.resize()
+        """After it: experts borrow what such batches leave untouched, and the budget is looked at."""
+        self._narrow(idle=False)
         self.fit_budget()
 
     def idle(self) -> None:
-        """While nothing computes: all that batches touch is lent, until the next one comes."""
-        if self._lender is not None and self.plan.arena < self.plan.arena_full and self._lender.narrow(idle=True):
-            self.resize()
+        """While nothing computes: experts borrow all that batches touch, until the next one comes."""
+        self._narrow(idle=True)
         trim()  # what a request took is free, and the C allocator would keep it from the experts
         self.fit_budget()
+
+    def _narrow(self, idle: bool) -> None:
+        if self._borrowed is not None and self.plan.arena < self.plan.arena_full and self._borrowed.buffers.narrow(idle):
+            self.resize()
 
     def fit_budget(self, grows: bool = True) -> None:
         """If the rest of the process has grown into the reserve, the arenas shrink; where small batches leave more than half of it, they grow, if they may."""
@@ -250,8 +280,8 @@ class ArenaSizer:
         stats = self._buffer.stats()
         free = self.plan.budget - (rss() - stats.arena_committed) - stats.arena_bytes - RESERVE // 2  # beyond half of the reserve
         moves = free < -RESERVE // 4 and stats.arena_bytes > self.plan.arena_floor
-        if free > 0 and self._lender is not None and self._lender.lent:
-            free -= self._lender.needed  # as if none of it had been touched
+        if free > 0 and self._borrowed is not None and self._borrowed.nbytes:
+            free -= self._borrowed.untouched  # as if none of it had been touched
             moves = grows and free > _WORTH and stats.arena_bytes < self.plan.arena_full
             if moves:  # nor slots that nothing has been read into, as of a warm start that a prompt has ended
                 free -= stats.arena_committed - self._buffer.resident_bytes()

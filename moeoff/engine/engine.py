@@ -39,7 +39,7 @@ from ..options import Config, in_flags
 from ..sidecar.profile import Profile
 from ..threads import set_priority
 from ..turns import require_computable
-from .arena_sizer import ArenaSizer, Lender
+from .arena_sizer import ArenaSizer, Borrowed, BorrowedBuffers, BorrowedCache
 from .batch import Span
 from .comparison import WITHOUT, DeviceJudge
 from .device_tier import AUTO, WAVES, DeviceTier
@@ -315,16 +315,16 @@ class Engine:
 
     def _start(self, allocated: MemoryPlan, ctx: int) -> None:
         precision = self.quality.precision
-        lender = self._lender(ctx)
+        borrowed = self._borrowed(ctx)
         plan = replace(
             self.planned,
             **{name: getattr(allocated, name) for name in ALLOCATED},
             n_ctx=api.llama_n_ctx(ctx),
             on_disk=self.buffer.embedding_bytes,
-            process=max(rss() - allocated.weights - (allocated.state - lender.state if lender else allocated.state), 0),  # the rest of both is resident
+            process=max(rss() - allocated.weights - allocated.state + (borrowed.cache.borrowed if borrowed else 0), 0),  # the rest of both is resident
             kept=self._kept,
         )
-        self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, lender)
+        self.sizer = ArenaSizer(self.buffer, plan, self.budget, precision.low_share, borrowed)
         if self.buffer.running:  # in the smallest arena
             self.buffer.set_arena_bytes(*self.sizer.arenas)
         else:
@@ -335,13 +335,13 @@ class Engine:
         if not precision.lossless:
             self.quality.use(precision)
 
-    def _lender(self, ctx: int) -> Lender | None:
+    def _borrowed(self, ctx: int) -> Borrowed | None:
         """None: a device computes, too, or what is resident must repeat."""
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
         if self.config.repeatable or self.device_tier is not None or native.batch_memory(ctx, largest, False) is None:
             return None
-        sizes, unused = functools.partial(native.batch_memory, ctx), functools.partial(native.unused_state, ctx)
-        return Lender(sizes, largest, unused)
+        buffers = BorrowedBuffers(functools.partial(native.batch_memory, ctx), largest)
+        return Borrowed(buffers, BorrowedCache(functools.partial(native.unused_state, ctx)))
 
     def attach_strategy(self) -> None:
         """Its policy and predictor, unless all experts fit; what their tables take, the experts lose."""

@@ -177,6 +177,13 @@ class ModelIndex:
         return self.dense.get(EMBEDDING) if OUTPUT in self.dense else None
 
     @property
+    def key_widths(self) -> set[int]:
+        """Numbers in a head's keys, of ordinary layers and of those with a sliding window."""
+        n_head = count(self.hparams, "attention.head_count")
+        width = count(self.hparams, "attention.key_length") or (count(self.hparams, "embedding_length") // n_head if n_head else 0)
+        return {width, count(self.hparams, "attention.key_length_swa") or width}
+
+    @property
     def embedding_bytes(self) -> int:
         """Bytes of `dense_bytes` that stay on disk: `lookup_embedding`."""
         return self.lookup_embedding.nbytes if self.lookup_embedding else 0

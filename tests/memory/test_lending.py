@@ -15,7 +15,7 @@ import moeoff
 from helpers.processes import in_process_of_its_own
 from moeoff.binding import api
 from moeoff.engine import arena_sizer
-from moeoff.engine.arena_sizer import CELLS, LEAST, Lender
+from moeoff.engine.arena_sizer import CELLS, LEAST, BorrowedBuffers, BorrowedCache
 from moeoff.memory import MIB, rss
 
 NO_CGROUP = cgroup.unavailable()
@@ -39,53 +39,53 @@ class Sizes:
         return n_tokens // 8 * MIB, n_tokens // 16 * MIB
 
 
-def test_lender():
+def test_borrowed_buffers():
     sizes = Sizes()
-    lender = Lender(sizes, 512)
+    buffers = BorrowedBuffers(sizes, 512)
 
     def batches(*tokens: int) -> None:
         for n in tokens:
-            lender.widen(n)
-            lender.narrow()
+            buffers.widen(n)
+            buffers.narrow()
 
-    assert lender.lent == 0
+    assert buffers.borrowed == 0
     batches(512, 300, 1, 1, 1)
-    assert lender.bound == 512 and lender.lent == 0  # the next piece of the prompt may be large again
+    assert buffers.bound == 512 and buffers.borrowed == 0  # the next piece of the prompt may be large again
     batches(1)
-    assert lender.bound == LEAST and sizes.given_back == [LEAST]
-    assert lender.lent == (64 - 1) * MIB  # the work area was as large as it gets, and stays
+    assert buffers.bound == LEAST and sizes.given_back == [LEAST]
+    assert buffers.borrowed == (64 - 1) * MIB  # the work area was as large as it gets, and stays
     batches(20, 1, 1, 1, 1, 1)
-    assert lender.bound == 32 and sizes.given_back == [LEAST]  # three MiB are not worth new plans
-    assert lender.lent == (64 - 4) * MIB
-    assert lender.widen(1000) and lender.bound == 512 and lender.lent == 0
+    assert buffers.bound == 32 and sizes.given_back == [LEAST]  # three MiB are not worth new plans
+    assert buffers.borrowed == (64 - 4) * MIB
+    assert buffers.widen(1000) and buffers.bound == 512 and buffers.borrowed == 0
     assert len(sizes.asked) == 4  # of each bound once
 
 
-def test_a_lender_of_a_work_area_that_was_never_used():
-    lender = Lender(Sizes(), 512)
+def test_a_work_area_that_was_never_used_is_borrowed():
+    buffers = BorrowedBuffers(Sizes(), 512)
     for _ in range(4):
-        lender.widen(30)
-        lender.narrow()
-    assert lender.bound == 32 and lender.lent == (64 - 4 + 32 - 2) * MIB and lender.needed == 6 * MIB
+        buffers.widen(30)
+        buffers.narrow()
+    assert buffers.bound == 32 and buffers.borrowed == (64 - 4 + 32 - 2) * MIB and buffers.untouched == 6 * MIB
 
 
 def test_a_batch_is_planned_before_it_is_computed():
     """Budgets move from other threads while it is computed: plans made then took its tensors away."""
     sizes = Sizes()
-    lender = Lender(sizes, 512)
+    buffers = BorrowedBuffers(sizes, 512)
     for n in (1, 30, 500):
-        lender.widen(n)
+        buffers.widen(n)
         asked = len(sizes.asked)
-        assert lender.lent >= 0 < lender.needed and len(sizes.asked) == asked
+        assert buffers.borrowed >= 0 < buffers.untouched and len(sizes.asked) == asked
 
 
-def test_what_the_system_does_not_take_back_is_not_lent():
+def test_what_the_system_does_not_take_back_is_not_borrowed():
     sizes = Sizes()
-    sizes.refuses, lender = True, Lender(sizes, 512)
+    sizes.refuses, buffers = True, BorrowedBuffers(sizes, 512)
     for _ in range(8):
-        lender.widen(1)
-        assert not lender.narrow()
-    assert lender.lent == 0
+        buffers.widen(1)
+        assert not buffers.narrow()
+    assert buffers.borrowed == 0
 
 
 class Cache:
@@ -101,31 +101,31 @@ class Cache:
         return max(self.cells - self.used - n_tokens, 0) * self.cell
 
 
-def test_lender_of_a_kv_cache():
+def test_a_borrowed_cache():
     cache = Cache()
-    lender = Lender(Sizes(), 512, cache)
-    assert lender.lent == lender.state == cache.cells * cache.cell and cache.given_back == 1
+    borrowing = BorrowedCache(cache)
+    assert borrowing.borrowed == cache.cells * cache.cell and cache.given_back == 1
     untouched = cache.cells
     for n in (300, *[1] * 200, 40, 64, 1, 65, 100):
-        changed, before = lender.advance(n), lender.state
+        changed, before = borrowing.advance(n), borrowing.borrowed
         cache.used += n
         untouched = min(untouched, cache.cells - cache.used)
-        assert lender.state <= untouched * cache.cell, "before it is touched"
-        assert lender.state >= (untouched - 2 * CELLS) * cache.cell
-        assert changed or lender.state == before
+        assert borrowing.borrowed <= untouched * cache.cell, "before it is touched"
+        assert borrowing.borrowed >= (untouched - 2 * CELLS) * cache.cell
+        assert changed or borrowing.borrowed == before
     assert cache.given_back == 1
-    kept = lender.state
+    kept = borrowing.borrowed
     cache.used -= 300  # another answer to the same question
     for _ in range(2 * CELLS):
-        lender.advance(1)
+        borrowing.advance(1)
         cache.used += 1
-    assert lender.state > kept and cache.given_back == 2
-    assert lender.touch_state() and lender.state == 0 and not lender.touch_state()
-    assert not lender.advance(500) and lender.state == 0  # llama.cpp moves what is cached when the next batch comes
-    lender.advance(1)
-    assert lender.state == cache(1 + CELLS, False) and cache.given_back == 3
-    lender.advance(2000)
-    assert lender.state == 0
+    assert borrowing.borrowed > kept and cache.given_back == 2
+    assert borrowing.return_all() and borrowing.borrowed == 0 and not borrowing.return_all()
+    assert not borrowing.advance(500) and borrowing.borrowed == 0  # llama.cpp moves what is cached when the next batch comes
+    borrowing.advance(1)
+    assert borrowing.borrowed == cache(1 + CELLS, False) and cache.given_back == 3
+    borrowing.advance(2000)
+    assert borrowing.borrowed == 0
 
 
 def tokens(n: int, seed: int = 0) -> list[int]:
@@ -241,14 +241,14 @@ class Conversations:
     def __init__(self, server: moeoff.Server):
         self._server, engine = server, server.engine
         self.lent, self.arenas, self.fills = [], [], []
-        begin, fill, lender = engine.begin, engine.sizer.fill, engine.sizer._lender
+        begin, fill, borrowed = engine.begin, engine.sizer.fill, engine.sizer._borrowed
 
         def watched(*args):
-            untouched = lender and lender._unused_state(0, False)
+            untouched = borrowed and borrowed.cache._unused(0, False)
             begin(*args)
             self.arenas.append(engine.buffer.stats().arena_bytes)
-            if lender:
-                self.lent.append((lender.state, untouched))
+            if borrowed:
+                self.lent.append((borrowed.cache.borrowed, untouched))
 
         def filled(n_tokens):
             self.fills.append(n_tokens)

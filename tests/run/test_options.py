@@ -31,7 +31,7 @@ SMALL = {"expert_memory": "1G", "profile": False, "n_threads": 2, "n_ctx": 256}
 
 REFUSED = [
     ({"type_k": "q3_k"}, "type_k: one of f32, f16, bf16, q8_0, q4_0, q4_1, iq4_nl, q5_0, q5_1, not 'q3_k'"),
-    ({"type_k": 12}, "type_k: one of .*, not Q4_K"),
+    ({"type_k": 12}, "type_k: one of .*, not 12"),
     ({"type_v": "q8_0"}, "type_v q8_0: quantized values need flash attention"),
     ({"n_batch": 0}, "n_batch: at least 1 token, not 0"),
     ({"n_gpu_layers": 3}, "n_gpu_layers: this build .*(has no GPU backend|no driver offers a device)"),
