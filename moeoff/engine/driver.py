@@ -207,7 +207,7 @@ class Driver:
         self.observers.append(observer)
 
     def remove(self, observer: Observer) -> None:
-        """It sees no more events; nothing, if it saw none."""
+        """It sees no more events."""
         self.buffer.drain()
         self.observers = [other for other in self.observers if other is not observer]
         if not self.observers:
