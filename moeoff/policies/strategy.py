@@ -113,8 +113,8 @@ def get_predictor(name: str) -> type[Predictor]:
 
 
 def strategy_names() -> list[str]:
-    """Presets and policies that can run alone, a user's registered ones included."""
-    return [*PRESETS, *(name for name in policy_names(live=True) if name not in PRESETS)]
+    """Presets, `auto` before the others, and policies that can run alone, a user's registered ones included."""
+    return [*sorted(PRESETS, key=lambda name: name != "auto"), *(name for name in policy_names(live=True) if name not in PRESETS)]
 
 
 def get_strategy(name: str | Strategy) -> Strategy:
