@@ -9,7 +9,6 @@ from ctypes import (
     c_bool,
     c_char,
     c_char_p,
-    c_double,
     c_float,
     c_int,
     c_int32,
@@ -34,7 +33,6 @@ __all__ = [
     "FLAG_GATE_INPUT",
     "FLAG_LOG_READS",
     "FLAG_GATE_LOGITS",
-    "FLAG_ROUTING",
     "MATRIX_GATE_UP",
     "MATRIX_UP",
     "MATRIX_GATE",
@@ -54,7 +52,6 @@ __all__ = [
     "THRESHOLDS_MISPREDICTED",
     "THRESHOLDS_PROMPTS",
     "Thresholds",
-    "Routing",
     "Options",
     "Params",
     "Source",
@@ -97,7 +94,6 @@ __all__ = [
     "prefetch_cancel",
     "residency",
     "force_versions",
-    "force_experts",
     "set_gate_callback",
     "drain",
     "take_reads",
@@ -124,7 +120,7 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
     return found
 
 
-ABI_VERSION = 18
+ABI_VERSION = 19
 MAX_WAVES = 4
 FLAG_KEEP = 1
 FLAG_EAGER = 2
@@ -132,7 +128,6 @@ FLAG_DIRECT_IO = 4
 FLAG_GATE_INPUT = 8
 FLAG_LOG_READS = 32
 FLAG_GATE_LOGITS = 64
-FLAG_ROUTING = 128
 MATRIX_GATE_UP = 0
 MATRIX_UP = 1
 MATRIX_GATE = 2
@@ -165,17 +160,6 @@ class Thresholds(Structure):
     ]
 
 
-class Routing(Structure):
-    """struct moeoff_routing"""
-
-    _fields_ = [
-        ("lambda", c_float),
-        ("margin", c_float),
-        ("n_candidates", c_int32),
-        ("n_kept", c_int32),
-    ]
-
-
 class Options(Structure):
     """struct moeoff_options"""
 
@@ -185,7 +169,6 @@ class Options(Structure):
         ("max_gate_rows", c_int32),
         ("simulated_share", c_float),
         ("thresholds", Thresholds),
-        ("routing", Routing),
     ]
 
 
@@ -249,7 +232,6 @@ class GateEvent(Structure):
         ("gate_input", POINTER(c_float)),
         ("logits", POINTER(c_float)),
         ("versions", POINTER(c_uint8)),
-        ("router_ids", POINTER(c_int32)),
         ("on_device", POINTER(c_uint8)),
     ]
 
@@ -284,7 +266,6 @@ class Stats(Structure):
         ("low_bytes_read", c_uint64),
         ("low_arena_bytes", c_uint64),
         ("low_arena_committed", c_uint64),
-        ("rerouted", c_uint64),
         ("simulated_misses", c_uint64),
         ("device_hits", c_uint64),
         ("device_uploads", c_uint64),
@@ -295,7 +276,6 @@ class Stats(Structure):
         ("device_download_ns", c_uint64),
         ("device_wait_ns", c_uint64),
         ("device_experts", c_uint64),
-        ("rerouted_margin", c_double),
     ]
 
 
@@ -318,7 +298,6 @@ class Read(Structure):
 
 STRUCTS: dict[str, type[Structure]] = {
     "moeoff_thresholds": Thresholds,
-    "moeoff_routing": Routing,
     "moeoff_options": Options,
     "moeoff_params": Params,
     "moeoff_source": Source,
@@ -397,8 +376,6 @@ prefetch_cancel = function("moeoff_prefetch_cancel", c_int32, c_void_p, c_int32)
 residency = function("moeoff_residency", c_int, c_void_p, c_int32, POINTER(c_uint8))
 # int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
 force_versions = function("moeoff_force_versions", c_int64, c_void_p, POINTER(c_uint8), c_int64)
-# int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n);
-force_experts = function("moeoff_force_experts", c_int64, c_void_p, POINTER(c_int32), c_int64)
 # int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes);
 set_gate_callback = function("moeoff_set_gate_callback", c_int, c_void_p, GateCallback, c_void_p, c_uint64)
 # void moeoff_drain(moeoff_expert_buffer * eb);

@@ -22,7 +22,6 @@ class GateEvent:
         gate_input: [n_rows, n_embd] float32, what the router read; None if not asked for, or of architectures in which some gates
             have none to tell (grovemoe, smallthinker).
         versions: [n_tokens, n_used] uint8, what serves each: 0 high precision, 1 low, 2 skipped; None: all high.
-        router_ids: [n_tokens, n_used] what the router itself had chosen, where resident experts took the places of some; None: ids.
         on_device: [n_tokens, n_used] bool, whether a GPU computes with it, from its own memory; None: with none.
         layer: of the model; -1 where it is not known.
         n_hit, n_miss: slices of the selected experts (one for each matrix) that were resident, and that were not, at selection.
@@ -50,7 +49,6 @@ class GateEvent:
     logits: np.ndarray | None = None
     row_step: int = 1
     decode: bool | None = None
-    router_ids: np.ndarray | None = None
     on_device: np.ndarray | None = None
 
     def __post_init__(self) -> None:
@@ -81,7 +79,6 @@ class GateEvent:
             gate_input=None if self.gate_input is None else self.gate_input[rows],
             logits=None if self.logits is None else self.logits[rows],
             row_step=1,
-            router_ids=None if self.router_ids is None else self.router_ids[::step],
             on_device=None if self.on_device is None else self.on_device[::step],
         )
 

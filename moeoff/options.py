@@ -356,7 +356,7 @@ class Config:
 
     Attributes:
         precision: which experts may be served in lower precision, not at all, or by others; the default is lossless. `tau`, `t1`, `t2`,
-            `prefill_low_fraction`, `reroute`, `mispredicted_low`, `weigh_prompts` and `low_tier` are the same in single options.
+            `prefill_low_fraction`, `mispredicted_low`, `weigh_prompts` and `low_tier` are the same in single options.
         direct_io: False reads through the page cache.
         gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
             tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
@@ -411,8 +411,6 @@ class Config:
     t2: float | None = option("--t2", metavar="S", help="Skip absent experts whose unimportance is above S (HOBBIT's T2).", **_SHARE)
     prefill_low_fraction: float | None = option("--prefill-low-fraction", metavar="P", **_SHARE,
                                                 help="Of a prompt's experts, read this share, the least popular, in low precision (Fate's p).")  # fmt: skip
-    reroute: float | None = option("--reroute", metavar="SHARE", **_SHARE,
-                                   help="Let resident experts take the places of absent ones: what they gain, of the scores' range (λ).")  # fmt: skip
     mispredicted_low: bool = option("--mispredicted-low", default=False, group=_SHARE["group"], commands=_RUN_EVAL,
                                     help="Where a preset predicts, read in low precision only what it did not ask for (Fate §5.3).")  # fmt: skip
     weigh_prompts: bool = option("--weigh-prompts", default=False, group=_SHARE["group"], commands=_RUN_EVAL,
@@ -630,7 +628,7 @@ def with_gpu(values: dict[str, Any], adapters: bool = False) -> None:
 
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
-THRESHOLDS = ("tau", "t1", "t2", "prefill_low_fraction", "reroute", "mispredicted_low", "weigh_prompts", "low_tier")
+THRESHOLDS = ("tau", "t1", "t2", "prefill_low_fraction", "mispredicted_low", "weigh_prompts", "low_tier")
 _HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it quantizes them
 
 

@@ -32,7 +32,7 @@ RECORD = struct.Struct("<BBHHIIIqII")
 _LONGEST_HEADER, _LONGEST_RECORD = 16 << 20, 256 << 20  # bytes; a record is one gate's events of one batch, or some reads
 _EXPANDED = 3  # bytes of memory for each of a file
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS, DECISIONS, OTHER_KIND, REROUTED, DEVICE = 1, 2, 4, 32, 64, 128  # flags of gate events
+NEW_SEQUENCE, PROBS, DECISIONS, OTHER_KIND, DEVICE = 1, 2, 4, 32, 128  # flags of gate events
 
 
 # finished reads; docs/reference/trace.md has the fields
@@ -166,9 +166,6 @@ class TraceWriter:
         if event.versions is not None and event.versions.any():
             payload += event.versions.astype("u1").tobytes()
             flags |= DECISIONS
-        if event.router_ids is not None:
-            payload += event.router_ids.astype("<u2").tobytes()
-            flags |= REROUTED
         if event.on_device is not None and event.on_device.any():
             payload += np.packbits(event.on_device).tobytes()
             flags |= DEVICE
@@ -278,9 +275,6 @@ class Trace:
                 versions = None
                 if flags & DECISIONS:
                     versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
-                router_ids = None
-                if flags & REROUTED:
-                    router_ids, at = np.frombuffer(payload, "<u2", n, at).reshape(n_tokens, n_used).astype(np.int32), at + 2 * n
                 on_device = None
                 if flags & DEVICE:
                     bits = np.frombuffer(payload, "u1", -(-n // 8), at)
@@ -288,7 +282,7 @@ class Trace:
                 probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
                 decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
                 event = GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns,
-                                  decode=decode, router_ids=router_ids, on_device=on_device)  # fmt: skip
+                                  decode=decode, on_device=on_device)  # fmt: skip
                 events.append(event)
                 starts.append(bool(flags & NEW_SEQUENCE))
         return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost)
@@ -319,15 +313,6 @@ class Trace:
     def decisions(self) -> bytes:
         """The versions that served every event, for `ExpertBuffer.force`."""
         return b"".join(bytes(e.ids.size) if e.versions is None else e.versions.tobytes() for e in self.events)
-
-    @property
-    def rerouted(self) -> bool:
-        """True if resident experts have taken the places of routers' choices."""
-        return any(e.router_ids is not None for e in self.events)
-
-    def experts(self) -> np.ndarray:
-        """The experts that served every event, for `ExpertBuffer.force_experts`."""
-        return np.concatenate([e.ids.ravel() for e in self.events])
 
     def counts(self) -> np.ndarray:
         """[n_gates, n_experts] int64: how many tokens used each expert."""

@@ -23,7 +23,7 @@ __all__ = ["Candidate", "LossContract", "SelectedPrecision"]
 
 SECTION = "precision"
 USUAL_SHARE = 0.5  # of the experts, that a run takes for resident which must be the same in any memory
-VERSION = 3  # of the section; until 2 it held thresholds on sums of weights, and rerouting
+VERSION = 3  # of the section; until 2 it held thresholds on sums of weights
 _NEGLIGIBLE_READS = 0.01  # of a token's experts: who reads less is as good as resident, and the least lossy of those is taken
 
 

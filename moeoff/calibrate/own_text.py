@@ -29,13 +29,11 @@ class FreeText:
         tokens: [n_texts, n_ctx] int32, the opening included.
         log_p: [n_texts, n_ctx - OPENING] float64, of each token that was written, by its writer.
         entropy: of the experts used, in bits, mean over layers.
-        rerouted: share of the experts in the place of others.
     """
 
     tokens: np.ndarray
     log_p: np.ndarray
     entropy: float
-    rerouted: float
 
     @property
     def repeated(self) -> float:
@@ -58,7 +56,6 @@ def write_freely(llm: Llama, windows: Sequence[Window], seed: int = 0, progress:
         if event.decode:
             np.add.at(uses[event.gate], event.ids.ravel(), 1)
 
-    before = llm.stats()
     llm.set_gate_callback(count)
     try:
         for index, text in enumerate(tokens):
@@ -76,9 +73,8 @@ def write_freely(llm: Llama, windows: Sequence[Window], seed: int = 0, progress:
     finally:
         llm.set_gate_callback(None)
     llm.clear_context()
-    after = llm.stats()
     entropy = float(np.mean([-(p * np.log2(p)).sum() for p in (row[row > 0] / row.sum() for row in uses)]))
-    return FreeText(tokens, log_p, entropy, (after.rerouted - before.rerouted) / max(after.expert_uses - before.expert_uses, 1))
+    return FreeText(tokens, log_p, entropy)
 
 
 def score(llm: Llama, texts: FreeText) -> np.ndarray:

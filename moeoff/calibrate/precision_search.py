@@ -77,12 +77,11 @@ class MeasuredCandidate(Candidate):
     """A candidate of a contract with the intervals of its measurement.
 
     Attributes:
-        low, rerouted: shares of what the gates chose that was served in low precision, and that gave its place to another; nothing that is searched does that.
+        low: share of what the gates chose that was served in low precision; nothing that is searched is.
     """
 
     distance: Distance = field(kw_only=True)
     low: float = field(kw_only=True)
-    rerouted: float = field(kw_only=True)
 
     def without_intervals(self) -> Candidate:
         return Candidate(**{f.name: getattr(self, f.name) for f in fields(Candidate)})
@@ -182,7 +181,7 @@ class RuleEvaluator:
         return MeasuredCandidate(
             tier=self._tier, tau=precision.tau, resident=resident, loss=found.loss.value, upper_loss=upper_loss(found.loss, len(self.windows), self._at_once),
             kl=found.kl.value, cost=read / lossless if lossless else self._size, skipped=stats.skipped / uses, size=self._size,
-            distance=found, low=low / uses, rerouted=stats.rerouted / uses,
+            distance=found, low=low / uses,
         )  # fmt: skip
 
     def own_text(self, c: Candidate, opening: int, seed: int) -> np.ndarray:

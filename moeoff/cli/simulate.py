@@ -14,7 +14,6 @@ from ..options import TABLE
 from .options import Listed, command, takes
 
 if TYPE_CHECKING:
-    from ..simulate.rerouting import Rerouting
     from ..trace import Trace
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
@@ -35,7 +34,7 @@ SIZES = ("10%", "25%", "50%", "75%", "90%")
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of strategies that draw.")
 def simulate(
     traces: tuple[str, ...], strategy: tuple[str, ...], memory: tuple[str, ...], low_cost: float | None, as_json: bool, seed: int,
-    reroute: float = 0.0, tau: float = 0.0, **penalty: Any,
+    tau: float = 0.0, **penalty: Any,
 ) -> None:  # fmt: skip
     """Replay traces of `run --trace` through strategies: what each would have had in memory, and read."""
     from ..policies.hobbit import MissCost
@@ -49,7 +48,7 @@ def simulate(
     names = [name for name in names if name not in without]
     cost = MissCost(**penalty, **({} if low_cost is None else {"low": low_cost}))
     with progress_bar("events") as progress:
-        results = compare(trace, names, arenas, seed=seed, rerouting=_rerouting(trace, reroute), tau=tau, cost=cost, progress=progress)
+        results = compare(trace, names, arenas, seed=seed, tau=tau, cost=cost, progress=progress)
     rows = [r.to_dict() | {"gap_recovered": gap_recovered(r, results)} for r in results]
     if as_json:
         head = {"model": trace.model.name, "full_bytes": trace.model.full_bytes, "events": len(trace.events), "left_out": without}
@@ -58,19 +57,6 @@ def simulate(
     click.echo(_table(rows, trace.model.full_bytes, tau > 0))
     for name, why in without.items():
         click.echo("\n" + wrapped(f"{name}: not replayed, {why}"))
-
-
-def _rerouting(trace: Trace, share: float) -> Rerouting | None:
-    from ..simulate.rerouting import Rerouting
-
-    if not share:
-        return None
-    how = next((note["routers_choose_by"] for note in trace.notes if "routers_choose_by" in note), None)
-    if how is None or all(event.probs is None for event in trace.events):
-        raise OptionError("--reroute needs a trace with the routers' probabilities: record it again with this moeoff")
-    if how == "more":
-        raise OptionError("--reroute: this model's routers choose by more than the probabilities that a trace has")
-    return Rerouting(share, by_logits=how == "logits")
 
 
 def _table(rows: list[dict[str, Any]], full: int, leaves_out: bool) -> str:

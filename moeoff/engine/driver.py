@@ -44,22 +44,16 @@ class Replay(Observer):
             raise OptionError(f"{path}: is a trace of another model ({trace.model.name})")
         self._path, self._events, self._at = path, trace.events, 0
         buffer.force(trace.decisions())
-        if trace.rerouted:
-            buffer.force_experts(trace.experts())
 
     def observe(self, event: GateEvent) -> None:
         """Raises `OptionError` if the recorded run had another event here. After its end everything is allowed."""
         if self._at < len(self._events):
             recorded = self._events[self._at]
             self._at += 1
-            if event.gate != recorded.gate or not np.array_equal(_router_ids(event), _router_ids(recorded)):
+            if event.gate != recorded.gate or not np.array_equal(event.ids, recorded.ids):
                 raise OptionError(
                     f"{self._path}: another run: at event {self._at} it chose other experts (the prompts, seeds and batch sizes must be the same)"
                 )
-
-
-def _router_ids(event: GateEvent) -> np.ndarray:
-    return event.ids if event.router_ids is None else event.router_ids
 
 
 class Callback(Observer):
@@ -335,8 +329,6 @@ def attach_strategy(driver: Driver, strategy: Strategy, model_index: ModelIndex,
         session: dict[str, Any] = {"strategy": strategy.name, "arena_bytes": arena}
         if not precision.lossless:
             session |= {"precision": asdict(precision), "low_arena_bytes": stats.low_arena_bytes}
-        if router is not None:
-            session["routers_choose_by"] = router.chooses_by
         writer = TraceWriter(trace, model, session)
     driver.attach(policy, writer, router, prefetcher, Replay(replay, buffer, model) if replay is not None else None, model)
 

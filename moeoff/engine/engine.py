@@ -180,7 +180,6 @@ class Engine:
             direct_io=config.direct_io,
             gate_input=config.gate_input or (strategy.predictor is not None and strategy.predictor.wants_gate_input),
             gate_logits=wants_gate_logits(strategy, config.trace),
-            routing=self.quality.routing,
         )
         self.quality.buffer = self.buffer
         self.driver = Driver(self.buffer)

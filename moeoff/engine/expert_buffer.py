@@ -28,7 +28,7 @@ from ..turns import require_process
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
-_EVENT = struct.Struct("=Qq12i7Q")  # struct moeoff_gate_event
+_EVENT = struct.Struct("=Qq12i6Q")  # struct moeoff_gate_event
 QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
 READ_DTYPE = np.dtype(native.Read)
 
@@ -37,20 +37,19 @@ def _copy_event(address: int) -> GateEvent:
     """Copies a struct moeoff_gate_event, whose arrays lie one after the other. On the hot path: few calls, one copy."""
     fields = _EVENT.unpack(ctypes.string_at(address, _EVENT.size))
     seq, t_ns, gate, layer, n_tokens, n_used, n_embd, n_expert, n_rows, row_step, n_hit, n_miss, decode, _ = fields[:14]
-    ids, _, gate_input, logits, versions, router_ids, on_device = fields[14:]
+    ids, _, gate_input, logits, versions, on_device = fields[14:]
     n, shape = n_tokens * n_used, (n_tokens, n_used)
     n_input, n_logits = n_rows * n_embd if gate_input else 0, n_rows * n_expert if logits else 0
-    routed = 8 * n + 4 * (n_input + n_logits)  # where the router's ids are
-    last = routed + (4 * n if router_ids else 0)
-    there = last + (n if versions else 0)
-    data = ctypes.string_at(ids, there + (n if on_device else 0))
+    version_offset = 8 * n + 4 * (n_input + n_logits)
+    device_offset = version_offset + (n if versions else 0)
+    data = ctypes.string_at(ids, device_offset + (n if on_device else 0))
     return GateEvent(
         gate,
         np.frombuffer(data, np.int32, n).reshape(shape),
         np.frombuffer(data, np.float32, n, 4 * n).reshape(shape),
         None,
         np.frombuffer(data, np.float32, n_input, 8 * n).reshape(n_rows, n_embd) if n_input else None,
-        np.frombuffer(data, np.uint8, n, last).reshape(shape) if versions else None,
+        np.frombuffer(data, np.uint8, n, version_offset).reshape(shape) if versions else None,
         layer,
         n_hit,
         n_miss,
@@ -59,8 +58,7 @@ def _copy_event(address: int) -> GateEvent:
         np.frombuffer(data, np.float32, n_logits, 8 * n + 4 * n_input).reshape(n_rows, n_expert) if n_logits else None,
         row_step,
         bool(decode),
-        np.frombuffer(data, np.int32, n, routed).reshape(shape) if router_ids else None,
-        np.frombuffer(data, np.bool_, n, there).reshape(shape) if on_device else None,
+        np.frombuffer(data, np.bool_, n, device_offset).reshape(shape) if on_device else None,
     )
 
 
@@ -76,21 +74,19 @@ class ExpertBuffer:
         direct_io: reads around the page cache where the file system can.
         gate_input: gate events carry the router's input.
         gate_logits: gate events carry the router's logits.
-        routing: what a router has chosen may be changed (`set_routing`).
 
     Raises:
         OptionError: an argument out of range.
     """
 
     def __init__(self, *, io_threads: int = 4, keep: bool = True, eager: bool = True, direct_io: bool = True,
-                 gate_input: bool = False, gate_logits: bool = False, routing: bool = False):  # fmt: skip
+                 gate_input: bool = False, gate_logits: bool = False):  # fmt: skip
         self._flags = (
             (native.FLAG_KEEP if keep else 0)
             | (native.FLAG_EAGER if eager else 0)
             | (native.FLAG_DIRECT_IO if direct_io else 0)
             | (native.FLAG_GATE_INPUT if gate_input else 0)
             | (native.FLAG_GATE_LOGITS if gate_logits else 0)
-            | (native.FLAG_ROUTING if routing else 0)
         )
         params = native.Params(flags=self._flags, n_io_threads=io_threads, arena_bytes=0, read_chunk=READ_CHUNK)
         self._handle: int = native.expert_buffer_init(params)
@@ -382,44 +378,16 @@ class ExpertBuffer:
         self._require(left >= 0)
         return left
 
-    # --- routing ---
-
-    def set_routing(self, reroute: float = 0.0, margin: float = 1.0, *, n_candidates: int = 0, n_kept: int = 1) -> None:
-        """Which resident experts may take the places of absent ones: `moeoff.policies.precision.Precision` says what the first two mean.
-
-        Args:
-            n_candidates: experts with the highest scores among which it chooses; 0: twice as many as serve a token.
-            n_kept: of the router's choice, those of the highest scores that always stay.
-
-        Raises:
-            OptionError: out of range, or a buffer that was made without `routing`.
-        """
-        self._set_options(routing=native.Routing(reroute, margin, n_candidates, n_kept))
-
     def simulate_cache(self, share: float | None) -> None:
-        """Where tokens are decoded, routing and thresholds take for resident what a simulated cache with this share of each gate's experts
+        """Where tokens are decoded, thresholds take for resident what a simulated cache with this share of each gate's experts
         would hold, empty at first. None: what is resident in truth.
 
         Raises:
-            OptionError: out of range, or a buffer that was made without `routing`.
+            OptionError: out of range.
         """
         self._set_options(simulated_share=-1.0)
         if share is not None:
             self._set_options(simulated_share=share)
-
-    def force_experts(self, ids: np.ndarray) -> int:
-        """Appends experts that the next gate events take instead of the routers' choice; returns how many are left.
-
-        Args:
-            ids: int32, the `GateEvent.ids` of those events one after the other.
-
-        Raises:
-            OptionError: a buffer that was made without `routing`.
-        """
-        array = np.ascontiguousarray(ids, np.int32)
-        left: int = native.force_experts(self.handle, array.ctypes.data_as(ctypes.POINTER(ctypes.c_int32)), array.size)
-        self._require(left >= 0)
-        return left
 
     # --- events ---
 

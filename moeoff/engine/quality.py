@@ -29,7 +29,6 @@ class Quality:
         precision: in use.
         selected: what `max_loss` has chosen.
         source, low_source: where experts are read from, and their low versions.
-        routing: graphs ask which experts to use; the same as long as the model is open.
         followed: tokens of the text that the simulated cache has seen.
         buffer: serves the experts; set before the first `use`.
         prefetcher: if there is one, it reads ahead what the precision in use would serve.
@@ -54,7 +53,6 @@ class Quality:
             self.precision, self.source = self.selected.precision, replace(self.source, tier=self.selected.tier)
             config.check_precision(self.precision)
         self.low_source = self.source.low(self.precision.tier) if self.precision.tier else None
-        self.routing = self.precision.reroute > 0 or self.simulates or config.replay is not None
 
     @property
     def simulates(self) -> bool:
@@ -65,7 +63,7 @@ class Quality:
         """Gives up this much from the next batch on; what decisions are simulated by is empty then.
 
         Raises:
-            OptionError: it reroutes and the first one did not, or the low versions are not there.
+            OptionError: the low versions are not there.
         """
         self.precision, self.followed = precision, 0
         self.buffer.set_thresholds(
@@ -77,8 +75,7 @@ class Quality:
             mispredicted_low=precision.mispredicted_low,
             weigh_prompts=precision.weigh_prompts,
         )
-        if self.routing and self._config.replay is None:  # which has what became of it
-            self.buffer.set_routing(precision.reroute, precision.reroute_margin)
+        if self._config.replay is None:  # which has what became of it
             self.buffer.simulate_cache(precision.resident if self.simulates else None)
         if self.prefetcher is not None:
             self.prefetcher.use(precision)

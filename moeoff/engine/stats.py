@@ -142,8 +142,6 @@ class Stats:
     tau: float = _figure("Weight below which an expert that is not in memory is left out of a decoded token; 0: none is.", default=0.0, metric="tau")
     served_low: int = _figure("Of expert_uses, those computed in low precision: in another tier than original all.", "experts", counter=True)
     skipped: int = _figure("Of expert_uses, those not computed at all: with tau, of the decoded ones.", "experts", counter=True)
-    rerouted: int = _figure("Of these, resident experts in the place of the router's choice.", "experts", counter=True, metric="expert_rerouted")
-    rerouted_margin: float = _figure("The most that one of these scored below the other, of the range of scores.", "share", 0.0)
     simulated_misses: int = _figure("Experts that the cache which a deterministic run simulates would have had to read.", "experts", counter=True)
     max_loss: float | None = _figure("The bound of --max-loss, as a share of perplexity; None: no promise.", "share", None, metric="max_loss")
     estimated_loss: float | None = _figure("Loss that was measured of what is given up within it.", "share", None, metric="estimated_loss")
@@ -192,8 +190,6 @@ class Stats:
             parts.append(f"{self.served_low / uses:.1%} of experts in low precision, {self.skipped / uses:.1%} skipped")
         elif self.skipped:
             parts.append(f"{self.skipped / uses:.1%} skipped")
-        if self.rerouted:
-            parts.append(f"{self.rerouted / uses:.1%} rerouted, by at most {self.rerouted_margin:.1%} of the scores' range")
         if not parts:
             return ""
         bound = "" if self.max_loss is None else f" (measured loss {self.estimated_loss:.2%}, bound {self.max_loss:.2%})"

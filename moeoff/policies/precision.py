@@ -30,10 +30,6 @@ class Precision:
             that the fewest tokens chose, rounded down. Nothing is skipped.
         mispredicted_low: for tokens that are decoded, instead of t1 and t2: an expert that is neither resident nor asked for by a prefetch is
             served low, whatever its weight; what was predicted is read as it is (Fate §5.3).
-        reroute: for tokens that are decoded, what being resident adds to an expert's score, as a share of the range of the token's scores: an
-            expert of the router's choice that is not resident gives its place to a resident one that scored almost as high. The
-            first of the choice stays. 0: none. docs/guides/precision.md has the rule.
-        reroute_margin: how far such an expert may lie below the last of the router's choice, as the same share.
         resident: of a deterministic run, the share of each layer's experts that its decisions take for resident: those that a
             simulated cache would hold, whatever is in memory. 0: none.
         tier: of the sidecar, the low precision; needed if anything is read in it.
@@ -48,31 +44,29 @@ class Precision:
     prefill_low_fraction: float = 0.0
     tier: str | None = None
     low_share: float = LOW_SHARE
-    reroute: float = 0.0
-    reroute_margin: float = 1.0
     resident: float = 0.0
     mispredicted_low: bool = False
     tau: float = 0.0
     weigh_prompts: bool = False
 
     def __post_init__(self) -> None:
-        numbers = (self.t1, self.t2, self.prefill_low_fraction, self.low_share, self.reroute, self.reroute_margin, self.resident, self.tau)
+        numbers = (self.t1, self.t2, self.prefill_low_fraction, self.low_share, self.resident, self.tau)
         if not all(math.isfinite(x) for x in numbers):
             raise OptionError(f"precision: thresholds and shares are numbers: {self}")
         if not 0 <= self.t1 <= self.t2 <= 1:
             raise OptionError(f"0 <= `t1` <= `t2` <= 1 must hold, not `t1` {self.t1} and `t2` {self.t2}")
         if not 0 <= self.prefill_low_fraction <= 1:
             raise OptionError(f"`prefill_low_fraction`: lies between 0 and 1, not {self.prefill_low_fraction}")
-        if not (0 <= self.reroute <= 1 and 0 <= self.reroute_margin <= 1 and 0 <= self.resident <= 1):
-            raise OptionError(f"precision: rerouting's shares lie between 0 and 1, not {self.reroute}, {self.reroute_margin} and {self.resident}")
+        if not 0 <= self.resident <= 1:
+            raise OptionError(f"precision: the share of a simulated cache lies between 0 and 1, not {self.resident}")
         if not 0 < self.low_share < 1:
             raise OptionError(f"precision: the low versions' share of the memory lies between 0 and 1, not {self.low_share}")
         if self.mispredicted_low and self.t1 < 1:
             raise OptionError("`mispredicted_low` has no use for `t1` and `t2`: give one or the other")
         if self.weigh_prompts and (self.t1 >= 1 or self.prefill_low_fraction > 0):
             raise OptionError("`weigh_prompts` weighs by `t1` and `t2`, in the place of `prefill_low_fraction`", hint={"t1": ...})
-        if self.tau < 0 or (self.tau > 0 and (self.t1 < 1 or self.reroute > 0 or self.mispredicted_low)):
-            raise OptionError("`tau` is a weight of at least 0, and excludes `t1`, `t2`, `reroute` and `mispredicted_low`")
+        if self.tau < 0 or (self.tau > 0 and (self.t1 < 1 or self.mispredicted_low)):
+            raise OptionError("`tau` is a weight of at least 0, and excludes `t1`, `t2` and `mispredicted_low`")
         if self.uses_low and not self.tier:
             raise OptionError("low precision needs a tier of the sidecar that is read, as Q2_K", hint={"low_tier": ...})
 
@@ -84,7 +78,7 @@ class Precision:
     @property
     def lossless(self) -> bool:
         """Every token gets the experts of its router, in their own precision."""
-        return self.t1 >= 1 and self.tau <= 0 and self.prefill_low_fraction <= 0 and self.reroute <= 0 and not self.mispredicted_low
+        return self.t1 >= 1 and self.tau <= 0 and self.prefill_low_fraction <= 0 and not self.mispredicted_low
 
 
 LOSSLESS = Precision()

@@ -140,11 +140,6 @@ class Router:
         """True if the choice needs more than the order of the logits: a selection bias, or groups."""
         return self.n_groups > 1 or any(bias is not None for bias in self.selection_bias)
 
-    @property
-    def chooses_by(self) -> str:
-        """ "probabilities" or "logits", or "more" than either of them."""
-        return "more" if self.by_probs else "logits" if self._by_logits or self.gating == SOFTMAX_WEIGHT else "probabilities"
-
     def knows(self, gate: int) -> bool:
         """True if the gate's selection can be computed from its input."""
         return self.weights[gate] is not None and self.tables[gate] is None

@@ -182,7 +182,7 @@ class Server:
         self._options = replace(self._options, kv_disk=self._disk_bound(engine.kept_prompts))
         self._identity = identity(engine, self._options, in_use(model_index.files, config, self._options))
         if engine.quality.simulates:
-            raise OptionError("`deterministic`: rerouting follows one text from its first token on, and a server goes on where others have begun")
+            raise OptionError("`deterministic`: a simulated cache follows one text from its first token on, and a server goes on where others have begun")
         return engine
 
     def _disk_bound(self, kept: KeptPrompts) -> int:

@@ -12,7 +12,6 @@ from ..errors import OptionError
 from ..policies import get_policy
 from ..policies.hobbit import PAPERS_COST, MissCost
 from ..trace import Trace
-from .rerouting import Rerouting
 from .simulator import Result, simulate
 
 __all__ = ["compare", "gap_recovered", "left_out"]
@@ -30,14 +29,14 @@ def left_out(trace: Trace, policies: Sequence[str]) -> dict[str, str]:
     return {name: why for name in policies if get_policy(name).wants_probs}
 
 
-def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, rerouting: Rerouting | None = None, tau: float = 0.0,
+def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, seed: int = 0, tau: float = 0.0,
             cost: MissCost = PAPERS_COST, progress: Callable[[str, int, int], None] | None = None) -> list[Result]:  # fmt: skip
     """Replays a trace through each policy at each size; LRU comes first and Belady's optimum last at every size.
 
     Args:
         policies: names; those of LRU and Belady need not be given.
         arenas: bytes of the experts' arena.
-        rerouting, tau: of all but Belady's optimum, which knows what the routers chose.
+        tau: of all but Belady's optimum, which knows what the routers chose.
         cost: of misses, for the penalty; a policy that weighs precision gets its T1.
         progress: called with what is replayed, events done, and all.
 
@@ -55,8 +54,7 @@ def compare(trace: Trace, policies: Sequence[str], arenas: Sequence[int], *, see
     for i, (arena, name) in enumerate(runs, 1):
         report = progress and functools.partial(lambda stage, n: progress(stage, n, len(trace.events)), f"{name} ({i} of {len(runs)})")
         options: dict[str, Any] = {"t1": cost.t1} if "t1" in get_policy(name).defaults else {}
-        lossy: dict[str, Any] = {} if name == "belady" else {"rerouting": rerouting, "tau": tau}
-        done = simulate(trace, name, arena, seed=seed, cost=cost, progress=report, **lossy, **options)
+        done = simulate(trace, name, arena, seed=seed, tau=0.0 if name == "belady" else tau, cost=cost, progress=report, **options)
         results.append(replace(done, policy=name))  # a variant's result is named after the variant, not after its policy
     return results
 

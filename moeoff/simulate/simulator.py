@@ -24,7 +24,6 @@ from ..memory import format_size
 from ..policies import CacheShape, Policy, get_policy
 from ..policies.hobbit import HIGH, PAPERS_COST, SKIP, MissCost
 from ..trace import Trace, TraceHeader
-from .rerouting import Rerouting
 
 
 class SimulatedArena:
@@ -166,7 +165,6 @@ class Result:
         miss_penalty: HOBBIT §3.4, in misses of a whole expert in high precision; low ones cost B_l/B_h, skipped ones nothing.
         event_hits: [n_events], with `events=True` only.
         resident: [n_gates * n_experts] bool at the end.
-        rerouted: experts of tokens in the place of others that the router had chosen.
         skipped: experts of tokens that were left out.
         decoded: experts that routers chose for tokens that were decoded; with tau only.
     """
@@ -181,7 +179,6 @@ class Result:
     miss_penalty: float
     resident: np.ndarray
     event_hits: np.ndarray | None = None
-    rerouted: int = 0
     skipped: int = 0
     decoded: int = 0
 
@@ -201,7 +198,6 @@ class Result:
             "evictions": self.evictions,
             "bytes_per_token": self.bytes_read / n,
             "miss_penalty_per_token": self.miss_penalty / n,
-            "rerouted_per_token": self.rerouted / n,
             "skipped_per_token": self.skipped / n,
             "skipped_share": self.skipped / max(self.decoded, 1),
             "hit_rate_by_layer": per_layer.round(6).tolist(),
@@ -209,7 +205,7 @@ class Result:
 
 
 def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", events: bool = False,
-             rerouting: Rerouting | None = None, tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+             tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
@@ -217,7 +213,6 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         arena_bytes: of the experts' arena, slot padding included, as `Llama(expert_memory=...)`.
         lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before.
         events: also returns hits of each event.
-        rerouting: what routers chose is changed by what is in the simulated arena; what follows in the trace stays as it was recorded.
         tau: of `Precision`: what is absent and weighs less is left out; what follows in the trace stays as it was recorded.
         cost: of misses, for the penalty.
         progress: called with the number of events done, now and then.
@@ -230,7 +225,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     arena_bytes = min(arena_bytes, model.full_bytes)
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, arena_bytes), seed=seed, **options)
-    if rerouting is None and not tau and policy.static and type(policy).update is Policy.update and len(set(model.expert_slots)) == 1:
+    if not tau and policy.static and type(policy).update is Policy.update and len(set(model.expert_slots)) == 1:
         return _simulate_lru(trace, policy.name, arena_bytes, events, cost, progress)
     policy.prepare(trace.events)
     replay = SimulatedArena(model, arena_bytes)
@@ -239,16 +234,13 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
     event_hits = np.zeros(len(trace.events), np.int64) if events else None
-    evictions, penalty, n_changed, n_skipped, n_decoded = 0, 0.0, 0, 0, 0
+    evictions, penalty, n_skipped, n_decoded = 0, 0.0, 0, 0
     costs = _costs(trace, cost)
     for n, event in enumerate(trace.events):
         if trace.starts[n]:
             policy.reset_sequence()
             if lag != "event":
                 table[:] = policy.priorities
-        if rerouting is not None:
-            event = rerouting.apply(event, replay.resident_experts(event.gate))
-            n_changed += 0 if event.router_ids is None else int(np.count_nonzero(event.ids != event.router_ids))
         chosen = event.demand()
         if tau and event.decode:
             event = leave_out(event, replay.resident_experts(event.gate), tau)

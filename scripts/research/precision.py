@@ -48,7 +48,6 @@ TAUS = click.option(
     help="τ, on the scale of the model's weights.",
 )
 RESIDENT = click.option("--resident", multiple=True, type=float, default=(0.25, 0.34, 0.5), show_default=True)
-SIMULATES = Precision(resident=1.0)  # opens a model that can
 QUALITY = ["loss (95 %)", "KL", "same top token"]
 UPPER = "upper bound (one-sided 95 %)"
 BESIDE = "more loss than τ at as many bytes (95 %)"
@@ -115,7 +114,7 @@ def frontier(model: str, text: Sequence[str], windows: int, threads: int, reside
     ctx = ctx_of(model)
     rules = {f"τ {tau:g}": Precision(tau=tau) for tau in taus}
     rules |= {f"T {t:g}": Precision(t, t) for t in ts} | ({f"T {t:g}, {lower}": Precision(t, 1.0, tier=lower) for t in ts} if lower else {})
-    opens = replace(SIMULATES, t1=0.0, tier=lower) if lower else SIMULATES
+    opens = Precision(t1=0.0, tier=lower) if lower else Precision()
     with contextlib.ExitStack() as stack:
         results = stack.enter_context(ResultsFile(json_file))
         options: dict[str, Any] = {"experts": False}
@@ -151,7 +150,7 @@ def contract(model: str, calib: Sequence[str], text: Sequence[str], windows: int
         results = stack.enter_context(ResultsFile(json_file))
         profile = os.path.join(folder, "profile")
         found = search_precision(model, calib, bound, experts=False, tokens=calib_tokens, output=profile, n_threads=threads).contract
-        options = {"precision": SIMULATES, "deterministic": True, "flash_attn": True, "profile": False, "experts": False, "n_threads": threads}
+        options = {"deterministic": True, "flash_attn": True, "profile": False, "experts": False, "n_threads": threads}
         llm = stack.enter_context(open_model(model, ctx, **options))
         evaluator = RuleEvaluator(llm, read_windows(llm, text, ctx, windows))
         reference = stack.enter_context(evaluator.reference())

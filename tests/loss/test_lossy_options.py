@@ -17,7 +17,7 @@ from moeoff.policies import PRESETS
 from moeoff.policies.precision import LOSSLESS, Precision
 from moeoff.sidecar.convert import convert
 
-NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--reroute", "--stride", "--low-tier")
+NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--stride", "--low-tier")
 
 
 @pytest.mark.parametrize("command", ["run", "serve", "eval", "report"])
@@ -29,10 +29,9 @@ def test_the_same_everywhere(command):
 def test_what_they_make():
     assert precision_of({"t1": None}) is None
     found = precision_of({"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})
-    assert (found.t1, found.t2, found.tier, found.prefill_low_fraction, found.reroute) == (0.6, 0.9, "Q2_0", 0, 0)
+    assert (found.t1, found.t2, found.tier, found.prefill_low_fraction) == (0.6, 0.9, "Q2_0", 0)
     skipping = precision_of({"t2": 0.9})  # nothing is read low: T1 follows
     assert (skipping.t1, skipping.t2, skipping.uses_low) == (0.9, 0.9, False)
-    assert precision_of({"reroute": 0.1}).reroute == 0.1
     for wrong, why in (
         ({"t1": 0.6}, "needs a tier of the sidecar"),
         ({"prefill_low_fraction": 0.25}, "needs a tier of the sidecar"),

@@ -159,13 +159,9 @@ struct context {
                 std::vector<float>   weights(ids.size(), 0.5f); // unimportance 0, 1/3, 2/3
                 std::vector<uint8_t> decided(n_expert, HIGH), said(n_expert);
                 std::vector<float>   input((size_t) n_tokens * 16, 1.0f);
-                std::vector<float>   scores((size_t) n_tokens * n_expert);
                 std::vector<uint8_t> of_row(ids.size()), by_row(ids.size());
                 for (auto & id : ids) {
                     id = (int32_t) std::min(rng() % n_expert, rng() % n_expert);
-                }
-                for (auto & score : scores) {
-                    score = (float) (rng() % 100) / 100;
                 }
                 gate & g = s.experts().gate_at(layer);
                 const bool has_gate = rng() % 50 != 0; // some graphs have no gate node
@@ -174,13 +170,11 @@ struct context {
                 slots.assign(has_device ? ids.size() : 0, 0);
                 host.assign(slots.size(), 0);
                 if (decides) {
-                    const size_t row = n_expert * sizeof(float);
-                    s.route(g, { rng() % 4 ? scores.data() : nullptr, scores.data(), row, row, rng() % 2 == 0, n_expert, n_used, n_tokens, ids.data() });
                     moeoff_gate_event e = {};
                     e.gate = g.index; e.layer = layer; e.n_tokens = n_tokens; e.n_used = n_used; e.n_embd = 16; e.n_expert = 4;
                     e.ids = ids.data(); e.weights = weights.data(); e.gate_input = input.data(); e.logits = input.data();
                     const device_ids out = { slots.data(), host.data() };
-                    s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float), 0 }, has_device ? &out : nullptr);
+                    s.gate_event(g, e, { n_used * sizeof(int32_t), n_used * sizeof(float), sizeof(float), 16 * sizeof(float), 4 * sizeof(float) }, has_device ? &out : nullptr);
                     check_device(g, ids);
                     std::string of_upload;
                     s.take_error(of_upload);
@@ -268,7 +262,7 @@ static void restart_driver(store & s, const std::atomic<bool> & stop, unsigned s
 static void round_of(const std::string & path, double seconds, unsigned seed) {
     std::mt19937 rng(seed);
     moeoff_params params = {};
-    params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | MOEOFF_FLAG_ROUTING | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
+    params.flags       = MOEOFF_FLAG_DIRECT_IO | MOEOFF_FLAG_LOG_READS | (rng() % 4 ? MOEOFF_FLAG_KEEP : 0) | (rng() % 4 ? MOEOFF_FLAG_EAGER : 0);
     params.n_io_threads     = 1 + (int32_t) (rng() % 4);
     params.read_chunk  = page_size;
     const bool two_versions = rng() % 4 != 0;
@@ -372,13 +366,8 @@ static void round_of(const std::string & path, double seconds, unsigned seed) {
                 case 3: {
                     std::string e;
                     moeoff_options options = s.get_options();
-                    options.routing         = { (float) (r() % 3) / 2, (float) (r() % 2), (int32_t) (r() % 8), (int32_t) (r() % 3) };
                     options.simulated_share = r() % 2 ? (float) (r() % 5) / 4 : -1.0f;
                     REQUIRE(s.set_options(options, e));
-                    const int32_t forced[4] = { 0, n_expert - 1, 1, n_expert }; // the last is none
-                    if (r() % 4 == 0) {
-                        REQUIRE(s.force_experts(forced, 4, e) > 0);
-                    }
                     const uint8_t v[6] = { HIGH, SKIP, two_versions ? LOW : HIGH, HIGH, HIGH, two_versions ? LOW : SKIP };
                     REQUIRE(s.force(v, 1 + r() % 6, e) > 0);
                     break;

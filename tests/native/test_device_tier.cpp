@@ -117,7 +117,7 @@ struct device_store {
         moeoff_gate_event e = {};
         e.gate = gate; e.layer = gate; e.n_tokens = 1; e.n_used = (int32_t) ids.size(); e.ids = ids.data(); e.weights = weights.data();
         const device_ids out = { t.slots.data(), t.host.data() };
-        s.gate_event(g(gate), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
+        s.gate_event(g(gate), e, { ids.size() * sizeof(int32_t), ids.size() * sizeof(float), sizeof(float), 0, 0 }, &out);
         t.n_hit = e.n_hit;
         t.n_miss = e.n_miss;
         for (size_t i = 0; i < ids.size(); i++) {
@@ -294,7 +294,7 @@ TEST(a_batch_that_needs_more_than_the_slots_is_computed_in_waves) {
         moeoff_gate_event e = {};
         e.n_tokens = 3; e.n_used = 2; e.ids = ids.data(); e.weights = weights.data();
         const device_ids out = { slots.data(), host.data() };
-        x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0, 0 }, &out);
+        x.s.gate_event(x.g(), e, { 2 * sizeof(int32_t), 2 * sizeof(float), sizeof(float), 0, 0 }, &out);
         REQUIRE(e.n_hit >= 2); // 4 is there
         REQUIRE(std::all_of(e.on_device, e.on_device + ids.size(), [](uint8_t is_there) { return is_there == 1; })); // those of later waves too
         for (int wave = 0; wave < 4; wave++) { // the last has nothing left to do
@@ -432,7 +432,7 @@ TEST(a_read_that_fails_leaves_its_expert_off_the_device) {
     moeoff_gate_event e = {};
     e.n_tokens = 1; e.n_used = 2; e.ids = ids; e.weights = weights;
     const device_ids out = { slots, host };
-    s.gate_event(s.experts().gate_at(0), e, { sizeof(ids), sizeof(weights), sizeof(float), 0, 0, 0 }, &out);
+    s.gate_event(s.experts().gate_at(0), e, { sizeof(ids), sizeof(weights), sizeof(float), 0, 0 }, &out);
     REQUIRE(s.should_abort() && slots[0] == 3 && host[1] == -1); // the slots of zeros begin behind the three
     std::string message;
     REQUIRE(s.take_error(message) && message == "scripted");

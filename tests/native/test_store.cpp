@@ -340,7 +340,7 @@ TEST(options_are_taken_as_a_whole_or_not_at_all) {
     std::string          error;
     const moeoff_options before = x.s.get_options();
     REQUIRE(before.flags == (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER) && before.batch_kind == MOEOFF_BATCH_BY_SIZE && before.max_gate_rows == 0);
-    REQUIRE(before.simulated_share < 0.0f && before.thresholds.t1 == 1.0f && before.routing.lambda == 0.0f);
+    REQUIRE(before.simulated_share < 0.0f && before.thresholds.t1 == 1.0f);
     const auto same = [&](const moeoff_options & other) { // no padding
         const moeoff_options now = x.s.get_options();
         return memcmp(&now, &other, sizeof(now)) == 0;
@@ -354,16 +354,13 @@ TEST(options_are_taken_as_a_whole_or_not_at_all) {
         { [](auto & o) { o.thresholds.tau = -1.0f; }, "tau is a weight" },
         { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_MISPREDICTED | MOEOFF_THRESHOLDS_BLIND; }, "was not predicted" },
         { [](auto & o) { o.thresholds.flags = MOEOFF_THRESHOLDS_PROMPTS; }, "weighed by t1 and t2" },
-        { [](auto & o) { o.routing.lambda = 2.0f; }, "routing needs" },
-        { [](auto & o) { o.routing.lambda = 1.0f; }, "MOEOFF_FLAG_ROUTING" },
         { [](auto & o) { o.simulated_share = NAN; }, "at most 1" },
-        { [](auto & o) { o.simulated_share = 0.5f; }, "MOEOFF_FLAG_ROUTING" },
     };
     moeoff_options right = before;
     right.flags          = MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS;
     right.batch_kind     = MOEOFF_BATCH_DECODE;
     right.max_gate_rows  = 7;
-    right.routing.n_kept = 2;
+    right.simulated_share = 0.5f;
     for (const auto & [change, complaint] : wrong) {
         moeoff_options next = right;
         change(next);

@@ -160,7 +160,7 @@ def test_exact_counts():
 def test_a_result_as_a_dictionary():
     """A layer that was used once has its own hit rate, and one that was not used has none of its hits."""
     counts = {"gate_hits": np.array([1, 3, 0]), "gate_misses": np.array([0, 9, 0]), "evictions": 7, "bytes_read": 50, "miss_penalty": 2.5}
-    result = Result("score", 1000, 4, **counts, resident=np.zeros(1, bool), rerouted=2, skipped=1, decoded=8)
+    result = Result("score", 1000, 4, **counts, resident=np.zeros(1, bool), skipped=1, decoded=8)
     assert result.to_dict() == {
         "strategy": "score",
         "arena_bytes": 1000,
@@ -169,7 +169,6 @@ def test_a_result_as_a_dictionary():
         "evictions": 7,
         "bytes_per_token": 12.5,
         "miss_penalty_per_token": 0.625,
-        "rerouted_per_token": 0.5,
         "skipped_per_token": 0.25,
         "skipped_share": 0.125,
         "hit_rate_by_layer": [1.0, 0.25, 0.0],

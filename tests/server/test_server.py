@@ -124,8 +124,6 @@ def test_chat(server, alone):
         "expert_uses",
         "served_low",
         "skipped",
-        "rerouted",
-        "rerouted_margin",
         "arena_bytes",
     }
 

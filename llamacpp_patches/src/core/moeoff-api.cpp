@@ -172,10 +172,6 @@ int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * version
     return guarded((int64_t) -1, [&] { return eb->store->force(versions, n, last_error()); });
 }
 
-int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n) {
-    return guarded((int64_t) -1, [&] { return eb->store->force_experts(ids, n, last_error()); });
-}
-
 // --- events ---
 
 int moeoff_set_gate_callback(moeoff_expert_buffer * eb, moeoff_gate_callback callback, void * user, uint64_t max_bytes) {

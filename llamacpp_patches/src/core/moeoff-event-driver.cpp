@@ -71,8 +71,7 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     const size_t n_pairs  = (size_t) event.n_tokens * event.n_used;
     const size_t n_input  = event.gate_input ? (size_t) event.n_rows * event.n_embd : 0;
     const size_t n_logits = event.logits ? (size_t) event.n_rows * event.n_expert : 0;
-    const size_t n_router = event.router_ids ? n_pairs : 0;
-    const size_t nbytes   = (n_pairs + n_router) * sizeof(int32_t) + (n_pairs + n_input + n_logits) * sizeof(float) + (event.versions ? n_pairs : 0) + (event.on_device ? n_pairs : 0);
+    const size_t nbytes   = n_pairs * sizeof(int32_t) + (n_pairs + n_input + n_logits) * sizeof(float) + (event.versions ? n_pairs : 0) + (event.on_device ? n_pairs : 0);
     {
         checked_lock lock(mutex);
         if (stopping) {
@@ -94,14 +93,10 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     float   * weights = (float *) (ids + n_pairs);
     float   * input   = weights + n_pairs;
     float   * logits  = input + n_input;
-    int32_t * router  = (int32_t *) (logits + n_logits);
-    uint8_t * version = (uint8_t *) (router + n_router);
+    uint8_t * version = (uint8_t *) (logits + n_logits);
     uint8_t * device  = version + (event.versions ? n_pairs : 0);
     for (int32_t t = 0; t < event.n_tokens; t++) {
         memcpy(ids + (size_t) t * event.n_used, at(event.ids, strides.ids, t), event.n_used * sizeof(int32_t));
-        if (n_router) {
-            memcpy(router + (size_t) t * event.n_used, at(event.router_ids, strides.router_ids, t), event.n_used * sizeof(int32_t));
-        }
         for (int32_t k = 0; k < event.n_used; k++) {
             weights[(size_t) t * event.n_used + k] = *(const float *) (at(event.weights, strides.weights, t) + k * strides.weights_step);
         }
@@ -125,7 +120,6 @@ void event_driver::post(moeoff_gate_event event, const gate_strides & strides) {
     r.event.weights    = weights;
     r.event.gate_input = n_input ? input : nullptr;
     r.event.logits     = n_logits ? logits : nullptr;
-    r.event.router_ids = n_router ? router : nullptr;
     r.event.versions   = event.versions ? version : nullptr;
     r.event.on_device  = event.on_device ? device : nullptr;
 

@@ -17,7 +17,7 @@ namespace moeoff {
 
 // bytes from row to row of an event's arrays, which may be parts of larger ones; weights_step: from weight to weight
 struct gate_strides {
-    size_t ids = 0, weights = 0, weights_step = 0, input = 0, logits = 0, router_ids = 0;
+    size_t ids = 0, weights = 0, weights_step = 0, input = 0, logits = 0;
 };
 
 class event_driver {
@@ -36,7 +36,7 @@ class event_driver {
     void reset_stats() EXCLUDES(mutex);
 
   private:
-    // data: ids, weights, gate input, logits, router's ids, versions, one after the other
+    // data: ids, weights, gate input, logits, versions, one after the other
     struct record {
         moeoff_gate_event          event;
         size_t                     nbytes;

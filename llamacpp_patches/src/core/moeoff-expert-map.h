@@ -29,7 +29,6 @@ struct decision {
     const void *           ops = nullptr;      // the indices that the ops have instead, where a device computes with the block, too
     std::vector<uint8_t>   version_of;         // by expert
     std::vector<uint8_t>   by_row;             // of each token's experts, where each token is decided by itself; else empty
-    bool                   is_early = false;   // made before the weights: the gate event takes it as it is
 };
 
 // the tensors that one call of the graph's MoE block uses; a stable address, it is the gate node's userdata

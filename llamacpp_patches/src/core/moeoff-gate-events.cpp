@@ -1,7 +1,6 @@
 #include "moeoff-gate-events.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 
 namespace moeoff {
@@ -55,56 +54,6 @@ decision & gate_events::decision_of(gate & g, const void * graph) {
     return *oldest;
 }
 
-// --- before the weights ---
-
-size_t gate_events::force(const int32_t * ids, size_t n) {
-    forced.insert(forced.end(), ids, ids + n);
-    return forced.size();
-}
-
-void gate_events::take_forced(const router_output & r) {
-    const size_t n = (size_t) r.n_tokens * r.n_used;
-    if (forced.size() < n) {
-        forced.clear(); // of another run: what moeoff_force_experts() returns tells that none are left
-        return;
-    }
-    for (size_t i = 0; i < n; i++) {
-        const int32_t e = forced[i];
-        if (e >= 0 && e < r.n_expert) {
-            table.counters().rerouted += r.ids[i] != e;
-            r.ids[i] = e;
-        }
-    }
-    forced.erase(forced.begin(), forced.begin() + (ptrdiff_t) n);
-}
-
-static const float * row(const float * rows, size_t stride, int32_t t) { return (const float *) ((const char *) rows + (size_t) t * stride); }
-
-// versions: of the token's experts, filled if the thresholds leave a choice
-void gate_events::route_token(gate & g, const router_output & r, int32_t t, uint8_t * versions) {
-    const bool   is_simulated = simulated.is_on();
-    int32_t *    ids          = r.ids + (size_t) t * r.n_used;
-    // no low version is taken for resident: whether it would serve, the weights decide that are not yet known
-    const auto   is_resident  = [&](int32_t e) REQUIRES(store_mutex) { return is_simulated ? simulated.has(g.index, e) : table.is_resident(g, e, HIGH); };
-    moeoff_stats & stats      = table.counters();
-    if (routes.active() && r.scores) {
-        stats.rerouted += (uint64_t) routes.exchange(row(r.scores, r.scores_stride, t), r.n_expert, ids, r.n_used, is_resident, stats.rerouted_margin);
-    }
-    if (!versions) {
-        return;
-    }
-    const float * probs = row(r.probs, r.probs_stride, t);
-    weights.resize(r.n_used);
-    const float first = probs[ids[0]];
-    for (int32_t k = 0; k < r.n_used; k++) {
-        weights[k] = r.is_softmax_last ? std::exp(probs[ids[k]] - first) : probs[ids[k]]; // their sum does not matter
-    }
-    select.of_token(weights.data(), r.n_used, versions);
-    for (int32_t k = 0; k < r.n_used; k++) {
-        versions[k] = is_resident(ids[k]) ? (uint8_t) HIGH : versions[k];
-    }
-}
-
 // the simulated cache has seen this token; versions: what serves its experts, nullptr: all high
 void gate_events::follow(gate & g, const int32_t * ids, const uint8_t * versions, int32_t n_used, bool decode) {
     is_read.assign(n_used, 1);
@@ -114,33 +63,6 @@ void gate_events::follow(gate & g, const int32_t * ids, const uint8_t * versions
     }
     simulated.use(g.index, g.n_expert, ids, is_read.data(), n_used);
 }
-
-void gate_events::route(gate & g, const router_output & r, bool decode) {
-    if (!forced.empty()) {
-        take_forced(r);
-        return;
-    }
-    const bool is_simulated = simulated.is_on() && !select.by_own_weight();
-    uint8_t *  versions     = nullptr;
-    if (decode && is_simulated && select.active() && r.probs) {
-        decision & d = decision_of(g, r.ids);
-        d.graph      = r.ids;
-        d.is_early   = true;
-        d.by_row.resize((size_t) r.n_tokens * r.n_used);
-        versions = d.by_row.data();
-    }
-    for (int32_t t = 0; t < r.n_tokens; t++) {
-        uint8_t * const of_token = versions ? versions + (size_t) t * r.n_used : nullptr;
-        if (decode) {
-            route_token(g, r, t, of_token);
-        }
-        if (is_simulated) {
-            follow(g, r.ids + (size_t) t * r.n_used, of_token, r.n_used, decode);
-        }
-    }
-}
-
-// --- with the weights ---
 
 // decisions of other graphs, long gone, that these addresses would lead to
 void gate_events::forget_others(gate & g, const void * graph, const void * ops) {
@@ -175,20 +97,17 @@ void gate_events::decide(gate & g, const choice & c, selection & all, const void
     d.ops   = ops;
     d.seq   = table.n_events();
     all.versions.clear();
-    bool is_by_row = d.is_early && c.event.decode && simulated.is_on() && d.by_row.size() == (size_t) c.event.n_tokens * c.event.n_used;
-    d.is_early = false;
-    if (simulated.is_on() && select.by_own_weight() && select.n_forced() == 0) {
-        is_by_row = c.event.decode;
-        if (is_by_row) {
-            decide_by_row(g, c, d.by_row);
-        } else {
-            ids.resize(c.event.n_used);
-            for (int32_t t = 0; t < c.event.n_tokens; t++) {
-                for (int32_t k = 0; k < c.event.n_used; k++) {
-                    ids[k] = c.id(t, k);
-                }
-                follow(g, ids.data(), nullptr, c.event.n_used, false);
+    const bool is_simulated = simulated.is_on() && select.n_forced() == 0;
+    const bool is_by_row    = is_simulated && c.event.decode;
+    if (is_by_row) {
+        decide_by_row(g, c, d.by_row);
+    } else if (is_simulated) {
+        ids.resize(c.event.n_used);
+        for (int32_t t = 0; t < c.event.n_tokens; t++) {
+            for (int32_t k = 0; k < c.event.n_used; k++) {
+                ids[k] = c.id(t, k);
             }
+            follow(g, ids.data(), nullptr, c.event.n_used, false);
         }
     }
     if (is_by_row) { // what was decided for each row

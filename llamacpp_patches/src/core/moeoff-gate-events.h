@@ -1,15 +1,13 @@
 #pragma once
 
-// What happens when a router has selected experts: resident ones may take others' places, versions are decided and kept for the ops
-// of the graph, what was expected and not selected is cancelled, what was selected is requested.
+// What happens when a router has selected experts: versions are decided and kept for the ops of the graph, what was expected and not selected is cancelled, what was selected is requested.
 
 #include "moeoff-device-slots.h"
-#include "moeoff-routing.h"
 #include "moeoff-expert-table.h"
+#include "moeoff-simulated-cache.h"
 #include "moeoff-version-selector.h"
 
 #include <atomic>
-#include <deque>
 #include <vector>
 
 namespace moeoff {
@@ -28,27 +26,10 @@ struct selection {
     void collect(const choice & c, int32_t n_experts); // as if all were served high
 };
 
-// What a router has computed for a batch, before the weights. Rows may be strided (bytes)
-struct router_output {
-    const float * scores;         // [n_tokens, n_expert] that it chose by; nullptr: they cannot be compared, its choice stays
-    const float * probs;          // [n_tokens, n_expert] that the weights are made of
-    size_t        scores_stride, probs_stride;
-    bool          is_softmax_last; // the weights are the softmax of the chosen ones' probs
-    int32_t       n_expert;
-    int32_t       n_used;
-    int32_t       n_tokens;
-    int32_t *     ids;            // [n_tokens, n_used], dense: its choice, best first, and what becomes of it
-};
-
 class gate_events {
   public:
     gate_events(const expert_map & map, expert_table & table) : map(map), table(table) {}
 
-    // Whether route() would change anything, or has to see it
-    bool is_routed() const REQUIRES(store_mutex) { return routes.active() || simulated.is_on() || !forced.empty(); }
-    // Before the weights: the experts that the block uses. Behind a simulated cache their versions are decided here, too, unless that takes
-    // the weights themselves
-    void route(gate & g, const router_output & r, bool decode) REQUIRES(store_mutex);
     // Decides versions if what is chosen will be requested, and gives up what was expected and is not chosen. device_ops: the indices that the
     // ops of the graph have if a device computes with it, else nullptr
     void begin(gate & g, moeoff_gate_event & event, const choice & c, selection & all, bool is_requested, const void * device_ops) REQUIRES(store_mutex);
@@ -62,30 +43,22 @@ class gate_events {
 
     version_selector & selector() REQUIRES(store_mutex) { return select; }
     const version_selector & selector() const REQUIRES(store_mutex) { return select; }
-    moeoff_routing &   rule() REQUIRES(store_mutex) { return routes.rule; }
-    const moeoff_routing & rule() const REQUIRES(store_mutex) { return routes.rule; }
     float              simulated_share() const REQUIRES(store_mutex) { return simulated.share(); }
     void               simulate(float share) REQUIRES(store_mutex) { simulated.set_share(share, map.n_gates()); }
-    // appends experts [n_tokens, n_used] of gate events to come; returns how many are left
-    size_t             force(const int32_t * ids, size_t n) REQUIRES(store_mutex);
 
   private:
     void decide(gate & g, const choice & c, selection & all, const void * ops) REQUIRES(store_mutex);
     decision & decision_of(gate & g, const void * graph) REQUIRES(store_mutex);
-    void route_token(gate & g, const router_output & r, int32_t t, uint8_t * versions) REQUIRES(store_mutex);
     void follow(gate & g, const int32_t * ids, const uint8_t * versions, int32_t n_used, bool decode) REQUIRES(store_mutex);
     void decide_by_row(gate & g, const choice & c, std::vector<uint8_t> & versions) REQUIRES(store_mutex);
     void forget_others(gate & g, const void * graph, const void * ops) REQUIRES(store_mutex);
-    void take_forced(const router_output & r) REQUIRES(store_mutex);
 
     static constexpr size_t max_decisions = 64; // of one gate: contexts that may be inside the same block at once
 
     const expert_map &   map;
     expert_table &        table;
     version_selector     select GUARDED_BY(store_mutex);
-    routing              routes GUARDED_BY(store_mutex);
     simulated_cache      simulated GUARDED_BY(store_mutex);
-    std::deque<int32_t>  forced GUARDED_BY(store_mutex);
     std::vector<float>   weights GUARDED_BY(store_mutex); // scratch
     std::vector<int32_t> ids GUARDED_BY(store_mutex);
     std::vector<uint8_t> is_read GUARDED_BY(store_mutex);

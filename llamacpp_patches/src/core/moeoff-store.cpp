@@ -121,13 +121,6 @@ bool store::is_decode(int32_t n_tokens) const {
     return kind == MOEOFF_BATCH_BY_SIZE ? n_tokens == 1 : kind == MOEOFF_BATCH_DECODE;
 }
 
-void store::route(gate & g, const router_output & r) {
-    store_lock lock(sync);
-    if (events.is_routed()) {
-        events.route(g, r, is_decode(r.n_tokens));
-    }
-}
-
 void store::gate_event(gate & g, moeoff_gate_event & event, const gate_strides & strides, const device_ids * out) {
     static thread_local selection all; // it has the event's versions until the event is posted
     const choice c = { event, strides.ids, strides.weights, strides.weights_step };
@@ -537,12 +530,11 @@ bool store::set_limits(uint64_t high, uint64_t low, std::string & error) {
 
 moeoff_options store::get_options() const {
     store_lock lock(sync);
-    return { get_flags(), batch_kind, max_gate_rows, events.simulated_share(), events.selector().thresholds, events.rule() };
+    return { get_flags(), batch_kind, max_gate_rows, events.simulated_share(), events.selector().thresholds };
 }
 
 bool store::check_options(const moeoff_options & o, std::string & error) const {
     const moeoff_thresholds & t = o.thresholds;
-    const moeoff_routing &    r = o.routing;
     const uint32_t fixed = ~(uint32_t) (MOEOFF_FLAG_KEEP | MOEOFF_FLAG_EAGER | MOEOFF_FLAG_LOG_READS);
     if ((o.flags & fixed) != (get_flags() & fixed)) {
         error = "only KEEP, EAGER and LOG_READS may change after init";
@@ -558,12 +550,10 @@ bool store::check_options(const moeoff_options & o, std::string & error) const {
         error = "a prompt's tokens are weighed by t1 and t2, below 1, and not by a share";
     } else if (version_selector::uses_low(t) && limits[LOW] == 0) {
         error = "the thresholds need low versions and an arena for them";
-    } else if (!(r.lambda >= 0.0f && r.lambda <= 1.0f && r.margin >= 0.0f && r.margin <= 1.0f) || r.n_candidates < 0 || r.n_kept < 0) {
-        error = "routing needs a lambda and a margin between 0 and 1, and counts";
     } else if (!(o.simulated_share <= 1.0f)) {
         error = "a simulated cache holds a share of the experts, at most 1";
     } else {
-        return (r.lambda == 0.0f && o.simulated_share < 0.0f) || check_routing(error);
+        return true;
     }
     return false;
 }
@@ -575,7 +565,6 @@ bool store::set_options(const moeoff_options & o, std::string & error) {
     }
     events.simulate(o.simulated_share); // first: it may take memory
     events.selector().thresholds = o.thresholds;
-    events.rule()                = o.routing;
     table.space.set_low_spare(o.simulated_share < 0.0f && !(o.thresholds.flags & MOEOFF_THRESHOLDS_BLIND));
     flags         = o.flags;
     batch_kind    = o.batch_kind;
@@ -594,22 +583,6 @@ int64_t store::force(const uint8_t * versions, int64_t n, std::string & error) {
     }
     events.selector().force(versions, (size_t) std::max<int64_t>(n, 0));
     return (int64_t) events.selector().n_forced();
-}
-
-bool store::check_routing(std::string & error) const {
-    if (!(get_flags() & MOEOFF_FLAG_ROUTING)) {
-        error = "the buffer was made without MOEOFF_FLAG_ROUTING";
-        return false;
-    }
-    return true;
-}
-
-int64_t store::force_experts(const int32_t * ids, int64_t n, std::string & error) {
-    if (!check_routing(error)) {
-        return -1;
-    }
-    store_lock lock(sync);
-    return (int64_t) events.force(ids, (size_t) std::max<int64_t>(n, 0));
 }
 
 // --- watching ---

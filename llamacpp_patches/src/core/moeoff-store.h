@@ -78,8 +78,6 @@ class store {
     // Of a batch in waves, behind its gate event: uploads what the next wave computes with, and fills slots as device_ids::slots; what is another
     // wave's has the slots of zeros. The device has finished the wave before. ids [n_tokens, n_used], rows in so many bytes
     void next_wave(gate & g, const int32_t * ids, size_t stride, int32_t n_tokens, int32_t n_used, int32_t * slots);
-    // before gate_event(), where the graph has a node for it: the experts that the block uses
-    void route(gate & g, const router_output & r);
     // out[e]: the version that serves each of the tensor's experts in this graph: what its gate event decided, else high. True if it
     // decided for each of n_rows rows instead, then by_row has them
     bool versions(const tensor & t, const void * graph, uint8_t * out, uint8_t * by_row, size_t n_rows) const;
@@ -125,7 +123,6 @@ class store {
     moeoff_options get_options() const;
     bool    set_options(const moeoff_options & options, std::string & error);
     int64_t force(const uint8_t * versions, int64_t n, std::string & error);
-    int64_t force_experts(const int32_t * ids, int64_t n, std::string & error);
     void    set_cancelled(bool on); // by the user, until taken back: ends graphs, and their waits for what is being read
 
     // --- watching ---
@@ -149,7 +146,6 @@ class store {
     int  read_slices(const slice_target * slices, int n, const std::atomic<bool> * cancel, bool & direct, std::string & message);
     bool check_limits(uint64_t high, uint64_t low, std::string & error) REQUIRES(store_mutex);
     bool check_options(const moeoff_options & options, std::string & error) const REQUIRES(store_mutex);
-    bool check_routing(std::string & error) const;
     bool is_decode(int32_t n_tokens) const;
 
     const uint32_t             made_at = n_forks();

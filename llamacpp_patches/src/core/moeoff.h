@@ -27,7 +27,7 @@ extern "C" {
 #endif
 
 // raised whenever a struct or a function below changes its meaning
-#define MOEOFF_ABI_VERSION 18
+#define MOEOFF_ABI_VERSION 19
 #define MOEOFF_MAX_WAVES 4 // of a block: each adds nodes to the graph, which llama.cpp gives a bounded size
 
 typedef struct moeoff_expert_buffer moeoff_expert_buffer;
@@ -39,7 +39,6 @@ enum moeoff_flag {
     MOEOFF_FLAG_GATE_INPUT = 8, // the gate node also takes the router's input (costs a copy on GPU backends)
     MOEOFF_FLAG_LOG_READS  = 32, // finished reads are kept for moeoff_take_reads()
     MOEOFF_FLAG_GATE_LOGITS = 64, // the gate node also takes the router's logits (the same cost)
-    MOEOFF_FLAG_ROUTING     = 128, // a node before the weights may change what a router has chosen (the same cost)
 };
 
 enum moeoff_matrix {
@@ -95,30 +94,17 @@ struct moeoff_thresholds {
     float    tau;
 };
 
-// Where tokens are decoded, an expert that is resident may take the place of a chosen one that is not. The router's scores are those
-// that it chooses by: with selection bias, and without the groups that it leaves out. Range is the largest less the smallest of a
-// token's scores. Among the n_candidates experts of the highest scores, those that are resident count for lambda * range more; one
-// that the router has not chosen takes part if its score lies at most margin * range below the last chosen one's. The first n_kept
-// of the router's choice stay. Nothing changes at lambda = 0, the default.
-struct moeoff_routing {
-    float    lambda;
-    float    margin;
-    int32_t  n_candidates; // 0: twice as many as serve a token
-    int32_t  n_kept;
-};
-
 // What may change while the buffer runs
 struct moeoff_options {
     uint32_t flags;           // moeoff_flag: those of init, but for KEEP, EAGER and LOG_READS
     int32_t  batch_kind;      // moeoff_batch_kind: what the tokens of the graphs to come are
     int32_t  max_gate_rows;   // of a larger batch, events carry the gate input and logits of at most so many tokens, evenly spread; 0, the default: of all
-    // Routing and thresholds take for resident, where tokens are decoded, what a simulated cache would hold that keeps this share of each
-    // gate's experts, those of the highest decayed counts of uses. It is empty when the share changes: from then on they depend on the
-    // gates alone. Each token of a batch is decided by itself, in its place behind those before it. Negative, the default: what is
+    // Thresholds take for resident, where tokens are decoded, what a simulated cache would hold that keeps this share of each gate's
+    // experts, those of the highest decayed counts of uses. It is empty when the share changes: from then on they depend on the gates
+    // alone. Each token of a batch is decided by itself, in its place behind those before it. Negative, the default: what is
     // resident in truth
     float    simulated_share;
     struct moeoff_thresholds thresholds;
-    struct moeoff_routing    routing;
 };
 
 struct moeoff_params {
@@ -169,7 +155,6 @@ struct moeoff_gate_event {
     const float   * gate_input;  // [n_rows, n_embd] or NULL
     const float   * logits;      // [n_rows, n_expert] or NULL: of the router, before its gating function
     const uint8_t * versions;    // [n_tokens, n_used] moeoff_version that serves each, or NULL: all high, the thresholds leave no choice
-    const int32_t * router_ids;  // [n_tokens, n_used] what the router had chosen, or NULL: ids
     const uint8_t * on_device;   // [n_tokens, n_used] 1: a device computes with it, or NULL: with none
 };
 
@@ -200,7 +185,6 @@ struct moeoff_stats {
     uint64_t low_bytes_read;    // of bytes_read
     uint64_t low_arena_bytes;     // of arena_bytes
     uint64_t low_arena_committed; // of arena_committed
-    uint64_t rerouted;          // of expert_uses, in the place of one that the router had chosen
     uint64_t simulated_misses;  // of the experts that served decoded tokens, those that a simulated cache would have had to read in high precision
     uint64_t device_hits;       // of demand_hits, slices on a device
     uint64_t device_uploads;    // experts that were written into a device's slot
@@ -211,7 +195,6 @@ struct moeoff_stats {
     uint64_t device_download_ns; // of these, summed
     uint64_t device_wait_ns;    // compute waited while experts were written into slots
     uint64_t device_experts;    // on devices now
-    double   rerouted_margin;   // the most that one of them lay below the one it displaced, as a share of the range of scores
 };
 
 // a read that has ended. level: of the most urgent request for it until then, 0 prefetch, 1 gate, 2 demand: compute was waiting
@@ -276,7 +259,7 @@ MOEOFF_API int     moeoff_start(moeoff_expert_buffer * eb);
 // between decodes: shrinking evicts at once. Each version has an arena of its own; low may be 0 while the thresholds select no low version
 MOEOFF_API int     moeoff_set_arena_bytes(moeoff_expert_buffer * eb, uint64_t high, uint64_t low);
 MOEOFF_API void    moeoff_get_options(const moeoff_expert_buffer * eb, struct moeoff_options * options);
-// All of them, or none: -1 if one is out of range, needs MOEOFF_FLAG_ROUTING (routing, simulated_share) or low versions and an arena for them
+// All of them, or none: -1 if one is out of range, or needs low versions and an arena for them
 MOEOFF_API int     moeoff_set_options(moeoff_expert_buffer * eb, const struct moeoff_options * options);
 // evicts every resident expert that is neither pinned nor wanted by a recent gate event
 MOEOFF_API void    moeoff_clear(moeoff_expert_buffer * eb);
@@ -315,9 +298,6 @@ MOEOFF_API int     moeoff_residency(const moeoff_expert_buffer * eb, int32_t ver
 // The next gate events take their versions from here, not from the thresholds: appends n of them, in the order and shape of
 // moeoff_gate_event.versions. Returns how many are left in all, or -1. They are dropped when an event needs more than are left.
 MOEOFF_API int64_t moeoff_force_versions(moeoff_expert_buffer * eb, const uint8_t * versions, int64_t n);
-// The next gate events take their experts from here instead of the router's choice: appends n of them, in the order and shape of
-// moeoff_gate_event.ids. Returns how many are left in all, or -1: without MOEOFF_FLAG_ROUTING. They are dropped when an event needs more than are left
-MOEOFF_API int64_t moeoff_force_experts(moeoff_expert_buffer * eb, const int32_t * ids, int64_t n);
 
 // --- events ---
 

@@ -27,10 +27,6 @@ bool moeoff_gate_wants_logits(const void * gate) {
     return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_GATE_LOGITS;
 }
 
-bool moeoff_gate_is_routed(const void * gate) {
-    return ((const moeoff::gate *) gate)->owner->get_flags() & MOEOFF_FLAG_ROUTING;
-}
-
 int moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens) {
     const auto & g = *(const moeoff::gate *) gate;
     return g.owner->device_mode(g, user, n_used, n_tokens);
@@ -56,17 +52,6 @@ void moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched) {
     }
 }
 
-// whether some token's experts are not what the router chose
-static bool is_changed(const ggml_tensor * ids, const ggml_tensor * router_ids) {
-    const size_t nbytes = (size_t) ids->ne[0] * sizeof(int32_t);
-    for (int64_t t = 0; t < ids->ne[1]; t++) {
-        if (memcmp((const char *) ids->data + t * ids->nb[1], (const char *) router_ids->data + t * router_ids->nb[1], nbytes) != 0) {
-            return true;
-        }
-    }
-    return false;
-}
-
 // where the device's ids and those of the CPU go; before they are known, all is the CPU's
 static moeoff::device_ids device_ids_of(const ggml_tensor * dst, const moeoff::gate & gate, const ggml_tensor * ids) {
     const moeoff::device_ids out = { (int32_t *) dst->data, (int32_t *) ((char *) dst->data + dst->nb[2]) };
@@ -80,7 +65,7 @@ static moeoff::device_ids device_ids_of(const ggml_tensor * dst, const moeoff::g
     return out;
 }
 
-static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor * input, const ggml_tensor * logits, const ggml_tensor * router_ids) {
+static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor * input, const ggml_tensor * logits) {
     const ggml_tensor * ids     = dst->src[0];
     const ggml_tensor * weights = dst->src[1];
     const bool               has_device = dst->ne[2] == 2;
@@ -103,10 +88,6 @@ static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor
         event.logits   = (const float *) logits->data;
         strides.logits = logits->nb[1];
     }
-    if (router_ids && is_changed(ids, router_ids)) {
-        event.router_ids   = (const int32_t *) router_ids->data;
-        strides.router_ids = router_ids->nb[1];
-    }
     if (gate.owner->started() && event.n_tokens > 0) {
         try {
             gate.owner->gate_event(gate, event, strides, has_device ? &out : nullptr);
@@ -118,17 +99,14 @@ static void post_event(ggml_tensor * dst, moeoff::gate & gate, const ggml_tensor
 
 void moeoff_gate_node(ggml_tensor * dst, int ith, int, void * gate) {
     if (ith == 0) { // ggml runs a custom op on every thread
-        const bool is_routed = moeoff_gate_is_routed(gate);
-        const bool has_input = dst->src[is_routed ? 3 : 2] != nullptr;
-        post_event(dst, *(moeoff::gate *) gate, has_input ? dst->src[2] : nullptr, nullptr, is_routed ? dst->src[2 + has_input] : nullptr);
+        post_event(dst, *(moeoff::gate *) gate, dst->src[2], nullptr);
     }
 }
 
 void moeoff_gate_node_with_logits(ggml_tensor * dst, int ith, int, void * gate) {
     if (ith == 0) {
-        const bool is_routed = moeoff_gate_is_routed(gate);
-        const bool has_input = dst->src[is_routed ? 4 : 3] != nullptr;
-        post_event(dst, *(moeoff::gate *) gate, has_input ? dst->src[2] : nullptr, dst->src[2 + has_input], is_routed ? dst->src[3 + has_input] : nullptr);
+        const bool has_input = dst->src[3] != nullptr;
+        post_event(dst, *(moeoff::gate *) gate, has_input ? dst->src[2] : nullptr, dst->src[2 + has_input]);
     }
 }
 
@@ -147,43 +125,5 @@ void moeoff_wave_node(ggml_tensor * dst, int ith, int, void * of) {
             ((int32_t *) dst->data)[i] = n_slots + i % n_used;
         }
         gate.owner->fail(moeoff::graph_of_this_thread(), "out of memory");
-    }
-}
-
-static void route(ggml_tensor * dst, moeoff::gate & gate, bool is_softmax_last) {
-    const ggml_tensor * ids = dst->src[0];
-    for (int64_t t = 0; t < ids->ne[1]; t++) {
-        memcpy((char *) dst->data + t * dst->nb[1], (const char *) ids->data + t * ids->nb[1], (size_t) ids->ne[0] * sizeof(int32_t));
-    }
-    moeoff::router_output r = {};
-    r.n_used   = (int32_t) ids->ne[0];
-    r.n_tokens = (int32_t) ids->ne[1];
-    r.n_expert = gate.n_expert;
-    r.ids      = (int32_t *) dst->data;
-    if (const ggml_tensor * scores = dst->src[1]) {
-        r.scores        = (const float *) scores->data;
-        r.scores_stride = scores->nb[1];
-        r.probs         = (const float *) dst->src[2]->data;
-        r.probs_stride  = dst->src[2]->nb[1];
-        r.is_softmax_last = is_softmax_last;
-    }
-    if (gate.owner->started()) {
-        try {
-            gate.owner->route(gate, r);
-        } catch (const std::bad_alloc &) { // ggml is C
-            gate.owner->fail(moeoff::graph_of_this_thread(), "out of memory");
-        }
-    }
-}
-
-void moeoff_route_node(ggml_tensor * dst, int ith, int, void * gate) {
-    if (ith == 0) {
-        route(dst, *(moeoff::gate *) gate, false);
-    }
-}
-
-void moeoff_route_node_softmax_last(ggml_tensor * dst, int ith, int, void * gate) {
-    if (ith == 0) {
-        route(dst, *(moeoff::gate *) gate, true);
     }
 }

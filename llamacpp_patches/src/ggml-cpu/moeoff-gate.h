@@ -22,7 +22,6 @@ MOEOFF_API void   moeoff_adopt_dense(ggml_backend_buffer_t buffer);
 MOEOFF_API void * moeoff_gate_of(const struct ggml_tensor * tensor);
 MOEOFF_API bool   moeoff_gate_wants_input(const void * gate);
 MOEOFF_API bool   moeoff_gate_wants_logits(const void * gate);
-MOEOFF_API bool   moeoff_gate_is_routed(const void * gate);
 // how a graph of the user (what all graphs of one llama_context have in common) computes a batch with the gate's experts: a moeoff_device_mode
 MOEOFF_API int    moeoff_gate_device_mode(const void * gate, const void * user, int64_t n_used, int64_t n_tokens);
 // MOEOFF_DEVICE_CENTRIC, MOEOFF_DEVICE_WAVES: the device computes with all
@@ -33,18 +32,14 @@ MOEOFF_API int    moeoff_gate_n_waves(const void * gate, int64_t n_used, int64_t
 MOEOFF_API void   moeoff_gate_set_sched(const void * gate, ggml_backend_sched_t sched);
 // the slots of a device that hold some of a tensor's experts, or NULL
 MOEOFF_API struct ggml_tensor * moeoff_device_slots_of(const struct ggml_tensor * tensor);
-// ggml_custom_op_t; sources: ids, weights, optionally the gate input, for the second the logits after them, and for a gate that is
-// routed the router's own ids at last; userdata: the gate. The result is nothing, or if a device computes with some of the experts
-// [n_used, n_tokens, 2]: the device's ids and those of the CPU (moeoff::device_ids)
+// ggml_custom_op_t; sources: ids, weights, optionally the gate input, and for the second the logits at last; userdata: the gate. The
+// result is nothing, or if a device computes with some of the experts [n_used, n_tokens, 2]: the device's ids and those of the CPU
+// (moeoff::device_ids)
 MOEOFF_API void   moeoff_gate_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
 MOEOFF_API void   moeoff_gate_node_with_logits(struct ggml_tensor * dst, int ith, int nth, void * gate);
 // the same for each wave behind the first, whose ids the gate node has given; sources: ids, and anything of the wave before, for which the device
 // is waited. The result is the device's ids, dense
 MOEOFF_API void   moeoff_wave_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
-// the same; sources: ids of the router's choice, optionally the scores that it chose by and the probabilities that the weights are
-// made of (the second: whose softmax they are). The result is ids, dense
-MOEOFF_API void   moeoff_route_node(struct ggml_tensor * dst, int ith, int nth, void * gate);
-MOEOFF_API void   moeoff_route_node_softmax_last(struct ggml_tensor * dst, int ith, int nth, void * gate);
 
 #ifdef __cplusplus
 }

@@ -59,32 +59,14 @@ static void * gate_of(std::initializer_list<const ggml_tensor *> experts, int64_
     return nullptr;
 }
 
-ggml_tensor * moeoff_build_route(ggml_context * ctx, ggml_tensor * ids, ggml_tensor * scores, ggml_tensor * probs, bool is_softmax_last,
-                                 std::initializer_list<const ggml_tensor *> experts) {
-    int64_t n_expert = 0;
-    void *  gate     = gate_of(experts, n_expert);
-    if (!gate || !moeoff_gate_is_routed(gate)) {
-        return ids;
-    }
-    ggml_tensor * args[3] = { ids };
-    int n_args = 1;
-    if (scores && scores->ne[0] == n_expert) {
-        args[n_args++] = scores;
-        args[n_args++] = probs->ne[0] == n_expert ? probs : ggml_reshape_2d(ctx, probs, n_expert, ids->ne[1]);
-    }
-    ggml_tensor * node = ggml_custom_4d(ctx, GGML_TYPE_I32, ids->ne[0], ids->ne[1], 1, 1, args, n_args, is_softmax_last ? moeoff_route_node_softmax_last : moeoff_route_node, 1, gate);
-    ggml_set_name(node, "moeoff_route");
-    return node;
-}
-
-void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * router_ids, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       ggml_tensor * logits, const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts) {
+void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input, ggml_tensor * logits,
+                       const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts) {
     int64_t n_expert = 0;
     void *  gate     = gate_of(experts, n_expert);
     if (!gate) {
         return;
     }
-    ggml_tensor * args[5] = { ids, weights };
+    ggml_tensor * args[4] = { ids, weights };
     int n_args = 2;
     if (gate_input && moeoff_gate_wants_input(gate)) {
         args[n_args++] = gate_input;
@@ -92,9 +74,6 @@ void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * route
     const bool with_logits = logits && logits->ne[0] == n_expert && moeoff_gate_wants_logits(gate); // grovemoe's chunks have the logits of others
     if (with_logits) {
         args[n_args++] = logits;
-    }
-    if (moeoff_gate_is_routed(gate)) {
-        args[n_args++] = router_ids;
     }
     const bool has_device = moeoff_gate_device_mode(gate, user, ids->ne[0], ids->ne[1]) != MOEOFF_DEVICE_OFF;
     if (has_device) {

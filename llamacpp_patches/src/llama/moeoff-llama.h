@@ -8,18 +8,12 @@
 
 #include <initializer_list>
 
-// The experts that one MoE block uses, [n_used, n_tokens] i32: the router's choice ids, or if the block's experts live in an expert
-// buffer that routes, a node that may change it. scores [n_expert, n_tokens] f32 that the router chose by, or nullptr where it chose by
-// something else; probs, as many or [1, n_expert, n_tokens], that the weights are made of: is_softmax_last, of the chosen ones' softmax.
-ggml_tensor * moeoff_build_route(ggml_context * ctx, ggml_tensor * ids, ggml_tensor * scores, ggml_tensor * probs, bool is_softmax_last,
-                                 std::initializer_list<const ggml_tensor *> experts);
-
-// Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. router_ids: what the router chose. ids [n_used, n_tokens]
+// Adds the gate node of one MoE block to the graph if the block's experts live in an expert buffer. ids [n_used, n_tokens]
 // i32, weights [1, n_used, n_tokens] f32, gate_input [n_embd, n_tokens] f32, what the router read, or nullptr where that is not known,
 // logits [n_expert, n_tokens] f32 of the router, before its gating function. user: what the graphs of one context have in common and
 // those of others have not, or nullptr: no device takes a part of the products. sched: computes the graph.
-void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * router_ids, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input,
-                       ggml_tensor * logits, const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts);
+void moeoff_build_gate(ggml_context * ctx, ggml_cgraph * gf, ggml_tensor * ids, ggml_tensor * weights, ggml_tensor * gate_input, ggml_tensor * logits,
+                       const void * user, ggml_backend_sched_t sched, std::initializer_list<const ggml_tensor *> experts);
 
 // product: a MUL_MAT_ID that no other node uses, complete with its precision. Returned is what takes its place: itself, or if a device holds some of
 // its experts and the block has a gate node, the sum of the device's product with these and the CPU's with the others. Of a block's last

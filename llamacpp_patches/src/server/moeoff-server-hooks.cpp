@@ -69,8 +69,6 @@ void server_usage::add(const server_usage & share) {
     uses += share.uses;
     served_low += share.served_low;
     skipped += share.skipped;
-    rerouted += share.rerouted;
-    rerouted_margin = share.rerouted > 0 ? share.rerouted_margin : rerouted_margin;
     arena_bytes = share.arena_bytes;
 }
 
@@ -88,8 +86,6 @@ void server_usage::to_json(common_json & timings) const {
         {"expert_uses", std::llround(uses)},
         {"served_low", std::llround(served_low)},
         {"skipped", std::llround(skipped)},
-        {"rerouted", std::llround(rerouted)},
-        {"rerouted_margin", rerouted_margin},
         {"arena_bytes", arena_bytes},
     };
 }
@@ -189,8 +185,6 @@ int server_decode::after(int result) {
     share.served_low = (now.served_low - seen->served_low) / n;
     share.skipped    = (now.skipped - seen->skipped) / n;
     share.device_hits = (now.device_hits - seen->device_hits) / n;
-    share.rerouted   = (now.rerouted - seen->rerouted) / n;
-    share.rerouted_margin = now.rerouted_margin;
     share.arena_bytes = now.arena_bytes;
     seen = now;
     char text[1024] = "";

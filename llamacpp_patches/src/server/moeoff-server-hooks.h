@@ -24,8 +24,7 @@ namespace moeoff {
 
 // What one answer took of the expert buffer: shares of the decodes that it had a part in.
 struct server_usage {
-    double hits = 0, device_hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0, rerouted = 0;
-    double rerouted_margin = 0; // the largest so far
+    double hits = 0, device_hits = 0, misses = 0, bytes_read = 0, stall_ns = 0, uses = 0, served_low = 0, skipped = 0;
     uint64_t arena_bytes = 0; // that experts could take when it ended
 
     void add(const server_usage & share);
