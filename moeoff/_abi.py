@@ -1,4 +1,4 @@
-"""The ctypes mirror of moeoff.h, made by scripts/build/make_abi.py: do not edit. The header says what each thing means."""
+"""The ctypes mirror of our C headers, made by scripts/build/make_abi.py: do not edit. The headers say what each thing means."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ctypes import (
     c_bool,
     c_char,
     c_char_p,
+    c_double,
     c_float,
     c_int,
     c_int32,
@@ -60,6 +61,9 @@ __all__ = [
     "Stats",
     "Read",
     "STRUCTS",
+    "Prompt",
+    "ServerHooks",
+    "SERVER_STRUCTS",
     "GateCallback",
     "abi_version",
     "abi_layout",
@@ -104,6 +108,24 @@ __all__ = [
     "should_abort",
     "set_cancelled",
     "is_buffered",
+    "context_memory",
+    "batch_memory",
+    "unused_state",
+    "layer_device",
+    "device_memory",
+    "replan",
+    "guard_begin",
+    "guard_end",
+    "overrides_new",
+    "overrides_free",
+    "threadpool_new",
+    "time_products",
+    "to_float",
+    "row_products",
+    "row_kernel",
+    "use_row_kernels",
+    "row_kernel_agrees",
+    "SERVER_FUNCTIONS",
 ]
 
 
@@ -307,6 +329,50 @@ STRUCTS: dict[str, type[Structure]] = {
     "moeoff_read": Read,
 }
 
+
+class Prompt(Structure):
+    """struct moeoff_prompt"""
+
+    _fields_ = [
+        ("tokens", POINTER(c_int32)),
+        ("n_tokens", c_int32),
+        ("state_data", POINTER(c_uint8)),
+        ("state_size", c_uint64),
+        ("draft_data", POINTER(c_uint8)),
+        ("draft_size", c_uint64),
+    ]
+
+
+class ServerHooks(Structure):
+    """struct moeoff_server_hooks"""
+
+    _fields_ = [
+        ("buffer", c_void_p),
+        ("overrides", c_void_p),
+        ("ending", POINTER(c_int32)),
+        ("drafting", POINTER(c_int32)),
+        ("loaded", CFUNCTYPE(c_int, c_void_p, c_void_p)),
+        ("ready", CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p, c_char_p)),
+        ("before", CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)),
+        ("after", CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)),
+        ("lend", CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)),
+        ("metrics", CFUNCTYPE(None, c_void_p, c_size_t)),
+        ("keep", CFUNCTYPE(c_int, c_int64)),
+        ("answered", CFUNCTYPE(None, c_char_p, c_char_p, c_int32, c_char_p)),
+        ("wants", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_uint64)),
+        ("takes", CFUNCTYPE(None, POINTER(Prompt))),
+        ("finds", CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))),
+        ("reads", CFUNCTYPE(c_int, POINTER(Prompt))),
+        ("fills", CFUNCTYPE(None, c_int32)),
+        ("page", c_char_p),
+    ]
+
+
+SERVER_STRUCTS: dict[str, type[Structure]] = {
+    "moeoff_prompt": Prompt,
+    "moeoff_server_hooks": ServerHooks,
+}
+
 # typedef void (*moeoff_gate_callback)(const struct moeoff_gate_event * event, void * user);  -- pointers as addresses, which costs less for each call
 GateCallback = CFUNCTYPE(None, c_void_p, c_void_p)
 
@@ -396,3 +462,71 @@ should_abort = function("moeoff_should_abort", c_bool, c_void_p)
 set_cancelled = function("moeoff_set_cancelled", None, c_void_p, c_bool)
 # int moeoff_is_buffered(const moeoff_expert_buffer * eb);
 is_buffered = function("moeoff_is_buffered", c_int, c_void_p)
+# int moeoff_context_memory(struct llama_context * ctx, uint64_t * bytes);
+context_memory = function("moeoff_context_memory", c_int, c_void_p, POINTER(c_uint64))
+# int moeoff_batch_memory(struct llama_context * ctx, uint32_t n_tokens, bool gives_back, uint64_t * bytes);
+batch_memory = function("moeoff_batch_memory", c_int, c_void_p, c_uint32, c_bool, POINTER(c_uint64))
+# uint64_t moeoff_unused_state(const struct llama_context * ctx, uint32_t n_tokens, bool gives_back);
+unused_state = function("moeoff_unused_state", c_uint64, c_void_p, c_uint32, c_bool)
+# void * moeoff_layer_device(const struct llama_context * ctx, int32_t layer);
+layer_device = function("moeoff_layer_device", c_void_p, c_void_p, c_int32)
+# void moeoff_device_memory(const struct llama_context * ctx, void * device, uint64_t * bytes);
+device_memory = function("moeoff_device_memory", None, c_void_p, c_void_p, POINTER(c_uint64))
+# int moeoff_replan(struct llama_context * ctx);
+replan = function("moeoff_replan", c_int, c_void_p)
+# void moeoff_guard_begin(void);
+guard_begin = function("moeoff_guard_begin", None)
+# void moeoff_guard_end(void);
+guard_end = function("moeoff_guard_end", None)
+# void * moeoff_overrides_new(const char * const * patterns, void * const * buffer_types, int32_t n);
+overrides_new = function("moeoff_overrides_new", c_void_p, POINTER(c_char_p), POINTER(c_void_p), c_int32)
+# void moeoff_overrides_free(void * overrides);
+overrides_free = function("moeoff_overrides_free", None, c_void_p)
+# void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each);
+threadpool_new = function("moeoff_threadpool_new", c_void_p, POINTER(c_int32), c_int32, c_int32, c_bool)
+# int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int32_t n_threads, void * threadpool, double seconds, double * best);
+time_products = function(
+    "moeoff_time_products",
+    c_int,
+    POINTER(c_int32),
+    POINTER(c_int32),
+    POINTER(c_int64),
+    POINTER(c_int64),
+    c_int32,
+    c_int32,
+    c_int32,
+    c_void_p,
+    c_double,
+    POINTER(c_double),
+)
+# bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n);
+to_float = function("moeoff_to_float", c_bool, c_int32, c_void_p, c_void_p, c_int64)
+# int moeoff_row_products(int32_t type, const void * rows, int32_t n_rows, int32_t n_cols, const float * x, int32_t n_x, float * out);
+row_products = function("moeoff_row_products", c_int, c_int32, c_void_p, c_int32, c_int32, c_void_p, c_int32, c_void_p)
+# int moeoff_row_kernel(int32_t type);
+row_kernel = function("moeoff_row_kernel", c_int, c_int32)
+# void moeoff_use_row_kernels(bool use);
+use_row_kernels = function("moeoff_use_row_kernels", None, c_bool)
+# bool moeoff_row_kernel_agrees(int32_t type, int n_unit, moeoff_four_rows kernel, moeoff_four_columns four_columns);
+row_kernel_agrees = function("moeoff_row_kernel_agrees", c_bool, c_int32, c_int, c_void_p, c_void_p)
+
+SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments
+    # int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);
+    "moeoff_serve": (c_int, c_int, POINTER(c_char_p), POINTER(ServerHooks)),
+    # bool moeoff_server_check(int argc, char ** argv, char * message, size_t size);
+    "moeoff_server_check": (c_bool, c_int, POINTER(c_char_p), c_char_p, c_size_t),
+    # const char * moeoff_server_options(void);
+    "moeoff_server_options": (c_char_p,),
+    # void moeoff_isolate_templates(const char * program);
+    "moeoff_isolate_templates": (None, c_char_p),
+    # bool moeoff_serve_has_page(void);
+    "moeoff_serve_has_page": (c_bool,),
+    # int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
+    "moeoff_projector_memory": (c_int32, c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t),
+    # void moeoff_serve_forget(struct moeoff_prompt * prompt);
+    "moeoff_serve_forget": (None, POINTER(Prompt)),
+    # const char * moeoff_server_layout(void);
+    "moeoff_server_layout": (c_char_p,),
+    # void moeoff_serve_stop(void);
+    "moeoff_serve_stop": (None,),
+}

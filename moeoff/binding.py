@@ -400,7 +400,7 @@ class PatchedLlama(_AnyLlama):
     A subclass sets `_overrides`, `_progress` and `_one_output` before it calls `load`.
     """
 
-    _overrides: Any  # array of llama_model_tensor_buft_override, ended by an empty one
+    _overrides: Any  # moeoff.native.TensorOverrides
     _no_alloc = False  # plans buffers and allocates none: nothing can be computed, but `context_memory` tells the sizes
     _progress: Callable[[float], None] | None = None
     # Batches give the logits of one token, unless an option wants those of all. llama.cpp plans for all by default: a vocabulary of
@@ -465,7 +465,7 @@ class PatchedLlama(_AnyLlama):
                 self.scores = np.empty((n_ctx, self._n_vocab), np.single)
 
     def _change_model_params(self, params: Any) -> None:
-        params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+        params.tensor_buft_overrides = self._overrides.address
         params.progress_callback = self._progress_callback
         params.no_alloc = self._no_alloc
         params.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # above 4 GiB some tensors would be mapped, and be in no plan of memory
@@ -758,7 +758,7 @@ class StockLlama(_AnyLlama):
 
     Args:
         use_extra_bufts: repacked kernels, llama.cpp's default, which llama_cpp offers no option for.
-        overrides: where tensors go (`moeoff.native.tensor_overrides`), likewise; None: as llama.cpp has it.
+        overrides: where tensors go (`moeoff.native.TensorOverrides`), likewise; None: as llama.cpp has it.
 
     Attributes:
         decode_seconds: inside llama_decode so far.
@@ -779,7 +779,7 @@ class StockLlama(_AnyLlama):
     def _change_model_params(self, params: Any) -> None:
         params.use_extra_bufts = self._extra
         if self._overrides is not None:  # kept here, since llama.cpp does not copy them
-            params.tensor_buft_overrides = ctypes.cast(self._overrides, ctypes.c_void_p)
+            params.tensor_buft_overrides = self._overrides.address
 
 
 class _Progress:

@@ -13,8 +13,9 @@ import os
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_uint32, c_void_p
+from ctypes import c_int32, c_void_p
 
+from . import native
 from .binding import api, c_function, lib
 from .errors import OptionError
 from .files import machine_wide_file
@@ -26,33 +27,12 @@ _OMP_PAUSE_SOFT = 1
 PRIORITIES = {-1: 5, 0: 0, 1: -5, 2: -10, 3: -20}  # llama.cpp's --prio -> nice
 
 
-class _PoolParams(Structure):
-    """struct ggml_threadpool_params"""
-
-    _fields_ = [
-        ("cpumask", c_bool * MAX_CORES),
-        ("n_threads", c_int),
-        ("prio", c_int),
-        ("poll", c_uint32),
-        ("strict_cpu", c_bool),
-        ("paused", c_bool),
-    ]
-
-
-# void ggml_threadpool_params_init(struct ggml_threadpool_params * p, int n_threads);
-_params_init = c_function("ggml_threadpool_params_init", None, POINTER(_PoolParams), c_int)
-# struct ggml_threadpool * ggml_threadpool_new(struct ggml_threadpool_params * params);
-_pool_new = c_function("ggml_threadpool_new", c_void_p, POINTER(_PoolParams))
 # void ggml_threadpool_free(struct ggml_threadpool * threadpool);
 _pool_free = c_function("ggml_threadpool_free", None, c_void_p)
 # void llama_attach_threadpool(struct llama_context * ctx, ggml_threadpool_t threadpool, ggml_threadpool_t threadpool_batch);
 _attach = c_function("llama_attach_threadpool", None, c_void_p, c_void_p, c_void_p)
 # void llama_detach_threadpool(struct llama_context * ctx);
 _detach = c_function("llama_detach_threadpool", None, c_void_p)
-# int32_t llama_n_threads(struct llama_context * ctx);
-_n_threads = c_function("llama_n_threads", c_int32, c_void_p)
-# int32_t llama_n_threads_batch(struct llama_context * ctx);
-_n_threads_batch = c_function("llama_n_threads_batch", c_int32, c_void_p)
 
 
 def why_not(environ: Mapping[str, str] = os.environ) -> str | None:
@@ -152,7 +132,7 @@ class CoreBinding:
             return
         self._leave()  # a batch that was interrupted just when it ended
         self._thread = threading.get_native_id()
-        now = (os.sched_getaffinity(0), _n_threads(self._ctx), _n_threads_batch(self._ctx))
+        now = (os.sched_getaffinity(0), api.llama_n_threads(self._ctx), api.llama_n_threads_batch(self._ctx))
         if now != self._made_for:
             self._make(*now)
             self._made_for = now
@@ -214,12 +194,8 @@ class CoreBinding:
 
 
 def _new_pool(n_threads: int, cores: Iterable[int], one_each: bool) -> int:
-    params = _PoolParams()
-    _params_init(params, n_threads)
-    for core in cores:
-        params.cpumask[core] = True
-    params.strict_cpu = one_each
-    pool: int = _pool_new(params)
+    listed = list(cores)
+    pool: int = native.threadpool_new((c_int32 * len(listed))(*listed), len(listed), n_threads, one_each)
     return pool
 
 

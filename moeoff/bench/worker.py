@@ -120,11 +120,11 @@ class _Engine:
             self.llm = self._moeoff = Llama(job.model, **options)
         else:
             from ..binding import StockLlama
-            from ..native import cpu_buffer_type, tensor_overrides
+            from ..native import TensorOverrides, cpu_buffer_type
             from ..options import llama_keywords
 
             if options.pop("cpu_moe", False):
-                options["overrides"] = tensor_overrides([(EXPERT_PATTERN, cpu_buffer_type())])
+                options["overrides"] = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())])
             self.llm = StockLlama(job.model, **llama_keywords(options))
         if self._moeoff is not None and job.preload and self._moeoff.stats().arena_bytes >= self._moeoff.engine.buffer.arena_full:
             load_everything(self._moeoff.engine.buffer)

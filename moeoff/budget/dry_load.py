@@ -21,7 +21,7 @@ from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tens
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..memory import rss, slot_bytes, trim
-from ..native import context_memory, cpu_buffer_type, tensor_overrides
+from ..native import TensorOverrides, context_memory, cpu_buffer_type
 from .memory_plan import ALLOCATED, MemoryPlan, planned_process
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
@@ -32,7 +32,7 @@ _MTP, _F16 = 1, 1  # LLAMA_CONTEXT_TYPE_MTP, GGML_TYPE_F16
 # there are no weights for a LoRA to change, and NUMA is set up once in a process
 _PLANNED = {"use_mmap": False, "verbose": False, "lora_path": None, "numa": False}
 
-TensorOverrides = Sequence[tuple[str, int]]  # (regular expression on tensor names, ggml_backend_buffer_type_t)
+Overrides = Sequence[tuple[str, int]]  # of `TensorOverrides`
 
 
 class _PlannedLlama(PatchedLlama):
@@ -41,9 +41,9 @@ class _PlannedLlama(PatchedLlama):
     _no_alloc = True
     _one_output = True
 
-    def __init__(self, overrides: TensorOverrides, n_sequences: int = 1, nextn: bool = False, unified: bool = True):
+    def __init__(self, overrides: Overrides, n_sequences: int = 1, nextn: bool = False, unified: bool = True):
         self._n_sequences, self._nextn, self._unified = n_sequences, nextn, unified
-        self._overrides = tensor_overrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
+        self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
     def _change_model_params(self, params: Any) -> None:
         super()._change_model_params(params)
@@ -93,7 +93,7 @@ def context_sizes(ctx: int) -> MemoryPlan:
     return MemoryPlan(**dict(zip(ALLOCATED, out)))
 
 
-def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: TensorOverrides = (), *,
+def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: Overrides = (), *,
              n_sequences: int = 1, kept: int = 0, nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """Plans the memory of a model at a context of n_ctx tokens, in this process as it is.
 
@@ -132,7 +132,7 @@ def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | 
     )
 
 
-def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: TensorOverrides = (), n_sequences: int = 1,
+def dry_load_whole(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any], overrides: Overrides = (), n_sequences: int = 1,
                    nextn: bool = False, unified: bool = True) -> MemoryPlan:  # fmt: skip
     """The bytes that llama.cpp would allocate for a model that is in memory as a whole; it need not have experts."""
 
@@ -169,7 +169,7 @@ def _planned(
     model_index: ModelIndex,
     n_ctx: int,
     keywords: Mapping[str, Any],
-    overrides: TensorOverrides = (),
+    overrides: Overrides = (),
     n_sequences: int = 1,
     nextn: bool = False,
     unified: bool = True,

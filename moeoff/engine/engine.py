@@ -337,9 +337,9 @@ class Engine:
     def _borrowed(self, ctx: int) -> Borrowed | None:
         """None: a device computes, too, or what is resident must repeat."""
         largest = min(api.llama_n_ubatch(ctx), api.llama_n_ctx(ctx))
-        if self.config.repeatable or self.device_tier is not None or native.batch_memory(ctx, largest, False) is None:
+        if self.config.repeatable or self.device_tier is not None or native.memory_of_batches(ctx, largest, False) is None:
             return None
-        buffers = BorrowedBuffers(functools.partial(native.batch_memory, ctx), largest)
+        buffers = BorrowedBuffers(functools.partial(native.memory_of_batches, ctx), largest)
         return Borrowed(buffers, BorrowedCache(functools.partial(native.unused_state, ctx)))
 
     def attach_strategy(self) -> None:

@@ -138,11 +138,11 @@ class ExpertBuffer:
     # --- set-up ---
 
     @contextlib.contextmanager
-    def loading(self, others: Sequence[tuple[str, int]] = (), *, embedding: bool = False) -> Iterator[ctypes.Array[native.BuftOverride]]:
+    def loading(self, others: Sequence[tuple[str, int]] = (), *, embedding: bool = False) -> Iterator[native.TensorOverrides]:
         """While open, models loaded by this thread with the yielded overrides reserve their experts here.
 
         Args:
-            others: overrides for other tensors, as of `native.tensor_overrides`.
+            others: overrides for other tensors, as of `native.TensorOverrides`.
             embedding: reserve the token embedding, too, unless it is among the others; it must not be the output matrix
                 (`ModelIndex.lookup_embedding`).
         """
@@ -151,7 +151,7 @@ class ExpertBuffer:
         if embedding:
             pairs.append((EMBEDDING_PATTERN, native.buffer_type()))
         try:
-            yield native.tensor_overrides(pairs)
+            yield native.TensorOverrides(pairs)
         finally:
             native.load_end(self.handle)
 

@@ -11,9 +11,9 @@ threads (ctypes releases the GIL while ggml works). libggml is loaded at the fir
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -30,68 +30,30 @@ _NOT_WRITTEN = frozenset({9, 15, 24, 25, 26, 27, 28})
 _NOT_COMPUTED = _NOT_WRITTEN - {I32}
 
 
-# typedef void (*ggml_to_float_t)(const void * x, float * y, int64_t k);
-_to_float_t = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
+@dataclass(frozen=True)
+class _Type:
+    """A type of ggml's: its name, and the values and bytes of a block."""
 
-
-# struct ggml_type_traits {
-#     const char * type_name; int64_t blck_size; int64_t blck_size_interleave; size_t type_size; bool is_quantized;
-#     ggml_to_float_t to_float; ggml_from_float_t from_float_ref;
-# };
-class _TypeTraits(ctypes.Structure):
-    _fields_ = [
-        ("type_name", ctypes.c_char_p),
-        ("blck_size", ctypes.c_int64),
-        ("blck_size_interleave", ctypes.c_int64),
-        ("type_size", ctypes.c_size_t),
-        ("is_quantized", ctypes.c_bool),
-        ("to_float", ctypes.c_void_p),
-        ("from_float_ref", ctypes.c_void_p),
-    ]
-
-
-class _Library:
-    """The bound functions of libggml."""
-
-    def __init__(self) -> None:
-        # Here, because it loads llama.cpp. libllama's handle also resolves the symbols of the ggml it is linked with;
-        # llama_cpp._ggml would ignore LLAMA_CPP_LIB_PATH and could load a second ggml.
-        from ..binding import lib
-
-        # const struct ggml_type_traits * ggml_get_type_traits(enum ggml_type type);
-        self.get_type_traits = lib.ggml_get_type_traits
-        self.get_type_traits.argtypes = [ctypes.c_int]
-        self.get_type_traits.restype = ctypes.POINTER(_TypeTraits)
-
-        # bool ggml_quantize_requires_imatrix(enum ggml_type type);
-        self.quantize_requires_imatrix = lib.ggml_quantize_requires_imatrix
-        self.quantize_requires_imatrix.argtypes = [ctypes.c_int]
-        self.quantize_requires_imatrix.restype = ctypes.c_bool
-
-        # size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst,
-        #                            int64_t start, int64_t nrows, int64_t n_per_row, const float * imatrix);
-        self.quantize_chunk = lib.ggml_quantize_chunk
-        self.quantize_chunk.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, *[ctypes.c_int64] * 3, ctypes.c_void_p]
-        self.quantize_chunk.restype = ctypes.c_size_t
+    name: str
+    block: int
+    nbytes: int
 
 
 @functools.cache
-def _library() -> _Library:
-    return _Library()
+def _type(type: int) -> _Type:
+    from .. import native  # here, because it loads llama.cpp
 
-
-@functools.cache
-def _traits(type: int) -> _TypeTraits:
-    traits: _TypeTraits | None = _library().get_type_traits(int(type)).contents if 0 <= type < _N_TYPES else None
+    number = int(type) if 0 <= type < _N_TYPES else -1
+    kind = None if number < 0 else _Type((native.type_name(number) or b"").decode().upper(), native.block_size(number), native.type_size(number))
     # numbers of removed types are holes in ggml's table: no name, or a name with an empty block
-    if traits is None or not traits.type_name or traits.type_size == 0 or traits.blck_size == 0:
+    if kind is None or not kind.name or kind.nbytes == 0 or kind.block == 0:
         raise ModelError(f"ggml type {int(type)} is unknown to this build (types 0 to {_N_TYPES - 1}, less the removed ones)")
-    return traits
+    return kind
 
 
 def type_name(type: int) -> str:
     """ggml's name of a type as gguf-py writes it, e.g. "Q4_K". Raises ModelError for an unknown type."""
-    return str(_traits(type).type_name.decode().upper())
+    return _type(type).name
 
 
 @functools.cache
@@ -110,7 +72,7 @@ def type_from_name(name: str) -> int:
 
 def fits(type: int, n_cols: int) -> bool:
     """True if rows of n_cols values can be stored in this type, that is, hold whole blocks of it."""
-    return n_cols > 0 and n_cols % _traits(type).blck_size == 0
+    return n_cols > 0 and n_cols % _type(type).block == 0
 
 
 def is_computed(type: int) -> bool:
@@ -125,16 +87,18 @@ def is_written(type: int) -> bool:
 
 def row_bytes(type: int, n_cols: int) -> int:
     """Bytes of one row of n_cols values. Raises ModelError if the type's blocks do not divide n_cols."""
-    traits = _traits(type)
+    kind = _type(type)
     if not fits(type, n_cols):
-        raise ModelError(f"{type_name(type)} stores blocks of {traits.blck_size} values: a row of {n_cols} is not a multiple of it")
-    return int(n_cols // traits.blck_size * traits.type_size)
+        raise ModelError(f"{kind.name} stores blocks of {kind.block} values: a row of {n_cols} is not a multiple of it")
+    return n_cols // kind.block * kind.nbytes
 
 
 def needs_imatrix(type: int) -> bool:
     """True if `quantize` refuses this type without an importance matrix (the smallest IQ types)."""
-    _traits(type)
-    return bool(_library().quantize_requires_imatrix(int(type)))
+    from .. import native
+
+    _type(type)
+    return bool(native.requires_imatrix(int(type)))
 
 
 def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, search: bool = False) -> np.ndarray:
@@ -165,7 +129,9 @@ def quantize(rows: np.ndarray, type: int, imatrix: np.ndarray | None = None, sea
     if search and type == _Q2_0:
         return quantize_q2_0(rows, weights)
     if n_rows:
-        _library().quantize_chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, n_rows, n_cols, None if weights is None else weights.ctypes.data)
+        from .. import native
+
+        native.quantize_chunk(int(type), rows.ctypes.data, out.ctypes.data, 0, n_rows, n_cols, None if weights is None else weights.ctypes.data)
     return out
 
 
@@ -186,10 +152,10 @@ def dequantize(data: bytes | memoryview | np.ndarray, type: int, shape: Sequence
     if type == _F32:  # ggml has no function for what needs no conversion
         out.reshape(-1).view(np.uint8)[:] = source.reshape(-1).view(np.uint8)
         return out
-    to_float = _traits(type).to_float
-    if not to_float:
+    from .. import native
+
+    if not native.to_float(int(type), source.ctypes.data, out.ctypes.data, out.size):
         raise ModelError(f"ggml does not convert {type_name(type)} to floats")
-    _to_float_t(to_float)(source.ctypes.data, out.ctypes.data, out.size)
     return out
 
 

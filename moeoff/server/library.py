@@ -6,79 +6,32 @@ import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from ctypes import CFUNCTYPE, POINTER, Structure, c_bool, c_char_p, c_int, c_int32, c_int64, c_size_t, c_uint8, c_uint64, c_void_p
-from typing import NamedTuple
+from ctypes import c_char_p, c_uint64
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from .. import native, templates
-from ..errors import ModelError, OptionError
+from .._abi import SERVER_FUNCTIONS, SERVER_STRUCTS, Prompt, ServerHooks
+from ..errors import ForkError, ModelError, OptionError
 from ..gguf.file import LONGEST_TEMPLATE, ModelFile, unpack
 
 _NAME = "libllama-server-impl.so"
 
-Loaded = CFUNCTYPE(c_int, c_void_p, c_void_p)
-Ready = CFUNCTYPE(c_int, c_void_p, c_void_p, c_char_p, c_char_p)
-Before = CFUNCTYPE(None, POINTER(c_int32), POINTER(c_int32), POINTER(c_int32), POINTER(c_uint8), c_int32)
-After = CFUNCTYPE(c_int, c_int32, c_int32, c_void_p, c_size_t)
-Lend = CFUNCTYPE(c_int, c_int64, c_void_p, c_size_t)
-Metrics = CFUNCTYPE(None, c_void_p, c_size_t)
-Keep = CFUNCTYPE(c_int, c_int64)
-Wants = CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_uint64)
-Answered = CFUNCTYPE(None, c_char_p, c_char_p, c_int32, c_char_p)
+
+def states(prompt: Prompt) -> tuple[memoryview, memoryview]:
+    """Bytes of both states of a prompt."""
+    model, draft = (
+        memoryview(np.ctypeslib.as_array(data, (size,)) if size else b"")
+        for data, size in ((prompt.state_data, prompt.state_size), (prompt.draft_data, prompt.draft_size))
+    )
+    return model, draft
 
 
-class Prompt(Structure):
-    """struct moeoff_prompt"""
-
-    _fields_ = [
-        ("tokens", POINTER(c_int32)),
-        ("n_tokens", c_int32),
-        ("state_data", c_void_p),
-        ("state_size", c_uint64),
-        ("draft_data", c_void_p),
-        ("draft_size", c_uint64),
-    ]
-
-    @property
-    def parts(self) -> tuple[memoryview, memoryview]:
-        """Bytes of both states."""
-        return _bytes_at(self.state_data, self.state_size), _bytes_at(self.draft_data, self.draft_size)
-
-
-def _bytes_at(address: int | None, size: int) -> memoryview:
-    if not address or not size:
-        return memoryview(b"")
-    return memoryview((c_uint8 * size).from_address(address)).cast("B")
-
-
-Takes = CFUNCTYPE(None, POINTER(Prompt))
-Finds = CFUNCTYPE(c_int, POINTER(c_int32), c_int32, c_int32, POINTER(Prompt))
-Reads = CFUNCTYPE(c_int, POINTER(Prompt))
-Fills = CFUNCTYPE(None, c_int32)
-
-
-class Hooks(Structure):
-    """struct moeoff_server_hooks"""
-
-    _fields_ = [
-        ("buffer", c_void_p),
-        ("overrides", POINTER(native.BuftOverride)),
-        ("ending", POINTER(c_int32)),
-        ("drafting", POINTER(c_int32)),
-        ("loaded", Loaded),
-        ("ready", Ready),
-        ("before", Before),
-        ("after", After),
-        ("lend", Lend),
-        ("metrics", Metrics),
-        ("keep", Keep),
-        ("answered", Answered),
-        ("wants", Wants),
-        ("takes", Takes),
-        ("finds", Finds),
-        ("reads", Reads),
-        ("fills", Fills),
-        ("page", c_char_p),
-    ]
+def hooks(**fields: Any) -> ServerHooks:
+    """What the server calls, and reads: functions by the names of the fields, which must live as long as the server."""
+    kinds = {name: kind for name, kind, *_ in ServerHooks._fields_}
+    return ServerHooks(**{name: kinds[name](value) if callable(value) else value for name, value in fields.items()})
 
 
 @functools.lru_cache(maxsize=1)
@@ -86,21 +39,20 @@ def library() -> ctypes.CDLL:
     """
     Raises:
         OptionError: this build has no server.
+        ForkError: it has another one.
     """
     folder = os.path.dirname(str(native.lib._name))
     try:
         lib = ctypes.CDLL(os.path.join(folder, _NAME))
     except OSError as error:
         raise OptionError(f"this build of llama-cpp-python has no server, `make env` builds it ({error})") from None
-    lib.moeoff_serve.restype, lib.moeoff_serve.argtypes = c_int, [c_int, POINTER(c_char_p), POINTER(Hooks)]
-    lib.moeoff_server_check.restype, lib.moeoff_server_check.argtypes = c_bool, [c_int, POINTER(c_char_p), c_char_p, c_size_t]
-    lib.moeoff_server_options.restype, lib.moeoff_server_options.argtypes = c_char_p, []
-    lib.moeoff_projector_memory.restype = c_int32
-    lib.moeoff_projector_memory.argtypes = [c_int, POINTER(c_char_p), POINTER(c_uint64), c_char_p, c_size_t]
-    lib.moeoff_isolate_templates.restype, lib.moeoff_isolate_templates.argtypes = None, [c_char_p]
-    lib.moeoff_serve_has_page.restype, lib.moeoff_serve_has_page.argtypes = c_bool, []
-    lib.moeoff_serve_forget.restype, lib.moeoff_serve_forget.argtypes = None, [POINTER(Prompt)]
-    lib.moeoff_serve_stop.restype, lib.moeoff_serve_stop.argtypes = None, []
+    for name, (result, *arguments) in SERVER_FUNCTIONS.items():
+        function = getattr(lib, name, None)
+        if function is None:
+            raise ForkError(f"the installed llama-cpp-python has another version of the server ({name}): run `make env` to rebuild it")
+        function.restype, function.argtypes = result, arguments
+    if lib.moeoff_server_layout().decode() != native.layout(SERVER_STRUCTS):
+        raise ForkError("the installed llama-cpp-python has another version of the server: run `make env` to rebuild it")
     lib.moeoff_isolate_templates(os.fsencode(templates.program()))
     return lib
 

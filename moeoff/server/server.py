@@ -33,27 +33,7 @@ from .arguments import CommandLine, PassedFile, arguments, check_files, in_use
 from .context_size import PARALLEL, ContextSize, choose
 from .extra_models import DraftJudge, ExtraModels
 from .kept_prompts import KeptPrompts
-from .library import (
-    After,
-    Answered,
-    Before,
-    Fills,
-    Finds,
-    Hooks,
-    Keep,
-    Lend,
-    Loaded,
-    Metrics,
-    Reads,
-    Ready,
-    Takes,
-    Wants,
-    c_arguments,
-    check_arguments,
-    check_templates,
-    library,
-    write_text,
-)
+from .library import c_arguments, check_arguments, check_templates, hooks, library, states, write_text
 from .log import FirstError, FirstErrorOf
 from .prompts_on_disk import Given, Kept, PromptsOnDisk, folder, identity
 
@@ -316,27 +296,27 @@ class Server:
         engine = self.engine
         try:
             overrides = self._loading.enter_context(engine.loading())  # of this thread, which loads
-            hooks = Hooks(
-                engine.buffer.handle,
-                overrides,
-                ctypes.pointer(self._ending),
-                ctypes.pointer(self._drafting),
-                Loaded(self._guarded(self._on_loaded, 1)),
-                Ready(self._guarded(self._on_ready, 1)),
-                Before(self._before),
-                After(self._after),
-                Lend(self._lend),
-                Metrics(self._guarded(self._metrics, None)),
-                Keep(self._keep),
-                Answered() if self._on_request is None else Answered(self._answered),
-                Wants(self._wants),
-                Takes(self._takes),
-                Finds(self._finds),
-                Reads(self._reads),
-                Fills(self._guarded(self._fills, None)),
-                _PAGE.read_bytes(),
+            calls = hooks(
+                buffer=engine.buffer.handle,
+                overrides=overrides.address,
+                ending=ctypes.pointer(self._ending),
+                drafting=ctypes.pointer(self._drafting),
+                loaded=self._guarded(self._on_loaded, 1),
+                ready=self._guarded(self._on_ready, 1),
+                before=self._before,
+                after=self._after,
+                lend=self._lend,
+                metrics=self._guarded(self._metrics, None),
+                keep=self._keep,
+                **({} if self._on_request is None else {"answered": self._answered}),
+                wants=self._wants,
+                takes=self._takes,
+                finds=self._finds,
+                reads=self._reads,
+                fills=self._guarded(self._fills, None),
+                page=_PAGE.read_bytes(),
             )
-            self._lib.moeoff_serve(len(self._argv), c_arguments(self._argv), ctypes.byref(hooks))
+            self._lib.moeoff_serve(len(self._argv), c_arguments(self._argv), ctypes.byref(calls))
         except BaseException as error:
             self._error = self._error or error
         finally:
@@ -494,7 +474,7 @@ class Server:
     def _takes(self, prompt: Any) -> None:
         assert self._disk is not None  # it was asked before
         it, forget = prompt.contents, self._lib.moeoff_serve_forget
-        given = Given(np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), it.parts, lambda: forget(prompt))
+        given = Given(np.ctypeslib.as_array(it.tokens, (it.n_tokens,)).copy(), states(it), lambda: forget(prompt))
         with self._between:
             self._cached, self._given = self._cached - given.nbytes, self._given + given.nbytes
         self._disk.take(given)
@@ -509,7 +489,7 @@ class Server:
 
     def _reads(self, found: Any) -> int:
         kept, it = self._found, found.contents
-        if self._disk is None or kept is None or not self._disk.read(kept, it.parts):
+        if self._disk is None or kept is None or not self._disk.read(kept, states(it)):
             return 1
         np.ctypeslib.as_array(it.tokens, (it.n_tokens,))[:] = kept.tokens
         return 0

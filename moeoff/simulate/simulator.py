@@ -262,7 +262,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
         if progress and n % 4096 == 0:
             progress(n)
     return Result(policy.name, arena_bytes, trace.n_tokens, hits * n_matrices, misses * n_matrices, evictions, int((misses * nbytes).sum()), float(penalty),
-                  replay.resident, event_hits, n_changed, n_skipped, n_decoded)  # fmt: skip
+                  replay.resident, event_hits, n_skipped, n_decoded)  # fmt: skip
 
 
 def leave_out(event: GateEvent, resident: np.ndarray, tau: float) -> GateEvent:

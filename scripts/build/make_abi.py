@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Writes the two mirrors of moeoff.h: the table of fields that the library tells (moeoff-abi.inc) and the ctypes side (moeoff/_abi.py).
+"""Writes what follows from our C headers: the tables of fields that the libraries tell (moeoff-abi.inc, moeoff-server-abi.inc) and the ctypes side of all
+that is exported (moeoff/_abi.py).
 
-    make_abi.py           writes both
-    make_abi.py --check   fails if they are not what the header says
+    make_abi.py           writes them
+    make_abi.py --check   fails if they are not what the headers say
 
-The header is plain enough to be read by lines: one field, one enumerator and one function each. What this script does not
+The headers are plain enough to be read by lines: one field, one enumerator and one function each. What this script does not
 understand it refuses.
 """
 
@@ -13,17 +14,25 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CORE = ROOT / "llamacpp_patches" / "src" / "core"
-HEADER = CORE / "moeoff.h"
-FIELDS = CORE / "moeoff-abi.inc"
+SOURCES = ROOT / "llamacpp_patches" / "src"
+HEADER = SOURCES / "core" / "moeoff.h"
+FUNCTIONS = (SOURCES / "llama" / "moeoff-llama.h", SOURCES / "ggml-cpu" / "moeoff-row-kernels.h")  # whose functions alone are for a binding
+SERVER = SOURCES / "server" / "moeoff-server.h"  # of a library of its own
+FIELDS = {HEADER: HEADER.with_name("moeoff-abi.inc"), SERVER: SERVER.with_name("moeoff-server-abi.inc")}
 MIRROR = ROOT / "moeoff" / "_abi.py"
 
 SCALARS = {f"{sign}int{bits}_t": f"c_{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)}
 SCALARS |= {"float": "c_float", "double": "c_double", "bool": "c_bool", "int": "c_int", "size_t": "c_size_t", "char": "c_char"}
-OPAQUE = ("void", "moeoff_expert_buffer")  # pointers to them are addresses
+OPAQUE = ("void", "moeoff_expert_buffer", "llama_context", "llama_model", "llama_model_tensor_buft_override")  # pointers to them are addresses
+ADDRESSES = ("moeoff_four_rows", "moeoff_four_columns")  # of functions
+WIDTH = 160
+EXPORTED = r'^(?:MOEOFF_API|extern "C" LLAMA_API|MOEOFF_SERVER_API) ([^\n]*)'
 
 
 FUNCTION = """
@@ -44,8 +53,27 @@ def function(name: str, result: Any, *arguments: Any) -> Any:
 """
 
 
+@dataclass(frozen=True)
+class Callback:
+    """The type of a function's address."""
+
+    result: str
+    arguments: tuple[str, ...]
+
+
 class Unreadable(Exception):
     """The header has a form that this script does not know."""
+
+
+def call(function: str, listed: Sequence[str]) -> list[str]:
+    """Lines of a call, as `ruff format` has them."""
+    line = f"{function}({', '.join(listed)})"
+    return [line] if len(line) <= WIDTH else [f"{function}(", *(f"    {argument}," for argument in listed), ")"]
+
+
+def arguments(text: str) -> list[str]:
+    """Types of a list of parameters, which all have names."""
+    return [re.sub(r"\w+$", "", argument.strip()).strip() for argument in text.split(",")] if text.strip() != "void" else []
 
 
 def camel(name: str) -> str:
@@ -59,101 +87,119 @@ def import_order(name: str) -> tuple:
 
 
 class Header:
-    """What moeoff.h declares, in its order.
+    """What a header declares, in its order.
 
     Attributes:
         constants: (name, value) of #defines and enumerators.
-        structs: name -> (type, field, length of the array or None) of each field.
+        structs: name -> (type, field, length of the array or None) of each field; the type of a function's address is a `Callback`.
         callbacks: (name, declaration, argument types).
         functions: (name, declaration, result type, argument types).
     """
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, only_functions: bool = False):
         text = re.sub(r"//[^\n]*", "", text)
+        self.constants: list[tuple[str, int]] = []
+        self.structs: dict[str, list[tuple[str | Callback, str, int | None]]] = {}
+        self.callbacks: list[tuple[str, str, list[str]]] = []
+        if not only_functions:
+            self._read_types(text)
+        self.functions = []
+        for line in re.findall(EXPORTED, text, re.M):
+            line = re.sub(r" +", " ", line.strip())
+            if not (found := re.fullmatch(r"([\w *]+?) ?\b(moeoff_\w+)\(([^()]*)\);", line)):
+                raise Unreadable(f"a function has to be on one line: {line}")
+            self.functions.append((found[2], line, found[1], arguments(found[3])))
+
+    def _read_types(self, text: str) -> None:
         blocks = re.findall(r"^(?:enum|struct) \w+ \{\n.*?\n\};", text, re.M | re.S)
         if text.count("{") - text.count('extern "C" {') != len(blocks):
             raise Unreadable("braces other than those of an enum or struct that begins its line")
-        self.constants = [(name, int(value)) for name, value in re.findall(r"^#define (MOEOFF_\w+) +(\d+) *$", text, re.M)]
+        self.constants += [(name, int(value)) for name, value in re.findall(r"^#define (MOEOFF_\w+) +(\d+) *$", text, re.M)]
         for body in re.findall(r"^enum \w+ \{\n(.*?)\n\};", text, re.M | re.S):
             for line in filter(None, map(str.strip, body.split("\n"))):
                 if not (found := re.fullmatch(r"(MOEOFF_\w+) += +(\d+),", line)):
                     raise Unreadable(f"an enumerator needs a value: {line}")
                 self.constants.append((found[1], int(found[2])))
-        self.structs: dict[str, list[tuple[str, str, int | None]]] = {}
         for name, body in re.findall(r"^struct (\w+) \{\n(.*?)\n\};", text, re.M | re.S):
             self.structs[name] = []
             for line in filter(None, map(str.strip, body.split("\n"))):
-                if not (found := re.fullmatch(r"([\w *]+?)\s*\b(\w+)(?:\[(\d+)\])?;", line)):
+                if found := re.fullmatch(r"([\w *]+?) ?\(\*(\w+)\)\(([^()]*)\);", line):
+                    self.structs[name].append((Callback(found[1], tuple(arguments(found[3]))), found[2], None))
+                elif found := re.fullmatch(r"([\w *]+?)\s*\b(\w+)(?:\[(\d+)\])?;", line):
+                    self.structs[name].append((found[1], found[2], int(found[3]) if found[3] else None))
+                else:
                     raise Unreadable(f"struct {name}: {line}")
-                self.structs[name].append((found[1], found[2], int(found[3]) if found[3] else None))
-        self.callbacks = []
-        for declaration, name, arguments in re.findall(r"^(typedef void \(\*(\w+)\)\(([^)]*)\);)", text, re.M):
-            self.callbacks.append((name, declaration, self.arguments(arguments)))
-        self.functions = []
-        for line in re.findall(r"^MOEOFF_API ([^\n]*)", text, re.M):
-            line = re.sub(r" +", " ", line.strip())
-            if not (found := re.fullmatch(r"([\w *]+?) ?\b(moeoff_\w+)\(([^()]*)\);", line)):
-                raise Unreadable(f"a function has to be on one line: {line}")
-            self.functions.append((found[2], line, found[1], self.arguments(found[3])))
+        for declaration, name, listed in re.findall(r"^(typedef void \(\*(\w+)\)\(([^)]*)\);)", text, re.M):
+            self.callbacks.append((name, declaration, arguments(listed)))
 
-    @staticmethod
-    def arguments(text: str) -> list[str]:
-        """Types of a list of parameters, which all have names."""
-        return [re.sub(r"\w+$", "", argument.strip()).strip() for argument in text.split(",")] if text.strip() != "void" else []
-
-    def ctype(self, declared: str) -> str:
+    def ctype(self, declared: str | Callback) -> str:
         """A type as ctypes names it."""
-        name = declared.replace("const ", "").replace("struct ", "").strip()
+        if isinstance(declared, Callback):  # it writes into text that is not constant
+            kinds = ["c_void_p" if kind == "char *" else self.ctype(kind) for kind in (declared.result, *declared.arguments)]
+            return f"CFUNCTYPE({', '.join(kinds)})"
+        name = re.sub(r"\bconst\b|\bstruct\b", "", declared).strip()
         if name == "void":
             return "None"
         if name in SCALARS:
             return SCALARS[name]
+        if name in ADDRESSES:
+            return "c_void_p"
         if name in self.structs or any(name == callback for callback, _, _ in self.callbacks):
             return camel(name)
         target = name.removesuffix("*").strip()
-        if target == name or target.endswith("*"):
+        if target == name:
             raise Unreadable(f"unknown type: {declared}")
         if target in OPAQUE:
             return "c_void_p"
         return "c_char_p" if target == "char" else f"POINTER({self.ctype(target)})"
 
 
-def field_table(header: Header) -> str:
-    """moeoff-abi.inc, for an includer that defines STRUCT(type) and FIELD(type, field)."""
-    lines = ["// made from moeoff.h by scripts/build/make_abi.py: do not edit", ""]
+def field_table(header: Header, name: str) -> str:
+    """For an includer that defines STRUCT(type, ...) and FIELD(field); the fields of a struct are a list in braces."""
+    lines = [f"// made from {name} by scripts/build/make_abi.py: do not edit", ""]
     for struct, fields in header.structs.items():
-        lines += [f"STRUCT({struct})", *(f"FIELD({struct}, {name})" for _, name, _ in fields)]
+        lines += textwrap.wrap(f"STRUCT({struct}, {{ {', '.join(f'FIELD({name})' for _, name, _ in fields)} }})", 150, subsequent_indent="    ")
     return "\n".join(lines) + "\n"
 
 
-def mirror(header: Header) -> str:
-    """moeoff/_abi.py"""
-    body = []
-    exported = []
+def mirror(header: Header, functions: Sequence[Header] = (), server: Header | None = None) -> str:
+    """moeoff/_abi.py: the whole of a header, functions of others, and a library's of which nothing is loaded yet."""
+    body: list[str] = []
+    exported: list[str] = []
     for name, value in header.constants:
         exported.append(name.removeprefix("MOEOFF_"))
         body.append(f"{exported[-1]} = {value}")
-    for struct, fields in header.structs.items():
-        exported.append(camel(struct))
-        body += ["", "", f"class {camel(struct)}(Structure):", f'    """struct {struct}"""', "", "    _fields_ = ["]
-        for declared, name, length in fields:
-            body.append(f'        ("{name}", {header.ctype(declared)}{f" * {length}" if length else ""}),')
-        body.append("    ]")
-    exported.append("STRUCTS")
-    body += ["", "", "STRUCTS: dict[str, type[Structure]] = {", *(f'    "{name}": {camel(name)},' for name in header.structs), "}", ""]
-    for name, declaration, arguments in header.callbacks:
+    for each, table in [(header, "STRUCTS"), *([(server, "SERVER_STRUCTS")] if server else [])]:
+        for struct, fields in each.structs.items():
+            exported.append(camel(struct))
+            body += ["", "", f"class {camel(struct)}(Structure):", f'    """struct {struct}"""', "", "    _fields_ = ["]
+            for declared, name, length in fields:
+                body.append(f'        ("{name}", {each.ctype(declared)}{f" * {length}" if length else ""}),')
+            body.append("    ]")
+        exported.append(table)
+        body += ["", "", f"{table}: dict[str, type[Structure]] = {{", *(f'    "{name}": {camel(name)},' for name in each.structs), "}"]
+    body.append("")
+    for name, declaration, listed in header.callbacks:
         exported.append(camel(name))
-        types = ", ".join("c_void_p" if argument.endswith("*") else header.ctype(argument) for argument in arguments)
+        types = ", ".join("c_void_p" if argument.endswith("*") else header.ctype(argument) for argument in listed)
         body += [f"# {declaration}  -- pointers as addresses, which costs less for each call", f"{camel(name)} = CFUNCTYPE(None, {types})", ""]
-    for name, declaration, result, arguments in header.functions:
-        exported.append(name.removeprefix("moeoff_"))
-        types = "".join(f", {header.ctype(argument)}" for argument in arguments)
-        body += [f"# {declaration}", f'{exported[-1]} = function("{name}", {header.ctype(result)}{types})']
+    for each in (header, *functions):
+        for name, declaration, result, listed in each.functions:
+            exported.append(name.removeprefix("moeoff_"))
+            kinds = ["c_void_p" if argument.endswith("float *") else each.ctype(argument) for argument in listed]  # numpy's arrays, as addresses
+            body += [f"# {declaration}", *call(f"{exported[-1]} = function", [f'"{name}"', each.ctype(result), *kinds])]
+    if server:
+        exported.append("SERVER_FUNCTIONS")
+        body += ["", "SERVER_FUNCTIONS: dict[str, tuple[Any, ...]] = {  # result, then arguments"]
+        for name, declaration, result, listed in server.functions:
+            kinds = ", ".join(server.ctype(kind) for kind in (result, *listed))
+            body += [f"    # {declaration}", f'    "{name}": ({kinds}{"" if listed else ","}),']
+        body.append("}")
     text = "\n".join(body) + "\n"
     names = sorted(name for name in {*SCALARS.values(), "c_void_p", "c_char_p", "CFUNCTYPE", "POINTER", "Structure"} if re.search(rf"\b{name}\b", text))
     listed = "\n".join(f'    "{name}",' for name in exported)
     head = [
-        '"""The ctypes mirror of moeoff.h, made by scripts/build/make_abi.py: do not edit. The header says what each thing means."""',
+        '"""The ctypes mirror of our C headers, made by scripts/build/make_abi.py: do not edit. The headers say what each thing means."""',
         "",
         "from __future__ import annotations",
         "",
@@ -174,23 +220,25 @@ def mirror(header: Header) -> str:
 
 
 def generated() -> dict[Path, str]:
-    header = Header(HEADER.read_text())
-    return {FIELDS: field_table(header), MIRROR: mirror(header)}
+    header, server = Header(HEADER.read_text()), Header(SERVER.read_text())
+    functions = [Header(path.read_text(), only_functions=True) for path in FUNCTIONS]
+    tables = {FIELDS[path]: field_table(each, path.name) for path, each in ((HEADER, header), (SERVER, server))}
+    return {**tables, MIRROR: mirror(header, functions, server)}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not current")
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(argv)
     try:
         files = generated()
     except Unreadable as error:
-        print(f"{HEADER}: {error}", file=sys.stderr)
+        print(error, file=sys.stderr)
         return 1
     stale = [path for path, text in files.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         if options.check:
-            print(f"{path.relative_to(ROOT)} is not what moeoff.h says: run scripts/build/make_abi.py", file=sys.stderr)
+            print(f"{path.relative_to(ROOT)} is not what the headers say: run scripts/build/make_abi.py", file=sys.stderr)
         else:
             path.write_text(files[path])
             print(path.relative_to(ROOT))

@@ -127,7 +127,7 @@ def run(model: llama_cpp.Llama, n_prefill: int = N_PREFILL, n_steps: int = N_STE
     for first, end in [(0, n_prefill), *((i, i + 1) for i in range(n_prefill, len(text)))]:
         logits.append(decode(model, text[first:end], first))
         if gives_back:
-            assert native.batch_memory(model.context_handle, 8, True) is not None
+            assert native.memory_of_batches(model.context_handle, 8, True) is not None
     return np.concatenate(logits)
 
 

@@ -61,7 +61,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     from helpers.logits import Stock, decode_in
     from moeoff.binding import llama_cpp
     from moeoff.gguf.model_index import EXPERT_PATTERN
-    from moeoff.native import cpu_buffer_type, tensor_overrides
+    from moeoff.native import TensorOverrides, cpu_buffer_type
 
     where, batches, slots, passes = run.pop("stock", None), run.pop("batches"), run.pop("slots", None), run.pop("passes", 1)
     then, second = run.pop("then", None), run.pop("second", False)
@@ -76,7 +76,7 @@ def _run(model: str, run: dict[str, Any]) -> tuple[np.ndarray, Any]:
     options = COMMON | run
     ours = {"memory": "6G", "strategy": "lru", "vram_mode": "cooperative"} | options
     try:
-        overrides = tensor_overrides([(EXPERT_PATTERN, cpu_buffer_type())]) if where == "CPU" else None
+        overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type())]) if where == "CPU" else None
         llm: Any = Stock(model, overrides=overrides, **options) if where else moeoff.Llama(model, **ours)
     except (moeoff.BudgetError, moeoff.OptionError) as error:
         return np.zeros((0, 0), np.float32), {"error": str(error), "needed": error.hint.get("vram")}

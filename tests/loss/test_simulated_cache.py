@@ -166,7 +166,9 @@ def test_simulate_command(demo, tmp_path, moeoff_command):
     assert lru.endswith(f"{found.skipped / found.decoded:.1%}") and not belady.rstrip().endswith("0.0%")
 
 
-@pytest.mark.parametrize("fields", [{"resident": -1}, {"resident": 1.1}, {"resident": float("nan")}, {"tau": -1}, {"tau": float("inf")}, {"tau": 0.1, "t1": 0.5}])
+@pytest.mark.parametrize(
+    "fields", [{"resident": -1}, {"resident": 1.1}, {"resident": float("nan")}, {"tau": -1}, {"tau": float("inf")}, {"tau": 0.1, "t1": 0.5}]
+)
 def test_bad_rules(fields):
     with pytest.raises(OptionError, match="precision|tau is a weight"):
         Precision(**fields)

@@ -104,7 +104,7 @@ def test_waiting_wakes_no_more_threads_than_it_must(tmp_path: Path) -> None:
 
 def test_what_is_made_from_the_header_is_current() -> None:
     for path, text in make_abi.generated().items():
-        assert path.read_text() == text, f"{path} is not what moeoff.h says: run scripts/build/make_abi.py"
+        assert path.read_text() == text, f"{path} is not what the headers say: run scripts/build/make_abi.py"
 
 
 HEADER = """
@@ -121,10 +121,22 @@ typedef void (*moeoff_some_callback)(const struct moeoff_some_thing * thing, voi
 MOEOFF_API int  moeoff_do(moeoff_expert_buffer * eb, const struct moeoff_some_thing * things, struct moeoff_some_thing one, const char * path);
 MOEOFF_API void moeoff_call(moeoff_expert_buffer * eb, moeoff_some_callback callback);
 """
+SERVER = """
+struct moeoff_hooks {
+    struct moeoff_expert_buffer * buffer;
+    int (*ready)(struct llama_context * ctx, const char * url);
+    void (*asked)(char * text, size_t size);
+};
+MOEOFF_SERVER_API int moeoff_serve(int argc, char ** argv, const struct moeoff_hooks * hooks);
+"""
+MORE = """
+struct anything { int n; };
+extern "C" LLAMA_API int moeoff_more(struct llama_context * ctx, const float * x);
+"""
 
 
 def test_the_mirror_says_what_the_header_says() -> None:
-    text = make_abi.mirror(make_abi.Header(HEADER))
+    text = make_abi.mirror(make_abi.Header(HEADER), [make_abi.Header(MORE, only_functions=True)], make_abi.Header(SERVER))
     for line in (
         "ABI_VERSION = 3",
         "FLAG_A = 1",
@@ -134,13 +146,13 @@ def test_the_mirror_says_what_the_header_says() -> None:
         "SomeCallback = CFUNCTYPE(None, c_void_p, c_void_p)",
         'do = function("moeoff_do", c_int, c_void_p, POINTER(SomeThing), SomeThing, c_char_p)',
         'call = function("moeoff_call", None, c_void_p, SomeCallback)',
+        'more = function("moeoff_more", c_int, c_void_p, c_void_p)',
+        '        ("ready", CFUNCTYPE(c_int, c_void_p, c_char_p)),',
+        '        ("asked", CFUNCTYPE(None, c_void_p, c_size_t)),',
+        '    "moeoff_serve": (c_int, c_int, POINTER(c_char_p), POINTER(Hooks)),',
     ):
         assert line in text.split("\n") or any(each.startswith(line) for each in text.split("\n")), line
-    assert make_abi.field_table(make_abi.Header(HEADER)).split("\n")[2:5] == [
-        "STRUCT(moeoff_some_thing)",
-        "FIELD(moeoff_some_thing, name)",
-        "FIELD(moeoff_some_thing, bytes)",
-    ]
+    assert make_abi.field_table(make_abi.Header(HEADER), "a.h").split("\n")[2] == "STRUCT(moeoff_some_thing, { FIELD(name), FIELD(bytes), FIELD(n) })"
 
 
 @pytest.mark.parametrize(

@@ -217,13 +217,12 @@ def test_computing_is_reckoned_type_by_type(demo, monkeypatch):
     """Each type of weights at its own rate, whatever share of a model's first layers it has: attention in Q8_0 is twice as quick as experts in MXFP4."""
     rates, shown = {"fast": 4e9, "slow": 1e9}, {}
 
-    def graph(_stack, products, nbytes):
-        shown[products[0][0]] = min(sum(size for *_, size in products), nbytes)
-        return products[0][0], shown[products[0][0]]
+    def times(groups, _n_threads, _seconds):
+        shown.update((products[0][0], sum(size for *_, size in products)) for products in groups)
+        return [shown[products[0][0]] / rates[products[0][0]] for products in groups]
 
     monkeypatch.setattr(compute_probe, "_products", lambda _: [("fast", 1, 1, 1 << 28)] * 8 + [("slow", 1, 1, 1 << 20)] * 999)
-    monkeypatch.setattr(compute_probe, "_graph", graph)
-    monkeypatch.setattr(compute_probe, "_seconds", lambda _, kind: shown[kind] / rates[kind])
+    monkeypatch.setattr(compute_probe, "_times", times)
     assert compute_probe.token_seconds(ModelIndex.read(demo), 1, 0.0) == pytest.approx((8 << 28) / 4e9 + (999 << 20) / 1e9)
     assert sum(shown.values()) <= compute_probe._uncached_bytes()
 

@@ -154,13 +154,6 @@ def test_the_users_word(monkeypatch):
     assert "OpenMP" in why_not({})
 
 
-def test_the_mirror_of_pool_parameters():
-    params = threads._PoolParams()
-    params.strict_cpu = params.paused = True
-    threads._params_init(params, 3)
-    assert (params.n_threads, params.prio, params.poll, params.strict_cpu, params.paused) == (3, 0, 50, False, False)
-
-
 def test_claims(lock):
     old = os.umask(0o077)
     try:

@@ -26,19 +26,10 @@ static bool is_version(int32_t v) { return v == moeoff::HIGH || v == moeoff::LOW
 int32_t moeoff_abi_version(void) { return MOEOFF_ABI_VERSION; }
 
 const char * moeoff_abi_layout(void) {
-    static const struct { const char * name; size_t value; bool is_struct; } table[] = {
-#define STRUCT(type)       { #type, sizeof(type), true },
-#define FIELD(type, field) { #field, offsetof(type, field), false },
-#include "moeoff-abi.inc"
-#undef STRUCT
-#undef FIELD
-    };
     return guarded((const char *) nullptr, [] {
         static const std::string text = [] {
             std::string all;
-            for (const auto & entry : table) {
-                all += (all.empty() ? "" : entry.is_struct ? ";" : ",") + std::string(entry.name) + ":" + std::to_string(entry.value);
-            }
+#include "moeoff-abi.inc"
             return all;
         }();
         return text.c_str();

@@ -1,11 +1,14 @@
 #pragma once
 
-// What went wrong in the last call of moeoff.h on this thread, and the frame around every one that may throw.
+// What went wrong in the last call of moeoff.h on this thread, the frame around every one that may throw, and the text of the handshake.
 
+#include <cstddef>
 #include <exception>
+#include <initializer_list>
 #include <new>
 #include <string>
 #include <system_error>
+#include <utility>
 
 namespace moeoff {
 
@@ -34,4 +37,16 @@ R guarded(R on_error, F f) noexcept {
     return on_error;
 }
 
+// appends "struct:size,field:offset,..." to all
+inline void add_layout(std::string & all, const char * type, size_t size, std::initializer_list<std::pair<const char *, size_t>> fields) {
+    all += (all.empty() ? "" : ";") + std::string(type) + ":" + std::to_string(size);
+    for (const auto & [name, offset] : fields) {
+        all += "," + std::string(name) + ":" + std::to_string(offset);
+    }
+}
+
 } // namespace moeoff
+
+// what moeoff-abi.inc and moeoff-server-abi.inc consist of: append to a string `all`
+#define STRUCT(type, ...) { using of = type; moeoff::add_layout(all, #type, sizeof(of), __VA_ARGS__); }
+#define FIELD(name) { #name, offsetof(of, name) }

@@ -17,7 +17,9 @@
 #include "ggml-cpu.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <functional>
@@ -512,4 +514,88 @@ void moeoff_guard_end(void) {
     if (--n_guarded == 0) {
         ggml_set_abort_callback(unguarded);
     }
+}
+
+// --- what a binding would otherwise mirror structs of ggml's for ---
+
+void * moeoff_overrides_new(const char * const * patterns, void * const * buffer_types, int32_t n) {
+    size_t bytes = sizeof(llama_model_tensor_buft_override) * ((size_t) n + 1);
+    for (int32_t i = 0; i < n; i++) {
+        bytes += strlen(patterns[i]) + 1;
+    }
+    auto * entries = (llama_model_tensor_buft_override *) malloc(bytes);
+    if (entries) {
+        char * text = (char *) (entries + n + 1);
+        for (int32_t i = 0; i < n; i++) {
+            entries[i] = { strcpy(text, patterns[i]), (ggml_backend_buffer_type_t) buffer_types[i] };
+            text += strlen(patterns[i]) + 1;
+        }
+        entries[n] = { nullptr, nullptr };
+    }
+    return entries;
+}
+
+void moeoff_overrides_free(void * overrides) { free(overrides); }
+
+void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each) {
+    ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);
+    for (int32_t i = 0; i < n_cores; i++) {
+        if (cores[i] < GGML_MAX_N_THREADS) {
+            params.cpumask[cores[i]] = true;
+        }
+    }
+    params.strict_cpu = one_each;
+    return ggml_threadpool_new(&params);
+}
+
+struct timed_graph {
+    ggml_context_ptr        ctx;
+    ggml_backend_buffer_ptr weights;
+    ggml_cgraph *           graph = nullptr;
+};
+
+int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups,
+                         int32_t n_threads, void * threadpool, double seconds, double * best) {
+    constexpr uint8_t ordinary = 0x38; // a byte of which F32, F16, BF16 and the scales of all types are ordinary numbers: zeros are slow where a scale is tiny, as MXFP4's then is
+    ggml_backend_ptr backend(ggml_backend_cpu_init());
+    ggml_backend_cpu_set_n_threads(backend.get(), n_threads);
+    ggml_backend_cpu_set_threadpool(backend.get(), (ggml_threadpool_t) threadpool);
+    std::vector<timed_graph> timed((size_t) n_groups);
+    for (int32_t g = 0; g < n_groups; g++) {
+        timed_graph & t = timed[g];
+        t.ctx.reset(ggml_init({ (4 * (size_t) n + 1) * ggml_tensor_overhead() + ggml_graph_overhead_custom(n + 1, false), nullptr, true }));
+        t.graph = ggml_new_graph_custom(t.ctx.get(), n + 1, false);
+        for (int32_t i = 0; i < n; i++) {
+            if (groups[i] == g) {
+                ggml_tensor * weights = ggml_new_tensor_2d(t.ctx.get(), (ggml_type) types[i], n_cols[i], n_rows[i]);
+                ggml_build_forward_expand(t.graph, ggml_mul_mat(t.ctx.get(), weights, ggml_new_tensor_1d(t.ctx.get(), GGML_TYPE_F32, n_cols[i])));
+            }
+        }
+        t.weights.reset(ggml_backend_alloc_ctx_tensors_from_buft(t.ctx.get(), ggml_backend_cpu_buffer_type()));
+        if (!t.weights) {
+            return -1;
+        }
+        moeoff_adopt_dense(t.weights.get());
+        ggml_backend_buffer_clear(t.weights.get(), ordinary);
+    }
+    std::fill(best, best + n_groups, INFINITY);
+    const int64_t begun = ggml_time_us();
+    for (int round = 0; round < 3 || (double) (ggml_time_us() - begun) < seconds * 1e6; round++) {
+        for (int32_t g = 0; g < n_groups; g++) { // in turn, so that none finds its weights in a cache
+            const int64_t t0 = ggml_time_us();
+            if (ggml_backend_graph_compute(backend.get(), timed[g].graph) != GGML_STATUS_SUCCESS) {
+                return -1;
+            }
+            best[g] = std::min(best[g], (double) (ggml_time_us() - t0) / 1e6);
+        }
+    }
+    return 0;
+}
+
+bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n) {
+    const ggml_to_float_t to_float = ggml_get_type_traits((ggml_type) type)->to_float;
+    if (to_float) {
+        to_float(data, out, n);
+    }
+    return to_float != nullptr;
 }

@@ -59,3 +59,19 @@ extern "C" LLAMA_API int moeoff_replan(struct llama_context * ctx);
 // one outside, an assertion still ends it. Not while a graph is computed: nothing catches there. Pairs may be nested.
 extern "C" LLAMA_API void moeoff_guard_begin(void);
 extern "C" LLAMA_API void moeoff_guard_end(void);
+
+// Where tensors go: an array of llama_model_tensor_buft_override, which llama.cpp does not copy. The first regular expression that is found in a
+// tensor's name decides, for the ggml_backend_buffer_type_t at its place. NULL: no memory. To be freed after the model.
+extern "C" LLAMA_API void * moeoff_overrides_new(const char * const * patterns, void * const * buffer_types, int32_t n);
+extern "C" LLAMA_API void moeoff_overrides_free(void * overrides);
+
+// A ggml_threadpool of so many threads on these cores, one_each: each of them on a core of its own. The caller's thread is the first.
+extern "C" LLAMA_API void * moeoff_threadpool_new(const int32_t * cores, int32_t n_cores, int32_t n_threads, bool one_each);
+
+// Times products of matrices with one column: n of them, of weights of these types, [n_cols, n_rows] each, in n_groups graphs that are computed in turn
+// for so many seconds, at least three times each. best [n_groups]: the shortest time of each graph, in seconds. All weights are one ordinary number;
+// they are in memory before anything is timed. threadpool: of n_threads, or NULL. -1: no memory, or nothing could be computed.
+extern "C" LLAMA_API int moeoff_time_products(const int32_t * groups, const int32_t * types, const int64_t * n_cols, const int64_t * n_rows, int32_t n, int32_t n_groups, int32_t n_threads, void * threadpool, double seconds, double * best);
+
+// out[i] = value i of a ggml_type's blocks. False: ggml has no conversion of this type.
+extern "C" LLAMA_API bool moeoff_to_float(int32_t type, const void * data, float * out, int64_t n);

@@ -2,6 +2,7 @@
 
 #include "moeoff-server-hooks.h"
 
+#include "../../../ggml/src/ggml-cpu/moeoff/moeoff-api.h"
 #include "../server-stream.h"
 
 #include "common.h"
@@ -73,4 +74,13 @@ bool moeoff_serve_has_page(void) {
 void moeoff_serve_stop(void) {
     moeoff::end_templates();
     llama_server_terminate();
+}
+
+const char * moeoff_server_layout(void) {
+    static const std::string text = [] {
+        std::string all;
+#include "moeoff-server-abi.inc"
+        return all;
+    }();
+    return text.c_str();
 }

@@ -2,12 +2,16 @@
 //
 // One server at a time in a process: llama-server keeps state in globals. moeoff_serve() blocks until moeoff_serve_stop(), which may be
 // called from any thread, or until an error; every callback that does not say otherwise runs on its thread, or on the one that decodes for it.
+//
+// Read by scripts/build/make_abi.py, as moeoff.h: one field and one function per line; run it after an edit.
 
 #pragma once
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#define MOEOFF_SERVER_API __attribute__((visibility("default")))
 
 #ifdef __cplusplus
 extern "C" {
@@ -84,30 +88,33 @@ struct moeoff_server_hooks {
 };
 
 // Arguments as llama-server's. Returns 0 after a stop, and else what llama-server returns.
-__attribute__((visibility("default"))) int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);
+MOEOFF_SERVER_API int moeoff_serve(int argc, char ** argv, const struct moeoff_server_hooks * hooks);
 
 // Whether llama-server takes these arguments; if not, why the first of them cannot be in message. Loads nothing.
-__attribute__((visibility("default"))) bool moeoff_server_check(int argc, char ** argv, char * message, size_t size);
+MOEOFF_SERVER_API bool moeoff_server_check(int argc, char ** argv, char * message, size_t size);
 
 // llama-server's own table of options: of each a line with the number of its values, its names, those of the opposite, and the variable that gives it,
 // divided by tabs, names by blanks. Static.
-__attribute__((visibility("default"))) const char * moeoff_server_options(void);
+MOEOFF_SERVER_API const char * moeoff_server_options(void);
 
 // From now on the program at this path runs the chat templates of this process.
-__attribute__((visibility("default"))) void moeoff_isolate_templates(const char * program);
+MOEOFF_SERVER_API void moeoff_isolate_templates(const char * program);
 
 // Whether the build has the web page.
-__attribute__((visibility("default"))) bool moeoff_serve_has_page(void);
+MOEOFF_SERVER_API bool moeoff_serve_has_page(void);
 
 // Bytes in host memory of the projector that the arguments name: [0] its weights, [1] what it computes its largest picture or sound with,
 // one at a time. Returns the numbers of one embedding, which the model's must equal; or 0, with a text in message. Loads nothing.
-__attribute__((visibility("default"))) int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
+MOEOFF_SERVER_API int32_t moeoff_projector_memory(int argc, char ** argv, uint64_t * bytes, char * message, size_t size);
 
 // Any thread.
-__attribute__((visibility("default"))) void moeoff_serve_forget(struct moeoff_prompt * prompt);
+MOEOFF_SERVER_API void moeoff_serve_forget(struct moeoff_prompt * prompt);
+
+// moeoff_abi_layout() of the structs above.
+MOEOFF_SERVER_API const char * moeoff_server_layout(void);
 
 // Every answer ends, and then the server.
-__attribute__((visibility("default"))) void moeoff_serve_stop(void);
+MOEOFF_SERVER_API void moeoff_serve_stop(void);
 
 #ifdef __cplusplus
 }
