@@ -17,7 +17,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import numpy as np
@@ -63,15 +62,11 @@ KEYWORDS = frozenset(
 )
 
 _LOGGER = logging.getLogger("llama-cpp-python")
-# enum ggml_log_level: NONE, DEBUG, INFO, WARN, ERROR, CONT. llama_cpp's own table is older than the order of today:
-# it takes warnings for errors and hides errors as debug messages.
-_LOG_ERROR, _LOG_CONTINUED = 4, 5
-_LOG_LEVELS = {0: logging.CRITICAL, 1: logging.DEBUG, 2: logging.INFO, 3: logging.WARNING, 4: logging.ERROR, 5: logging.DEBUG}
+_LOG_ERROR, _LOG_CONTINUED = 4, 5  # enum ggml_log_level
 
 
 def set_log(verbose: bool) -> None:
     """Shows everything that llama.cpp logs, or errors alone: its warnings ("n_ctx_seq > n_ctx_train") are for its developers."""
-    _logger.GGML_LOG_LEVEL_TO_LOGGING_LEVEL.update(_LOG_LEVELS)
     _logger.set_verbose(verbose)
 
 
@@ -185,37 +180,13 @@ class _Handle:
 
 
 class _Model(_internals.LlamaModel):
-    """llama_cpp's, also in the hands of the tokenizers that it has given out. What would end the process raises `MoeoffError` instead."""
+    """llama_cpp's, also in the hands of the tokenizers that it has given out."""
 
-    turns: Turns
     model, vocab = _Handle(), _Handle()
 
-    def _check(self, tokens: Sequence[int] = ()) -> None:
-        """llama.cpp throws through C over a vocabulary or a token that there is not."""
-        n = api.llama_vocab_n_tokens(self.vocab)
-        if api.llama_vocab_type(self.vocab) == api.LLAMA_VOCAB_TYPE_NONE:
-            raise MoeoffError("the model has no vocabulary: it reads and writes the numbers of tokens, and no text")
-        if len(tokens) and not 0 <= min(tokens) <= max(tokens) < n:
-            raise OptionError(f"a token that there is not, out of 0 to {n - 1}: {next(token for token in tokens if not 0 <= token < n)}")
-
-    def tokenize(self, text: bytes, add_bos: bool, special: bool) -> list[int]:
-        """Tokens of a text. llama_cpp's own makes room for as many as the model was trained for first: 4 bytes times what a file says."""
-
-        def read() -> list[int]:
-            self._check()
-            n = len(text) + 2  # a token is a byte at least; one may begin the text, and one end it
-            for _ in range(2):
-                tokens = (ctypes.c_int32 * n)()
-                n = api.llama_tokenize(self.vocab, text, len(text), tokens, n, add_bos, special)
-                if n >= 0:
-                    found = tokens[:n]
-                    if found and min(found) < 0:
-                        raise MoeoffError("the model's vocabulary has no token for a part of the text, and none for what it does not know")
-                    return found
-                n = -n
-            raise MoeoffError(f"llama.cpp cannot read a text of {len(text)} bytes")
-
-        return self.turns.read(read)
+    def __init__(self, turns: Turns, **options: Any):
+        self.turns = turns
+        super().__init__(**options)
 
     def close(self) -> None:
         if self.turns.here:
@@ -223,9 +194,12 @@ class _Model(_internals.LlamaModel):
 
 
 class _Context(_internals.LlamaContext):
-    turns: Turns
     ctx, memory = _Handle(), _Handle()
     around: Callable[[Callable[[], None], Any], None] | None = None
+
+    def __init__(self, turns: Turns, **options: Any):
+        self.turns = turns
+        super().__init__(**options)
 
     def decode(self, batch: Any) -> None:
         computes_here()
@@ -244,132 +218,62 @@ class _Context(_internals.LlamaContext):
         return super().kv_cache_seq_rm(*args, **kwargs)
 
 
-def _reads(kind: type, name: str, check: Callable[..., None] | None = None) -> Any:
-    """A method that may be called while another thread computes, and not while one closes the model.
-
-    Args:
-        check: of its arguments.
-    """
+def _reads(kind: type, name: str) -> Any:
+    """A method that may be called while another thread computes, and not while one closes the model."""
     method = getattr(kind, name)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def read() -> Any:
-            if check is not None:
-                check(self, *args, **kwargs)
-            return method(self, *args, **kwargs)
-
-        return self.turns.read(read)
+        try:
+            return self.turns.read(method, self, *args, **kwargs)
+        except ValueError as error:  # a token that there is not
+            raise OptionError(str(error)) from None
+        except RuntimeError as error:  # no vocabulary
+            raise MoeoffError(str(error)) from None
 
     return call
 
 
-def _one_token(model: Any, token: int, *_args: Any, **_kwargs: Any) -> None:
-    model._check((token,))
-
-
-def _all_tokens(model: Any, tokens: Sequence[int], *_args: Any, **_kwargs: Any) -> None:
-    model._check(tokens)
-
-
-_CHECKS: dict[str, Callable[..., None]] = {
-    "detokenize": _all_tokens,
-    **dict.fromkeys(("token_to_piece", "token_get_text", "token_get_score", "token_get_attr"), _one_token),
-}
 for _name, _method in vars(_internals.LlamaModel).items():
     if inspect.isfunction(_method) and not _name.startswith("_") and _name not in vars(_Model):
-        setattr(_Model, _name, _reads(_internals.LlamaModel, _name, _CHECKS.get(_name)))
+        setattr(_Model, _name, _reads(_internals.LlamaModel, _name))
 for _name in ("n_ctx", "pooling_type"):
     setattr(_Context, _name, _reads(_internals.LlamaContext, _name))
-
-
-# --- grammars: llama_cpp puts a null pointer among its samplers for one that cannot be read ---
-
-_NO_RULES = re.compile(r'"(?:\\.|[^"\\])*"|\[(?:\\.|[^\]\\])*\]|#[^\n]*')  # texts, sets of characters, comments
-_REPEATS = re.compile(r"\{\s*(\d+)\s*,\s*(\d+)\s*\}")
-_DEEPEST, _MOST_RULES = 10_000, 20_000  # llama.cpp reads brackets within brackets, and rules within rules, each on a frame of its stack
-_CANDIDATE = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
-
-
-def _check_grammar(vocab: Any, grammar: Any) -> None:
-    """Raises OptionError for a grammar over which llama.cpp would end the process, or go on for ever."""
-    rules = _NO_RULES.sub("", grammar._grammar)
-    depth = accumulate(1 if bracket == "(" else -1 for bracket in rules if bracket in "()")
-    if max(depth, default=0) > _DEEPEST or rules.count("::=") > _MOST_RULES:
-        raise OptionError(f"the grammar has more than {_MOST_RULES} rules, or brackets more than {_DEEPEST} deep")
-    for least, most in _REPEATS.findall(rules):
-        if int(least) > int(most):
-            raise OptionError(f"the grammar repeats something {{{least},{most}}}: at least more often than at most")
-    with _collected_errors() as errors, assertions_raise():
-        sampler = api.llama_sampler_init_grammar(vocab, grammar._grammar.encode(), grammar._root.encode())
-    if not sampler:
-        raise OptionError(f"the grammar cannot be read: {_reason(errors) or 'llama.cpp has said above where'}")
-    api.llama_sampler_free(sampler)
-
-
-def _sample_by_grammar(sampler: Any, ctx: Any, idx: int) -> int:
-    """llama_sampler_sample, which takes a token that the grammar forbids where it forbids all, and then ends the process."""
-    n_vocab = api.llama_vocab_n_tokens(api.llama_model_get_vocab(api.llama_get_model(ctx.ctx)))
-    candidates = np.zeros(n_vocab, _CANDIDATE)
-    candidates["id"] = np.arange(n_vocab)
-    candidates["logit"] = np.ctypeslib.as_array(api.llama_get_logits_ith(ctx.ctx, idx), (n_vocab,))
-    pointer = candidates.ctypes.data_as(ctypes.POINTER(api.llama_token_data))
-    all_of_them = api.llama_token_data_array(data=pointer, size=n_vocab, selected=-1, sorted=False)
-    api.llama_sampler_apply(sampler, ctypes.byref(all_of_them))
-    found = candidates[all_of_them.selected]
-    if not np.isfinite(found["logit"]):
-        raise MoeoffError("the grammar leaves no token of this model's vocabulary to go on with")
-    token = int(found["id"])
-    api.llama_sampler_accept(sampler, token)
-    return token
 
 
 class _Sampler(_internals.LlamaSampler):
     """llama_cpp's, but its logits processors are called from here and not from inside llama.cpp, which would swallow what they raise."""
 
     processors: Sequence[Callable[[Any, Any], Any]] = ()
-    by_grammar = False
     llama: weakref.ref[PatchedLlama]
 
-    def _sample(self, ctx: Any, idx: int) -> int:
-        return _sample_by_grammar(self.sampler, ctx, idx) if self.by_grammar else super().sample(ctx, idx)
+    def _draw(self, ctx: Any, idx: int) -> int:
+        try:
+            return super().sample(ctx, idx)
+        except RuntimeError as error:  # a grammar leaves none
+            raise MoeoffError(str(error)) from None
 
     def sample(self, ctx: Any, idx: int = -1) -> int:
         llama = self.llama()
         if not self.processors or llama is None:
-            return self._sample(ctx, idx)
+            return self._draw(ctx, idx)
         logits = np.ctypeslib.as_array(ctx.get_logits_ith(idx), (llama.n_vocab(),))
         scores = logits.copy()
         for processor in self.processors:
             scores[:] = processor(llama._input_ids, scores)
         with llama.changed_logits(logits, scores):
-            return self._sample(ctx, idx)
+            return self._draw(ctx, idx)
 
 
 class LoadError(ValueError):
     """llama.cpp cannot load a model."""
 
 
-class _AdapterError(LoadError):
-    """llama.cpp cannot read an adapter."""
-
-
 class _AnyLlama(llama_cpp.Llama):
-    """llama_cpp.Llama with a say in how the model is loaded: `_change_model_params`, which a subclass has."""
+    """llama_cpp.Llama, of which a subclass says in `_before_load` how it is loaded."""
 
-    # llama_cpp.Llama.__init__ assigns its parameters once, then loads: the place to put ours in
-    @property
-    def model_params(self) -> Any:
-        return self._model_params
-
-    @model_params.setter
-    def model_params(self, params: Any) -> None:
+    def _before_load(self) -> None:
         find_devices()  # not while it loads: what a driver lacks is no reason why a model cannot be read
-        self._change_model_params(params)
-        self._model_params = params
-
-    def _change_model_params(self, params: Any) -> None:
-        raise NotImplementedError
 
     def adds_bos(self) -> bool:
         """The model wants a beginning-of-text token."""
@@ -406,6 +310,9 @@ class PatchedLlama(_AnyLlama):
     # Batches give the logits of one token, unless an option wants those of all. llama.cpp plans for all by default: a vocabulary of
     # 150,000 and batches of 512 tokens are 297 MiB that no answer uses.
     _one_output = False
+    _model: Any
+    _ctx: Any
+    _sampler_class = _Sampler
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
     _latest_sampler: Any = None
@@ -419,24 +326,13 @@ class PatchedLlama(_AnyLlama):
             self._turns = Turns()
         return self._turns
 
-    # llama_cpp.Llama.__init__ assigns them once: the place to make them safe
     @property
-    def _model(self) -> Any:
-        return self.__dict__["_model"]
-
-    @_model.setter
-    def _model(self, model: Any) -> None:
-        model.turns, model.__class__ = self.turns, _Model
-        self.__dict__["_model"] = model
+    def _model_class(self) -> Any:
+        return functools.partial(_Model, self.turns)
 
     @property
-    def _ctx(self) -> Any:
-        return self.__dict__["_ctx"]
-
-    @_ctx.setter
-    def _ctx(self, ctx: Any) -> None:
-        ctx.turns, ctx.__class__ = self.turns, _Context
-        self.__dict__["_ctx"] = ctx
+    def _context_class(self) -> Any:
+        return functools.partial(_Context, self.turns)
 
     def load(self, model_path: str, **options: Any) -> None:
         """llama_cpp.Llama's constructor. Raises LoadError with llama.cpp's reason, or what `_progress` raised."""
@@ -447,10 +343,10 @@ class PatchedLlama(_AnyLlama):
         with _collected_errors() as errors:
             try:
                 with assertions_raise():
-                    super().__init__(model_path, **{**options, "lora_path": None})
-                    if path := options.get("lora_path"):
-                        self._load_adapter(path, options.get("lora_scale", 1.0))
-            except _AdapterError as error:
+                    super().__init__(model_path, **options)
+            except RuntimeError as error:
+                if not options.get("lora_path"):
+                    raise
                 raise LoadError(f"its adapter {options['lora_path']}: {_reason(errors) or error}") from error
             except ValueError as error:
                 if progress.error is not None:
@@ -464,31 +360,15 @@ class PatchedLlama(_AnyLlama):
             if self._logits_all:
                 self.scores = np.empty((n_ctx, self._n_vocab), np.single)
 
-    def _change_model_params(self, params: Any) -> None:
-        params.tensor_buft_overrides = self._overrides.address
-        params.progress_callback = self._progress_callback
-        params.no_alloc = self._no_alloc
-        params.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # above 4 GiB some tensors would be mapped, and be in no plan of memory
-        params.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
-
-    # as `model_params`
-    @property
-    def context_params(self) -> Any:
-        return self._context_params
-
-    @context_params.setter
-    def context_params(self, params: Any) -> None:
-        params.n_outputs_max, params.n_seq_max, params.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
-        self._context_params = params
-
-    def _load_adapter(self, path: str, scale: float) -> None:
-        """As llama_cpp does, but without a callback that frees it: with that the object refers to itself, and a garbage collection, which ends its parts in any
-        order, then freed the adapter once more than its model had. It misses a null pointer, too."""
-        adapter = api.llama_adapter_lora_init(self._model.model, path.encode())
-        if not adapter:
-            raise _AdapterError("not an adapter of this model")
-        if api.llama_set_adapters_lora(self._ctx.ctx, (api.llama_adapter_lora_p_ctypes * 1)(adapter), 1, (ctypes.c_float * 1)(scale)):
-            raise _AdapterError("not an adapter of this context")
+    def _before_load(self) -> None:
+        super()._before_load()
+        model, context = self.model_params, self.context_params
+        model.tensor_buft_overrides = self._overrides.address
+        model.progress_callback = self._progress_callback
+        model.no_alloc = self._no_alloc
+        model.lazy_mode = api.LLAMA_LAZY_MODE_OFF  # above 4 GiB some tensors would be mapped, and be in no plan of memory
+        model.use_extra_bufts = False  # repacked kernels round differently from the ones experts are computed with
+        context.n_outputs_max, context.n_seq_max, context.kv_unified = self._n_outputs_max, self._n_sequences, self._unified
 
     @property
     def loaded(self) -> bool:
@@ -544,14 +424,14 @@ class PatchedLlama(_AnyLlama):
     def _init_sampler(self, *args: Any, logits_processor: Any = None, **options: Any) -> Any:
         if self._keeps_sampler:
             return self._latest_sampler
-        grammar = options.get("grammar")
-        if grammar is not None:
-            _check_grammar(self._model.vocab, grammar)
         if self._latest_sampler is not None:
             self._latest_sampler.close()
-        self._latest_sampler = sampler = super()._init_sampler(*args, **options)
-        sampler.processors, sampler.llama, sampler.__class__ = logits_processor or (), weakref.ref(self), _Sampler
-        sampler.by_grammar = grammar is not None
+        with _collected_errors() as errors, assertions_raise():
+            try:
+                self._latest_sampler = sampler = super()._init_sampler(*args, **options)
+            except ValueError as error:
+                raise OptionError(f"{error}: {_reason(errors) or 'llama.cpp has said above where'}") from None
+        sampler.processors, sampler.llama = logits_processor or (), weakref.ref(self)
         return sampler
 
     def sample(self, *args: Any, **options: Any) -> int:
@@ -776,10 +656,11 @@ class StockLlama(_AnyLlama):
 
         self._ctx.decode = timed  # type: ignore[method-assign]  # of this one object
 
-    def _change_model_params(self, params: Any) -> None:
-        params.use_extra_bufts = self._extra
+    def _before_load(self) -> None:
+        super()._before_load()
+        self.model_params.use_extra_bufts = self._extra
         if self._overrides is not None:  # kept here, since llama.cpp does not copy them
-            params.tensor_buft_overrides = self._overrides.address
+            self.model_params.tensor_buft_overrides = self._overrides.address
 
 
 class _Progress:

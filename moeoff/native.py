@@ -36,6 +36,7 @@ __all__ = [
     "layout",
     "lib",
     "memory_of_batches",
+    "memory_of_context",
     "quantize_chunk",
     "requires_imatrix",
     "type_name",
@@ -87,6 +88,13 @@ type_size = function("ggml_type_size", c_size_t, c_int)
 requires_imatrix = function("ggml_quantize_requires_imatrix", c_bool, c_int)
 # size_t ggml_quantize_chunk(enum ggml_type type, const float * src, void * dst, int64_t start, int64_t nrows, int64_t n_per_row, const float * imatrix);
 quantize_chunk = function("ggml_quantize_chunk", c_size_t, c_int, c_void_p, c_void_p, c_int64, c_int64, c_int64, c_void_p)
+
+
+def memory_of_context(ctx: int) -> tuple[int, ...] | None:
+    """Bytes in host memory of weights, KV and recurrent state, compute buffers, work area and logits; None: no memory for the graph of the largest batch.
+    Needs the experts' sources. Not while the context decodes."""
+    out = (c_uint64 * 5)()
+    return tuple(out) if _abi.context_memory(ctx, out) == 0 else None
 
 
 def memory_of_batches(ctx: int, n_tokens: int, gives_back: bool) -> tuple[int, int] | None:

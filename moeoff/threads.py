@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from ctypes import c_int32, c_void_p
 
-from . import native
+from ._abi import threadpool_new
 from .binding import api, c_function, lib
 from .errors import OptionError
 from .files import machine_wide_file
@@ -195,7 +195,7 @@ class CoreBinding:
 
 def _new_pool(n_threads: int, cores: Iterable[int], one_each: bool) -> int:
     listed = list(cores)
-    pool: int = native.threadpool_new((c_int32 * len(listed))(*listed), len(listed), n_threads, one_each)
+    pool: int = threadpool_new((c_int32 * len(listed))(*listed), len(listed), n_threads, one_each)
     return pool
 
 

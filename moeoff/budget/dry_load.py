@@ -7,7 +7,6 @@ architectures, cache types, sliding windows, recurrent states, batch sizes and l
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,7 +20,7 @@ from ..gguf.model_index import EMBEDDING, EXPERT_PATTERN, ModelIndex, parse_tens
 from ..gguf.preflight import preflight
 from ..gguf.quantize import type_name
 from ..memory import rss, slot_bytes, trim
-from ..native import TensorOverrides, context_memory, cpu_buffer_type
+from ..native import TensorOverrides, cpu_buffer_type, memory_of_context
 from .memory_plan import ALLOCATED, MemoryPlan, planned_process
 
 # llama.cpp keeps a record of 50 bytes for each position of a context, also of one that is only planned: what a longer one
@@ -45,9 +44,9 @@ class _PlannedLlama(PatchedLlama):
         self._n_sequences, self._nextn, self._unified = n_sequences, nextn, unified
         self._overrides = TensorOverrides([(EXPERT_PATTERN, cpu_buffer_type()), *overrides])
 
-    def _change_model_params(self, params: Any) -> None:
-        super()._change_model_params(params)
-        params.load_mtp = self._nextn
+    def _before_load(self) -> None:
+        super()._before_load()
+        self.model_params.load_mtp = self._nextn
 
     def state_of_sequence(self) -> int:
         """Bytes that each sequence has of its own in the context, however short it is: what two have more than one."""
@@ -87,10 +86,10 @@ def memory_sizes(llm: PatchedLlama) -> MemoryPlan:
 
 def context_sizes(ctx: int) -> MemoryPlan:
     """The same of a llama_context. Raises `MoeoffError` if there is no memory for the graph of its largest batch."""
-    out = (ctypes.c_uint64 * len(ALLOCATED))()
-    if context_memory(ctx, out) != 0:
+    sizes = memory_of_context(ctx)
+    if sizes is None:
         raise MoeoffError("no memory for the graph of the largest batch")
-    return MemoryPlan(**dict(zip(ALLOCATED, out)))
+    return MemoryPlan(**dict(zip(ALLOCATED, sizes, strict=True)))
 
 
 def dry_load(model_index: ModelIndex, n_ctx: int, keywords: Mapping[str, Any] | None = None, overrides: Overrides = (), *,

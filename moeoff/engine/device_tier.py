@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from ctypes import c_uint64
 
 from .. import native
 from ..binding import api
@@ -145,8 +144,8 @@ class DeviceTier:
     def _replan(self) -> None:
         """Buffers are planned anew only before anything is computed: afterwards graphs alone are, and llama.cpp's scheduler sees to their
         buffers. A scheduler that is replaced after it has computed was seen to corrupt the heap on Mesa 22.3.6, also without slots."""
-        planned = native.context_memory(self._ctx, (c_uint64 * 5)()) if self._is_placed else native.replan(self._ctx)
-        if planned != 0:
+        planned = native.memory_of_context(self._ctx) is not None if self._is_placed else native.replan(self._ctx) == 0
+        if not planned:
             raise MoeoffError("llama.cpp has no memory for its buffers as well")
 
     def _no_room(self, rooms: dict[int, DeviceRoom], slots: dict[int, int], reason: str) -> BudgetError:

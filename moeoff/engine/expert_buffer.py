@@ -28,7 +28,8 @@ from ..turns import require_process
 
 READ_CHUNK = 4 << 20  # a prefetch can be given up between two pieces of this size
 _PY = ctypes.pythonapi
-_EVENT = struct.Struct("=Qq12i6Q")  # struct moeoff_gate_event
+_CODES: dict[Any, str] = {ctypes.c_int32: "i", ctypes.c_int64: "q"}  # anything else is a number without a sign, or an address
+_EVENT = struct.Struct("=" + "".join(_CODES.get(kind, "Q") for _, kind, *_ in native.GateEvent._fields_))
 QUEUE_BYTES = 16 << 20  # of gate events that may wait for the driver
 READ_DTYPE = np.dtype(native.Read)
 

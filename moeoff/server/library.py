@@ -21,11 +21,11 @@ _NAME = "libllama-server-impl.so"
 
 def states(prompt: Prompt) -> tuple[memoryview, memoryview]:
     """Bytes of both states of a prompt."""
-    model, draft = (
-        memoryview(np.ctypeslib.as_array(data, (size,)) if size else b"")
-        for data, size in ((prompt.state_data, prompt.state_size), (prompt.draft_data, prompt.draft_size))
-    )
-    return model, draft
+    return _bytes_at(prompt.state_data, prompt.state_size), _bytes_at(prompt.draft_data, prompt.draft_size)
+
+
+def _bytes_at(data: Any, size: int) -> memoryview:
+    return np.ctypeslib.as_array(data, (size,)).data if size else memoryview(b"")
 
 
 def hooks(**fields: Any) -> ServerHooks:

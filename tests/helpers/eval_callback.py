@@ -31,14 +31,9 @@ class WithCallback(moeoff.Llama):
         self._on_node = llama_cpp.ggml_backend_sched_eval_callback(self._watch)
         super().__init__(*args, **kwargs)
 
-    @property
-    def context_params(self):
-        return self._context_params
-
-    @context_params.setter
-    def context_params(self, params) -> None:
-        params.cb_eval = self._on_node
-        self._context_params = params
+    def _before_load(self) -> None:
+        super()._before_load()
+        self.context_params.cb_eval = self._on_node
 
     def _watch(self, node: int, ask: bool, user: object) -> bool:
         raise NotImplementedError
