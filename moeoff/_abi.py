@@ -131,15 +131,15 @@ __all__ = [
 
 def function(name: str, result: Any, *arguments: Any) -> Any:
     try:
-        found = getattr(lib, name)
+        declared = getattr(lib, name)
     except AttributeError:
         what = "has another version of the expert buffer: run `make env` to rebuild it"
         if not hasattr(lib, "moeoff_abi_version"):
             what = "has no expert buffer: install moeoff's build of it (`make env` in the moeoff repository) over the stock one"
         raise ForkError(f"the installed llama-cpp-python {what}") from None
-    found.restype = result
-    found.argtypes = arguments
-    return found
+    declared.restype = result
+    declared.argtypes = arguments
+    return declared
 
 
 ABI_VERSION = 19

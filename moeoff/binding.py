@@ -312,6 +312,8 @@ class PatchedLlama(_AnyLlama):
     _one_output = False
     _model: Any
     _ctx: Any
+    _model_class: Any
+    _context_class: Any
     _sampler_class = _Sampler
     _n_sequences = 1  # that the context holds side by side
     _unified = False  # they share all of it, and have not a part of it each
@@ -326,16 +328,9 @@ class PatchedLlama(_AnyLlama):
             self._turns = Turns()
         return self._turns
 
-    @property
-    def _model_class(self) -> Any:
-        return functools.partial(_Model, self.turns)
-
-    @property
-    def _context_class(self) -> Any:
-        return functools.partial(_Context, self.turns)
-
     def load(self, model_path: str, **options: Any) -> None:
         """llama_cpp.Llama's constructor. Raises LoadError with llama.cpp's reason, or what `_progress` raised."""
+        self._model_class, self._context_class = functools.partial(_Model, self.turns), functools.partial(_Context, self.turns)
         progress = _Progress(self._progress)
         self._progress_callback = progress.callback
         wants_all = options.get("logits_all") or options.get("embedding") or options.get("draft_model") is not None
@@ -405,9 +400,9 @@ class PatchedLlama(_AnyLlama):
     def _check_outputs(self, batch: Any) -> None:
         """Raises OptionError for a batch over which llama.cpp would end the process."""
         if self._n_outputs_max and batch.n_tokens > 1:
-            wanted = batch.n_tokens - ctypes.string_at(batch.logits, batch.n_tokens).count(0)
-            if wanted > self._n_outputs_max:
-                raise OptionError(f"logits of {wanted} tokens of a batch: open the model with logits_all=True")
+            n_outputs = batch.n_tokens - ctypes.string_at(batch.logits, batch.n_tokens).count(0)
+            if n_outputs > self._n_outputs_max:
+                raise OptionError(f"logits of {n_outputs} tokens of a batch: open the model with logits_all=True")
 
     def on_close(self, function: Callable[[], None]) -> None:
         """Calls it when the model is closed, before the model is freed."""
@@ -457,12 +452,12 @@ class PatchedLlama(_AnyLlama):
     @contextlib.contextmanager
     def changed_logits(self, logits: np.ndarray, scores: np.ndarray) -> Iterator[None]:
         """While open, llama.cpp's logits are these scores."""
-        kept, before, self._doubt = logits.copy(), self._doubt, max(self._doubt, _TAIL)
+        original, before, self._doubt = logits.copy(), self._doubt, max(self._doubt, _TAIL)
         logits[:] = scores
         try:
             yield
         finally:
-            logits[:] = kept
+            logits[:] = original
         self._doubt = before
 
     # --- interrupts ---

@@ -32,10 +32,10 @@ def load() -> str | None:
         OptionError: the level that was asked for is not there or cannot run here, or none can.
     """
     global LEVEL
-    found = importlib.util.find_spec("llama_cpp")
-    if LEVEL is not None or found is None or not found.submodule_search_locations or "LLAMA_CPP_LIB_PATH" in os.environ:
+    spec = importlib.util.find_spec("llama_cpp")
+    if LEVEL is not None or spec is None or not spec.submodule_search_locations or "LLAMA_CPP_LIB_PATH" in os.environ:
         return LEVEL
-    LEVEL = load_from(Path(found.submodule_search_locations[0]) / "lib")
+    LEVEL = load_from(Path(spec.submodule_search_locations[0]) / "lib")
     return LEVEL
 
 
@@ -45,13 +45,13 @@ def load_from(folder: Path) -> str | None:
         return None
     lowest = (folder / "level").read_text().strip()
     able = supported(folder)
-    there = [level for level in able if level == lowest or (folder / level / _BACKEND).exists()]
-    wanted = os.environ.get(ENVIRONMENT)
-    if wanted and wanted not in there:
-        raise OptionError(f"{ENVIRONMENT}={wanted}: this machine can run {', '.join(there) or 'none of the levels in this wheel'}")
-    if not there:
+    runnable = [level for level in able if level == lowest or (folder / level / _BACKEND).exists()]
+    named = os.environ.get(ENVIRONMENT)
+    if named and named not in runnable:
+        raise OptionError(f"{ENVIRONMENT}={named}: this machine can run {', '.join(runnable) or 'none of the levels in this wheel'}")
+    if not runnable:
         raise OptionError(f"this CPU cannot run even the level {lowest}, the lowest in the installed wheel: build moeoff from its repository (make env)")
-    level = wanted or there[0]
+    level = named or runnable[0]
     if level != lowest:
         ctypes.CDLL(str(folder / level / _BACKEND))
     return level
@@ -71,10 +71,10 @@ def wants_row_kernels() -> bool:
     Raises:
         OptionError: it is neither on nor off.
     """
-    wanted = os.environ.get(ROW_KERNELS) or "on"
-    if wanted not in ("on", "off"):
-        raise OptionError(f"{ROW_KERNELS}={wanted}: expected on or off")
-    return wanted == "on"
+    switch = os.environ.get(ROW_KERNELS) or "on"
+    if switch not in ("on", "off"):
+        raise OptionError(f"{ROW_KERNELS}={switch}: expected on or off")
+    return switch == "on"
 
 
 def n_cores() -> int:

@@ -66,10 +66,10 @@ def devices() -> list[Device]:
 
 def why_none() -> str:
     """Of a build with backends that found no device, in words: which, and what is in the way."""
-    found = backends()
+    names = backends()
     reason = find_devices()
-    software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in found else ""
-    return f"this build has {' and '.join(found)}, and no driver offers a device{f' ({reason})' if reason else ''}{software}"
+    software = "; Vulkan's software driver has to be named: GGML_VK_VISIBLE_DEVICES=0" if "Vulkan" in names else ""
+    return f"this build has {' and '.join(names)}, and no driver offers a device{f' ({reason})' if reason else ''}{software}"
 
 
 def buffer_types() -> dict[str, int]:

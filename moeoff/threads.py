@@ -52,13 +52,13 @@ def one_each(n_threads: int, cores: Iterable[int]) -> bool:
 
 def runs(cores: Iterable[int]) -> list[tuple[int, int]]:
     """The first and the number of cores of every unbroken run."""
-    found: list[tuple[int, int]] = []
+    unbroken: list[tuple[int, int]] = []
     for core in sorted(cores):
-        if found and core == sum(found[-1]):
-            found[-1] = (found[-1][0], found[-1][1] + 1)
+        if unbroken and core == sum(unbroken[-1]):
+            unbroken[-1] = (unbroken[-1][0], unbroken[-1][1] + 1)
         else:
-            found.append((core, 1))
-    return found
+            unbroken.append((core, 1))
+    return unbroken
 
 
 class CoreClaims:

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..console import progress_bar, wrapped
-from ..errors import OptionError
 from ..memory import format_size, parse_size
 from ..options import TABLE
 from .options import Listed, command, takes
 
 if TYPE_CHECKING:
-    from ..trace import Trace
+    pass
 
 SIZES = ("10%", "25%", "50%", "75%", "90%")
 

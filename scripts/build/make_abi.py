@@ -39,15 +39,15 @@ FUNCTION = """
 
 def function(name: str, result: Any, *arguments: Any) -> Any:
     try:
-        found = getattr(lib, name)
+        declared = getattr(lib, name)
     except AttributeError:
         what = "has another version of the expert buffer: run `make env` to rebuild it"
         if not hasattr(lib, "moeoff_abi_version"):
             what = "has no expert buffer: install moeoff's build of it (`make env` in the moeoff repository) over the stock one"
         raise ForkError(f"the installed llama-cpp-python {what}") from None
-    found.restype = result
-    found.argtypes = arguments
-    return found
+    declared.restype = result
+    declared.argtypes = arguments
+    return declared
 
 
 """
@@ -106,9 +106,9 @@ class Header:
         self.functions = []
         for line in re.findall(EXPORTED, text, re.M):
             line = re.sub(r" +", " ", line.strip())
-            if not (found := re.fullmatch(r"([\w *]+?) ?\b(moeoff_\w+)\(([^()]*)\);", line)):
+            if not (match := re.fullmatch(r"([\w *]+?) ?\b(moeoff_\w+)\(([^()]*)\);", line)):
                 raise Unreadable(f"a function has to be on one line: {line}")
-            self.functions.append((found[2], line, found[1], arguments(found[3])))
+            self.functions.append((match[2], line, match[1], arguments(match[3])))
 
     def _read_types(self, text: str) -> None:
         blocks = re.findall(r"^(?:enum|struct) \w+ \{\n.*?\n\};", text, re.M | re.S)
@@ -117,16 +117,16 @@ class Header:
         self.constants += [(name, int(value)) for name, value in re.findall(r"^#define (MOEOFF_\w+) +(\d+) *$", text, re.M)]
         for body in re.findall(r"^enum \w+ \{\n(.*?)\n\};", text, re.M | re.S):
             for line in filter(None, map(str.strip, body.split("\n"))):
-                if not (found := re.fullmatch(r"(MOEOFF_\w+) += +(\d+),", line)):
+                if not (match := re.fullmatch(r"(MOEOFF_\w+) += +(\d+),", line)):
                     raise Unreadable(f"an enumerator needs a value: {line}")
-                self.constants.append((found[1], int(found[2])))
+                self.constants.append((match[1], int(match[2])))
         for name, body in re.findall(r"^struct (\w+) \{\n(.*?)\n\};", text, re.M | re.S):
             self.structs[name] = []
             for line in filter(None, map(str.strip, body.split("\n"))):
-                if found := re.fullmatch(r"([\w *]+?) ?\(\*(\w+)\)\(([^()]*)\);", line):
-                    self.structs[name].append((Callback(found[1], tuple(arguments(found[3]))), found[2], None))
-                elif found := re.fullmatch(r"([\w *]+?)\s*\b(\w+)(?:\[(\d+)\])?;", line):
-                    self.structs[name].append((found[1], found[2], int(found[3]) if found[3] else None))
+                if match := re.fullmatch(r"([\w *]+?) ?\(\*(\w+)\)\(([^()]*)\);", line):
+                    self.structs[name].append((Callback(match[1], tuple(arguments(match[3]))), match[2], None))
+                elif match := re.fullmatch(r"([\w *]+?)\s*\b(\w+)(?:\[(\d+)\])?;", line):
+                    self.structs[name].append((match[1], match[2], int(match[3]) if match[3] else None))
                 else:
                     raise Unreadable(f"struct {name}: {line}")
         for declaration, name, listed in re.findall(r"^(typedef void \(\*(\w+)\)\(([^)]*)\);)", text, re.M):

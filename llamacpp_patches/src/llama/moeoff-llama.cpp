@@ -563,8 +563,9 @@ int moeoff_time_products(const int32_t * groups, const int32_t * types, const in
     std::vector<timed_graph> timed((size_t) n_groups);
     for (int32_t g = 0; g < n_groups; g++) {
         timed_graph & t = timed[g];
-        t.ctx.reset(ggml_init({ (4 * (size_t) n + 1) * ggml_tensor_overhead() + ggml_graph_overhead_custom(n + 1, false), nullptr, true }));
-        t.graph = ggml_new_graph_custom(t.ctx.get(), n + 1, false);
+        const size_t n_leafs = 2 * (size_t) n; // more than there are nodes
+        t.ctx.reset(ggml_init({ (n_leafs + n) * ggml_tensor_overhead() + ggml_graph_overhead_custom(n_leafs, false), nullptr, true }));
+        t.graph = ggml_new_graph_custom(t.ctx.get(), n_leafs, false);
         for (int32_t i = 0; i < n; i++) {
             if (groups[i] == g) {
                 ggml_tensor * weights = ggml_new_tensor_2d(t.ctx.get(), (ggml_type) types[i], n_cols[i], n_rows[i]);
