@@ -211,7 +211,10 @@ def cache_folder() -> Path:
     """The user's cache folder for moeoff, made if it is absent: platformdirs' (on Linux in XDG_CACHE_HOME or ~/.cache). Raises `OSError` if it cannot be made."""
     from platformdirs import user_cache_path
 
-    return user_cache_path("moeoff", appauthor=False, ensure_exists=True)
+    try:
+        return user_cache_path("moeoff", appauthor=False, ensure_exists=True)
+    except RuntimeError as error:  # a user without a home
+        raise FileNotFoundError(errno.ENOENT, str(error)) from None
 
 
 def demo_model() -> str:

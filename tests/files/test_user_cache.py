@@ -1,11 +1,13 @@
 """What was measured is found again where all that it depends on is the same, and nowhere else."""
 
+import pwd
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 from moeoff.calibrate.checkpoint import Checkpoint
+from moeoff.files import cache_folder
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.user_cache import CacheEntry
 
@@ -61,6 +63,21 @@ def test_without_a_folder_nothing_is_saved(cache):
     entry.save(FACTS)
     entry.save_arrays(**ARRAYS)
     assert entry.load(Facts) is None and entry.load_arrays(LAYOUTS, 1000) is None and cache.read_text() == "a file"
+
+
+def test_a_user_without_a_home(monkeypatch):
+    """As one whom the system does not know, in a container."""
+
+    def unknown(_uid):
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    with pytest.raises(OSError, match="home directory"):
+        cache_folder()
+    CacheEntry("facts.json").save(FACTS)
+    assert CacheEntry("facts.json").load(Facts) is None
 
 
 def test_a_checkpoint_of_other_options_has_no_parts(demo, cache):
