@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ..errors import ModelError, OptionError
-from ..files import atomic_file
+from ..files import atomic_file, require_new
 from .file import ModelFile, Tensor
 from .model_index import SINGLE_EXPERT, ModelIndex, model_stem
 from .writer import header_bytes
@@ -53,16 +53,14 @@ def merge(
 
     Raises:
         ModelError: not a model of the old form, or one whose experts differ in number, shape or type.
-        OptionError: the output is there already, or is the model itself.
+        OptionError: the output exists already, is the model itself, or cannot be written.
         WriteError: it cannot be written.
     """
     files = ModelIndex.read(model).files
     target = os.fspath(output) if output is not None else merged_path(files[0])
-    if os.path.exists(target):
-        if any(os.path.samefile(target, file) for file in files):
-            raise OptionError(f"{target}: the model itself", hint={"output": ...})
-        if not force:
-            raise OptionError(f"{target} exists already", hint={"force": True, "output": ...})
+    require_new(target, files, "`output`")
+    if os.path.exists(target) and not force:
+        raise OptionError(f"{target} exists already", hint={"force": True, "output": ...})
     with contextlib.ExitStack() as stack:
         parts = [stack.enter_context(ModelFile(file)) for file in files]
         where = {name: part for part in parts for name in part.tensors}
