@@ -46,8 +46,8 @@ class Command(click.Command):
             return super().parse_args(ctx, args)
         self._refuse_one_dash(ctx, args)
         rest = super().parse_args(ctx, args)
-        given = ctx.params.get("path") or ()
-        for word in (*((given,) if isinstance(given, str) else given), *ctx.args):
+        paths = ctx.params.get("path") or ()
+        for word in (*((paths,) if isinstance(paths, str) else paths), *ctx.args):
             if word.startswith(_LONG_DASHES):
                 raise click.UsageError(f"{word}: begins with a long dash, as pages print it: type - or --", ctx)
         if ctx.args:
@@ -88,7 +88,7 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-class _Given(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
+class _TableValue(click.ParamType):  # type: ignore[type-arg]  # generic since click 8.4
     """What was typed, as it is: the table reads it."""
 
     name = "text"
@@ -110,7 +110,7 @@ class _Given(click.ParamType):  # type: ignore[type-arg]  # generic since click 
         return [CompletionItem(choice) for choice in choices if choice.startswith(incomplete)]
 
 
-class Listed(_Given):
+class Listed(_TableValue):
     """The same, where several values stand between commas."""
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -168,17 +168,17 @@ def takes(name: str, *, without: Collection[str] = (), **defaults: Any) -> Decor
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def with_values(*args: Any, **values: Any) -> None:
-            given = {key: values.pop(key) for key in lines}
-            read = {key: lines[key].read(value) for key, value in given.items() if value not in (None, ())}
+            typed = {key: values.pop(key) for key in lines}
+            read = {key: lines[key].read(value) for key, value in typed.items() if value not in (None, ())}
             for remark in without_gpu(read):
                 note(remark)
             if "memory" in read:
-                remark_on_memory(given["memory"], read["memory"])
+                remark_on_memory(typed["memory"], read["memory"])
             function(*args, **values, **(usual | read))
 
         out: Callable[..., None] = with_values
         for line in reversed(lines.values()):
-            settings: dict[str, Any] = {"is_flag": True} if not line.metavar else {"type": _Given(line), "metavar": line.metavar}
+            settings: dict[str, Any] = {"is_flag": True} if not line.metavar else {"type": _TableValue(line), "metavar": line.metavar}
             shown = help_of(line, usual.get(line.name, line.default))
             out = own(*line.flags, line.name, group=line.group, default=None, multiple=line.multiple, envvar=line.envvar, show_envvar=bool(line.envvar),
                       hidden=line.hidden, help=shown, **settings)(out)  # fmt: skip

@@ -118,8 +118,8 @@ def run(
     from .completion import Completer
 
     path = model or demo_model()
-    given = read_text(chat_template_file) if chat_template_file else chat_template
-    template = None if raw else find_template(path, given)  # before the weights are read
+    template = read_text(chat_template_file) if chat_template_file else chat_template
+    template = None if raw else find_template(path, template)  # before the weights are read
     cache = PromptCache(prompt_cache, read_only=prompt_cache_ro, answers=prompt_cache_all) if prompt_cache else None
     with_gpu(options)
     with contextlib.ExitStack() as stack:
@@ -188,10 +188,10 @@ def _complete(completer: Completer, prompt: str, system: str | None, template: s
         tokens = prompt_tokens(llm, prompt, add_bos=True)
     else:
         messages = [{"role": "system", "content": system}] if system else []
-        wanted = Template(llm, template)
-        tokens = wanted.tokens([*messages, {"role": "user", "content": prompt}])
-        if wanted.stop:
-            completer.stop_at(wanted.stop)
+        renderer = Template(llm, template)
+        tokens = renderer.tokens([*messages, {"role": "user", "content": prompt}])
+        if renderer.stop:
+            completer.stop_at(renderer.stop)
     if as_json:
         answer = completer.complete(tokens, lambda _text: None)
         print(json.dumps(answer.to_dict(), ensure_ascii=False))

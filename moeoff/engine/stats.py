@@ -217,7 +217,7 @@ class Stats:
         Args:
             facts: fields that neither has.
         """
-        counted = {name: getattr(counters, there) for name, there in _NATIVE.items()}
+        counted = {name: getattr(counters, counter) for name, counter in _NATIVE.items()}
         counted = {name: n / 1e9 if name.endswith("_seconds") else n for name, n in counted.items()} | asdict(timing)
         if facts.get("tier", ORIGINAL) != ORIGINAL:
             counted["served_low"] = counters.expert_uses
@@ -245,5 +245,5 @@ def _rates(counted: Mapping[str, float]) -> dict[str, Any]:
 
 
 _TABLE = {f.name: f.metadata for f in fields(Stats)}
-_NATIVE = {name: there for name in _TABLE if (there := _native_name(name)) in {name for name, *_ in native.Stats._fields_}}
+_NATIVE = {name: counter for name in _TABLE if (counter := _native_name(name)) in {name for name, *_ in native.Stats._fields_}}
 COUNTERS = tuple(name for name, line in _TABLE.items() if line["counter"])

@@ -85,7 +85,8 @@ class CommandLine:
 
     @classmethod
     def read(cls, args: Sequence[str]) -> CommandLine:
-        """
+        """Its words, one after the other.
+
         Raises:
             OptionError: what cannot be, is not known, or has no value.
         """
@@ -168,7 +169,7 @@ def _mode(path: str) -> int:
 
 def in_use(model_files: Sequence[str], config: Config, options: ServerOptions) -> list[str]:
     """A model's files, those that are found beside it by name, and those that moeoff's own options name."""
-    named = [getattr(given, name) for given, kind in ((config, Config), (options, ServerOptions)) for name, line in table_of(kind).items() if line.is_file]
+    named = [getattr(values, name) for values, kind in ((config, Config), (options, ServerOptions)) for name, line in table_of(kind).items() if line.is_file]
     named = [value.path if isinstance(value, Sidecar) else value for value in named]
     beside = [sidecar_path(model_files[0]), profile_path(model_files[0])]
     return [*model_files, *beside, *(os.fspath(value) for value in named if isinstance(value, (str, os.PathLike)))]
