@@ -404,7 +404,7 @@ KINDS = {
     "JSON schema": Kind("schema.json", kept_open(schema), allowed=_LLAMA_CPP, opens=False),
     "text": Kind("text.txt", kept_open(text)),
 }
-ARRAYS_OF = {"m.profile.npz": "popularity/counts", "contract.npz": "precision/t1", "warm.npz": "residency"}
+ARRAYS_OF = {"m.profile.npz": "popularity/counts", "contract.npz": "precision/t1", "warm.npz": "high"}
 
 
 def of_model(folder: Path) -> Iterator[Mutant]:

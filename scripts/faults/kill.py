@@ -111,7 +111,7 @@ def running(folder: Path) -> Program:
                 return "the trace has no event"
         for path in (folder / "cache").rglob("*.npz"):
             with np.load(path) as saved:
-                saved["residency"]
+                saved["high"]
         return ""
 
     return Program(command("run", "-m", model, "-p", PROMPT, "-n", "24", "--trace", str(trace), *OPTIONS), check)

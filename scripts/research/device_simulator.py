@@ -29,6 +29,7 @@ from moeoff.sidecar.profile import Profile
 from moeoff.trace import TraceHeader
 
 ALL_MATRICES = 15
+READ_FIELDS = np.dtype([(name, np.int64) for name in ("tensor", "expert", "t_done", "result")])  # what a meter asks of a finished read
 PREFETCH, DEMAND = 0, 2
 ALWAYS, PROMPTS, NEVER = "always", "prompts", "never"
 POPULAR, AS_NAMED, BY_ID = "popular", "as named", "by id"
@@ -180,6 +181,8 @@ class DeviceBuffer:
         self._clock = self.now = self._idle_since = 0
         self.counts = dict.fromkeys(("hits", "misses", "prefetched", "stall_ns", "busy_ns"), 0)
         self._callback: Callable[[GateEvent], None] | None = None
+        self._reads: list[tuple[int, int, int, int]] = []
+        self._logs_reads = False
         self._n_used = model.n_used
         each = np.array([sum(model.tensors[i].nbytes for i in tensors) for tensors in self._of_gate])
         self._sizes = (each[:, None] * (np.ones(self.priorities.shape) if widths is None else widths)).ravel()
@@ -212,6 +215,14 @@ class DeviceBuffer:
 
     def drain(self) -> None:
         """Events are delivered at once."""
+
+    def log_reads(self, on: bool = True) -> None:
+        self._logs_reads = on
+
+    def take_reads(self) -> np.ndarray:
+        """What was sent of whole experts since the last call."""
+        reads, self._reads = self._reads, []
+        return np.array(reads, READ_FIELDS)
 
     def stats(self) -> Any:
         return SimpleNamespace(
@@ -385,6 +396,10 @@ class DeviceBuffer:
         self._sent, self.now, self._idle_since = None, max(self.now, end), end
         self.counts["busy_ns"] += end - start
         self._begun[part] += 1
+        if self._logs_reads and not part[1]:
+            tensors = self._of_gate[self._layer[part[0]]]
+            sent = tensors[self._begun[part] - 1 : self._begun[part]] if self._execution.chunked else tensors
+            self._reads += [(tensor, part[0] % self._width, end, 0) for tensor in sent]
         level = next((level for level, jobs in self._jobs.items() if part in jobs), None)
         if self._begun[part] == self._pieces:
             del self._begun[part]
