@@ -143,10 +143,10 @@ class _MemoryGroup:
 
     @property
     def limit(self) -> int | None:
-        found = _read_int(f"{self.folder}/{self.limit_file}")
-        return found if found is not None and found < 1 << 60 else None  # version 1 writes a huge number for "none"
+        nbytes = _read_int(f"{self.folder}/{self.limit_file}")
+        return nbytes if nbytes is not None and nbytes < _MOST else None  # version 1 writes a huge number for "none"
 
-    def taken_by_others(self, own: int) -> int:
+    def held_by_others(self, own: int) -> int:
         """Bytes of the group's other processes that the kernel cannot take back without swap, those of files in memory among them."""
         try:
             with open(f"{self.folder}/memory.stat") as file:
@@ -202,7 +202,7 @@ def available() -> int:
     own = _own("RssAnon") + _own("RssShmem")
     for group in _memory_groups():
         if (limit := group.limit) is not None:
-            free.append(max(0, limit - group.taken_by_others(own)))
+            free.append(max(0, limit - group.held_by_others(own)))
     return min(free)
 
 

@@ -542,9 +542,9 @@ class Config:
             raise OptionError(f"`vram_mode` {self.vram_mode}: a device computes with experts in their own precision alone")
         self.check_adapters(bool(self.llama_cpp.get("lora_path")))
 
-    def check_adapters(self, given: bool) -> None:
+    def check_adapters(self, adapters: bool) -> None:
         """Raises OptionError if there are adapters and both a device and the CPU compute with experts."""
-        if given and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
+        if adapters and self.vram is not None and self.vram_mode not in ("centric", "cpu"):
             raise OptionError(f"`vram_mode` {self.vram_mode}: adapters (LoRA) are computed on one side alone; give `vram_mode` centric or cpu")
 
     def check_precision(self, precision: Precision) -> None:
@@ -558,10 +558,10 @@ class Config:
 
     def check_model(self, model_index: ModelIndex) -> None:
         """Raises OptionError for values that have no effect with this model, or that llama.cpp would crash over."""
-        given = [name for name in ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx") if getattr(self, name) is not None]
+        yarn_options = [name for name in ("yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_orig_ctx") if getattr(self, name) is not None]
         yarn = (self.rope_scaling_type or model_index.hparams.get("rope.scaling.type")) == "yarn"
-        if given and not yarn and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0):
-            raise OptionError(f"`{given[0]}` has no effect: the model's rope scaling is not YaRN; ask for it with `rope_scaling_type`")
+        if yarn_options and not yarn and (self.yarn_ext_factor is None or self.yarn_ext_factor <= 0):
+            raise OptionError(f"`{yarn_options[0]}` has no effect: the model's rope scaling is not YaRN; ask for it with `rope_scaling_type`")
         if self.context_shift and self.type_k not in (None, *_UNQUANTIZED):
             widths = model_index.key_widths
             if len(widths) > 1 or any(width % _HADAMARD for width in widths):
@@ -606,12 +606,12 @@ def without_gpu(values: dict[str, Any]) -> list[str]:
 
     Where a size of a GPU's memory is asked for (`vram`), they stay, and are refused.
     """
-    given = [name for name in (*_OF_GPUS, "vram") if values.get(name)]
-    if not given or "vram" in given and not _device_bound(values["vram"]).auto or not (why := _no_gpu()):
+    names = [name for name in (*_OF_GPUS, "vram") if values.get(name)]
+    if not names or "vram" in names and not _device_bound(values["vram"]).auto or not (why := _no_gpu()):
         return []
-    for name in given:
+    for name in names:
         del values[name]
-    return [f"{' and '.join(TABLE[name].flag for name in given)} {'has' if len(given) == 1 else 'have'} no effect: {why}"]
+    return [f"{' and '.join(TABLE[name].flag for name in names)} {'has' if len(names) == 1 else 'have'} no effect: {why}"]
 
 
 def with_gpu(values: dict[str, Any], adapters: bool = False) -> None:

@@ -243,7 +243,7 @@ def tensor_buffers(text: str | None, model_index: ModelIndex) -> list[tuple[str,
     """
     if not text:
         return []
-    found = []
+    places = []
     types = buffer_types()
     for part in text.split(","):
         pattern, _, buffer = part.rpartition("=")
@@ -258,5 +258,5 @@ def tensor_buffers(text: str | None, model_index: ModelIndex) -> list[tuple[str,
             raise OptionError(f"`override_tensor`: {pattern!r} is found in {expert!r}: routed experts lie in moeoff's expert buffer and nowhere else")
         if not any(map(search, model_index.dense)):
             raise OptionError(f"`override_tensor`: {pattern!r} is found in the name of no tensor outside the experts")
-        found.append((pattern, types[buffer]))
-    return found
+        places.append((pattern, types[buffer]))
+    return places

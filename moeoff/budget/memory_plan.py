@@ -138,14 +138,14 @@ def require_header_room(path: str, header_memory: int, budget: int) -> None:
         )
 
 
-def process_once_loaded(taken: int) -> int:
+def process_once_loaded(nbytes: int) -> int:
     """Bytes that a process takes without the model, once it is loaded, of those that it takes now."""
-    return taken + _LIBRARIES
+    return nbytes + _LIBRARIES
 
 
-def planned_process(taken: int) -> int:
+def planned_process(nbytes: int) -> int:
     """The same, as it is planned before."""
-    return max(_PROCESS, process_once_loaded(taken))
+    return max(_PROCESS, process_once_loaded(nbytes))
 
 
 _USUAL_CHOICE = 8.0  # experts of a layer for each that a token uses, as Mixtral's and gpt-oss-20b's routers have at most
@@ -240,18 +240,18 @@ class DeviceRoom:
 
     Attributes:
         bound: of everything that is allocated there.
-        taken: by llama.cpp: weights, caches, compute buffers.
+        llama_cpp: what that takes there: weights, caches, compute buffers.
         free: by the driver's count, now.
     """
 
     name: str
     bound: int
-    taken: int
+    llama_cpp: int
     free: int
 
     @property
     def for_experts(self) -> int:
-        return min(self.bound - self.taken, self.free)
+        return min(self.bound - self.llama_cpp, self.free)
 
 
 def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n_experts: int) -> int:
@@ -267,17 +267,17 @@ def slots_that_fit(room: DeviceRoom, bytes_of: Sequence[Callable[[int], int]], n
     def total(n: int) -> int:
         return sum(of(n) for of in bytes_of)
 
-    if room.bound > room.taken + room.free:
-        most = (room.taken + room.free) // MIB * MIB
+    if room.bound > room.llama_cpp + room.free:
+        most = (room.llama_cpp + room.free) // MIB * MIB
         raise BudgetError(
-            f"{format_size(room.bound)} is more than {room.name} has: {format_size(room.taken)} taken by llama.cpp and {format_size(room.free)} free",
+            f"{format_size(room.bound)} is more than {room.name} has: {format_size(room.llama_cpp)} taken by llama.cpp and {format_size(room.free)} free",
             hint={"vram": most},
         )
     least = total(1)
     if least > room.for_experts:
-        needed = -(-(room.taken + least) // MIB) * MIB
+        needed = -(-(room.llama_cpp + least) // MIB) * MIB
         raise BudgetError(
-            f"{format_size(max(room.bound, 0))} on {room.name} is too small: llama.cpp takes {format_size(room.taken)} there, and one expert of each layer "
+            f"{format_size(max(room.bound, 0))} on {room.name} is too small: llama.cpp takes {format_size(room.llama_cpp)} there, and one expert of each layer "
             f"{format_size(least)}",
             hint={"vram": needed},
         )

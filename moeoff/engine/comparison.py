@@ -19,8 +19,10 @@ SKIP = 1  # first tokens of a block: they still feel the one before
 
 
 class ABTest:
-    """Args:
-    block, skip: times in a block, and how many of its first are left out.
+    """Compares something with going without it, in blocks of tokens that take turns.
+
+    Args:
+        block, skip: times in a block, and how many of its first are left out.
 
     Attributes:
         on: what to do for the token that begins now.
@@ -78,9 +80,9 @@ class ABTest:
 def _trimmed(times: list[float]) -> tuple[float, float]:
     """Mean and its relative standard error, without the highest and lowest tenth: a burst of other work on the machine must not decide."""
     cut = len(times) // 10
-    kept = sorted(times)[cut : len(times) - cut]
-    mean = statistics.fmean(kept)
-    return mean, statistics.stdev(kept) / math.sqrt(len(kept)) / mean
+    middle = sorted(times)[cut : len(times) - cut]
+    mean = statistics.fmean(middle)
+    return mean, statistics.stdev(middle) / math.sqrt(len(middle)) / mean
 
 
 WITHOUT = "cpu"
@@ -91,10 +93,12 @@ _AGAIN = 16  # batches after which the other way is measured again
 
 
 class DeviceJudge:
-    """Args:
-    ways: to use the device for tokens that are decoded, at least one.
-    prompts: ways to read text, by default the first of these and the CPU alone.
-    compares: ways to decode; else they take the first.
+    """Compares ways to use a device with each other and with the CPU alone.
+
+    Args:
+        ways: to use the device for tokens that are decoded, at least one.
+        prompts: ways to read text, by default the first of these and the CPU alone.
+        compares: ways to decode; else they take the first.
     """
 
     def __init__(self, ways: Sequence[str], prompts: Sequence[str] = (), *, compares: bool = True):

@@ -99,7 +99,7 @@ class DeviceTier:
             if reason := self._allocate(slots):
                 raise self._no_room(rooms, slots, reason)
             self.uses = {
-                room.name: {"n_slots": slots[handle], "experts": sum(of(slots[handle]) for of in self._bytes_of(handle)), "llama_cpp": self._taken(handle)}
+                room.name: {"n_slots": slots[handle], "experts": sum(of(slots[handle]) for of in self._bytes_of(handle)), "llama_cpp": self._llama_cpp(handle)}
                 for handle, room in rooms.items()
             }
             less = {handle: self.uses[room.name]["experts"] + self.uses[room.name]["llama_cpp"] - room.bound for handle, room in rooms.items()}
@@ -126,10 +126,10 @@ class DeviceTier:
         for device in devices():
             if device.handle in self._devices:
                 free = device.memory[0]
-                limit, taken = bound.of(self._free.get(device.handle, free)), self._taken(device.handle)
+                limit, llama_cpp = bound.of(self._free.get(device.handle, free)), self._llama_cpp(device.handle)
                 if bound.auto:  # others may have taken memory since, and a backend does for itself
-                    limit = min(limit, taken + bound.of(free))
-                rooms[device.handle] = DeviceRoom(device.name, limit, taken + max(less.get(device.handle, 0), 0), free)
+                    limit = min(limit, llama_cpp + bound.of(free))
+                rooms[device.handle] = DeviceRoom(device.name, limit, llama_cpp + max(less.get(device.handle, 0), 0), free)
         return rooms
 
     def _bytes_of(self, handle: int) -> list[Callable[[int], int]]:
@@ -138,7 +138,8 @@ class DeviceTier:
 
         return [of(gate) for gate, device in enumerate(self._devices) if device == handle]
 
-    def _taken(self, handle: int) -> int:
+    def _llama_cpp(self, handle: int) -> int:
+        """Bytes that llama.cpp takes there."""
         return native.device_memory_of(self._ctx, handle)
 
     def _replan(self) -> None:
@@ -152,11 +153,11 @@ class DeviceTier:
         """A driver gave less than it had said. What would fit is found by trying."""
         handle = max(rooms, key=lambda h: sum(of(slots[h]) for of in self._bytes_of(h)))
         room, fewer = rooms[handle], slots
-        said = f"{format_size(room.bound)} on {room.name}: {reason}; {format_size(room.taken)} are llama.cpp's there"
+        sentence = f"{format_size(room.bound)} on {room.name}: {reason}; {format_size(room.llama_cpp)} are llama.cpp's there"
         while any(fewer.values()):
             fewer = {h: n // 2 for h, n in fewer.items()}
             if any(fewer.values()) and not self._allocate(fewer):
                 self._free_slots()
-                needed = max(sum(of(fewer[h]) for of in self._bytes_of(h)) + rooms[h].taken for h in rooms)
-                return BudgetError(said, hint={"vram": -(-needed // MIB) * MIB})
-        return BudgetError(f"{said}, and not one expert of each layer has room besides; open the model without `vram`")
+                needed = max(sum(of(fewer[h]) for of in self._bytes_of(h)) + rooms[h].llama_cpp for h in rooms)
+                return BudgetError(sentence, hint={"vram": -(-needed // MIB) * MIB})
+        return BudgetError(f"{sentence}, and not one expert of each layer has room besides; open the model without `vram`")

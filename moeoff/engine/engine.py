@@ -54,8 +54,8 @@ from .warm_start import PromptUses, exchange, fill, read_ahead, recall, remember
 _COUNTERS = ("demand_hits", "demand_misses", "evictions", "bytes_read", "low_bytes_read", "arena_bytes")  # that end a trace
 
 
-class _Mark:
-    """Something in progress. It goes with the frame that holds it, however that ends."""
+class _Operation:
+    """Something in progress. It is known by a weak reference alone: an interrupt (Ctrl-C) between any two instructions cannot leave it behind."""
 
 
 class Cancellation:
@@ -64,7 +64,7 @@ class Cancellation:
     def __init__(self, buffer: ExpertBuffer):
         self._buffer = buffer
         self._lock = threading.RLock()
-        self._open: weakref.WeakSet[_Mark] = weakref.WeakSet()
+        self._open: weakref.WeakSet[_Operation] = weakref.WeakSet()
         self.requested = False
 
     def request(self) -> None:
@@ -86,18 +86,18 @@ class Cancellation:
         Raises:
             Cancelled: it has been already.
         """
-        mark = _Mark()
+        operation = _Operation()
         with self._lock:
             if not self._open:  # a request that came too late for what it was to end
                 self._withdraw()
-            self._open.add(mark)
+            self._open.add(operation)
         try:
             if self.requested:
                 raise Cancelled("the answer was cancelled")
             yield
         finally:
             with self._lock:
-                self._open.discard(mark)
+                self._open.discard(operation)
                 if not self._open:
                     self._withdraw()
 
@@ -204,17 +204,8 @@ class Engine:
         """What a subclass takes in addition, by what is left of the budget."""
 
     def _dry_load(self, n_ctx: int) -> MemoryPlan:
-        kept = self._kept + self._loaded
-        return dry_load(
-            self.model_index,
-            n_ctx,
-            self.keywords,
-            self.tensor_buffers,
-            n_sequences=self._n_sequences,
-            kept=kept,
-            nextn=self._nextn,
-            unified=self._unified,
-        )
+        return dry_load(self.model_index, n_ctx, self.keywords, self.tensor_buffers, n_sequences=self._n_sequences, kept=self._kept + self._loaded,
+                        nextn=self._nextn, unified=self._unified)  # fmt: skip
 
     def _choose_micro_batch(self) -> MicroBatch:
         """Tokens of a prompt that are computed at once: what the user said, else what memory allows and takes the least time."""
@@ -226,20 +217,20 @@ class Engine:
             return MicroBatch(usual, "the usual one: only the experts' memory is bounded")
         if config.repeatable:
             return MicroBatch(usual, "the usual one: the run must be the same at every budget and on every machine")
-        found = choose_within(planned, self.budget.process, recall_rates(self.model_index, self.keywords, config.tier))
-        if found.n_tokens != usual:
-            self.keywords |= {"n_batch": found.n_tokens, "n_ubatch": found.n_tokens}
+        choice = choose_within(planned, self.budget.process, recall_rates(self.model_index, self.keywords, config.tier))
+        if choice.n_tokens != usual:
+            self.keywords |= {"n_batch": choice.n_tokens, "n_ubatch": choice.n_tokens}
             self.planned = self._dry_load(planned.n_ctx)
-        return found
+        return choice
 
     def _find_profile(self) -> Profile | None:
         # what calibration measures of gates has none for next-token layers, which only a server that drafts with them loads
-        wanted, needed = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.config.strategy))
+        path, names = self.config.profile, {CONTRACT_SECTION} | (set() if self._nextn else sections(self.config.strategy))
         # twice: what is made of the arrays is as large, while they are there; at the floor a part of the reserve
         room = max(self.budget.most - self.planned.floor, RESERVE // 8) // 2
-        if wanted == "auto":
-            return Profile.find(self.model_index, needed, room)
-        return Profile.read(wanted, self.model_index, needed, room) if wanted else None
+        if path == "auto":
+            return Profile.find(self.model_index, names, room)
+        return Profile.read(path, self.model_index, names, room) if path else None
 
     def _holds_everything(self) -> bool:
         """Whether all experts may fit, if nothing else touches what is planned for it: then no strategy has anything to do."""

@@ -270,8 +270,8 @@ class ExpertBuffer:
             MoeoffError: a device has no room for them.
         """
         n = self.priorities.shape[0]
-        given = list(slots) or [(0, 0)] * n
-        handles, numbers = (ctypes.c_uint64 * n)(*(device for device, _ in given)), (ctypes.c_int32 * n)(*(number for _, number in given))
+        rows = list(slots) or [(0, 0)] * n
+        handles, numbers = (ctypes.c_uint64 * n)(*(device for device, _ in rows)), (ctypes.c_int32 * n)(*(number for _, number in rows))
         self._check(native.set_device_slots(self.handle, mode, handles, numbers, n, n_used, n_uploads))
 
     def set_device_mode(self, mode: int) -> None:
@@ -402,15 +402,15 @@ class ExpertBuffer:
         if callback is None:
             delivery = native.GateCallback()
         else:
-            kept: list[int] = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
+            states: list[int] = []  # this thread's state of the interpreter, which would otherwise be made anew for every event
 
             def deliver(event: int | None, _user: int | None) -> None:
                 if not event:
-                    while kept:
-                        _PY.PyGILState_Release(kept.pop())
+                    while states:
+                        _PY.PyGILState_Release(states.pop())
                     return
-                if not kept:
-                    kept.append(_PY.PyGILState_Ensure())
+                if not states:
+                    states.append(_PY.PyGILState_Ensure())
                 if self._exception is None:
                     try:
                         callback(_copy_event(event))

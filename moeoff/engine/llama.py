@@ -239,11 +239,11 @@ class Llama(PatchedLlama):
         return super().sample(*args, **options) if self.turns.inside else self._turn(functools.partial(self._sample, *args, **options), changes=False)
 
     def _sample(self, *args: Any, **options: Any) -> int:
-        kept, self._sampler = self._sampler, None
+        sampler, self._sampler = self._sampler, None
         try:
             return super().sample(*args, **options)
         finally:
-            self._sampler = kept  # of an answer that may be read on
+            self._sampler = sampler  # of an answer that may be read on
 
     def _create_completion(self, *args: Any, **kwargs: Any) -> Any:
         return self._stream(super()._create_completion(*args, **kwargs))  # type: ignore[arg-type]  # a generator

@@ -141,8 +141,8 @@ class PredictionMeter:
         if not len(reads):
             return
         for tensor, expert, t_done, result in zip(*(reads[name].tolist() for name in ("tensor", "expert", "t_done", "result"))):
-            found = next((s for s in self._selected[self._gate_of[tensor]] if s.t_ns < t_done), None)
-            if result == 0 and found is not None and expert in found.right:
+            selected = next((s for s in self._selected[self._gate_of[tensor]] if s.t_ns < t_done), None)
+            if result == 0 and selected is not None and expert in selected.right:
                 self._late_slices += 1
 
     @property
@@ -277,17 +277,19 @@ _LEAST_BUSY = 0.01  # of the time, in which the disk reads: below it prediction 
 
 
 class Prefetcher(Observer):
-    """Args:
-    buffer: started.
-    predictor: its `observe` is called for the events that are predicted from.
-    n_used: experts for each token.
-    io_threads: I/O threads of the buffer.
-    fallback: takes the predictor's place if it reads gate inputs and events have none.
-    share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
-    ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of tokens at once), and
-        what is seldom useful is not read (`Usefulness`).
-    precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all. `use` changes it.
-    fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
+    """Reads what a predictor expects, as far as demand leaves the disk time for it, and keeps what is resident of it.
+
+    Args:
+        buffer: started.
+        predictor: its `observe` is called for the events that are predicted from.
+        n_used: experts for each token.
+        io_threads: I/O threads of the buffer.
+        fallback: takes the predictor's place if it reads gate inputs and events have none.
+        share: of all experts, how many candidates a gate has at least (Fate §4.2: 0.25); at least n_used.
+        ab_tested: in decode, prefetching that does not shorten tokens is switched off (`ABTest`, one for each number of tokens at once), and
+            what is seldom useful is not read (`Usefulness`).
+        precision: if the router selected as predicted: experts that would be served in low precision are read in it, skipped ones not at all. `use` changes it.
+        fills_devices: a prefetch also writes what host memory has into slots of a device, so that it pays without reads, too.
     """
 
     def __init__(self, buffer: ExpertBuffer, predictor: Predictor, n_used: int, io_threads: int,
@@ -360,11 +362,11 @@ class Prefetcher(Observer):
         if not event.decode:
             self._token_t = 0
             # the papers' presets foresee the batch's own popularity; without a prediction that of earlier ones has to do
-            found = self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
-            for p in found or []:
+            predictions = self.predictor.observe(event.sample(SAMPLE)) if self.meter is not None else None
+            for p in predictions or []:
                 self._popular[p.gate] = _by_popularity(p.scores, self._n_used), self._of_prompt(p)
             if not self._read_ahead.observe(event, *self._popular.pop(event.gate + 1, ([], None))):
-                self._act(self.predictor.observe(event.sample(SAMPLE)) if found is None else found, False)
+                self._act(self.predictor.observe(event.sample(SAMPLE)) if predictions is None else predictions, False)
             return
         usefulness = self._usefulness if self._predicts else None
         if usefulness is not None:
@@ -433,8 +435,8 @@ class Prefetcher(Observer):
                 if versions is None or not self.precision.tau:
                     self._usefulness.predicted(p.gate, best, places)
                 else:
-                    wanted = versions[best] == native.HIGH
-                    self._usefulness.predicted(p.gate, best[wanted], (np.arange(len(best)) if places is None else places)[wanted])
+                    high = versions[best] == native.HIGH
+                    self._usefulness.predicted(p.gate, best[high], (np.arange(len(best)) if places is None else places)[high])
             queued = self._read(p.gate, versions, best, n_paying, int(self._credit))
             self._credit -= queued
             if queued or (n < len(predictions) and self._lacks(p.gate, versions, best)):
@@ -456,9 +458,9 @@ class Prefetcher(Observer):
         if not self.precision.tau:
             return predicted_versions(scores, top, min(self._n_used, self._n_candidates), self.precision)
         weights = np.take_along_axis(scores, top, axis=1)
-        wanted = (self._weights.of(p.gate, weights) >= self.precision.tau) | (weights[:, -1:] < 0)  # no weights
+        served = (self._weights.of(p.gate, weights) >= self.precision.tau) | (weights[:, -1:] < 0)  # no weights
         out = np.full(scores.shape[1], native.SKIP)
-        out[top[wanted]] = native.HIGH
+        out[top[served]] = native.HIGH
         return out
 
     def _read(self, gate: int, versions: np.ndarray | None, best: np.ndarray, n_paying: int, limit: int) -> int:

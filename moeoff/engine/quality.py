@@ -92,7 +92,7 @@ class Quality:
         before = self.selected
         if self._contract is None or before is None or self._config.deterministic:
             return
-        found = self._contract.select(before.max_loss, self._share(Budget(budget)), lambda c: c.tier == before.tier)
+        selected = self._contract.select(before.max_loss, self._share(Budget(budget)), lambda c: c.tier == before.tier)
         # all experts are and stay in the tier, for which what was promised with more given up holds
-        self.selected = found if found.tier == before.tier else replace(before, precision=Precision())
+        self.selected = selected if selected.tier == before.tier else replace(before, precision=Precision())
         self.use(self.selected.precision)
