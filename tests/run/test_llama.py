@@ -68,20 +68,16 @@ CALLS = {
 }
 
 
-def comparable(value):
-    return without_identity(value)
-
-
 @pytest.mark.parametrize("name", CALLS)
 def test_same_as_llama_cpp(both, name):
     stock, ours = both
     try:
-        expected = comparable(CALLS[name](stock))
+        expected = without_identity(CALLS[name](stock))
     except Exception as error:  # what the class refuses for this model, ours refuses alike
         with pytest.raises(type(error)):
             CALLS[name](ours)
         return
-    assert comparable(CALLS[name](ours)) == expected
+    assert without_identity(CALLS[name](ours)) == expected
 
 
 def test_save_and_load_state(both):
@@ -361,7 +357,9 @@ def test_twenty_cycles_leave_nothing(demo):
     check_leaves_nothing(cycle, 20, 8 << 20, warm_ups=3)
 
 
-@pytest.mark.parametrize("order", ["del a; del b", "del b; del a", "a.close(); del b", "a.x = b; b.x = a", "import sys; sys.exit(0)"])
+@pytest.mark.parametrize(
+    "order", ["a.close(); del b", "a.x = b; b.x = a", pytest.param("del a; del b", marks=pytest.mark.slow), pytest.param("pass", marks=pytest.mark.slow)]
+)
 def test_any_order_at_interpreter_exit(demo, order):
     code = f"import moeoff\na = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\nb = moeoff.Llama({demo!r}, expert_memory='1M', n_ctx=64)\na.eval([1, 2]); b.eval([3])\n{order}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
