@@ -1,4 +1,4 @@
-"""The table of options: each is declared once, as a field of `Config`, `Sampling` or `ServerOptions`, and everything else is made from that.
+"""The table of options: each is declared once (`moeoff.option`), as a field of `Config`, `Sampling` or `ServerOptions`, and everything else is made from that.
 
 From a field come click's option, the reading of what people write, llama-server's argument, the line in docs/reference/options.md, and the
 flag that an error names. An option is added by its line here and where it is used.
@@ -8,12 +8,10 @@ Light on purpose: `moeoff --help` imports this, and neither numpy nor llama.cpp;
 
 from __future__ import annotations
 
-import functools
-import math
 import os
 import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from .budget.memory_plan import DeviceBound
@@ -21,6 +19,7 @@ from .cpu import n_cores
 from .errors import MoeoffError, OptionError
 from .files import read_text
 from .memory import MIB, parse_percent, parse_size
+from .option import MOST, Option, integer, number, one_of, option, parse_switch, read, table_of
 
 if TYPE_CHECKING:
     from .gguf.model_index import ModelIndex
@@ -33,7 +32,6 @@ __all__ = [
     "TABLE",
     "THRESHOLDS",
     "Config",
-    "Option",
     "Sampling",
     "ServerOptions",
     "in_flags",
@@ -41,13 +39,11 @@ __all__ = [
     "parse_loss",
     "precision_of",
     "spelled",
-    "table_of",
     "with_gpu",
     "without_gpu",
 ]
 
 Path = str | os.PathLike[str]
-_MAX = 2**31 - 1
 
 # ggml's numbers of these types; llama.cpp's programs take no others
 _CACHE_TYPES = {"f32": 0, "f16": 1, "bf16": 30, "q8_0": 8, "q4_0": 2, "q4_1": 3, "iq4_nl": 20, "q5_0": 6, "q5_1": 7}
@@ -87,14 +83,6 @@ def _float_or_percent(text: str | float) -> float:
         return -1.0
 
 
-def parse_switch(value: str | bool | int) -> bool:
-    """True of on, 1 and True; False of off, 0 and False."""
-    known = {"on": True, "1": True, "true": True, "off": False, "0": False, "false": False}
-    if (found := known.get(str(value).strip().lower())) is None:
-        raise OptionError(f"on or off, not {value!r}")
-    return found
-
-
 def _auto_file_none(value: Any) -> Any:
     """ "auto", a path, or False for "none" and False; an object that was opened already stays."""
     if value is True:
@@ -104,38 +92,8 @@ def _auto_file_none(value: Any) -> Any:
     return os.fspath(value) if isinstance(value, (str, os.PathLike)) else value
 
 
-def _integer(least: int, most: int = _MAX) -> Callable[[Any], int]:
-    def parse(value: str | int) -> int:
-        try:
-            number = int(value)
-        except (ValueError, OverflowError):
-            raise OptionError(f"a whole number, not {value!r}") from None
-        if not least <= number <= most:
-            raise OptionError(f"at least {least}, not {number}" if most == _MAX and number < least else f"{least} to {most}, not {number}")
-        return number
-
-    return parse
-
-
-def _number(least: float | None = None, most: float | None = None, above: float | None = None) -> Callable[[Any], float]:
-    def parse(value: str | float) -> float:
-        try:
-            number = float(value)
-        except (ValueError, OverflowError):
-            raise OptionError(f"a number, not {value!r}") from None
-        if not math.isfinite(number):
-            raise OptionError(f"a number, not {value!r}")
-        if above is not None and number <= above:
-            raise OptionError(f"more than {above:g}, not {value}")
-        if (least is not None and number < least) or (most is not None and number > most):
-            raise OptionError(f"at least {least:g}, not {value}" if most is None else f"{least:g} to {most:g}, not {value}")
-        return number
-
-    return parse
-
-
 def _tokens(value: str | int) -> int:
-    number = _integer(-_MAX)(value)
+    number = integer(-MOST)(value)
     if number < 1:
         raise OptionError(f"at least 1 token, not {number}")
     return number
@@ -148,44 +106,29 @@ def _flash_attn(value: str | bool | int) -> bool:
 def _layers(value: str | int) -> int:
     if value == "auto":  # llama-server's default: what there is
         return 0 if _no_gpu() else -1
-    return -1 if value == "all" else _integer(-1)(value)
+    return -1 if value == "all" else integer(-1)(value)
 
 
 def _parallel(value: str | int) -> int | None:
-    return None if value in ("auto", "-1", -1) else _integer(1, 256)(value)
+    return None if value in ("auto", "-1", -1) else integer(1, 256)(value)
 
 
 def _context(value: str | int) -> int:
-    number = _integer(0)(value)
+    number = integer(0)(value)
     if 0 < number < 8:
         raise OptionError(f"at least 8 tokens, or 0 for as many as the model was trained with, not {number}")
     return number
 
 
-def _one_of(names: tuple[str, ...], numbers: Mapping[str, int] | None = None) -> Callable[[Any], str | None]:
-    """A name; llama.cpp's number of one, and None or False for none, are taken, too."""
-
-    def parse(value: Any) -> str | None:
-        if value is False:
-            return None
-        if isinstance(value, int) and numbers:
-            value = next((name for name, number in numbers.items() if number == value), value)
-        if str(value).lower() not in names:
-            raise OptionError(f"one of {', '.join(names)}, not {value!r}")
-        return str(value).lower()
-
-    return parse
-
-
 def _split_mode(value: str | int) -> str | None:
     if value in ("row", "tensor"):
         raise OptionError(f"layer or none, not {value}: experts are computed from the expert buffer, which holds whole rows")
-    return _one_of(tuple(_SPLIT_MODES), _SPLIT_MODES)(value)
+    return one_of(tuple(_SPLIT_MODES), _SPLIT_MODES)(value)
 
 
 def _shares(value: str | list[float]) -> list[float]:
     try:
-        return [_number(0)(share) for share in (value.split(",") if isinstance(value, str) else value)]
+        return [number(0)(share) for share in (value.split(",") if isinstance(value, str) else value)]
     except ValueError:
         raise OptionError(f"shares of the GPUs as 3,1, not {value!r}") from None
 
@@ -233,116 +176,11 @@ def _disk_size(value: str | int) -> int:
     return parse_size(value)
 
 
-# --- the table ---
-
-
-@dataclass(frozen=True)
-class Option:
-    """One line of the table.
-
-    Attributes:
-        name: in Python.
-        flags: on the command line: llama.cpp's, where it has the option. None: Python's alone.
-        help: one sentence; the default is said here where it is no plain value.
-        metavar: of the value in `--help`; "" for a flag, which takes none.
-        parse: of what was given, a string or already a value.
-        commands: that take it.
-        group: heading in `--help`; "" is for what people use first.
-        default: in Python.
-        usual: in the commands, where it is another one.
-        choices: for help and completion.
-        multiple: may be given several times.
-        server: llama-server's name of it.
-        llama: an argument of llama_cpp.Llama; `number` makes its value of ours.
-        unset: llama_cpp.Llama's number for a value that was not given, which programs may pass.
-        envvar: that gives it, too.
-        is_file: for completion.
-        hidden: left out of help.
-    """
-
-    flags: tuple[str, ...]
-    help: str
-    metavar: str = ""
-    parse: Callable[[Any], Any] = str
-    commands: tuple[str, ...] = ()
-    group: str = ""
-    default: Any = None
-    usual: Any = None
-    choices: tuple[str, ...] = ()
-    multiple: bool = False
-    server: str = ""
-    llama: bool = False
-    number: Callable[[Any], Any] | None = None
-    unset: int | None = None
-    envvar: str | None = None
-    is_file: bool = False
-    hidden: bool = False
-    name: str = ""
-
-    @property
-    def flag(self) -> str:
-        """The longest, for sentences."""
-        return max(self.flags, key=len, default=self.name)
-
-    def read(self, value: Any) -> Any:
-        """The value of what was given.
-
-        Raises:
-            OptionError: it makes no sense; the message names the option.
-        """
-        if self.unset is not None and value == self.unset and not isinstance(value, (str, bool)):
-            return None
-        try:
-            if self.multiple:
-                return tuple(map(self.parse, [value] if isinstance(value, str) else value))
-            return self.parse(value)
-        except OptionError as error:
-            raise OptionError(f"`{self.name}`: {error.message}", hint=error.hint) from None
-        except (ValueError, TypeError) as error:
-            raise OptionError(f"`{self.name}`: {error}") from None
-
-    def spell(self, value: Any) -> str:
-        """A value as people write it."""
-        if self.metavar == "SIZE" and isinstance(value, int):
-            return f"{-(-value // MIB)}M"
-        if self.metavar == "PERCENT" and isinstance(value, float):
-            return f"{100 * value:g}%"
-        if isinstance(value, bool):
-            return "on" if value else "off"
-        return ",".join(str(item) for item in value) if isinstance(value, (list, tuple)) else str(value)
-
-    def server_arguments(self, value: Any) -> list[str]:
-        """llama-server's, of a value that is not the default."""
-        if not self.server or value is None or value == "" or (value is False and not self.metavar):
-            return []
-        return [self.server] if not self.metavar else [self.server, self.spell(value)]
-
-
-def option(*flags: str, commands: str = "", default: Any = None, **line: Any) -> Any:
-    """A field that is an option; `Option` says what the arguments are. Without a metavar it is a flag: given or not."""
-    if not line.get("metavar"):
-        line["parse"] = parse_switch
-    return field(default=default, metadata={"option": Option(flags=flags, commands=tuple(commands.split()), default=default, **line)})
-
-
-@functools.cache
-def table_of(kind: type) -> dict[str, Option]:
-    """The options that are declared in a class, by name in Python."""
-    return {f.name: replace(f.metadata["option"], name=f.name) for f in fields(kind) if "option" in f.metadata}
-
-
-def _read(kind: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the given values, those that a class has a field for, read; what is None was not given."""
-    table = table_of(kind)
-    names = {f.name for f in fields(kind)}
-    return {name: table[name].read(value) if name in table else value for name, value in values.items() if name in names and value is not None}
-
-
 _FILLED_IN: Any = None  # by `Config.make`
 _OPEN = "run serve report"
 _RUN_EVAL = "run serve report eval"
 _MEASURE = "run serve report eval calibrate"
-_SHARE: dict[str, Any] = {"parse": _number(0, 1), "group": "Lossy by thresholds, without a bound (default: none)", "commands": f"{_RUN_EVAL} simulate"}
+_SHARE: dict[str, Any] = {"parse": number(0, 1), "group": "Lossy by thresholds, without a bound (default: none)", "commands": f"{_RUN_EVAL} simulate"}
 _TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
 _ROPE: dict[str, Any] = {"group": "Positions", "commands": _MEASURE, "llama": True}
 
@@ -374,7 +212,7 @@ class Config:
                                     help="Give up what calibrate --max-loss measured to cost at most this, as 1%. Default: lossless.")  # fmt: skip
     n_ctx: int | None = option("-c", "--ctx-size", metavar="N", parse=_context, commands=f"{_OPEN} inspect bench", llama=True,
                                help="Context in tokens; 0: as many as the model was trained with. Default: as many, but at most 4096.")  # fmt: skip
-    n_threads: int | None = option("-t", "--threads", metavar="N", parse=_integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server="-t",
+    n_threads: int | None = option("-t", "--threads", metavar="N", parse=integer(1), unset=0, commands=f"{_MEASURE} inspect bench", llama=True, server="-t",
                                    help="Compute threads. Default: every core this process may use.")  # fmt: skip
     n_gpu_layers: int = option("-ngl", "--gpu-layers", "--n-gpu-layers", metavar="N", parse=_layers, default=0, commands=f"{_MEASURE} inspect bench", llama=True,
                                server="-ngl", help="Layers whose dense part goes to the GPU; -1 or all: all, as run and serve have it where there is one.")  # fmt: skip
@@ -383,7 +221,7 @@ class Config:
                                        help="Bound of the experts alone, instead of --memory.")  # fmt: skip
     strategy: Strategy = option("--strategy", metavar="NAME", parse=_strategy, group="Experts", commands=f"{_RUN_EVAL} bench",
                                 help="What stays in memory and what is prefetched: auto, lru, fate, ... Default: auto.")  # fmt: skip
-    stride: int | None = option("--stride", metavar="N", parse=_integer(-_MAX), group="Experts", commands=_RUN_EVAL,
+    stride: int | None = option("--stride", metavar="N", parse=integer(-MOST), group="Experts", commands=_RUN_EVAL,
                                 help="Layers that a learned predictor looks ahead, 1 or 2. Default: the strategy's; promoe has 2.")  # fmt: skip
     profile: Path | Literal[False] = option("--profile", metavar="auto|FILE|none", parse=_auto_file_none, is_file=True, default="auto", group="Experts",
                                   commands=f"{_OPEN} bench", help="Profile of moeoff calibrate; auto: MODEL.profile.npz, if it is there.")  # fmt: skip
@@ -397,14 +235,14 @@ class Config:
     warm: bool = option("--warm", metavar="on|off", parse=parse_switch, default=False, usual=True, choices=("on", "off"), group="Experts", commands=_OPEN,
                         help="Load in the background all experts if all fit, else those that were in memory when the model was last closed; "
                              "while a prompt is waited for, others into room that is left.")  # fmt: skip
-    io_threads: int | None = option("--io-threads", metavar="N", parse=_integer(1, 64), group="Experts", commands=f"{_OPEN} bench",
+    io_threads: int | None = option("--io-threads", metavar="N", parse=integer(1, 64), group="Experts", commands=f"{_OPEN} bench",
                                     help="Threads that read experts. Default: what reads the model's disk the fastest, measured once.")  # fmt: skip
     deterministic: bool = option("--deterministic", default=False, group="Experts", commands=_RUN_EVAL,
                                  help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")  # fmt: skip
     trace: Path | None = option("--trace", metavar="FILE", parse=os.fspath, is_file=True, group="Experts", commands="run",
                                 help="Record which experts the router selected, for simulate; appends to FILE.")  # fmt: skip
 
-    tau: float | None = option("--tau", metavar="W", parse=_number(0), group=_SHARE["group"], commands=_SHARE["commands"],
+    tau: float | None = option("--tau", metavar="W", parse=number(0), group=_SHARE["group"], commands=_SHARE["commands"],
                                help="Leave out absent experts whose weight is below W (what --max-loss measures and sets).")  # fmt: skip
     t1: float | None = option("--t1", metavar="S", help="Read absent experts whose unimportance is above S in low precision (HOBBIT's T1).",
                               **_SHARE)  # fmt: skip
@@ -425,25 +263,25 @@ class Config:
     n_ubatch: int | None = option("-ub", "--ubatch-size", metavar="N", parse=_tokens, llama=True, server="-ub", group="Context and batches",
                                   commands=f"{_RUN_EVAL} inspect bench",
                                   help="Tokens computed at once, at most -b. Default: 512, or what memory and the disk make faster.")  # fmt: skip
-    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", parse=_one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
+    type_k: str | None = option("-ctk", "--cache-type-k", metavar="TYPE", parse=one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
                                 server="-ctk", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help=f"Type of the KV cache's keys: {_TYPES}. Default: f16.")  # fmt: skip
-    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=_one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
+    type_v: str | None = option("-ctv", "--cache-type-v", metavar="TYPE", parse=one_of(tuple(_CACHE_TYPES), _CACHE_TYPES), number=_CACHE_TYPES.get, choices=tuple(_CACHE_TYPES), llama=True,
                                 server="-ctv", group="Context and batches", commands=f"{_RUN_EVAL} inspect bench",
                                 help="Type of the KV cache's values; quantized ones need flash attention. Default: f16.")  # fmt: skip
     swa_full: bool | None = option("--swa-full", metavar="on|off", parse=parse_switch, choices=("on", "off"), llama=True, group="Context and batches",
                                    commands=f"{_RUN_EVAL} inspect", help="Whether layers with a sliding window keep the whole context. Default: on.")  # fmt: skip
     context_shift: bool = option("--context-shift", default=False, server="--context-shift", group="Context and batches", commands=_OPEN,
                                  help="When the context is full, forget the older half of it and go on.")  # fmt: skip
-    n_keep: int = option("--keep", metavar="N", parse=_integer(-_MAX), default=0, server="--keep", group="Context and batches", commands=_OPEN,
+    n_keep: int = option("--keep", metavar="N", parse=integer(-MOST), default=0, server="--keep", group="Context and batches", commands=_OPEN,
                          help="Tokens of the prompt that a context shift keeps; -1: all.")  # fmt: skip
-    n_threads_batch: int | None = option("-tb", "--threads-batch", metavar="N", parse=_integer(1), unset=0, llama=True, server="-tb",
+    n_threads_batch: int | None = option("-tb", "--threads-batch", metavar="N", parse=integer(1), unset=0, llama=True, server="-tb",
                                          group="Context and batches", commands=_RUN_EVAL, help="Compute threads of prompts. Default: as -t.")  # fmt: skip
 
     vram: DeviceBound | None = option("--vram", metavar="SIZE", parse=_device_bound, group="GPU", commands=f"{_RUN_EVAL} bench",
                                       help="Bound of what is allocated on each GPU, as 8G, 80% of what is free there, or auto: all but a reserve, "
                                            "as run and serve have it. What -ngl leaves of it holds experts.")  # fmt: skip
-    vram_mode: str = option("--vram-mode", metavar="MODE", parse=_one_of(VRAM_MODES), choices=VRAM_MODES, default="auto", group="GPU",
+    vram_mode: str = option("--vram-mode", metavar="MODE", parse=one_of(VRAM_MODES), choices=VRAM_MODES, default="auto", group="GPU",
                             commands=f"{_RUN_EVAL} bench",
                             help="How a GPU computes with experts: cooperative, centric, waves, cpu, or auto: the fastest, found while it computes.")  # fmt: skip
     tensor_split: list[float] | None = option("-ts", "--tensor-split", metavar="N0,N1,...", parse=_shares, llama=True, server="-ts", group="GPU",
@@ -451,36 +289,36 @@ class Config:
     split_mode: str | None = option("-sm", "--split-mode", metavar="MODE", parse=_split_mode, number=_SPLIT_MODES.get, choices=tuple(_SPLIT_MODES), llama=True,
                                     server="-sm", group="GPU", commands=_MEASURE,
                                     help="How layers go to several GPUs: layer, or none for -mg alone. Default: layer.")  # fmt: skip
-    main_gpu: int | None = option("-mg", "--main-gpu", metavar="N", parse=_integer(0), llama=True, server="-mg", group="GPU", commands=_MEASURE,
+    main_gpu: int | None = option("-mg", "--main-gpu", metavar="N", parse=integer(0), llama=True, server="-mg", group="GPU", commands=_MEASURE,
                                   help="The GPU for -sm none.")  # fmt: skip
     override_tensor: str | None = option("-ot", "--override-tensor", metavar="PATTERN=BUFFER,...", group="GPU", commands=_MEASURE,
                                          help="Memory for tensors outside the experts whose names match, as CPU or CUDA0.")  # fmt: skip
     rpc_servers: None = option("--rpc", metavar="HOSTS", parse=_refuse_rpc, hidden=True, commands=_MEASURE, help="Refused.")
 
-    rope_scaling_type: str | None = option("--rope-scaling", metavar="METHOD", parse=_one_of(tuple(_ROPE_SCALINGS), _ROPE_SCALINGS), number=_ROPE_SCALINGS.get,
+    rope_scaling_type: str | None = option("--rope-scaling", metavar="METHOD", parse=one_of(tuple(_ROPE_SCALINGS), _ROPE_SCALINGS), number=_ROPE_SCALINGS.get,
                                            unset=-1, choices=tuple(_ROPE_SCALINGS), server="--rope-scaling", **_ROPE,
                                            help="Scaling of positions: none, linear or yarn. Default: the model's.")  # fmt: skip
-    rope_scale: float | None = option("--rope-scale", metavar="N", parse=_number(above=0), group="Positions", commands=_MEASURE,
+    rope_scale: float | None = option("--rope-scale", metavar="N", parse=number(above=0), group="Positions", commands=_MEASURE,
                                       help="Context scaling factor: expands the context N times.")  # fmt: skip
-    rope_freq_base: float | None = option("--rope-freq-base", metavar="N", parse=_number(above=0), unset=0, server="--rope-freq-base", **_ROPE,
+    rope_freq_base: float | None = option("--rope-freq-base", metavar="N", parse=number(above=0), unset=0, server="--rope-freq-base", **_ROPE,
                                           help="Base frequency. Default: the model's.")  # fmt: skip
-    rope_freq_scale: float | None = option("--rope-freq-scale", metavar="N", parse=_number(above=0), unset=0, server="--rope-freq-scale", **_ROPE,
+    rope_freq_scale: float | None = option("--rope-freq-scale", metavar="N", parse=number(above=0), unset=0, server="--rope-freq-scale", **_ROPE,
                                            help="Frequency scale: expands the context 1/N times.")  # fmt: skip
-    yarn_orig_ctx: int | None = option("--yarn-orig-ctx", metavar="N", parse=_integer(1), unset=0, server="--yarn-orig-ctx", **_ROPE,
+    yarn_orig_ctx: int | None = option("--yarn-orig-ctx", metavar="N", parse=integer(1), unset=0, server="--yarn-orig-ctx", **_ROPE,
                                        help="YaRN: context that the model was trained with first. Default: the model's.")  # fmt: skip
-    yarn_ext_factor: float | None = option("--yarn-ext-factor", metavar="N", parse=_number(), server="--yarn-ext-factor", **_ROPE,
+    yarn_ext_factor: float | None = option("--yarn-ext-factor", metavar="N", parse=number(), server="--yarn-ext-factor", **_ROPE,
                                            help="YaRN: share of extrapolation; 0: interpolation alone. Default: the model's.")  # fmt: skip
-    yarn_attn_factor: float | None = option("--yarn-attn-factor", metavar="N", parse=_number(), server="--yarn-attn-factor", **_ROPE,
+    yarn_attn_factor: float | None = option("--yarn-attn-factor", metavar="N", parse=number(), server="--yarn-attn-factor", **_ROPE,
                                             help="YaRN: scale of attention. Default: the model's.")  # fmt: skip
-    yarn_beta_slow: float | None = option("--yarn-beta-slow", metavar="N", parse=_number(), server="--yarn-beta-slow", **_ROPE,
+    yarn_beta_slow: float | None = option("--yarn-beta-slow", metavar="N", parse=number(), server="--yarn-beta-slow", **_ROPE,
                                           help="YaRN: high correction dimension. Default: the model's.")  # fmt: skip
-    yarn_beta_fast: float | None = option("--yarn-beta-fast", metavar="N", parse=_number(), server="--yarn-beta-fast", **_ROPE,
+    yarn_beta_fast: float | None = option("--yarn-beta-fast", metavar="N", parse=number(), server="--yarn-beta-fast", **_ROPE,
                                           help="YaRN: low correction dimension. Default: the model's.")  # fmt: skip
 
-    numa: str | None = option("--numa", metavar="STRATEGY", parse=_one_of(tuple(_NUMA_STRATEGIES), _NUMA_STRATEGIES), number=_NUMA_STRATEGIES.get,
+    numa: str | None = option("--numa", metavar="STRATEGY", parse=one_of(tuple(_NUMA_STRATEGIES), _NUMA_STRATEGIES), number=_NUMA_STRATEGIES.get,
                               unset=0, choices=tuple(_NUMA_STRATEGIES), llama=True, server="--numa", group="Machine", commands=_MEASURE,
                               help="For several NUMA nodes: distribute, isolate or numactl. Threads are then placed by llama.cpp.")  # fmt: skip
-    priority: int = option("--prio", metavar="N", parse=_integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
+    priority: int = option("--prio", metavar="N", parse=integer(-1, 3), default=0, group="Machine", commands=_MEASURE,
                            help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
     verbose: bool = option("-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine", help="Show llama.cpp's log.")
 
@@ -499,7 +337,7 @@ class Config:
         if isinstance(model_path, Config):
             return model_path
         ours = {f.name for f in fields(cls)} - {"llama_cpp"}
-        values = _read(cls, {name: value for name, value in options.items() if name in ours})
+        values = read(cls, {name: value for name, value in options.items() if name in ours})
         others = {name: value for name, value in options.items() if name not in ours}
         return cls(model_path=os.fspath(model_path), llama_cpp=others, **_completed(values))
 
@@ -684,23 +522,23 @@ def llama_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
 class Sampling:
     """How an answer is drawn, by llama.cpp's names and with its defaults."""
 
-    n_predict: int = option("-n", "--predict", "--n-predict", metavar="N", parse=_integer(-_MAX), default=-1, commands="run",
+    n_predict: int = option("-n", "--predict", "--n-predict", metavar="N", parse=integer(-MOST), default=-1, commands="run",
                             help="Tokens to generate at most; -1: as many as fit.")  # fmt: skip
-    temp: float = option("--temp", "--temperature", metavar="T", parse=_number(0), default=0.8, commands="run",
+    temp: float = option("--temp", "--temperature", metavar="T", parse=number(0), default=0.8, commands="run",
                          help="Temperature; 0 takes the likeliest token.")  # fmt: skip
-    top_k: int = option("--top-k", metavar="K", parse=_integer(-_MAX), default=40, group="Sampling", commands="run",
+    top_k: int = option("--top-k", metavar="K", parse=integer(-MOST), default=40, group="Sampling", commands="run",
                         help="Draw from the likeliest K tokens; 0: from all.")  # fmt: skip
-    top_p: float = option("--top-p", metavar="P", parse=_number(0, 1), default=0.95, group="Sampling", commands="run",
+    top_p: float = option("--top-p", metavar="P", parse=number(0, 1), default=0.95, group="Sampling", commands="run",
                           help="Draw from the likeliest tokens that make up this probability.")  # fmt: skip
-    min_p: float = option("--min-p", metavar="P", parse=_number(0, 1), default=0.05, group="Sampling", commands="run",
+    min_p: float = option("--min-p", metavar="P", parse=number(0, 1), default=0.05, group="Sampling", commands="run",
                           help="Leave out tokens below this share of the likeliest one's probability.")  # fmt: skip
-    repeat_penalty: float = option("--repeat-penalty", metavar="N", parse=_number(above=0), default=1.0, group="Sampling", commands="run",
+    repeat_penalty: float = option("--repeat-penalty", metavar="N", parse=number(above=0), default=1.0, group="Sampling", commands="run",
                                    help="Penalty on tokens that occurred lately; 1: none.")  # fmt: skip
-    presence_penalty: float = option("--presence-penalty", metavar="N", parse=_number(-2, 2), default=0.0, group="Sampling", commands="run",
+    presence_penalty: float = option("--presence-penalty", metavar="N", parse=number(-2, 2), default=0.0, group="Sampling", commands="run",
                                      help="Penalty on tokens that occurred; 0: none.")  # fmt: skip
-    frequency_penalty: float = option("--frequency-penalty", metavar="N", parse=_number(-2, 2), default=0.0, group="Sampling", commands="run",
+    frequency_penalty: float = option("--frequency-penalty", metavar="N", parse=number(-2, 2), default=0.0, group="Sampling", commands="run",
                                       help="Penalty on tokens by how often they occurred; 0: none.")  # fmt: skip
-    seed: int = option("-s", "--seed", metavar="N", parse=_integer(-_MAX, 2**32 - 1), default=-1, group="Sampling", commands="run",
+    seed: int = option("-s", "--seed", metavar="N", parse=integer(-MOST, 2**32 - 1), default=-1, group="Sampling", commands="run",
                        help="Seed of the sampler; -1 draws one.")  # fmt: skip
     stop: tuple[str, ...] = option("-r", "--reverse-prompt", "--stop", metavar="TEXT", multiple=True, default=(), group="Sampling", commands="run",
                                    help="Text that ends the answer and is not part of it. May be given several times.")  # fmt: skip
@@ -713,7 +551,7 @@ class Sampling:
         Raises:
             OptionError: a value that makes no sense.
         """
-        return cls(**_read(cls, options))
+        return cls(**read(cls, options))
 
     def __post_init__(self) -> None:
         if self.n_predict == 0 or self.n_predict < -1:
@@ -732,7 +570,7 @@ class ServerOptions:
 
     host: str = option("--host", metavar="ADDRESS", default="127.0.0.1", server="--host", commands="serve",
                        help="Address to listen on; 0.0.0.0 for every one (give an --api-key then).")  # fmt: skip
-    port: int = option("--port", metavar="N", parse=_integer(0, 65535), default=8080, server="--port", commands="serve",
+    port: int = option("--port", metavar="N", parse=integer(0, 65535), default=8080, server="--port", commands="serve",
                        help="Port to listen on; 0 takes a free one.")  # fmt: skip
     parallel: int | None = option("-np", "--parallel", metavar="N|auto", parse=_parallel, server="-np", commands="serve",
                                   help="Answers at a time; they share the context. Default: 4, or as many as the budget has a context for.")  # fmt: skip
@@ -752,7 +590,7 @@ class ServerOptions:
     kv_disk: int | None = option("--kv-disk", metavar="SIZE", parse=_disk_size, group="Server", commands="serve",
                                  help="Disk, in the user's cache folder, for prompts that fall out of memory: they come back where reading is quicker than "
                                       "computing. 0: none. Default: 4G.")  # fmt: skip
-    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=_integer(0, 1024), group="Server", commands="serve",
+    ctx_checkpoints: int | None = option("-ctxcp", "--ctx-checkpoints", metavar="N", parse=integer(0, 1024), group="Server", commands="serve",
                                          help="Copies of each answer's recurrent state to go back to; count in --memory. Default: up to 8, as they fit.")  # fmt: skip
     mmproj: str | None = option("--mmproj", metavar="FILE", is_file=True, server="--mmproj", group="Server", commands="serve",
                                 help="Projector for images and sound.")  # fmt: skip
@@ -761,7 +599,7 @@ class ServerOptions:
     spec_type: str | None = option("--spec-type", metavar="NAME", server="--spec-type", group="Server", commands="serve",
                                    help="How drafts are made: ngram-simple, draft-mtp (the model's own layers), or another kind of llama-server's.")  # fmt: skip
     embedding: bool = option("--embedding", default=False, server="--embedding", group="Server", commands="serve", help="Serve embeddings.")
-    pooling: str | None = option("--pooling", metavar="TYPE", parse=_one_of(_POOLINGS), choices=_POOLINGS, server="--pooling", group="Server", commands="serve",
+    pooling: str | None = option("--pooling", metavar="TYPE", parse=one_of(_POOLINGS), choices=_POOLINGS, server="--pooling", group="Server", commands="serve",
                                  help="How the tokens' embeddings become one: none, mean, cls, last or rank. Default: the model's own, or mean.")  # fmt: skip
     rerank: bool = option("--rerank", default=False, server="--rerank", group="Server", commands="serve",
                           help="Serve /rerank, with a model that was made for it.")  # fmt: skip
@@ -774,7 +612,7 @@ class ServerOptions:
         Raises:
             OptionError: a value that makes no sense.
         """
-        return cls(**_read(cls, options))
+        return cls(**read(cls, options))
 
     @property
     def open_to(self) -> str | None:

@@ -15,7 +15,8 @@ from ..console import ProgressLine, note, progress_bar
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
 from ..memory import format_size, parse_size
-from ..options import TABLE, Option, in_flags
+from ..option import Option
+from ..options import TABLE, in_flags
 from .options import Listed, command, files_beside, flags_as_typed, given_files, help_of, own, remark_on_context, remark_on_memory, takes, takes_model
 
 if TYPE_CHECKING:

@@ -21,7 +21,8 @@ from ..console import note
 from ..errors import MoeoffError, OptionError, WriteError, one_line
 from ..files import demo_model
 from ..memory import available, format_size
-from ..options import TABLE, Option, in_flags, without_gpu
+from ..option import Option
+from ..options import TABLE, in_flags, without_gpu
 
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 80}
 Decorator = Callable[[Callable[..., None]], Callable[..., None]]

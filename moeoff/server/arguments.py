@@ -20,7 +20,8 @@ from ..files import TEXT, open_file, require_new
 from ..gguf.model_index import loaded_whole
 from ..habits import IDLE, REFUSED, Habit, habits_of
 from ..memory import MIB, format_size
-from ..options import Config, Option, ServerOptions, table_of, without_gpu
+from ..option import Option, table_of
+from ..options import Config, ServerOptions, without_gpu
 from ..sidecar.file import Sidecar, sidecar_path
 from ..sidecar.profile import profile_path
 from .kept_prompts import KeptPrompts

@@ -51,7 +51,8 @@ def cli_page() -> str:
 def options_page() -> str:
     """docs/reference/options.md as it has to be: its text with the table of options as it is."""
     from moeoff.cli.options import help_of
-    from moeoff.options import Config, Sampling, ServerOptions, table_of
+    from moeoff.option import table_of
+    from moeoff.options import Config, Sampling, ServerOptions
 
     groups: dict[str, list[str]] = {}
     for kind, name in ((Config, "moeoff.Llama"), (Sampling, ""), (ServerOptions, "moeoff.Server")):

@@ -28,7 +28,7 @@ FLOORS = [
     {"native", "threads", "devices"},
     {"_abi", "user_cache"},
     {"binding", "console", "npz"},
-    {"gate_event", "files", "turns"},
+    {"gate_event", "files", "turns", "option"},
     {"cpu", "memory", "templates", "habits"},
     {"errors"},
 ]
