@@ -20,24 +20,22 @@ from .errors import MoeoffError, OptionError
 from .files import read_text
 from .memory import MIB, parse_percent, parse_size
 from .option import MOST, Option, integer, number, one_of, option, parse_switch, read, table_of
+from .precision import LOSSLESS, Precision
 
 if TYPE_CHECKING:
     from .gguf.model_index import ModelIndex
     from .policies import Strategy
-    from .policies.precision import Precision
     from .sidecar.file import Sidecar
 
 __all__ = [
     "NO_RPC",
     "TABLE",
-    "THRESHOLDS",
     "Config",
     "Sampling",
     "ServerOptions",
     "in_flags",
     "llama_keywords",
     "parse_loss",
-    "precision_of",
     "spelled",
     "with_gpu",
     "without_gpu",
@@ -176,11 +174,9 @@ def _disk_size(value: str | int) -> int:
     return parse_size(value)
 
 
-_FILLED_IN: Any = None  # by `Config.make`
 _OPEN = "run serve report"
 _RUN_EVAL = "run serve report eval"
 _MEASURE = "run serve report eval calibrate"
-_SHARE: dict[str, Any] = {"parse": number(0, 1), "group": "Lossy by thresholds, without a bound (default: none)", "commands": f"{_RUN_EVAL} simulate"}
 _TYPES = "f16, bf16, f32, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl"
 _ROPE: dict[str, Any] = {"group": "Positions", "commands": _MEASURE, "llama": True}
 
@@ -193,8 +189,7 @@ class Config:
     this process may use by default, and `use_mmap` and `use_mlock` are not available, because the experts are not mapped.
 
     Attributes:
-        precision: which experts may be served in lower precision, not at all, or by others; the default is lossless. `tau`, `t1`, `t2`,
-            `prefill_low_fraction`, `mispredicted_low`, `weigh_prompts` and `low_tier` are the same in single options.
+        precision: which experts may be served in lower precision, or not at all; the default is lossless. `make` takes its fields one by one, too.
         direct_io: False reads through the page cache.
         gate_input: gate events carry the router's input (see `Llama.set_gate_callback`), and batches may give the logits of all their
             tokens (`Llama.decode_batch`): llama.cpp's last layers leave out the tokens whose logits are not asked for.
@@ -241,20 +236,6 @@ class Config:
                                  help="With --max-loss: decide by the gates alone and not by what is in memory, so that a run can be repeated.")  # fmt: skip
     trace: Path | None = option("--trace", metavar="FILE", parse=os.fspath, is_file=True, group="Experts", commands="run",
                                 help="Record which experts the router selected, for simulate; appends to FILE.")  # fmt: skip
-
-    tau: float | None = option("--tau", metavar="W", parse=number(0), group=_SHARE["group"], commands=_SHARE["commands"],
-                               help="Leave out absent experts whose weight is below W (what --max-loss measures and sets).")  # fmt: skip
-    t1: float | None = option("--t1", metavar="S", help="Read absent experts whose unimportance is above S in low precision (HOBBIT's T1).",
-                              **_SHARE)  # fmt: skip
-    t2: float | None = option("--t2", metavar="S", help="Skip absent experts whose unimportance is above S (HOBBIT's T2).", **_SHARE)
-    prefill_low_fraction: float | None = option("--prefill-low-fraction", metavar="P", **_SHARE,
-                                                help="Of a prompt's experts, read this share, the least popular, in low precision (Fate's p).")  # fmt: skip
-    mispredicted_low: bool = option("--mispredicted-low", default=False, group=_SHARE["group"], commands=_RUN_EVAL,
-                                    help="Where a preset predicts, read in low precision only what it did not ask for (Fate §5.3).")  # fmt: skip
-    weigh_prompts: bool = option("--weigh-prompts", default=False, group=_SHARE["group"], commands=_RUN_EVAL,
-                                 help="--t1 and --t2 in prompts, too: each expert by the token to which it matters most (HOBBIT §3.2).")  # fmt: skip
-    low_tier: str | None = option("--low-tier", metavar="NAME", group=_SHARE["group"], commands=_RUN_EVAL,
-                                  help="Tier of the sidecar that these read, as Q2_K.")  # fmt: skip
 
     flash_attn: bool | None = option("-fa", "--flash-attn", metavar="on|off|auto", parse=_flash_attn, usual=True, choices=("on", "off", "auto"), llama=True, server="-fa",
                                      group="Context and batches", commands=f"{_RUN_EVAL} inspect bench", help="Flash attention: smaller compute buffers.")  # fmt: skip
@@ -322,7 +303,7 @@ class Config:
                            help="Priority of the process: -1 low, 0 normal, 1 medium, 2 high, 3 realtime.")  # fmt: skip
     verbose: bool = option("-v", "--verbose", default=False, commands="run serve eval", llama=True, group="Machine", help="Show llama.cpp's log.")
 
-    precision: Precision = _FILLED_IN
+    precision: Precision = LOSSLESS
     direct_io: bool = True
     gate_input: bool = False
     replay: Path | None = None
@@ -336,6 +317,10 @@ class Config:
         """
         if isinstance(model_path, Config):
             return model_path
+        if (precision := Precision.pop(options)) is not None:
+            if options.get("precision") is not None:
+                raise OptionError("give `precision`, or its thresholds one by one, not both")
+            options["precision"] = precision
         ours = {f.name for f in fields(cls)} - {"llama_cpp"}
         values = read(cls, {name: value for name, value in options.items() if name in ours})
         others = {name: value for name, value in options.items() if name not in ours}
@@ -466,7 +451,6 @@ def with_gpu(values: dict[str, Any], adapters: bool = False) -> None:
 
 # llama_cpp.Llama has numbers for these, and so overrides what a model's file says; llama.cpp's programs do not
 _MODELS_OWN = {"yarn_attn_factor": -1.0, "yarn_beta_fast": -1.0, "yarn_beta_slow": -1.0}
-THRESHOLDS = ("tau", "t1", "t2", "prefill_low_fraction", "mispredicted_low", "weigh_prompts", "low_tier")
 _HADAMARD = 64  # numbers of a head that llama.cpp rotates together before it quantizes them
 
 
@@ -474,8 +458,7 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
     """What follows from values that were read: the strategy's own where nothing else is asked for."""
     chosen = values.get("strategy") or _strategy("auto")
     strategy = chosen if values.get("stride") is None else chosen.with_stride(values["stride"])
-    if (precision := precision_of(values)) is None:
-        precision = chosen.precision  # naming the strategy is asking for it
+    precision = values.get("precision") or chosen.precision  # naming the strategy is asking for it
     # a device cannot compute with the experts of a lossy run
     vram_mode = values.get("vram_mode") or (chosen.vram_mode if values.get("max_loss") is None and precision.lossless else "auto")
     if values.get("rope_scale") is not None:
@@ -483,26 +466,6 @@ def _completed(values: dict[str, Any]) -> dict[str, Any]:
             raise OptionError("give `rope_scale` or `rope_freq_scale`, not both: one is 1 divided by the other")
         values["rope_freq_scale"] = 1 / values["rope_scale"]
     return values | {"strategy": strategy, "precision": precision, "vram_mode": vram_mode, "tier": values.get("tier") or chosen.tier}
-
-
-def precision_of(values: Mapping[str, Any]) -> Precision | None:
-    """What is given up by `precision`, or by its thresholds one by one; None if nothing was said. No bound is promised, and `max_loss` takes none of them.
-
-    Raises:
-        OptionError: out of range, a threshold that reads low versions without a tier, or a tier that none reads.
-    """
-    from .policies.precision import Precision
-
-    given = {name: values[name] for name in THRESHOLDS if values.get(name) is not None and values[name] is not False}
-    if not given:
-        return values.get("precision")
-    if values.get("precision") is not None:
-        raise OptionError("give `precision`, or its thresholds one by one, not both")
-    tier = given.pop("low_tier", None)
-    precision = Precision(**{"t1": min(given.get("t2", 1.0), 1.0)} | given, tier=tier)
-    if tier and not precision.uses_low:
-        raise OptionError("`low_tier` is read by `t1`, `t2`, `prefill_low_fraction` or `mispredicted_low`, and none of them is given")
-    return precision
 
 
 def llama_keywords(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -628,7 +591,7 @@ class ServerOptions:
         return bool(self.draft or self.spec_type)
 
 
-TABLE: dict[str, Option] = {name: line for kind in (Config, Sampling, ServerOptions) for name, line in table_of(kind).items()}
+TABLE: dict[str, Option] = {name: line for kind in (Config, Precision, Sampling, ServerOptions) for name, line in table_of(kind).items()}
 
 
 def spelled(name: str, value: object, flags: Mapping[str, tuple[str, str]] = {}) -> str:  # noqa: B006  # is only read

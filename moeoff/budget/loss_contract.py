@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import OptionError
 from ..gguf.model_index import ModelIndex
 from ..npz import Layout, WrongArrays, require_arrays
-from ..policies.precision import Precision
+from ..precision import Precision
 from ..sidecar.file import ORIGINAL, ExpertSource
 from ..sidecar.profile import Profile
 from .memory_plan import expected_bytes

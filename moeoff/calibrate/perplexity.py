@@ -27,7 +27,7 @@ from ..errors import OptionError
 from ..files import read_text
 from ..gguf.model_index import ModelIndex
 from ..memory import format_size, trim
-from ..policies.precision import LOSSLESS, Precision
+from ..precision import LOSSLESS, Precision
 from ..sidecar.file import ORIGINAL
 from .statistics import Quality, Scores, divergence, log_probs
 

@@ -38,7 +38,7 @@ from ..errors import OptionError
 from ..files import require_new
 from ..gguf.model_index import ModelIndex
 from ..memory import parse_size, rss
-from ..policies.precision import Precision
+from ..precision import Precision
 from ..sidecar.file import ORIGINAL, ExpertSource, hash64, relative_bytes
 from ..sidecar.profile import Profile, profile_output
 from .checkpoint import Checkpoint

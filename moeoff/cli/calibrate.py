@@ -13,7 +13,8 @@ from ..console import note, progress_bar, say, table_console
 from ..errors import OptionError
 from ..files import atomic_file, demo_model, require_new
 from ..memory import format_size, peak_rss
-from ..options import THRESHOLDS, parse_loss, precision_of
+from ..options import parse_loss
+from ..precision import LOSSLESS, Precision
 from .options import command, files_beside, own, remark_on_context, takes, takes_model
 
 if TYPE_CHECKING:
@@ -191,11 +192,10 @@ def eval_(
     from ..calibrate.perplexity import evaluate_model
     from ..calibrate.statistics import interval
     from ..gguf.model_index import ModelIndex
-    from ..policies.precision import LOSSLESS
 
     model = model or demo_model()
     remark_on_context(ctx, ModelIndex.read(model).n_ctx_train, options)
-    precision = precision_of({name: options.pop(name, None) for name in THRESHOLDS}) or LOSSLESS
+    precision = Precision.pop(options) or LOSSLESS
     with progress_bar("tokens") as progress:
         done = evaluate_model(model, text, ctx=ctx, mode=mode, max_loss=max_loss, precision=precision, progress=progress, **options)
     stats = done.stats

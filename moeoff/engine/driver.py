@@ -19,8 +19,8 @@ from ..errors import OptionError
 from ..gate_event import GateEvent, Observer
 from ..gguf.model_index import ModelIndex
 from ..policies import CacheShape, GroupedPolicy, Policy, Predictor, Strategy, get_predictor
-from ..policies.precision import LOSSLESS, Precision
 from ..policies.router import Router
+from ..precision import LOSSLESS, Precision
 from ..sidecar.profile import Profile
 from ..trace import Trace, TraceHeader, TraceWriter
 from .batch import Span

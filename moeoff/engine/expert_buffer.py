@@ -23,6 +23,7 @@ from ..gate_event import GateEvent
 from ..gguf.file import FileState
 from ..gguf.model_index import EMBEDDING_PATTERN, EXPERT_PATTERN, ModelIndex, TensorSpan
 from ..memory import slot_bytes
+from ..precision import Precision
 from ..sidecar.file import ExpertSource
 from ..turns import require_process
 
@@ -66,7 +67,7 @@ def _copy_event(address: int) -> GateEvent:
 class ExpertBuffer:
     """Slices of routed experts in an arena of at most `arena_bytes`, read by `io_threads` I/O threads.
 
-    A slice may have a low version in addition to the high one, with an arena of its own; `set_thresholds` says when it is used.
+    A slice may have a low version in addition to the high one, with an arena of its own; `set_precision` says when it is used.
 
     Args:
         io_threads: I/O threads, 1 to 64.
@@ -353,17 +354,18 @@ class ExpertBuffer:
 
     # --- precision ---
 
-    def set_thresholds(self, t1: float = 1.0, t2: float = 1.0, prefill_low_fraction: float = 0.0, *, tau: float = 0.0, blind: bool = False,
-                       mispredicted_low: bool = False, weigh_prompts: bool = False) -> None:  # fmt: skip
-        """Which version serves an expert that is chosen and not resident: `moeoff.policies.precision.Precision` says what they mean.
+    def set_precision(self, p: Precision, *, blind: bool = False) -> None:
+        """Which version serves an expert that is chosen and not resident.
+
+        Args:
+            blind: as if none was.
 
         Raises:
-            OptionError: out of range, or it needs low versions and there is no arena for them.
+            OptionError: it needs low versions and there is no arena for them.
         """
-        flags = (native.THRESHOLDS_BLIND if blind else 0) | (native.THRESHOLDS_MISPREDICTED if mispredicted_low else 0)
-        flags |= native.THRESHOLDS_PROMPTS if weigh_prompts else 0
-        thresholds = native.Thresholds(t1, t2, prefill_low_fraction, flags, tau)
-        self._set_options(thresholds=thresholds)
+        flags = (native.THRESHOLDS_BLIND if blind else 0) | (native.THRESHOLDS_MISPREDICTED if p.mispredicted_low else 0)
+        flags |= native.THRESHOLDS_PROMPTS if p.weigh_prompts else 0
+        self._set_options(thresholds=native.Thresholds(p.t1, p.t2, p.prefill_low_fraction, flags, p.tau))
 
     def force(self, versions: np.ndarray | bytes = b"") -> int:
         """Appends decisions that the next gate events take instead of the thresholds'; returns how many are left.

@@ -17,7 +17,7 @@ from ..gate_event import GateEvent, Observer
 from ..policies import Prediction, Predictor
 from ..policies.fate import n_low
 from ..policies.hobbit import predicted_versions
-from ..policies.precision import LOSSLESS, Precision
+from ..precision import LOSSLESS, Precision
 from .comparison import ABTest
 from .expert_buffer import ExpertBuffer
 

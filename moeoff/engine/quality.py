@@ -9,7 +9,7 @@ from ..budget.loss_contract import USUAL_SHARE, LossContract, SelectedPrecision
 from ..gguf.model_index import ModelIndex
 from ..memory import Budget
 from ..options import Config
-from ..policies.precision import Precision
+from ..precision import Precision
 from ..sidecar.file import ORIGINAL, ExpertSource
 from ..sidecar.profile import Profile
 from .batch import Span
@@ -44,7 +44,7 @@ class Quality:
         self._config, self._share, self._contract = config, resident_share, None
         self.precision, self.followed = config.precision, 0
         self.selected: SelectedPrecision | None = None
-        tier = ORIGINAL if config.tier is None and (self.precision.tier or config.max_loss) else config.tier
+        tier = ORIGINAL if config.tier is None and (self.precision.low_tier or config.max_loss) else config.tier
         self.source = ExpertSource.make(model_index, config.experts, tier, config.verify_reads)
         if config.max_loss:
             self._contract = LossContract.find(model_index, profile, self.source, config.max_loss)
@@ -52,7 +52,7 @@ class Quality:
             self.selected = self._contract.select(config.max_loss, USUAL_SHARE if config.deterministic else resident_share(budget))
             self.precision, self.source = self.selected.precision, replace(self.source, tier=self.selected.tier)
             config.check_precision(self.precision)
-        self.low_source = self.source.low(self.precision.tier) if self.precision.tier else None
+        self.low_source = self.source.low(self.precision.low_tier) if self.precision.low_tier else None
 
     @property
     def simulates(self) -> bool:
@@ -66,15 +66,7 @@ class Quality:
             OptionError: the low versions are not there.
         """
         self.precision, self.followed = precision, 0
-        self.buffer.set_thresholds(
-            precision.t1,
-            precision.t2,
-            precision.prefill_low_fraction,
-            tau=precision.tau,
-            blind=self._config.deterministic,
-            mispredicted_low=precision.mispredicted_low,
-            weigh_prompts=precision.weigh_prompts,
-        )
+        self.buffer.set_precision(precision, blind=self._config.deterministic)
         if self._config.replay is None:  # which has what became of it
             self.buffer.simulate_cache(precision.resident if self.simulates else None)
         if self.prefetcher is not None:

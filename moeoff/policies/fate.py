@@ -19,10 +19,10 @@ import numpy as np
 
 from ..gate_event import GateEvent
 from ..npz import require_arrays
+from ..precision import Precision
 from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, recall, top_k
 from .classic import ARC
 from .gate import RoutersAhead
-from .precision import Precision
 from .recording import Recording
 from .strategy import Strategy, register
 
@@ -203,6 +203,6 @@ register(
         policy=ShallowFavoringARC,
         predictor=CrossLayerGate,
         share=0.25,
-        precision=Precision(prefill_low_fraction=P, mispredicted_low=True, tier="Q2_K"),
+        precision=Precision(prefill_low_fraction=P, mispredicted_low=True, low_tier="Q2_K"),
     )
 )

@@ -26,11 +26,11 @@ import numpy as np
 from ..errors import OptionError
 from ..gate_event import GateEvent
 from ..npz import require_arrays
+from ..precision import Precision
 from ..trace import Trace
 from .base import DEFAULT_FIT, FitOptions, FitSize, GroupedPolicy, Progress, chosen
 from .fate import n_low
 from .gate import RoutersAhead
-from .precision import Precision
 from .recording import Recording
 from .strategy import Strategy, register
 
@@ -339,6 +339,6 @@ register(
         "HOBBIT from flash, lossy: misses of less weight in two bits, of little weight skipped (a sidecar with Q2_K)",
         policy=Hobbit,
         predictor=StackedGate,
-        precision=Precision(t1=T1, t2=T2, tier="Q2_K", weigh_prompts=True),
+        precision=Precision(t1=T1, t2=T2, low_tier="Q2_K", weigh_prompts=True),
     )
 )

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from ..errors import OptionError
+from ..precision import LOSSLESS, Precision
 from .base import Fit, Policy, Predictor, StrategyPart
-from .precision import LOSSLESS, Precision
 
 Part = TypeVar("Part", bound="type[Policy] | type[Predictor] | Strategy")
 

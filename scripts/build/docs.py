@@ -53,9 +53,10 @@ def options_page() -> str:
     from moeoff.cli.options import help_of
     from moeoff.option import table_of
     from moeoff.options import Config, Sampling, ServerOptions
+    from moeoff.precision import Precision
 
     groups: dict[str, list[str]] = {}
-    for kind, name in ((Config, "moeoff.Llama"), (Sampling, ""), (ServerOptions, "moeoff.Server")):
+    for kind, name in ((Config, "moeoff.Llama"), (Precision, "moeoff.Llama"), (Sampling, ""), (ServerOptions, "moeoff.Server")):
         for line in table_of(kind).values():
             if line.flags and not line.hidden:
                 text = help_of(line, line.default if line.usual is None else line.usual).replace("|", "\\|")

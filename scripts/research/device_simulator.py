@@ -23,8 +23,8 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies import CacheShape, Strategy
 from moeoff.policies.fate import n_low, quotas
 from moeoff.policies.hobbit import HIGH, LOW, SKIP, unimportance, versions
-from moeoff.policies.precision import LOSSLESS, Precision
 from moeoff.policies.recording import Recording
+from moeoff.precision import LOSSLESS, Precision
 from moeoff.sidecar.profile import Profile
 from moeoff.trace import TraceHeader
 
@@ -120,7 +120,7 @@ class LowVersions:
 
     def precision(self) -> Precision:
         """The same for the live predictor."""
-        return Precision(self.t1, self.t2, self.prefill, tier="low", mispredicted_low=self.mispredicted)
+        return Precision(self.t1, self.t2, self.prefill, low_tier="low", mispredicted_low=self.mispredicted)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from moeoff.policies import CacheShape, Predictor, Strategy, get_strategy
 from moeoff.policies.base import StrategyPart
 from moeoff.policies.fate import proportional_boundary, quotas, shallow_boundary
 from moeoff.policies.hobbit import recorded_unimportance, thresholds
-from moeoff.policies.precision import Precision
+from moeoff.precision import Precision
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import ORIGINAL, Sidecar
 from moeoff.sidecar.profile import Profile
@@ -393,11 +393,11 @@ def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float)
         sidecar = Sidecar(convert(model, output=os.path.join(folder, "tiers.experts.gguf"), tiers="Q4_0,Q2_0").path)
         precise = {"deterministic": True, "flash_attn": True, "profile": False, "n_threads": 2, "experts": sidecar}
         for tier in ("Q4_0", "Q2_0"):
-            with open_model(model, 256, tier=ORIGINAL, precision=Precision(0.0, 1.0, tier=tier, resident=1.0), **precise) as llm:
+            with open_model(model, 256, tier=ORIGINAL, precision=Precision(0.0, 1.0, low_tier=tier, resident=1.0), **precise) as llm:
                 found = RuleEvaluator(llm, read_windows(llm, texts, 256, windows))
                 with found.reference() as reference:
                     for share in (0.25, 0.5):
-                        c = found.measure(reference, Precision(t1, t2, tier=tier, resident=share))
+                        c = found.measure(reference, Precision(t1, t2, low_tier=tier, resident=share))
                         what = f"HOBBIT, misses in {tier} above T1 {t1:.2f}, left out above T2 {t2:.2f}, {share:.0%} of each layer's experts there"
                         out.append((what, loss_text(c.distance.loss)))
         options = {"flash_attn": True, "profile": False, "n_threads": 2, "expert_memory": EVERYTHING}
@@ -407,7 +407,7 @@ def losses(model: str, texts: Sequence[str], windows: int, t1: float, t2: float)
         with reference:
             for what, precision in (
                 ("Fate, all experts in Q4_0", None),
-                ("and a quarter of each prompt's in Q2_0", Precision(prefill_low_fraction=0.25, tier="Q2_0")),
+                ("and a quarter of each prompt's in Q2_0", Precision(prefill_low_fraction=0.25, low_tier="Q2_0")),
             ):
                 with open_model(
                     model, 256, experts=sidecar, tier="Q4_0", **options | ({"precision": precision, "expert_memory": "6M"} if precision else {})

@@ -28,7 +28,7 @@ from moeoff.calibrate.precision_search import RuleEvaluator, search_precision
 from moeoff.calibrate.statistics import Distance, Estimate, interval
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.options import parse_loss
-from moeoff.policies.precision import Precision
+from moeoff.precision import Precision
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.file import ORIGINAL, Sidecar, relative_bytes
 from results import HELP, ResultsFile
@@ -113,8 +113,8 @@ def frontier(model: str, text: Sequence[str], windows: int, threads: int, reside
     """Loss and bytes of every rule behind a simulated cache, in batches."""
     ctx = ctx_of(model)
     rules = {f"τ {tau:g}": Precision(tau=tau) for tau in taus}
-    rules |= {f"T {t:g}": Precision(t, t) for t in ts} | ({f"T {t:g}, {lower}": Precision(t, 1.0, tier=lower) for t in ts} if lower else {})
-    opens = Precision(t1=0.0, tier=lower) if lower else Precision()
+    rules |= {f"T {t:g}": Precision(t, t) for t in ts} | ({f"T {t:g}, {lower}": Precision(t, 1.0, low_tier=lower) for t in ts} if lower else {})
+    opens = Precision(t1=0.0, low_tier=lower) if lower else Precision()
     with contextlib.ExitStack() as stack:
         results = stack.enter_context(ResultsFile(json_file))
         options: dict[str, Any] = {"experts": False}

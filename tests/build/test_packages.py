@@ -27,7 +27,7 @@ FLOORS = [
     {"gguf"},
     {"native", "threads", "devices"},
     {"_abi", "user_cache"},
-    {"binding", "console", "npz"},
+    {"binding", "console", "npz", "precision"},
     {"gate_event", "files", "turns", "option"},
     {"cpu", "memory", "templates", "habits"},
     {"errors"},

@@ -25,7 +25,7 @@ from moeoff.policies import (
     PRESETS,
     Prediction,
 )
-from moeoff.policies.precision import Precision
+from moeoff.precision import Precision
 from moeoff.sidecar.profile import Profile
 
 PROMPT = [10, 300, 500, 700, 900, 1100, 1300, 1500] * 4
@@ -360,13 +360,13 @@ def test_prefetches_by_predicted_weight():
 def test_prefetches_of_a_prompt_by_predicted_weight():
     """An expert is read as the token wants it to which it matters most: 0 and 1 are somebody's first; before 2 and 3 lies 0.6 of their tokens' weight, or more;
     what nobody needs is not read."""
-    rule = Precision(0.4, 0.8, tier="Q4_0", weigh_prompts=True)
+    rule = Precision(0.4, 0.8, low_tier="Q4_0", weigh_prompts=True)
     batch = np.array([[3.5, 6.5, 0, 0], [3.5, 6.5, 0, 0], [6, 0, 4, 0], [6, 0, 0, 4], [9, 0, 0, 0.5]], np.float32)
     batch = np.pad(batch, ((0, 0), (0, 4)))
     for precision, expected in (
         (rule, [(1, [0, 1], False, 2), (1, [3, 2], True, 2)]),
         (replace(rule, t2=0.5), [(1, [0, 1], False, 2)]),
-        (Precision(0.4, 0.8, tier="Q4_0"), [(1, [0, 1, 3, 2], False, 4)]),
+        (Precision(0.4, 0.8, low_tier="Q4_0"), [(1, [0, 1, 3, 2], False, 4)]),
     ):
         buffer = Recorder()
         Prefetcher(buffer, SimpleNamespace(), n_used=2, io_threads=1, ab_tested=False, precision=precision)._act([Prediction(1, batch)], decode=False)

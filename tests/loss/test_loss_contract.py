@@ -34,7 +34,7 @@ from moeoff.gguf.model_index import ModelIndex
 from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import Budget
 from moeoff.options import parse_loss
-from moeoff.policies.precision import Precision
+from moeoff.precision import Precision
 from moeoff.sidecar.convert import convert
 from moeoff.sidecar.profile import Profile, profile_path
 

@@ -12,9 +12,9 @@ from click.testing import CliRunner
 from helpers.files import PROSE, SMALL_TRACE
 from moeoff import OptionError
 from moeoff.cli.main import main
-from moeoff.options import Config, precision_of
+from moeoff.options import Config
 from moeoff.policies import PRESETS
-from moeoff.policies.precision import LOSSLESS, Precision
+from moeoff.precision import LOSSLESS, Precision
 from moeoff.sidecar.convert import convert
 
 NAMES = ("--t1", "--t2", "--prefill-low-fraction", "--mispredicted-low", "--stride", "--low-tier")
@@ -27,10 +27,10 @@ def test_the_same_everywhere(command):
 
 
 def test_what_they_make():
-    assert precision_of({"t1": None}) is None
-    found = precision_of({"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})
-    assert (found.t1, found.t2, found.tier, found.prefill_low_fraction) == (0.6, 0.9, "Q2_0", 0)
-    skipping = precision_of({"t2": 0.9})  # nothing is read low: T1 follows
+    assert Precision.pop({"t1": None}) is None
+    found = Precision.pop({"t1": 0.6, "t2": 0.9, "low_tier": "Q2_0"})
+    assert (found.t1, found.t2, found.low_tier, found.prefill_low_fraction) == (0.6, 0.9, "Q2_0", 0)
+    skipping = Precision.pop({"t2": 0.9})  # nothing is read low: T1 follows
     assert (skipping.t1, skipping.t2, skipping.uses_low) == (0.9, 0.9, False)
     for wrong, why in (
         ({"t1": 0.6}, "needs a tier of the sidecar"),
@@ -43,7 +43,7 @@ def test_what_they_make():
         ({"weigh_prompts": True, "t1": 0.5, "prefill_low_fraction": 0.5, "low_tier": "Q2_0"}, "in the place of prefill_low_fraction"),
     ):
         with pytest.raises(OptionError, match=why):
-            precision_of(wrong)
+            Precision.pop(wrong)
 
 
 def test_stride_reaches_the_predictor(demo):
@@ -87,7 +87,7 @@ def test_hobbits_jetson(demo, moeoff_command, tmp_path):
     stats = json.loads(moeoff_command("run", *options).stdout)["stats"]
     assert stats["served_low"] > 0
     config = Config.make(demo, strategy="hobbit-jetson")
-    assert config.precision == Precision(0.6, 0.9, tier="Q2_K", weigh_prompts=True)
+    assert config.precision == Precision(0.6, 0.9, low_tier="Q2_K", weigh_prompts=True)
     assert Config.make(demo, strategy="hobbit-jetson", precision=LOSSLESS).precision is LOSSLESS
     assert all(s.precision is LOSSLESS and s.tier is None for name, s in PRESETS.items() if name not in ("hobbit-jetson", "fate-lossy", "edgemoe-lossy"))
     with pytest.raises(OptionError, match="give no other"):
@@ -106,7 +106,7 @@ def test_fates_preset_with_two_bits(demo, moeoff_command, tmp_path):
     ]
     assert low[0] == 0 < low[1] < low[2]  # in the prompt, and more in decode
     found = Config.make(demo, strategy="fate-lossy")
-    assert found.precision == Precision(prefill_low_fraction=0.25, mispredicted_low=True, tier="Q2_K")
+    assert found.precision == Precision(prefill_low_fraction=0.25, mispredicted_low=True, low_tier="Q2_K")
     assert replace(found.strategy, name="fate", summary="", precision=LOSSLESS, vram_mode="") == replace(PRESETS["fate"], summary="", vram_mode="")
 
 

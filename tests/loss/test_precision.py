@@ -18,7 +18,7 @@ from helpers.logits import assert_bit_equal, greedy_logits
 from helpers.waiting import wait_until, wait_until_still
 from moeoff import OptionError, native
 from moeoff.policies import Strategy
-from moeoff.policies.precision import Precision
+from moeoff.precision import Precision
 from moeoff.sidecar.convert import convert
 from moeoff.trace import Trace
 
@@ -31,12 +31,14 @@ LOSSY = Precision(0.4, 0.8, 0.4, "Q4_0")
 @pytest.mark.parametrize(
     "fields, words",
     [
-        ({"t1": 0.9, "t2": 0.5, "tier": "Q4_0"}, "t1 <= t2"),
+        ({"t1": 0.9, "t2": 0.5, "low_tier": "Q4_0"}, "t1 <= t2"),
         ({"t1": -1}, "t1"),
-        ({"t1": math.nan}, "numbers"),
-        ({"prefill_low_fraction": 2, "tier": "Q4_0"}, "between 0 and 1"),
-        ({"low_share": 0}, "between 0 and 1"),
+        ({"t1": math.nan}, "t1"),
+        ({"prefill_low_fraction": 2, "low_tier": "Q4_0"}, "between 0 and 1"),
+        ({"low_share": 2}, "between 0 and 1"),
         ({"t1": 0.5}, "needs a tier of the sidecar"),
+        *(({"tau": tau}, "`tau`") for tau in (-0.1, math.nan, math.inf)),
+        *(({"tau": 0.1, "low_tier": "Q4_0", name: value}, "`tau`") for name, value in (("t1", 0.5), ("mispredicted_low", True))),
     ],
 )
 def test_bad_precision(fields, words):
@@ -66,7 +68,7 @@ def test_forced_low_is_the_low_model(model):
     assert (tier != own).any()
     n_uses = 12 * 4 * (len(PROMPT) + 16)
     for version, expected in ((LOW, tier), (HIGH, own)):
-        with moeoff.Llama(model, expert_memory="1M", precision=Precision(tier="q4_0"), **OPTIONS) as llm:
+        with moeoff.Llama(model, expert_memory="1M", precision=Precision(low_tier="q4_0"), **OPTIONS) as llm:
             llm.engine.buffer.force(np.full(n_uses, version, np.uint8))
             assert_bit_equal(greedy_logits(llm, PROMPT, 16), expected)
             assert llm.engine.buffer.force() == 0
@@ -76,14 +78,14 @@ def test_forced_low_is_the_low_model(model):
 def test_whole_prefill_low(model):
     """A share of 1 computes a prompt as the low tier would; decoding stays lossless."""
     tier, _ = logits(model, n=0, tier="Q4_0")
-    low, stats = logits(model, n=0, precision=Precision(prefill_low_fraction=1, tier="Q4_0"))
+    low, stats = logits(model, n=0, precision=Precision(prefill_low_fraction=1, low_tier="Q4_0"))
     assert_bit_equal(low, tier)
     assert stats.served_low == stats.expert_uses == 12 * 4 * len(PROMPT)
 
 
 def test_lossless_with_a_low_pool(model):
     own, _ = logits(model)
-    with_pool, stats = logits(model, precision=Precision(tier="Q4_0"))
+    with_pool, stats = logits(model, precision=Precision(low_tier="Q4_0"))
     assert_bit_equal(with_pool, own)
     assert stats.served_low == stats.skipped == 0 and stats.low_arena_bytes > 0 and stats.precision_summary == ""
 
@@ -98,7 +100,7 @@ def test_replay_is_bit_identical(strategy, model, tmp_path):
     assert np.bincount(versions).tolist() == [stats.expert_uses - stats.served_low - stats.skipped, stats.served_low, stats.skipped]
     elsewhere, _ = logits(model, precision=LOSSY, expert_memory="3M")
     assert (elsewhere != recorded).any()  # decisions depend on what is resident
-    for memory, precision in (("700K", LOSSY), ("3M", LOSSY), ("12M", Precision(tier="Q4_0"))):
+    for memory, precision in (("700K", LOSSY), ("3M", LOSSY), ("12M", Precision(low_tier="Q4_0"))):
         again, replayed = logits(model, precision=precision, replay=trace, expert_memory=memory, strategy=strategy, io_threads=1)
         assert_bit_equal(again, recorded)
         assert (replayed.served_low, replayed.skipped) == (stats.served_low, stats.skipped)
@@ -158,7 +160,7 @@ def test_more_precision_is_closer(model):
     with moeoff.Llama(model, expert_memory="1M", precision=LOSSY, deterministic=True, **OPTIONS) as llm:
         distance = []
         for t1, t2 in ((1, 1), (0.8, 1), (0, 1), (0, 0)):
-            llm.engine.buffer.set_thresholds(t1, t2, blind=True)
+            llm.engine.buffer.set_precision(Precision(t1, t2, low_tier="Q4_0"), blind=True)
             llm.reset()
             for token in PROMPT:
                 llm.eval([token])
@@ -242,7 +244,7 @@ def test_options_that_make_no_sense(model, demo):
     with pytest.raises(OptionError, match="low precision .* needs a sidecar"):
         moeoff.Llama(model, precision=LOSSY, experts=False)
     with pytest.raises(OptionError, match="no tier Q2_K below original; there are: Q4_0"):
-        moeoff.Llama(model, precision=Precision(0, 1, tier="Q2_K"))
+        moeoff.Llama(model, precision=Precision(0, 1, low_tier="Q2_K"))
     with pytest.raises(OptionError, match="on-demand.* own precision"):
         moeoff.Llama(model, precision=LOSSY, strategy=Strategy("on-demand", "keeps nothing", keep=False, eager=False))
 
@@ -255,7 +257,7 @@ def test_memory_stays_below_the_budget_with_two_pools(grown, tmp_path):
     budget = needed(str(model), n_ctx=512, n_threads=2) + 27 << 20
     code = f"""
 import moeoff
-from moeoff.policies.precision import Precision
+from moeoff.precision import Precision
 with moeoff.Llama({str(model)!r}, memory={budget}, n_ctx=512, n_threads=2, precision=Precision(0.3, 0.7, 0.3, "Q2_K")) as llm:
     for _ in llm.create_completion("The sun had set behind the hills. " * 8, max_tokens=40, temperature=0, stream=True):
         pass

@@ -14,8 +14,8 @@ from moeoff import OptionError
 from moeoff.calibrate.perplexity import Reference, evaluate, open_model, read_windows
 from moeoff.gguf.model_index import ModelIndex
 from moeoff.policies.hobbit import HIGH, SKIP
-from moeoff.policies.precision import Precision
 from moeoff.policies.router import SOFTMAX_WEIGHT, Router
+from moeoff.precision import Precision
 from moeoff.sidecar.convert import convert
 from moeoff.simulate.simulator import simulate
 from moeoff.trace import Trace
@@ -117,15 +117,15 @@ def test_a_text_does_not_depend_on_the_one_before(demo):
         assert llm(longer, max_tokens=4, temperature=0)["choices"][0]["text"]
 
 
-RULES = [Precision(0.6, 0.6, resident=0.4), Precision(0.4, 0.8, tier="Q4_0", resident=0.4), Precision(tau=0.12, resident=0.4)]
+RULES = [Precision(0.6, 0.6, resident=0.4), Precision(0.4, 0.8, low_tier="Q4_0", resident=0.4), Precision(tau=0.12, resident=0.4)]
 
 
 @pytest.mark.parametrize("precision", RULES, ids=["T", "T, low", "tau"])
 def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
     """ "simulated" computes in batches what a deterministic run computes one by one: the same choices, and so the same loss."""
     model = shutil.copy(demo, tmp_path)
-    if precision.tier:
-        convert(model, tiers=precision.tier)
+    if precision.low_tier:
+        convert(model, tiers=precision.low_tier)
     with open_model(model, 128, precision=precision, deterministic=True, expert_memory=1 << 26, n_threads=2, flash_attn=True) as llm:
         windows, found = read_windows(llm, [text], 128, 6), {}
         for mode in ("decode", "simulated"):
@@ -137,7 +137,7 @@ def test_batches_are_priced_token_by_token(demo, text, precision, tmp_path):
             stats = llm.stats()
             found[mode] = scores.nll, (stats.skipped, stats.served_low, stats.simulated_misses)
     one, many = found["decode"], found["simulated"]
-    assert one[1][0] > 100 and (one[1][1] > 200) == bool(precision.tier)
+    assert one[1][0] > 100 and (one[1][1] > 200) == bool(precision.low_tier)
     np.testing.assert_allclose(many[1], one[1], rtol=0.01)  # a sum may round otherwise in a batch, and two scores change places
     assert abs(many[0].mean() - one[0].mean()) < 2e-3
 

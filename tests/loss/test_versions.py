@@ -17,6 +17,7 @@ from moeoff.errors import MoeoffError
 from moeoff.gguf.quantize import type_from_name
 from moeoff.memory import slot_bytes
 from moeoff.policies.hobbit import unimportance
+from moeoff.precision import Precision
 
 HIGH, LOW, SKIP = native.HIGH, native.LOW, native.SKIP
 Q8_0, Q4_0, Q4_K, Q2_K, F16 = (type_from_name(name) for name in ("Q8_0", "Q4_0", "Q4_K", "Q2_K", "F16"))
@@ -168,7 +169,7 @@ def test_rule_and_kernel(types, blind, tmp_path, backend):
                     t1, t2 = sorted(rng.choice([0, 0.2, 0.5, 0.8, 1], 2))
                     share = rng.choice([0, 0.25, 0.4, 1])
                     weighed = t1 < 1 and share == 0  # a prompt, too
-                    block.buffer.set_thresholds(t1, t2, share, blind=blind, weigh_prompts=weighed)
+                    block.buffer.set_precision(Precision(t1, t2, share, "low", weigh_prompts=weighed), blind=blind)
                     graph.choose(rng)
                     before = block.buffer.stats()
                     expected = decide(graph, t1, t2, share, blind, weighed)
@@ -208,7 +209,7 @@ def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
                 for _ in range(200 if n_tokens == 1 else 20):
                     graph.choose(rng)
                     tau = rng.choice([0.1, 0.3, 0.6, float(graph.weights[0, 1])])
-                    block.buffer.set_thresholds(tau=tau, blind=blind)
+                    block.buffer.set_precision(Precision(tau=tau), blind=blind)
                     expected = leave_out(graph, tau, blind)
                     before = block.buffer.stats()
                     versions = graph.speak(backend)
@@ -224,18 +225,12 @@ def test_what_weighs_little_is_left_out(blind, tmp_path, backend):
 def test_what_is_on_its_way_is_not_left_out(tmp_path, backend):
     rng = np.random.default_rng(4)
     with Block(tmp_path / "experts", rng, n_low=0) as block, Graph(block, 1) as graph:
-        block.buffer.set_thresholds(tau=2.0)
+        block.buffer.set_precision(Precision(tau=2.0))
         graph.choose(rng)
         block.buffer.prefetch(0, graph.ids[0, :2].tolist())
         versions = graph.speak(backend)
         np.testing.assert_array_equal(versions[0], np.where(np.arange(N_USED) < 2, HIGH, SKIP))
         graph.compute(backend, versions)
-
-
-@pytest.mark.parametrize("rule", [{"tau": -0.1}, {"tau": math.nan}, {"tau": math.inf}, {"tau": 0.1, "t1": 0.5}, {"tau": 0.1, "mispredicted_low": True}])
-def test_no_such_tau(rule, tmp_path):
-    with Block(tmp_path / "experts", np.random.default_rng(0)) as block, pytest.raises(OptionError):
-        block.buffer.set_thresholds(**rule)
 
 
 def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
@@ -247,7 +242,7 @@ def test_unimportance_is_the_native_one_to_the_last_bit(tmp_path, backend):
             scores = unimportance(graph.weights)[0]
             for score in scores[scores > 0]:
                 for t1 in (score, np.nextafter(score, np.float32(0))):
-                    block.buffer.set_thresholds(float(t1), 1.0, 0.0, blind=True)
+                    block.buffer.set_precision(Precision(float(t1), low_tier="low"), blind=True)
                     np.testing.assert_array_equal(graph.speak(backend)[0], np.where(scores <= t1, HIGH, LOW))
 
 
@@ -364,7 +359,7 @@ def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
     seen, predicted_late = np.zeros(2, int), 0
     with Block(tmp_path / "experts", rng, n_slots=4, n_low=3) as block, Graph(block, n_tokens) as graph:
         buffer = block.buffer
-        buffer.set_thresholds(mispredicted_low=True)
+        buffer.set_precision(Precision(mispredicted_low=True, low_tier="low"))
         for i in range(300):
             buffer.set_batch_kind(decode=True)
             graph.choose(rng)
@@ -392,21 +387,17 @@ def test_what_was_not_predicted_is_served_low(n_tokens, tmp_path, backend):
 def test_native_refusals(tmp_path):
     with Block(tmp_path / "experts", np.random.default_rng(7), n_slots=2, n_low=2) as block:
         buffer = block.buffer
-        for rule in [(0.5, 0.4), (-0.1, 1), (0, 1.1), (0, 1, 1.5), (math.nan, 1)]:
-            with pytest.raises(OptionError, match="0 <= t1 <= t2 <= 1"):
-                buffer.set_thresholds(*rule)
         assert buffer.low_arena_floor == 2 * block.slots[LOW] and buffer.low_arena_full == N_EXPERT * block.slots[LOW]
-        buffer.set_thresholds(0, 1)
+        buffer.set_precision(Precision(0, 1, low_tier="low"))
         for low in (0, 2 * block.slots[LOW] - 1):
             with pytest.raises(MoeoffError, match="for low versions is below the floor"):
                 buffer.set_arena_bytes(2 * block.slots[HIGH], low)
-        buffer.set_thresholds(0, 0)  # skips, and needs no low versions
+        buffer.set_precision(Precision(0, 0))  # skips, and needs no low versions
         buffer.set_arena_bytes(2 * block.slots[HIGH], 0)
-        for rule in [{"t1": 0.0}, {"mispredicted_low": True}]:
+        for rule in ({"t1": 0.0}, {"mispredicted_low": True}):
             with pytest.raises(OptionError, match="need low versions"):
-                buffer.set_thresholds(**rule)
-        for rule in [{"t1": 0.5}, {"blind": True}]:
-            with pytest.raises(OptionError, match="neither thresholds nor the gates alone"):
-                buffer.set_thresholds(mispredicted_low=True, **rule)
+                buffer.set_precision(Precision(**rule, low_tier="low"))
+        with pytest.raises(OptionError, match="neither thresholds nor the gates alone"):
+            buffer.set_precision(Precision(mispredicted_low=True, low_tier="low"), blind=True)
         with pytest.raises(OptionError, match="no such versions"):
             buffer.prefetch(0, [0], low=True)

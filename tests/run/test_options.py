@@ -24,6 +24,7 @@ from moeoff.cli.doctor import check_cpu
 from moeoff.cli.main import main
 from moeoff.cli.options import help_of
 from moeoff.options import TABLE, Config, Sampling, ServerOptions, with_gpu, without_gpu
+from moeoff.precision import Precision
 from moeoff.server.arguments import arguments
 from moeoff.server.kept_prompts import KeptPrompts
 from moeoff.threads import PRIORITIES
@@ -90,7 +91,7 @@ def test_a_line_of_the_table_is_all_that_an_option_needs(line):
     for name in line.commands:
         (param,) = [p for p in main.commands[name].params if p.name == line.name]
         assert set(param.opts) == set(line.flags) and (line.hidden or name == "bench" or help_of(line, None) in param.help), name
-    kinds = [kind for kind in (Config, Sampling, ServerOptions) if line.name in kind.__dataclass_fields__]
+    kinds = [kind for kind in (Config, Precision, Sampling, ServerOptions) if line.name in kind.__dataclass_fields__]
     assert len(kinds) == 1 and kinds[0].__dataclass_fields__[line.name].default == line.default
     assert bool(line.flags) == bool(line.commands) and (not line.llama or line.name in KEYWORDS)
     if line.flags and not line.hidden:
