@@ -24,7 +24,7 @@ MISTAKES = [
     ("calibrate", 2, "Missing MODEL"),
     ("convert", 2, "Missing MODEL"),
     ("merge", 2, "Missing MODEL"),
-    (f"merge {M} -o /nowhere/x.gguf", 1, "nothing to merge"),
+    (f"merge {M} -o /nowhere/x.gguf", 1, "there is no such folder"),
     (f"calibrate {M} -o {M}.npz", 1, "lies in moeoff's own package"),
     ("verify missing.experts.gguf", 1, "cannot be read"),
     (f"verify {M}", 1, "sidecar"),
