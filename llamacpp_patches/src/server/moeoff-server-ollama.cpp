@@ -1,8 +1,14 @@
 #include "moeoff-server-ollama.h"
 
 #include "moeoff-server-hooks.h"
-#include "moeoff-server-ollama-answer.h"
-#include "moeoff-server-ollama-model.h"
+
+#include <sys/stat.h>
+
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <ctime>
+#include <map>
 
 namespace moeoff {
 
@@ -12,11 +18,337 @@ using handler_t = server_http_context::handler_t;
 // capabilities, is what 0.12 has.
 static const char * const OLLAMA_VERSION = "0.12.0";
 
-static server_http_res_ptr answer_with(const std::string & data, int status = 200) {
+//
+// answers
+//
+
+static std::string time_text(int64_t ns) { // since 1970, as RFC 3339 writes it
+    const time_t seconds = ns / 1000000000;
+    struct tm    parts;
+    gmtime_r(&seconds, &parts);
+    char         text[64];
+    const size_t n = strftime(text, sizeof(text), "%Y-%m-%dT%H:%M:%S", &parts);
+    snprintf(text + n, sizeof(text) - n, ".%09lldZ", (long long) (ns % 1000000000));
+    return text;
+}
+
+// {"error": text}, of a text or of an error of llama-server's.
+static std::string error_text(const json & error) {
+    const json  of   = error.is_object() ? json_value(error, "error", error) : error;
+    std::string text = of.is_string() ? of.get<std::string>() : json_value(of, "message", safe_json_to_str(of));
+    return safe_json_to_str(json{{"error", text}});
+}
+
+static server_http_res_ptr answer_with(const json & data) {
+    auto res  = std::make_unique<server_http_res>();
+    res->data = safe_json_to_str(data);
+    return res;
+}
+
+static server_http_res_ptr refuse(const json & error, int status) {
     auto res    = std::make_unique<server_http_res>();
     res->status = status;
-    res->data   = data;
+    res->data   = error_text(error);
     return res;
+}
+
+namespace {
+
+// One answer: llama-server's events, or its one object, in; Ollama's out. Both forms of llama-server's are read: that of
+// /v1/chat/completions and that of /completion. It holds the request that was made of the client's: the route may look at it until the end.
+class ollama_res : public server_http_res {
+  public:
+    ollama_res(server_http_req req, const std::string & model, bool chat) : req(std::move(req)), model(model), chat(chat) {}
+
+    void start(const handler_t & route);
+    void on_complete() override { inner->on_complete(); }
+
+    json line(const json & message) const;
+
+  private:
+    json read(const json & event); // what is said in it
+    void add_call(const json & part, json & message);
+    void end_call(json & message);
+    json last_line(const json & message) const;
+    bool next_lines(std::string & out);
+
+    const server_http_req req;
+    const std::string     model;
+    const bool            chat; // and not /api/generate
+    const int64_t         t_start = ggml_time_us();
+    server_http_res_ptr   inner;
+    std::string           received; // of a stream: a line that is not complete yet
+    std::string           done_reason;
+    json                  timings = json::object();
+    json                  usage   = nullptr; // of the expert buffer
+    json                  call    = nullptr; // one that has begun: a stream brings its arguments in parts of a text
+};
+
+json ollama_res::read(const json & event) {
+    timings = json_value(event, "timings", timings);
+    usage   = json_value(event, "moeoff", usage);
+    json message = json::object();
+    if (!event.contains("choices")) {
+        const std::string text = json_value(event, "content", std::string());
+        if (!text.empty()) {
+            message["content"] = text;
+        }
+        if (json_value(event, "stop", false)) {
+            done_reason = json_value(event, "stop_type", std::string()) == "limit" ? "length" : "stop";
+        }
+        return message;
+    }
+    for (const json & choice : event.at("choices")) {
+        const json & said = choice.at(choice.contains("delta") ? "delta" : "message");
+        for (const auto & [from, to] : { std::pair("content", "content"), std::pair("reasoning_content", "thinking") }) {
+            const std::string text = json_value(said, from, std::string());
+            if (!text.empty()) {
+                message[to] = json_value(message, to, std::string()) + text;
+            }
+        }
+        for (const json & part : json_value(said, "tool_calls", json::array())) {
+            add_call(part, message);
+        }
+        const std::string reason = json_value(choice, "finish_reason", std::string());
+        if (!reason.empty()) {
+            end_call(message);
+            done_reason = reason == "length" ? "length" : "stop";
+        }
+    }
+    return message;
+}
+
+// A part without an index is a whole call.
+void ollama_res::add_call(const json & part, json & message) {
+    const int index = json_value(part, "index", -1);
+    if (call.is_null() || index < 0 || index != json_value(call, "index", -1)) {
+        end_call(message);
+        call = json{{"index", index}, {"id", json_value(part, "id", std::string())}, {"name", ""}, {"arguments", ""}};
+    }
+    const json function = json_value(part, "function", json::object());
+    for (const char * key : {"name", "arguments"}) {
+        call[key] = call.at(key).get<std::string>() + json_value(function, key, std::string());
+    }
+}
+
+void ollama_res::end_call(json & message) {
+    if (call.is_null()) {
+        return;
+    }
+    const std::string text      = call.at("arguments");
+    json              arguments = json::parse_no_throw(text);
+    if (!arguments.is_object()) { // clients count on one
+        arguments = text.empty() ? json::object() : json{{"value", text}};
+    }
+    json      calls = json_value(message, "tool_calls", json::array());
+    const int index = json_value(call, "index", -1);
+    calls.push_back({
+        {"id",       call.at("id")},
+        {"function", json{{"index", index < 0 ? (int) calls.size() : index}, {"name", call.at("name")}, {"arguments", arguments}}},
+    });
+    message["tool_calls"] = calls;
+    call = nullptr;
+}
+
+json ollama_res::line(const json & message) const {
+    const auto now = std::chrono::system_clock::now().time_since_epoch();
+    json       out = {{"model", model}, {"created_at", time_text(std::chrono::duration_cast<std::chrono::nanoseconds>(now).count())}};
+    if (chat) {
+        out["message"] = json{{"role", "assistant"}, {"content", ""}};
+    }
+    json & said = chat ? out["message"] : out;
+    said[chat ? "content" : "response"] = "";
+    for (const auto & item : message.items()) {
+        said[!chat && item.key() == "content" ? "response" : item.key()] = item.value();
+    }
+    out["done"] = false;
+    return out;
+}
+
+json ollama_res::last_line(const json & message) const {
+    const auto ns  = [&](const char * name) { return (int64_t) std::llround(json_value(timings, name, 0.0) * 1e6); };
+    json       out = line(message);
+
+    out["done"]                 = true;
+    out["done_reason"]          = done_reason;
+    out["total_duration"]       = (ggml_time_us() - t_start) * 1000;
+    out["load_duration"]        = 0;
+    out["prompt_eval_count"]    = json_value(timings, "cache_n", 0) + json_value(timings, "prompt_n", 0);
+    out["prompt_eval_duration"] = ns("prompt_ms");
+    out["eval_count"]           = json_value(timings, "predicted_n", 0);
+    out["eval_duration"]        = ns("predicted_ms");
+    if (!usage.is_null()) {
+        out["moeoff"] = usage;
+    }
+    return out;
+}
+
+void ollama_res::start(const server_http_context::handler_t & route) {
+    inner = route(req);
+    if (inner->is_stream()) {
+        content_type = "application/x-ndjson";
+        next         = [this](std::string & out) { return next_lines(out); };
+    } else if (!inner->data.empty()) { // it is where the client has gone
+        const json whole = json::parse(inner->data);
+        status           = inner->status;
+        data             = status == 200 ? safe_json_to_str(last_line(read(whole))) : error_text(whole);
+    }
+}
+
+// What the route sends are server-sent events; a call may bring several, or a part of one.
+bool ollama_res::next_lines(std::string & out) {
+    try {
+        std::string chunk;
+        const bool  more = inner->next(chunk);
+        received += chunk;
+        bool   failed = false;
+        size_t begin  = 0;
+        for (size_t end; (end = received.find('\n', begin)) != std::string::npos; begin = end + 1) {
+            if (received.compare(begin, 7, "data: {") != 0) {
+                continue; // [DONE], a comment, an empty line
+            }
+            const json event = json::parse(received.substr(begin + 6, end - begin - 6));
+            if (event.contains("error")) {
+                failed = true;
+                out += error_text(event) + "\n";
+                continue;
+            }
+            const json said = read(event);
+            if (!said.empty()) {
+                out += safe_json_to_str(line(said)) + "\n";
+            }
+        }
+        received.erase(0, begin);
+        if (!more && !failed && !done_reason.empty()) {
+            out += safe_json_to_str(last_line(json::object())) + "\n";
+        }
+        return more;
+    } catch (const std::exception & e) { // nobody is above to whom it could go
+        out += error_text(json(std::string(e.what()))) + "\n";
+        return false;
+    }
+}
+
+} // namespace
+
+//
+// the model: what llama-server's /models and /props tell, and the loaded metadata
+//
+
+static json metadata(const llama_model * model) {
+    std::map<std::string, json> found; // the model has them in no order
+    for (int32_t i = 0; i < llama_model_meta_count(model); i++) {
+        const auto text = [&](auto function) {
+            std::string out(function(model, i, nullptr, 0) + 1, '\0');
+            function(model, i, &out[0], out.size());
+            out.pop_back();
+            return out;
+        };
+        const std::string key = text(llama_model_meta_key_by_index), value = text(llama_model_meta_val_str_by_index);
+        const json        parsed  = json::parse_no_throw(value);
+        const bool        is_name = key.rfind("general.", 0) == 0 && key != "general.file_type" && key != "general.quantization_version";
+        const bool        is_text = is_name || !(parsed.is_number() || parsed.is_boolean());
+        if (key != "tokenizer.chat_template") {
+            found[key] = is_text ? json(value) : parsed;
+        }
+    }
+    json out = json::object();
+    for (const auto & [key, value] : found) {
+        out[key] = value;
+    }
+    out["general.parameter_count"] = llama_model_n_params(model);
+    return out;
+}
+
+// Of a model's metadata and size: names it, and says nothing about the bytes of its file.
+static std::string digest(const json & info, uint64_t size) {
+    const std::string text = info.dump_safe() + std::to_string(size);
+    std::string       out;
+    for (uint64_t part = 0; part < 4; part++) { // FNV-1a, four times
+        uint64_t hash = 14695981039346656037ull + part;
+        for (const char c : text) {
+            hash = (hash ^ (uint8_t) c) * 1099511628211ull;
+        }
+        out += string_format("%016llx", (unsigned long long) hash);
+    }
+    return out;
+}
+
+// "(guessed) Q4_K - Medium" is Q4_K_M
+static std::string quantization(std::string name) {
+    for (const char * prefix : {"(guessed) ", "all "}) {
+        name.erase(0, name.rfind(prefix, 0) == 0 ? std::strlen(prefix) : 0);
+    }
+    const size_t      dash = name.find(" - ");
+    const std::string size = dash == std::string::npos ? "" : name.substr(dash + 3);
+    name                   = name.substr(0, dash);
+    return size == "Small" || size == "Medium" || size == "Large" ? name + "_" + size[0] : name;
+}
+
+static json model_entry(const json & models, const json & props) {
+    const json &      first = models.at("data").at(0);
+    const json &      meta  = first.at("meta");
+    const json        info  = metadata(server_model());
+    const std::string arch  = json_value(info, "general.architecture", std::string());
+    const double      n     = meta.at("n_params").get<double>();
+
+    struct stat file = {};
+    stat(props.at("model_path").get<std::string>().c_str(), &file);
+    return json{
+        {"name",        first.at("id")},
+        {"model",       first.at("id")},
+        {"modified_at", time_text((int64_t) file.st_mtime * 1000000000)},
+        {"size",        meta.at("size")},
+        {"digest",      digest(info, meta.at("size").get<uint64_t>())},
+        {"details",     json{
+            {"parent_model",       ""},
+            {"format",             "gguf"},
+            {"family",             arch},
+            {"families",           json::array({arch})},
+            {"parameter_size",     n < 1e9 ? string_format("%.1fM", n / 1e6) : string_format("%.1fB", n / 1e9)},
+            {"quantization_level", quantization(meta.at("ftype"))},
+        }},
+    };
+}
+
+static json capabilities(const json & props, bool has_embeddings) {
+    const std::string   text  = props.at("chat_template");
+    const llama_vocab * vocab = llama_model_get_vocab(server_model());
+    const std::pair<const char *, bool> all[] = {
+        {"completion", true},
+        {"tools",      json_value(props.at("chat_template_caps"), "supports_tools", false)},
+        {"thinking",   text.find("enable_thinking") != std::string::npos || text.find("<think>") != std::string::npos ||
+                       json_value(props.at("chat_template_caps"), "supports_reasoning_effort", false)},
+        {"insert",     llama_vocab_fim_pre(vocab) != LLAMA_TOKEN_NULL && llama_vocab_fim_suf(vocab) != LLAMA_TOKEN_NULL &&
+                       llama_vocab_fim_mid(vocab) != LLAMA_TOKEN_NULL},
+        {"vision",     json_value(props.at("modalities"), "vision", false)},
+        {"audio",      json_value(props.at("modalities"), "audio", false)},
+        {"embedding",  has_embeddings},
+    };
+    json out = json::array();
+    for (const auto & [name, has] : all) {
+        if (has) {
+            out.push_back(name);
+        }
+    }
+    return out;
+}
+
+static json model_show(const json & models, const json & props, bool has_embeddings) {
+    const json        entry = model_entry(models, props);
+    const json        info  = metadata(server_model());
+    const std::string name  = entry.at("name");
+    const int         n_ctx = props.at("default_generation_settings").at("n_ctx").get<int>();
+    return json{
+        {"modelfile",    "FROM " + name + "\n"},
+        {"parameters",   string_format("%-30s %d", "num_ctx", n_ctx)}, // clients look here for the context that there is
+        {"template",     props.at("chat_template")},
+        {"license",      json_value(info, "general.license", std::string())},
+        {"details",      entry.at("details")},
+        {"model_info",   info},
+        {"capabilities", capabilities(props, has_embeddings)},
+        {"modified_at",  entry.at("modified_at")},
+    };
 }
 
 // What a handler here throws is the request's fault.
@@ -25,7 +357,7 @@ static handler_t guarded(handler_t handler) {
         try {
             return handler(req);
         } catch (const std::exception & e) {
-            return answer_with(ollama_error_text(json(std::string(e.what()))), 400);
+            return refuse(json(std::string(e.what())), 400);
         }
     };
 }
@@ -45,12 +377,6 @@ static server_http_req request(const server_http_req & of, const std::string & b
 
 static json facts(const handler_t & route, const server_http_req & of) {
     return json::parse(route(request(of, ""))->data);
-}
-
-static server_http_res_ptr ask(const handler_t & route, const server_http_req & of, const json & body, const ollama_answer & answer) {
-    auto res = std::make_unique<ollama_res>(request(of, body.dump()), answer);
-    res->start(route);
-    return res;
 }
 
 //
@@ -163,16 +489,29 @@ struct ollama_routes {
         return name.empty() ? facts(models, req).at("data").at(0).at("id").get<std::string>() : name;
     }
 
+    server_http_res_ptr ask(const handler_t & route, const server_http_req & of, const json & asked, const json & body, bool is_chat) const {
+        auto res = std::make_unique<ollama_res>(request(of, asked.dump()), model_name(body, of), is_chat);
+        res->start(route);
+        return res;
+    }
+
+    // To a request that asks nothing: clients load a model so.
+    server_http_res_ptr loaded(const json & body, const server_http_req & of, bool is_chat) const {
+        json out           = ollama_res(request(of, ""), model_name(body, of), is_chat).line(json::object());
+        out["done"]        = true;
+        out["done_reason"] = "load";
+        return answer_with(out);
+    }
+
     server_http_res_ptr post_chat(const server_http_req & req) const {
         const json          body     = body_of(req);
         const json          messages = json_value(body, "messages", json::array());
-        const ollama_answer answer(model_name(body, req), /* chat */ true);
         if (messages.empty()) {
-            return answer_with(safe_json_to_str(answer.loaded_line()));
+            return loaded(body, req, /* is_chat */ true);
         }
         json out = common_request(body, props, req);
         add_chat(out, messages, body);
-        return ask(chat, req, out, answer);
+        return ask(chat, req, out, body, /* is_chat */ true);
     }
 
     // With the template it is a chat of one message. Without, or between a prompt and a suffix, it is a completion.
@@ -183,7 +522,6 @@ struct ollama_routes {
         const std::string   system = json_value(body, "system", std::string());
         const json          images = json_value(body, "images", json::array());
         const bool          raw    = json_value(body, "raw", false);
-        const ollama_answer answer(model_name(body, req), /* chat */ false);
         if (!json_value(body, "template", std::string()).empty()) {
             throw std::invalid_argument("template: it is the model's; raw takes a prompt that has been through another one");
         }
@@ -191,17 +529,17 @@ struct ollama_routes {
             throw std::invalid_argument("images: they go with a prompt alone, and neither with raw nor with a suffix");
         }
         if (prompt.empty() && suffix.empty() && images.empty()) {
-            return answer_with(safe_json_to_str(answer.loaded_line()));
+            return loaded(body, req, /* is_chat */ false);
         }
         json out = common_request(body, props, req);
         if (!suffix.empty()) {
             out["input_prefix"] = prompt;
             out["input_suffix"] = suffix;
-            return ask(infill, req, out, answer);
+            return ask(infill, req, out, body, /* is_chat */ false);
         }
         if (raw) {
             out["prompt"] = prompt;
-            return ask(completion, req, out, answer);
+            return ask(completion, req, out, body, /* is_chat */ false);
         }
         json messages = json::array();
         if (!system.empty()) {
@@ -209,7 +547,7 @@ struct ollama_routes {
         }
         messages.push_back({{"role", "user"}, {"content", prompt}, {"images", images}});
         add_chat(out, messages, body);
-        return ask(chat, req, out, answer);
+        return ask(chat, req, out, body, /* is_chat */ false);
     }
 
     // key: of the texts. of_one: /api/embeddings, the older route, takes one text.
@@ -224,46 +562,46 @@ struct ollama_routes {
         if (!input.empty() && input != "") {
             const auto res = embeddings(request(req, json{{"input", input}}.dump()));
             if (res->data.empty()) {
-                return answer_with(""); // the client has gone
+                return std::make_unique<server_http_res>(); // the client has gone
             }
             answer = json::parse(res->data);
             if (res->status != 200) {
-                return answer_with(ollama_error_text(answer), res->status);
+                return refuse(answer, res->status);
             }
             for (const json & item : answer.at("data")) {
                 vectors.push_back(item.at("embedding"));
             }
         }
         if (of_one) {
-            return answer_with(safe_json_to_str(json{{"embedding", vectors.empty() ? vectors : vectors.at(0)}}));
+            return answer_with(json{{"embedding", vectors.empty() ? vectors : vectors.at(0)}});
         }
-        return answer_with(safe_json_to_str(json{
+        return answer_with(json{
             {"model",             model_name(body, req)},
             {"embeddings",        vectors},
             {"total_duration",    (ggml_time_us() - t_start) * 1000},
             {"load_duration",     0},
             {"prompt_eval_count", json_value(answer.at("usage"), "prompt_tokens", 0)},
-        }));
+        });
     }
 
     server_http_res_ptr get_tags(const server_http_req & req) const {
-        return answer_with(safe_json_to_str(json{{"models", json::array({ollama_model_entry(facts(models, req), facts(props, req))})}}));
+        return answer_with(json{{"models", json::array({model_entry(facts(models, req), facts(props, req))})}});
     }
 
     server_http_res_ptr get_ps(const server_http_req & req) const {
         const json known = facts(props, req);
-        json       entry = ollama_model_entry(facts(models, req), known);
+        json       entry = model_entry(facts(models, req), known);
         entry.erase("modified_at");
         entry["expires_at"]     = "2200-01-01T00:00:00Z"; // not before the server ends
         entry["size_vram"]      = 0;
         entry["context_length"] = known.at("default_generation_settings").at("n_ctx");
-        return answer_with(safe_json_to_str(json{{"models", json::array({entry})}}));
+        return answer_with(json{{"models", json::array({entry})}});
     }
 
     server_http_res_ptr post_show(const server_http_req & req) const {
         body_of(req);
         const bool has_embeddings = embeddings(request(req, "{}"))->status != 501; // a request that asks nothing tells
-        return answer_with(safe_json_to_str(ollama_model_show(facts(models, req), facts(props, req), has_embeddings)));
+        return answer_with(model_show(facts(models, req), facts(props, req), has_embeddings));
     }
 };
 
@@ -273,10 +611,12 @@ server_http_res_ptr get_model(const handler_t & models, const server_http_req & 
     const json        known  = facts(models, req);
     for (const json & entry : known.at("data")) {
         if (json_value(entry, "id", std::string()) == wanted) {
-            return answer_with(safe_json_to_str(entry));
+            return answer_with(entry);
         }
     }
-    return answer_with("", 404); // llama-server puts its own words for it
+    auto res    = std::make_unique<server_http_res>();
+    res->status = 404; // llama-server puts its own words for it
+    return res;
 }
 
 } // namespace
@@ -299,13 +639,13 @@ void server_add_ollama_routes(const server_http_context & http, const server_rou
     http.get ("/api/tags",       guarded([to](const server_http_req & req) { return to->get_tags(req); }));
     http.get ("/api/ps",         guarded([to](const server_http_req & req) { return to->get_ps(req); }));
     const handler_t one_model = [](const server_http_req &) {
-        return answer_with(ollama_error_text(json(std::string("this server has one model, which is given when it starts"))), 501);
+        return refuse(json(std::string("this server has one model, which is given when it starts")), 501);
     };
     for (const char * path : { "/api/pull", "/api/push", "/api/create", "/api/copy", "/api/delete" }) {
         http.post(path, one_model);
     }
     http.del("/api/delete", one_model);
-    http.get ("/api/version",    guarded([](const server_http_req &) { return answer_with(safe_json_to_str(json{{"version", OLLAMA_VERSION}})); }));
+    http.get ("/api/version",    guarded([](const server_http_req &) { return answer_with(json{{"version", OLLAMA_VERSION}}); }));
 }
 
 } // namespace moeoff
