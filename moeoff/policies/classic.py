@@ -138,11 +138,11 @@ class ARC:
         if len(t1) + len(t2) < size:
             return
         if t1 and (len(t1) > self.target or (in_b2 and len(t1) == self.target) or not t2):
-            gone, ghosts = t1.popitem(last=False)[0], self.b1
+            evicted, ghosts = t1.popitem(last=False)[0], self.b1
         else:
-            gone, ghosts = t2.popitem(last=False)[0], self.b2
-        ghosts[gone] = None
-        yield gone
+            evicted, ghosts = t2.popitem(last=False)[0], self.b2
+        ghosts[evicted] = None
+        yield evicted
 
 
 @register

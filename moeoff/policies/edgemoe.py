@@ -120,11 +120,11 @@ def fit_pairs(recording: Recording, options: FitOptions = DEFAULT_FIT, progress:
 
 def experts_before(used: np.ndarray, starts: np.ndarray, gate: int, steps: int) -> np.ndarray:
     """[n_tokens, E] bool: the experts `steps` gates before, of the token before if need be; none before a text."""
-    at = gate - steps
-    if at >= 0:
-        return used[:, at]
+    earlier = gate - steps
+    if earlier >= 0:
+        return used[:, earlier]
     out = np.zeros_like(used[:, 0])
-    out[1:] = used[:-1, at % used.shape[1]]
+    out[1:] = used[:-1, earlier % used.shape[1]]
     out[starts] = False
     return out
 
@@ -150,14 +150,14 @@ def token_shares(tokens: np.ndarray, used: np.ndarray, limit: int, progress: Pro
     popularity = used.mean(axis=0, dtype=np.float32)
     order = np.argsort(tokens, kind="stable")
     distinct, first, seen = np.unique(tokens[order], return_index=True, return_counts=True)
-    kept = np.sort(np.argsort(-seen, kind="stable")[: max(limit // (2 * popularity.size), 1)])
-    shares = np.empty((len(kept), *popularity.shape), np.float16)
-    for row, i in enumerate(kept):
+    frequent = np.sort(np.argsort(-seen, kind="stable")[: max(limit // (2 * popularity.size), 1)])
+    shares = np.empty((len(frequent), *popularity.shape), np.float16)
+    for row, i in enumerate(frequent):
         count = used[order[first[i] : first[i] + seen[i]]].sum(axis=0)
         shares[row] = (count + PRIOR * popularity) / (seen[i] + PRIOR)
         if progress:
-            progress(row + 1, len(kept))
-    return distinct[kept].astype(np.int32), shares, popularity
+            progress(row + 1, len(frequent))
+    return distinct[frequent].astype(np.int32), shares, popularity
 
 
 @register
@@ -205,9 +205,9 @@ class ActivationPath(Predictor):
         tokens, out = np.asarray(tokens), []
         if 0 not in self._tables and self._first is not None:
             known = self._first["first_tokens"]
-            at = np.searchsorted(known, tokens).clip(max=len(known) - 1)
-            if (known[at] == tokens).all():  # of another token the path before it says more than popularity
-                out.append(Prediction(0, self._first["first_shares"][at].astype(np.float32)))
+            rows = np.searchsorted(known, tokens).clip(max=len(known) - 1)
+            if (known[rows] == tokens).all():  # of another token the path before it says more than popularity
+                out.append(Prediction(0, self._first["first_shares"][rows].astype(np.float32)))
         for gate, table in self._tables.items():
             scores = np.zeros((len(tokens), self.router.n_experts), np.float32)
             np.put_along_axis(scores, table[tokens], 1, axis=1)

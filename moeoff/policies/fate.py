@@ -1,6 +1,6 @@
 """Fate: the next layer's router on this layer's input, and a cache that favors shallow layers.
 
-    §4.2  cross-layer gate, the experts above the 75th percentile  CrossLayerGate, its fit, best_above; `share` of the preset is 0.25
+    §4.2  cross-layer gate, the experts above the 75th percentile  RoutersAhead, CrossLayerGate, its fit, best_above; `share` of the preset is 0.25
     §4.3  n = T / t_expert in decode                               moeoff.engine.prefetcher measures both while it runs
           prompts in descending popularity                         GateEvent.demand; executed by the native store (moeoff-gate-events)
     §4.4  boundary L, cache_deep, ARC in each layer                shallow_boundary, quotas, ShallowFavoringARC
@@ -19,14 +19,65 @@ import numpy as np
 
 from ..gate_event import GateEvent
 from ..npz import require_arrays
-from ..precision import Precision
-from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Progress, recall, top_k
+from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Prediction, Predictor, Progress, recall, top_k
 from .classic import ARC
-from .gate import RoutersAhead
 from .recording import Recording
+from .router import Rows
 from .strategy import Strategy, register
 
 # --- §4.2, 4.3: cross-layer expert prefetch ---
+
+
+class RoutersAhead(Predictor):
+    """Routers of the next gates on a gate's input, in one matrix product, for HOBBIT's stack too: call `look_ahead` in `start`."""
+
+    wants_gate_input = True
+    profile_section = "gate"
+
+    def look_ahead(self, p: int, norm: bool | None) -> None:
+        """Stacks the routers of the next `p` gates.
+
+        Args:
+            norm: as for `Router.ahead`; None takes what calibration measured for each gate, and True where there is none.
+        """
+        router = self.router
+        measured = None
+        if norm is None and self.arrays is not None:
+            require_arrays(self.arrays, {"next_norm": ("b", (router.n_gates,))})
+            measured = self.arrays["next_norm"]
+        self._steps: list[tuple[Rows, np.ndarray | None, list[int]] | None] = []
+        for gate in range(router.n_gates):
+            parts: list[tuple[int, tuple[np.ndarray, np.ndarray | None]]] = []
+            for target in range(gate + 1, min(gate + p, router.n_gates - 1) + 1):
+                use = bool(measured[target]) if measured is not None else norm is not False
+                ahead = router.ahead(gate, target, use)
+                if ahead is None or (parts and ahead[0].shape != parts[0][1][0].shape):
+                    break  # the look ahead ends at a layer that routes by token, or whose router has another shape
+                parts.append((target, ahead))
+            if not parts:
+                self._steps.append(None)
+                continue
+            weight = np.concatenate([w for _, (w, _) in parts])
+            if any(b is not None for _, (_, b) in parts):
+                bias = np.concatenate([np.zeros(len(w), np.float32) if b is None else b for _, (w, b) in parts])
+            else:
+                bias = None
+            self._steps.append((Rows(weight), bias, [target for target, _ in parts]))
+
+    def observe(self, event: GateEvent) -> list[Prediction]:
+        step = self._steps[event.gate]
+        if step is None or event.gate_input is None:
+            return []
+        rows, bias, targets = step
+        logits = rows.product(event.gate_input)
+        if bias is not None:
+            logits += bias
+        router = self.router
+        scores = logits.reshape(len(logits), len(targets), -1)
+        if router.by_probs:
+            scores = router.gated(scores)
+            return [Prediction(gate, router.selection(gate, scores[:, i])) for i, gate in enumerate(targets)]
+        return [Prediction(gate, scores[:, i], True) for i, gate in enumerate(targets)]
 
 
 @register
@@ -62,9 +113,10 @@ class CrossLayerGate(RoutersAhead):
             x, y = inputs[:, target - 1].astype(np.float32), used[:, target]
             best = -1.0
             for name, norm in (("recall_raw", False), ("recall_norm", True)):
-                if (found := router.ahead(target - 1, target, norm)) is None:
+                if (ahead := router.ahead(target - 1, target, norm)) is None:
                     continue
-                logits = x @ found[0].T + (0 if found[1] is None else found[1])
+                weight, bias = ahead
+                logits = x @ weight.T + (0 if bias is None else bias)
                 scores = router.selection(target, router.gated(logits))
                 arrays[name][target] = reached = recall(scores, y, router.n_used[target])
                 if reached > best:
@@ -149,8 +201,8 @@ class ShallowFavoringARC(Policy):
     @classmethod
     def fit(cls, recording: Recording, options: FitOptions = DEFAULT_FIT, progress: Progress | None = None) -> dict[str, np.ndarray] | None:
         """L, shallow [1], of a `Recording` with gate inputs; None if it has none."""
-        kept = recording.kept[:JUDGED]
-        gate = CrossLayerGate.fit(recording.part(0, int(kept[-1]) + 1), options, progress) if len(kept) else None
+        judged = recording.kept[:JUDGED]
+        gate = CrossLayerGate.fit(recording.part(0, int(judged[-1]) + 1), options, progress) if len(judged) else None
         return None if gate is None else {"shallow": np.array([shallow_boundary(np.maximum(gate["recall_raw"], gate["recall_norm"]))])}
 
     def start(self) -> None:
@@ -164,14 +216,14 @@ class ShallowFavoringARC(Policy):
         shallow = proportional_boundary(self.shape.n_gates) if self.options["shallow"] is None else self.options["shallow"]
         self.quotas = quotas(self.shape, min(shallow, self.shape.n_gates))
         for gate, (size, layer) in enumerate(zip(self.quotas, self._layers)):
-            for gone in layer.resize(size):
-                self.priorities[gate, gone] = _BEYOND_QUOTA
+            for evicted in layer.resize(size):
+                self.priorities[gate, evicted] = _BEYOND_QUOTA
 
     def update(self, event: GateEvent) -> None:
         layer, size, row = self._layers[event.gate], self.quotas[event.gate], self.priorities[event.gate]
         for expert in dict.fromkeys(event.ids.ravel().tolist()):
-            for gone in layer.use(expert, size):
-                row[gone] = _BEYOND_QUOTA
+            for evicted in layer.use(expert, size):
+                row[evicted] = _BEYOND_QUOTA
         if order := layer.eviction_order():
             row[order] = np.arange(len(order), dtype=np.float32) / self.shape.n_experts
 

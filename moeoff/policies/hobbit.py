@@ -29,8 +29,7 @@ from ..npz import require_arrays
 from ..precision import Precision
 from ..trace import Trace
 from .base import DEFAULT_FIT, FitOptions, FitSize, GroupedPolicy, Progress, chosen
-from .fate import n_low
-from .gate import RoutersAhead
+from .fate import RoutersAhead, n_low
 from .recording import Recording
 from .strategy import Strategy, register
 
@@ -88,8 +87,8 @@ def thresholds(scores: np.ndarray, high: float = HIGH_SHARE, low: float = LOW_SH
 
 def recorded_unimportance(recording: Recording) -> np.ndarray:
     """[n] unimportance of every expert that a gate selected."""
-    there = recording.ids >= 0
-    rows = [unimportance(recording.weights[:, g, there[0, g]]).ravel() for g in range(recording.model.n_gates)]
+    used = recording.ids[0] >= 0
+    rows = [unimportance(recording.weights[:, g, used[g]]).ravel() for g in range(recording.model.n_gates)]
     return np.concatenate(rows)
 
 
@@ -124,10 +123,10 @@ def predicted_versions(scores: np.ndarray, top: np.ndarray, n_used: int, precisi
         [n_experts] of HIGH, LOW and SKIP.
     """
     weights = np.take_along_axis(scores, top, axis=1)
-    wanted = versions(np.minimum(unimportance(weights, n_used), 1), precision.t1, precision.t2)
-    wanted[weights[:, -1] < 0] = HIGH  # no weights
+    of_tokens = versions(np.minimum(unimportance(weights, n_used), 1), precision.t1, precision.t2)
+    of_tokens[weights[:, -1] < 0] = HIGH  # no weights
     out = np.full(scores.shape[1], SKIP)
-    np.minimum.at(out, top, wanted)
+    np.minimum.at(out, top, of_tokens)
     return out
 
 
@@ -185,8 +184,8 @@ class Hobbit(GroupedPolicy):
     """p = w_lru R/T + w_lfu F/T + w_lhu H/T + w_fld (1 - ((l_t - l_i + l_n) mod l_n) / l_n) (equation 3), reset with each text.
 
     R is the token of the last use, F the uses in this text, H those in high precision, T the tokens so far, l_i the layer that is
-    evicting. The table holds p times T, which orders the same and leaves all rows but the event's alone where w_fld is 0. The cost
-    of low misses (B_l/B_h) is in the weights: `fit` fits them to a penalty with the model's own thresholds and sizes. The default weights are those that it fits for the demo model. sequence=False never resets.
+    evicting. The table holds p times T, which orders the same. The cost of low misses (B_l/B_h) is in the weights: `fit` fits them to a penalty
+    with the model's own thresholds and sizes. The default weights are those that it fits for the demo model. sequence=False never resets.
 
     actual: the run is lossy, and H counts what was served in high precision (`GateEvent.versions`). In a lossless one every use is,
     and H counts those that would have to be: unimportance <= t1 (§3.2).
@@ -251,11 +250,8 @@ class Hobbit(GroupedPolicy):
                 experts, count = chosen(event)
                 high = np.bincount(event.ids[self._high([event])], minlength=self.shape.n_experts)
                 self._count(gate, experts, o["lfu"] * count + o["lhu"] * high[experts])
-        if o["fld"]:
-            np.multiply(self._fld[(first + len(events)) % self.shape.n_gates], self._tokens, out=self._scratch)
-            np.add(self._all, self._scratch, out=self.priorities)
-        else:
-            self.priorities[gates] = self._all[gates]
+        np.multiply(self._fld[(first + len(events)) % self.shape.n_gates], self._tokens, out=self._scratch)
+        np.add(self._all, self._scratch, out=self.priorities)
 
     def _high(self, events: Sequence[GateEvent]) -> np.ndarray:
         """[n_tokens of all events, n_used] bool: which uses count for H."""

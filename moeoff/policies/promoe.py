@@ -149,9 +149,9 @@ class Learned(Predictor):
                     network.partial_fit(x_train, y_train, classes=classes)
                     if epoch == EPOCHS - 1:
                         network._optimizer.learning_rate_init = RATE / 4
-                    found = recall(network.predict_proba(x[choose]), y[choose][:, active], router.n_used[g + s])
-                    if found >= best[0]:
-                        best = (found, [c.copy() for c in network.coefs_], [b.copy() for b in network.intercepts_])
+                    reached = recall(network.predict_proba(x[choose]), y[choose][:, active], router.n_used[g + s])
+                    if reached >= best[0]:
+                        best = (reached, [c.copy() for c in network.coefs_], [b.copy() for b in network.intercepts_])
                     if progress:
                         progress(done * (EPOCHS + FINE_EPOCHS) + epoch + 1, len(jobs) * (EPOCHS + FINE_EPOCHS))
             _, network.coefs_, network.intercepts_ = best

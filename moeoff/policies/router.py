@@ -37,9 +37,9 @@ def gating_of(model_index: ModelIndex) -> int:
     arch = model_index.architecture
     if arch not in _FROM_FILE:
         return _FIXED.get(arch, SOFTMAX)
-    found = model_index.hparams.get("expert_gating_func", 0)
-    if found in (SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS):
-        return found
+    gating = model_index.hparams.get("expert_gating_func", 0)
+    if gating in (SOFTMAX, SIGMOID, SOFTMAX_WEIGHT, SQRT_SOFTPLUS):
+        return gating
     if arch == "deepseek2" and model_index.n_layer in _GLM_LITE_LAYERS:
         head = model_index.dense.get(EMBEDDING)
         if head is not None and head.shape[1] == _GLM_LITE_VOCAB:
@@ -113,7 +113,7 @@ class Router:
             tables = [get(f"blk.{i}.ffn_gate_tid2eid.weight") for i in layers]
             names_of_norms = _OWN_NORMS.get(model_index.architecture, _NORMS)
             norms = [
-                next(((found, get(f"blk.{i}.{bias}")) for weight, bias in names_of_norms if (found := get(f"blk.{i}.{weight}")) is not None), None)
+                next(((norm, get(f"blk.{i}.{bias}")) for weight, bias in names_of_norms if (norm := get(f"blk.{i}.{weight}")) is not None), None)
                 for i in layers
             ]
 
@@ -186,9 +186,9 @@ class Router:
         n, e = scores.shape
         groups = scores.reshape(n, self.n_groups, e // self.n_groups)
         best = np.partition(groups, -2, axis=2)[:, :, -2:].sum(axis=2) if groups.shape[2] > 1 else groups[:, :, 0]
-        taken = np.argsort(-best, axis=1, kind="stable")[:, : self.n_groups_used]
+        best_groups = np.argsort(-best, axis=1, kind="stable")[:, : self.n_groups_used]
         out = np.ones((n, self.n_groups), bool)
-        np.put_along_axis(out, taken, False, axis=1)
+        np.put_along_axis(out, best_groups, False, axis=1)
         span = np.ptp(scores, axis=1, keepdims=True) + 1
         lowered: np.ndarray = scores - np.repeat(out, e // self.n_groups, axis=1) * span
         return lowered
@@ -212,10 +212,10 @@ class Router:
         weight, bias = self.weights[target], self.bias[target]
         if weight is None or self.tables[target] is not None:
             return None
-        here, there = self.norms[source], self.norms[target]
-        if not norm or here is None or there is None:
+        norms = self.norms[source], self.norms[target]
+        if not norm or norms[0] is None or norms[1] is None:
             return weight, bias
-        (w, b), (w2, b2) = here, there
+        (w, b), (w2, b2) = norms[0], norms[1]
         if w.shape != w2.shape or w.shape[0] != weight.shape[1]:
             return weight, bias
         with np.errstate(divide="ignore", invalid="ignore"):
@@ -228,7 +228,7 @@ class Router:
 
 
 def _first(get: Callable[[str], np.ndarray | None], *names: str) -> np.ndarray | None:
-    return next((found for name in names if (found := get(name)) is not None), None)
+    return next((tensor for name in names if (tensor := get(name)) is not None), None)
 
 
 class _FromFile(Sequence["np.ndarray | None"]):

@@ -206,11 +206,11 @@ def load_weights(shape: CacheShape, source: str | Mapping[str, np.ndarray] | Non
             return None
         source = str(file)
     arrays = source if isinstance(source, Mapping) else _read(str(source))
-    n, e, found = shape.n_gates, shape.n_experts, np.shape(arrays["bias"] if "bias" in arrays else ())[1:]
-    if found != (n, e) and bundled:  # another model of that name
+    n, e, trained = shape.n_gates, shape.n_experts, np.shape(arrays["bias"] if "bias" in arrays else ())[1:]
+    if trained != (n, e) and bundled:  # another model of that name
         return None
-    if found != (n, e) and len(found) == 2:
-        raise OptionError(f"the score's weights are for {found} gates and experts, the model has {n, e}")
+    if trained != (n, e) and len(trained) == 2:
+        raise OptionError(f"the score's weights are for {trained} gates and experts, the model has {n, e}")
     try:
         require_arrays(arrays, {
             "project": ("f", (n, "rank", 2 * e)), "back": ("f", ("horizons", n, e, "rank")), "mean": ("f", (n, 2 * e)), "bias": ("f", ("horizons", n, e)),
@@ -380,9 +380,9 @@ def _bottleneck(features: np.ndarray, uses: np.ndarray, discounts: Sequence[floa
             y = next_use(uses[g], discount)
             centre[h, g] = y.mean(axis=0)
             y -= centre[h, g]
-            at = slice((h * n + g) * e, (h * n + g + 1) * e)
+            columns = slice((h * n + g) * e, (h * n + g + 1) * e)
             for i, rows in enumerate((~held, held)):
-                moments[i, :, at] = features[rows].T @ y[rows]
+                moments[i, :, columns] = features[rows].T @ y[rows]
     # the squared error on what was held out, up to a constant, from sums over all outputs in the basis of the eigenvectors
     values, vectors = np.linalg.eigh(grams[0])
     turned = vectors.T @ moments[0]

@@ -145,15 +145,6 @@ class TestContract:
         assert update_cost(name) < 20e-6
 
 
-def test_lfu_counts_within_a_sequence():
-    policy, model = get_policy("lfu")(SHAPE), get_policy("lfu-model")(SHAPE)
-    for p in (policy, model):
-        for event in random_events(30):
-            p.update(event)
-        p.reset_sequence()
-    assert not policy.priorities.any() and model.priorities.sum() == 60
-
-
 def test_decay_orders_as_the_definition_does():
     policy, counts = get_policy("decay")(SHAPE, rate=0.1), np.zeros((3, 8))
     for event in random_events(2000):  # long enough for the increment to be scaled back
