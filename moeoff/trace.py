@@ -10,14 +10,15 @@ header describes the same model. No text or token is stored.
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import os
 import struct
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -32,16 +33,16 @@ RECORD = struct.Struct("<BBHHIIIqII")
 _LONGEST_HEADER, _LONGEST_RECORD = 16 << 20, 256 << 20  # bytes; a record is one gate's events of one batch, or some reads
 _EXPANDED = 3  # bytes of memory for each of a file
 GATE, SESSION, READS = 1, 2, 3
-NEW_SEQUENCE, PROBS, DECISIONS, OTHER_KIND, DEVICE = 1, 2, 4, 32, 128  # flags of gate events
+NEW_SEQUENCE, PROBS, DECISIONS, OTHER_KIND, DEVICE = 1, 2, 4, 8, 16  # flags of gate events
 
-
-# finished reads; docs/reference/trace.md has the fields
-_FIELDS = "t_queued:<i8 wait_us:<u4 read_us:<u4 nbytes:<u4 tensor:<u2 expert:<u2 level:u1 result:u1"
-_STORED = np.dtype([tuple(field.split(":")) for field in _FIELDS.split()])
-# when it was queued, how long it waited for an I/O thread and how long it took; level, result and version as `native.Read`
-READ = np.dtype([*_STORED.descr, ("version", "u1")])
+# finished reads: when one was queued, how long it waited for an I/O thread and how long it took; level, result and version as `native.Read`
+READ = np.dtype(
+    {
+        "names": "t_queued wait_us read_us nbytes tensor expert level result version".split(),
+        "formats": "<i8 <u4 <u4 <u4 <u2 <u2 u1 u1 u1".split(),
+    }
+)
 PREFETCH_LEVEL, GATE_LEVEL, DEMAND_LEVEL = 0, 1, 2
-WITH_VERSIONS = 1  # flag of a record: the version of each follows the reads
 
 
 @dataclass(frozen=True)
@@ -79,17 +80,23 @@ class TraceHeader:
     @cached_property
     def n_matrices(self) -> list[int]:
         """[n_gates]: of an expert."""
-        return [sum(t.gate == gate for t in self.tensors) for gate in range(self.n_gates)]
+        return self._by_gate(lambda tensor: 1)
 
     @cached_property
     def expert_bytes(self) -> list[int]:
         """[n_gates]: of one expert, all matrices together."""
-        return [sum(t.nbytes for t in self.tensors if t.gate == gate) for gate in range(self.n_gates)]
+        return self._by_gate(lambda tensor: tensor.nbytes)
 
     @cached_property
     def expert_slots(self) -> list[int]:
         """[n_gates]: bytes that an expert takes in the arena."""
-        return [sum(t.slot_bytes for t in self.tensors if t.gate == gate) for gate in range(self.n_gates)]
+        return self._by_gate(lambda tensor: tensor.slot_bytes)
+
+    def _by_gate(self, number: Callable[[TensorInfo], int]) -> list[int]:
+        out = [0] * self.n_gates
+        for tensor in self.tensors:
+            out[tensor.gate] += number(tensor)
+        return out
 
     @property
     def arena_floor(self) -> int:
@@ -138,20 +145,23 @@ class TraceWriter:
         self._begins = True  # the next event is the first of a text
         self._last_read = 0
         self._path = os.fspath(path)
-        header = model.to_json().encode()
         end = 0
         if os.path.exists(path) and os.path.getsize(path):
-            old, end = _scan(path)
-            if old != model:
-                raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
+            with _opened(path) as (old, file):
+                if old != model:
+                    raise OptionError(f"{path}: is a trace of another model ({old.name}); give another file")
+                end = file.tell()
+                for _ in _records(file):
+                    end = file.tell()
         with self._writing():
             self._file: BinaryIO = open(path, "r+b" if end else "wb")
             if end:
                 self._file.truncate(end)  # of a run that was killed
                 self._file.seek(end)
             else:
+                header = model.to_json().encode()
                 self._file.write(MAGIC + struct.pack("<II", VERSION, len(header)) + header)
-        self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(session or {}).encode())
+        self.note(session or {})
 
     def new_sequence(self) -> None:
         """The next event is the first of a text."""
@@ -159,25 +169,19 @@ class TraceWriter:
 
     def write(self, event: GateEvent) -> None:
         """Appends an event. Its weights and probabilities are rounded to float16; its gate input, layer and number are left out."""
-        payload = event.ids.astype("<u2").tobytes() + event.weights.astype("<f2").tobytes()
-        flags = NEW_SEQUENCE if self._begins else 0
-        if event.decode != (len(event.ids) == 1):
-            flags |= OTHER_KIND
-        if event.versions is not None and event.versions.any():
-            payload += event.versions.astype("u1").tobytes()
-            flags |= DECISIONS
-        if event.on_device is not None and event.on_device.any():
-            payload += np.packbits(event.on_device).tobytes()
-            flags |= DEVICE
-        probs = event.probs
-        if probs is not None:
-            if probs.shape[1] < self._n_experts:
-                probs = np.pad(probs, ((0, 0), (0, self._n_experts - probs.shape[1])))
-            payload += probs.astype("<f2").tobytes()
-            flags |= PROBS
-        self._begins = False
         n_tokens, n_used = event.ids.shape
-        self._write(GATE, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns, payload)
+        flags = NEW_SEQUENCE * self._begins | OTHER_KIND * (event.decode != (n_tokens == 1))
+        parts = [event.ids.astype("<u2"), event.weights.astype("<f2")]
+        for flag, array in ((DECISIONS, event.versions), (DEVICE, event.on_device)):
+            if array is not None and array.any():
+                flags |= flag
+                parts.append(array.astype("u1"))
+        if event.probs is not None:
+            flags |= PROBS
+            parts.append(np.pad(event.probs, ((0, 0), (0, self._n_experts - event.probs.shape[1]))).astype("<f2"))
+        self._begins = False
+        payload = b"".join(part.tobytes() for part in parts)
+        self._write(GATE, payload, flags, event.gate, n_used, n_tokens, event.n_hit, event.n_miss, event.t_ns)
 
     def write_reads(self, reads: np.ndarray) -> None:
         """Appends the reads that `ExpertBuffer.take_reads()` gave."""
@@ -185,14 +189,20 @@ class TraceWriter:
             return
         lost = int(reads["seq"][-1]) - self._last_read - len(reads)
         self._last_read = int(reads["seq"][-1])
-        flags, payload = _pack_reads(reads)
-        self._write(READS, flags, 0, 0, len(reads), 0, lost, int(reads["t_done"][-1]), payload)
+        out = np.empty(len(reads), READ)
+        for name in ("t_queued", "nbytes", "tensor", "expert", "level", "result", "version"):
+            out[name] = reads[name]
+        out["wait_us"] = (reads["t_start"] - reads["t_queued"]) // 1000
+        out["read_us"] = (reads["t_done"] - reads["t_start"]) // 1000
+        self._write(READS, out.tobytes(), n_tokens=len(reads), n_miss=lost, t_ns=int(reads["t_done"][-1]))
 
     def note(self, fields: dict[str, Any]) -> None:
         """Writes a JSON object between the events, as the counters at the end of a run."""
-        self._write(SESSION, 0, 0, 0, 0, 0, 0, 0, json.dumps(fields).encode())
+        self._write(SESSION, json.dumps(fields).encode())
 
-    def _write(self, kind: int, flags: int, gate: int, n_used: int, n_tokens: int, n_hit: int, n_miss: int, t_ns: int, payload: bytes) -> None:
+    def _write(
+        self, kind: int, payload: bytes, flags: int = 0, gate: int = 0, n_used: int = 0, n_tokens: int = 0, n_hit: int = 0, n_miss: int = 0, t_ns: int = 0
+    ) -> None:
         with self._writing():
             self._file.write(RECORD.pack(kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns, len(payload), zlib.crc32(payload)) + payload)
 
@@ -246,45 +256,26 @@ class Trace:
         Raises:
             OptionError: no trace, one of another version, or one that would not fit into memory.
         """
-        with contextlib.closing(_Content(path)) as data:
-            return cls._of(data)
-
-    @classmethod
-    def _of(cls, data: _Content) -> Trace:
-        model = data.header()
-        data.require_memory()
-        layers = {t.gate: t.layer for t in model.tensors}
         events: list[GateEvent] = []
         starts, notes, reads, lost = [], [], [np.empty(0, READ)], 0
-        with contextlib.suppress(ValueError, RecursionError):  # a record that cannot be ends the trace, as one that was cut does
-            for fields, payload, _ in data.records():
-                kind, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
-                if kind == SESSION:
-                    notes.append(json.loads(bytes(payload)))
-                    continue
-                if kind == READS:
-                    reads.append(_unpack_reads(flags, payload, n_tokens))
-                    lost += n_miss
-                    continue
-                n = n_tokens * n_used
-                ids = np.frombuffer(payload, "<u2", n).reshape(n_tokens, n_used).astype(np.int32)
-                if gate >= model.n_gates or ids.max(initial=0) >= model.n_experts:
-                    raise ValueError("no such gate or expert")
-                weights = np.frombuffer(payload, "<f2", n, 2 * n).reshape(n_tokens, n_used).astype(np.float32)
-                at = 4 * n
-                versions = None
-                if flags & DECISIONS:
-                    versions, at = np.frombuffer(payload, "u1", n, at).reshape(n_tokens, n_used).copy(), at + n
-                on_device = None
-                if flags & DEVICE:
-                    bits = np.frombuffer(payload, "u1", -(-n // 8), at)
-                    on_device, at = np.unpackbits(bits, count=n).reshape(n_tokens, n_used).astype(bool), at + len(bits)
-                probs = np.frombuffer(payload, "<f2", -1, at).reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
-                decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
-                event = GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns,
-                                  decode=decode, on_device=on_device)  # fmt: skip
-                events.append(event)
-                starts.append(bool(flags & NEW_SEQUENCE))
+        with _opened(path) as (model, file):
+            nbytes, most = _EXPANDED * os.fstat(file.fileno()).st_size, available()
+            if nbytes > most:
+                raise OptionError(
+                    f"{os.fspath(path)}: {format_size(nbytes // _EXPANDED)} of trace need about {format_size(nbytes)}, {format_size(most)} are free"
+                )
+            layers = {t.gate: t.layer for t in model.tensors}
+            with contextlib.suppress(ValueError, RecursionError):  # a record that cannot be ends the trace, as one that was cut does
+                for fields, payload in _records(file):
+                    kind, flags, _, _, n_tokens, _, n_miss, _ = fields
+                    if kind == SESSION:
+                        notes.append(json.loads(payload))
+                    elif kind == READS:
+                        reads.append(np.frombuffer(payload, READ, n_tokens))
+                        lost += n_miss
+                    else:
+                        events.append(_event(fields, payload, model, layers))
+                        starts.append(bool(flags & NEW_SEQUENCE))
         return cls(model, events, np.array(starts, bool), notes, np.concatenate(reads), lost)
 
     @classmethod
@@ -322,90 +313,50 @@ class Trace:
         return out
 
 
-class _Content:
-    """What is in a file, read record by record. Raises `OptionError` for one that cannot be read."""
-
-    def __init__(self, path: str | os.PathLike[str]):
-        self._path = os.fspath(path)
-        try:
-            raw = open_file(path)
-        except OSError as error:
-            raise OptionError(f"{self._path}: cannot be read: {error.strerror}") from None
-        self._file = open(os.dup(raw.fileno()), "rb")  # noqa: SIM115  # with a buffer, until `close`
-        raw.close()
-        self._size = os.fstat(self._file.fileno()).st_size
-
-    def close(self) -> None:
-        self._file.close()
-
-    @property
-    def position(self) -> int:
-        return self._file.tell()
-
-    def _read(self, n: int) -> bytes:
-        try:
-            return self._file.read(min(n, max(self._size - self._file.tell(), 0)))
-        except OSError as error:
-            raise OptionError(f"{self._path}: cannot be read: {error.strerror}") from None
-
-    def header(self) -> TraceHeader:
-        head = self._read(16)
-        if head[:8] != MAGIC or len(head) < 16:
-            raise OptionError(f"{self._path}: is not a trace of moeoff")
-        version, length = struct.unpack_from("<II", head, 8)
-        if version != VERSION:
-            raise OptionError(f"{self._path}: is a trace of version {version}, this moeoff reads version {VERSION}")
-        try:
-            if length > _LONGEST_HEADER:
-                raise ValueError
-            return TraceHeader.from_json(self._read(length))
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise OptionError(f"{self._path}: the trace's header is damaged") from None
-
-    def require_memory(self) -> None:
-        """For all events at once. Raises `OptionError` if there is too little."""
-        if _EXPANDED * self._size > (most := available()):
-            raise OptionError(
-                f"{self._path}: {format_size(self._size)} of trace need about {format_size(_EXPANDED * self._size)}, {format_size(most)} are free"
-            )
-
-    def records(self) -> Iterator[tuple[tuple[int, ...], memoryview, int]]:
-        """Fields, payload and end of each whole record, behind the header."""
-        while len(head := self._read(RECORD.size)) == RECORD.size:
-            *fields, size, crc = RECORD.unpack(head)
-            payload = self._read(size if size <= _LONGEST_RECORD else 0)
-            if len(payload) < size or zlib.crc32(payload) != crc:
-                return
-            yield tuple(fields), memoryview(payload), self.position
+@contextlib.contextmanager
+def _opened(path: str | os.PathLike[str]) -> Iterator[tuple[TraceHeader, BinaryIO]]:
+    """The header of a trace, and the file behind it. Raises `OptionError` for one that cannot be read."""
+    name = os.fspath(path)
+    try:
+        with open_file(path) as raw, io.BufferedReader(cast(io.RawIOBase, raw)) as file:
+            head = file.read(16)
+            if head[:8] != MAGIC or len(head) < 16:
+                raise OptionError(f"{name}: is not a trace of moeoff")
+            version, length = struct.unpack_from("<II", head, 8)
+            if version != VERSION:
+                raise OptionError(f"{name}: is a trace of version {version}, this moeoff reads version {VERSION}")
+            try:
+                header = TraceHeader.from_json(file.read(min(length, _LONGEST_HEADER)))
+            except (ValueError, KeyError, TypeError, RecursionError):
+                raise OptionError(f"{name}: the trace's header is damaged") from None
+            yield header, file
+    except OSError as error:
+        raise OptionError(f"{name}: cannot be read: {error.strerror or error}") from None
 
 
-def _scan(path: str | os.PathLike[str]) -> tuple[TraceHeader, int]:
-    """Header, and where the last whole record ends."""
-    with contextlib.closing(_Content(path)) as data:
-        model = data.header()
-        end = data.position
-        for *_, end in data.records():  # noqa: B007  # the last counts
-            pass
-        return model, end
+def _records(file: BinaryIO) -> Iterator[tuple[tuple[int, ...], bytes]]:
+    """Fields and payload of each whole record from here on."""
+    end = os.fstat(file.fileno()).st_size
+    while len(head := file.read(RECORD.size)) == RECORD.size:
+        *fields, size, crc = RECORD.unpack(head)
+        if size > min(_LONGEST_RECORD, end - file.tell()) or zlib.crc32(payload := file.read(size)) != crc:
+            return
+        yield tuple(fields), payload
 
 
-def _pack_reads(reads: np.ndarray) -> tuple[int, bytes]:
-    """Flags and payload of reads as `ExpertBuffer.take_reads()` gives them. Versions are there if some are low."""
-    out = np.empty(len(reads), _STORED)
-    for name in ("t_queued", "nbytes", "tensor", "expert", "level", "result"):
-        out[name] = reads[name]
-    out["wait_us"] = (reads["t_start"] - reads["t_queued"]) // 1000
-    out["read_us"] = (reads["t_done"] - reads["t_start"]) // 1000
-    if not reads["version"].any():
-        return 0, out.tobytes()
-    return WITH_VERSIONS, out.tobytes() + reads["version"].astype("u1").tobytes()
+def _event(fields: tuple[int, ...], payload: bytes, model: TraceHeader, layers: dict[int, int]) -> GateEvent:
+    """Raises ValueError for a record that cannot be."""
+    _, flags, gate, n_used, n_tokens, n_hit, n_miss, t_ns = fields
+    data, shape = io.BytesIO(payload), (n_tokens, n_used)
 
+    def array(stored: str, dtype: type) -> np.ndarray:
+        return np.frombuffer(data.read(np.dtype(stored).itemsize * n_tokens * n_used), stored).reshape(shape).astype(dtype)
 
-def _unpack_reads(flags: int, payload: memoryview, n: int) -> np.ndarray:
-    """[n] of `READ`."""
-    stored, out = np.frombuffer(payload, _STORED, n), np.zeros(n, READ)
-    for name in _STORED.names or ():
-        out[name] = stored[name]
-    if flags & WITH_VERSIONS:
-        out["version"] = np.frombuffer(payload, "u1", n, stored.nbytes)
-    return out
+    ids, weights = array("<u2", np.int32), array("<f2", np.float32)
+    if gate >= model.n_gates or ids.max(initial=0) >= model.n_experts:
+        raise ValueError("no such gate or expert")
+    versions = array("u1", np.uint8) if flags & DECISIONS else None
+    on_device = array("u1", np.bool_) if flags & DEVICE else None
+    probs = np.frombuffer(data.read(), "<f2").reshape(n_tokens, -1).astype(np.float32) if flags & PROBS else None
+    decode = (n_tokens == 1) != bool(flags & OTHER_KIND)
+    return GateEvent(gate, ids, weights, probs, None, versions, layers.get(gate, -1), n_hit, n_miss, 0, t_ns, decode=decode, on_device=on_device)

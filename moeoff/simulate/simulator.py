@@ -11,7 +11,6 @@ their table.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -80,9 +79,9 @@ class SimulatedArena:
             self._squeeze(stride, missing[fits:], want, out)
             return
         queue = self._in_order(want, table)
-        for at, index in enumerate(missing):
+        for i, index in enumerate(missing):
             if not self._take_slot(stride, queue, out):
-                self._squeeze(stride, missing[at:], want, out)
+                self._squeeze(stride, missing[i:], want, out)
                 return
             self.resident[index] = True
 
@@ -163,7 +162,7 @@ class Result:
         gate_hits, gate_misses: [n_gates].
         bytes_read: of slices, what disks would have given.
         miss_penalty: HOBBIT §3.4, in misses of a whole expert in high precision; low ones cost B_l/B_h, skipped ones nothing.
-        event_hits: [n_events], with `events=True` only.
+        event_hits: [n_events].
         resident: [n_gates * n_experts] bool at the end.
         skipped: experts of tokens that were left out.
         decoded: experts that routers chose for tokens that were decoded; with tau only.
@@ -178,7 +177,7 @@ class Result:
     bytes_read: int
     miss_penalty: float
     resident: np.ndarray
-    event_hits: np.ndarray | None = None
+    event_hits: np.ndarray
     skipped: int = 0
     decoded: int = 0
 
@@ -204,15 +203,13 @@ class Result:
         }
 
 
-def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", events: bool = False,
-             tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
+def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int = 0, lag: str = "event", tau: float = 0.0, cost: MissCost = PAPERS_COST, progress: Callable[[int], None] | None = None, **options: Any) -> Result:  # fmt: skip
     """Replays a trace; the same arguments give the same result.
 
     Args:
         policy: a name of `moeoff.policies`, or one ready to use.
         arena_bytes: of the experts' arena, slot padding included, as `Llama(expert_memory=...)`.
         lag: "event": a gate sees what the policy made of the gate before it. "token": of the token before.
-        events: also returns hits of each event.
         tau: of `Precision`: what is absent and weighs less is left out; what follows in the trace stays as it was recorded.
         cost: of misses, for the penalty.
         progress: called with the number of events done, now and then.
@@ -225,15 +222,13 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
     arena_bytes = min(arena_bytes, model.full_bytes)
     if isinstance(policy, str):
         policy = get_policy(policy)(CacheShape.of(model, arena_bytes), seed=seed, **options)
-    if not tau and policy.static and type(policy).update is Policy.update and len(set(model.expert_slots)) == 1:
-        return _simulate_lru(trace, policy.name, arena_bytes, events, cost, progress)
     policy.prepare(trace.events)
     replay = SimulatedArena(model, arena_bytes)
     table = policy.priorities if lag == "event" else policy.priorities.copy()
     last = model.n_gates - 1
     n_matrices, nbytes = np.array(model.n_matrices), np.array(model.expert_bytes)
     hits, misses = np.zeros(model.n_gates, np.int64), np.zeros(model.n_gates, np.int64)
-    event_hits = np.zeros(len(trace.events), np.int64) if events else None
+    event_hits = np.zeros(len(trace.events), np.int64)
     evictions, penalty, n_skipped, n_decoded = 0, 0.0, 0, 0
     costs = _costs(trace, cost)
     for n, event in enumerate(trace.events):
@@ -254,8 +249,7 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
             misses[event.gate] += missing.size
             evictions += int(n_matrices[victims // replay.width].sum())
             penalty += costs[n][missing].sum()
-        if event_hits is not None:
-            event_hits[n] = (chosen.size - missing.size) * n_matrices[event.gate]
+        event_hits[n] = (chosen.size - missing.size) * n_matrices[event.gate]
         policy.update(event)
         if lag != "event" and event.gate == last:
             table[:] = policy.priorities
@@ -267,74 +261,14 @@ def simulate(trace: Trace, policy: str | Policy, arena_bytes: int, *, seed: int 
 
 def leave_out(event: GateEvent, resident: np.ndarray, tau: float) -> GateEvent:
     """A recorded event as `Precision.tau` would have had it, with these experts [n_experts] bool in memory: an expert that one token wants is there for all."""
-    wanted = resident.copy()
-    wanted[event.ids[event.weights >= tau]] = True
-    return replace(event, versions=np.where(wanted[event.ids], HIGH, SKIP).astype(np.uint8))
-
-
-def _simulate_lru(trace: Trace, name: str, arena_bytes: int, events: bool, cost: MissCost, progress: Callable[[int], None] | None) -> Result:
-    """All priorities equal, all slots of one size: what was used last is in.
-
-    The experts that one event used are equally recent and go by their index.
-    """
-    model = trace.model
-    width, capacity = model.n_experts, arena_bytes // model.expert_slots[0]
-    if capacity < model.n_used or any(len(np.unique(e.ids)) > capacity for e in trace.events if len(e.ids) > 1):
-        return simulate(trace, _Zero(CacheShape.of(model, arena_bytes)), arena_bytes, events=events, cost=cost, progress=progress)
-    n_matrices = model.n_matrices
-    hits, misses = [0] * model.n_gates, [0] * model.n_gates
-    event_hits = np.zeros(len(trace.events), np.int64) if events else None
-    recent: OrderedDict[int, None] = OrderedDict()  # experts, what goes next first
-    penalty, evictions = 0.0, 0
-    costs = _costs(trace, cost)
-    touch, pop = recent.move_to_end, recent.popitem
-    for n, event in enumerate(trace.events):
-        gate = event.gate
-        n_hit = n_miss = 0
-        for expert in sorted(event.ids[0].tolist()) if len(event.ids) == 1 else np.unique(event.ids).tolist():
-            key = gate * width + expert
-            if key in recent:
-                touch(key)
-                n_hit += 1
-            else:
-                recent[key] = None
-                n_miss += 1
-                penalty += costs[n, expert]
-        hits[gate] += n_hit
-        misses[gate] += n_miss
-        while len(recent) > capacity:
-            evictions += n_matrices[pop(False)[0] // width]
-        if event_hits is not None:
-            event_hits[n] = n_hit * n_matrices[gate]
-        if progress and n % 4096 == 0:
-            progress(n)
-    resident = np.zeros(model.n_gates * width, bool)
-    resident[list(recent)] = True
-    bytes_read = sum(n * nbytes for n, nbytes in zip(misses, model.expert_bytes, strict=True))
-    per_slice = np.array(n_matrices)
-    return Result(name, arena_bytes, trace.n_tokens, np.array(hits) * per_slice, np.array(misses) * per_slice, evictions, bytes_read, float(penalty),
-                  resident, event_hits)  # fmt: skip
-
-
-class _Zero(Policy):
-    """LRU on the general path."""
-
-    name = "lru"
-
-    def update(self, event: GateEvent) -> None:
-        pass
+    served = resident.copy()
+    served[event.ids[event.weights >= tau]] = True
+    return replace(event, versions=np.where(served[event.ids], HIGH, SKIP).astype(np.uint8))
 
 
 def _costs(trace: Trace, cost: MissCost) -> np.ndarray:
     """[n_events, n_experts] float32: what a miss of each expert costs."""
-    if trace.miss_costs is not None and trace.miss_costs[0] == cost:
-        return trace.miss_costs[1]
-    out = np.zeros((len(trace.events), trace.model.n_experts), np.float32)
-    single = [n for n, e in enumerate(trace.events) if e.ids.shape == (1, trace.model.n_used) and e.decode]
-    if single:
-        ids = np.concatenate([trace.events[n].ids for n in single])
-        out[np.array(single)[:, None], ids] = cost.decoded(np.concatenate([trace.events[n].weights for n in single]))
-    for n in set(range(len(trace.events))) - set(single):
-        out[n] = cost.of(trace.events[n], out.shape[1])
-    trace.miss_costs = cost, out
-    return out
+    if trace.miss_costs is None or trace.miss_costs[0] != cost:
+        n = trace.model.n_experts
+        trace.miss_costs = cost, np.stack([cost.of(event, n) for event in trace.events]) if trace.events else np.zeros((0, n), np.float32)
+    return trace.miss_costs[1]

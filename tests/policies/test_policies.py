@@ -469,7 +469,7 @@ def test_the_larger_the_buffer_the_longer_the_horizon(fitted):
 def test_weights_from_a_file_are_those_of_the_dict(fitted, tmp_path):
     np.savez(tmp_path / "w.npz", **fitted)
     trace, arena = walk(100, seed=2), MODEL.full_bytes // 2
-    results = [simulate(trace, "score", arena, events=True, weights=w) for w in (fitted, str(tmp_path / "w.npz"))]
+    results = [simulate(trace, "score", arena, weights=w) for w in (fitted, str(tmp_path / "w.npz"))]
     assert (results[0].event_hits == results[1].event_hits).all()
 
 

@@ -78,7 +78,7 @@ def brute(trace, policy, arena):
 def test_brute_force(model, name, share):
     """Hits, evictions and bytes of every policy; the experts in the arena fit into it, and none is lost."""
     trace, arena = random_trace(model), int(model.full_bytes * share)
-    result = simulate(trace, name, arena, events=True)
+    result = simulate(trace, name, arena)
     hits, evictions, nbytes, resident = brute(trace, get_policy(name)(CacheShape.of(model, arena)), arena)
     assert result.event_hits.tolist() == hits and (result.evictions, result.bytes_read) == (evictions, nbytes)
     assert set(zip(*np.nonzero(result.resident.reshape(model.n_gates, -1)))) == resident
@@ -94,55 +94,11 @@ def test_nothing_beats_belady_on_one_size_class():
         assert all(simulate(trace, name, arena).hit_rate <= best for name in ("lru", "lfu", "decay", "arc", "edgemoe", "hobbit", "score"))
 
 
-def batches(n=300, seed=0):
-    """Of 1 to 4 tokens, with matrices of different sizes in slots of the same one."""
-    model = TraceHeader("batches", 2, tuple(TensorInfo(g, g, m, 8, 5000 + m) for g in range(3) for m in (2, 1, 3)))
-    rng = np.random.default_rng(seed)
-    events = []
-    for i in range(n):
-        ids = np.stack([rng.choice(8, 2, replace=False) for _ in range(rng.integers(1, 5) if rng.random() < 0.3 else 1)]).astype(np.int32)
-        events.append(GateEvent(i % 3, ids, rng.random(ids.shape).astype(np.float32), None))
-    return Trace(model, events, np.zeros(n, bool))
-
-
-class GeneralLru(Policy):
-    """Its `update` keeps it from the fast path."""
-
-    name = "lru"
-
-    def update(self, event):
-        pass
-
-
-@pytest.mark.parametrize("trace", [SMALL, batches()], ids=["small", "batches"])
-@pytest.mark.parametrize("share", [0.05, 0.12, 0.333, 0.37, 0.5, 0.83, 0.99])
-def test_fast_path_is_the_general_one(trace, share):
-    arena = max(int(trace.model.full_bytes * share), trace.model.arena_floor)
-    fast = simulate(trace, "lru", arena, events=True)
-    general = simulate(trace, GeneralLru(CacheShape.of(trace.model, arena)), arena, events=True)
-    assert (fast.event_hits == general.event_hits).all() and fast.evictions == general.evictions
-    assert fast.bytes_read == general.bytes_read and fast.miss_penalty == pytest.approx(general.miss_penalty, rel=1e-5)
-    assert (fast.resident == general.resident).all()
-
-
-@pytest.mark.perf
-@pytest.mark.parametrize("share", [0.05, 0.1, 0.25, 0.5, 0.75, 0.9])
-def test_lru_is_fast(share):
-    """50,000 events a second on an idle machine; the best of several rounds, and half of that, because others use it too."""
-    trace = Trace.join([SMALL] * 8)
-    best = float("inf")
-    for _ in range(5):
-        started = time.perf_counter()
-        simulate(trace, "lru", int(trace.model.full_bytes * share))
-        best = min(best, time.perf_counter() - started)
-    assert len(trace.events) / best > 25_000
-
-
 def test_the_checked_in_run_comes_out_as_it_happened():
     """Recorded live with lru at 40 %: hits of every event, evictions and bytes."""
     trace = SMALL
     began, ended = trace.notes
-    result = simulate(trace, "lru", began["arena_bytes"], events=True)
+    result = simulate(trace, "lru", began["arena_bytes"])
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events]
     assert (result.evictions, result.bytes_read) == (ended["evictions"], ended["bytes_read"])
 
@@ -160,7 +116,7 @@ def test_exact_counts():
 def test_a_result_as_a_dictionary():
     """A layer that was used once has its own hit rate, and one that was not used has none of its hits."""
     counts = {"gate_hits": np.array([1, 3, 0]), "gate_misses": np.array([0, 9, 0]), "evictions": 7, "bytes_read": 50, "miss_penalty": 2.5}
-    result = Result("score", 1000, 4, **counts, resident=np.zeros(1, bool), skipped=1, decoded=8)
+    result = Result("score", 1000, 4, **counts, resident=np.zeros(1, bool), event_hits=np.zeros(1, int), skipped=1, decoded=8)
     assert result.to_dict() == {
         "strategy": "score",
         "arena_bytes": 1000,
@@ -251,7 +207,7 @@ def test_replay_of_a_live_lru_run(demo, tmp_path):
         decode(llm)
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
-    result = simulate(trace, "lru", stats.arena_bytes, events=True)
+    result = simulate(trace, "lru", stats.arena_bytes)
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
     assert residency_of(trace, result).tolist() == residency.tolist()
 
@@ -264,7 +220,7 @@ def test_replay_of_a_live_policy_run(demo, tmp_path, name):
         decode(llm, held=HeldUpdates(llm))
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
-    result = simulate(trace, name, stats.arena_bytes, lag="token", events=True)
+    result = simulate(trace, name, stats.arena_bytes, lag="token")
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
     assert residency_of(trace, result).tolist() == residency.tolist()
 
@@ -286,7 +242,7 @@ def test_replay_of_a_live_run_of_several_sequences(demo, tmp_path):
         stats, residency = llm.stats(), llm.engine.buffer.residency()
     trace = Trace.read(tmp_path / "t")
     assert [n // trace.model.n_gates for n in np.flatnonzero(trace.starts)] == [0, 48] and all(e.decode for e in trace.events)
-    result = simulate(trace, "hobbit", stats.arena_bytes, lag="token", events=True)
+    result = simulate(trace, "hobbit", stats.arena_bytes, lag="token")
     assert result.event_hits.tolist() == [e.n_hit for e in trace.events] and stats.evictions == result.evictions > 0
     assert residency_of(trace, result).tolist() == residency.tolist()
 
