@@ -19,6 +19,7 @@ import numpy as np
 
 from ..gate_event import GateEvent
 from ..npz import require_arrays
+from ..precision import Precision
 from .base import DEFAULT_FIT, CacheShape, FitOptions, Policy, Prediction, Predictor, Progress, recall, top_k
 from .classic import ARC
 from .recording import Recording
