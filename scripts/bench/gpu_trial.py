@@ -4,10 +4,11 @@ usage: gpu_trial.py [-o results] [--minutes N] [--fake | --small] [STEP...]     
        gpu_trial.py --list | --table                                            the steps, or what the results say
        gpu_trial.py --pack WHEEL -o FILE.tar.xz [--python 3.12,...]             an archive that gpu_trial.sh runs from, with a wheel of cuda.py in it
 
-A step is a process that ends within nine minutes, or is ended then. Its result is a JSON file of its name, written when it has ended; with --minutes no step begins
-that could last longer. So the trial goes on, call by call, where a machine is lent for some minutes at a time. A step that failed has a result that says
-why, and is run again only by its name. Models are made on the spot: the demo model grown to 1.63 GiB, and the shape of Qwen3-30B-A3B (18 GB)
-with the routing of models that answer. A row is a share of the experts' bytes on the device, host memory for all experts or a quarter of them, and who computes.
+A step is a process that ends within nine minutes, or is ended then. Its result is a JSON file of its name, written when it has ended. With --minutes a step
+after the first that has not ended by then is ended without a result, and none begins in the last half minute: so the trial goes on, call by call, where a machine
+is lent for some minutes at a time. A step that failed has a result that says why, and is run again only by its name. Models are made on the spot: the demo model
+grown to 1.63 GiB, and the shape of Qwen3-30B-A3B (18 GB) with the routing of models that answer. A row is a share of the experts' bytes on the device, host memory
+for all experts or a quarter of them, and who computes: five prompts of 512 tokens, then five answers of 128 tokens, the model's own, behind 64 tokens of text each.
 
 --small takes the demo model in the place of both and short texts, for a software driver (GGML_VK_VISIBLE_DEVICES=0). --fake does the same without any device:
 every step runs its own code, and what would be on a device is on the CPU; its results say so, and their figures are those of the CPU.
@@ -27,6 +28,7 @@ import json
 import lzma
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tarfile
@@ -42,6 +44,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 DEMO = ROOT / "moeoff/data/demo-moe-q8_0.gguf"
 STEP_SECONDS = 520  # of nine minutes, the rest is for beginning and ending
+LEAST_SECONDS = 30  # in which some step may end
 MODELS = {
     "grown": ["grow_model.py", str(DEMO), "--width", "16", "--ff", "16"],
     "qwen3": ["shape_model.py", "qwen3-30b-a3b", "--routing", "answer"],
@@ -225,13 +228,13 @@ def row(trial: Trial, name: str, options: dict[str, Any], stock: bool, share: in
         if trial.fake:
             del options["vram_mode"]
         options["expert_memory"] = int(index.expert_bytes * HOST[host])
-    prompts, singles, n_ctx = ((32, 64), 8, 256) if trial.small else ((512, 2048), 64, 2304)
-    tests = (*(BenchTest(n, 0) for n in prompts), BenchTest(0, singles))
-    few = {"repetitions": 1, "warm_up": False, "probe_seconds": 0.0} if trial.small else {"repetitions": 2}
+    n_prompt, n_before, n_answer, n_ctx = (64, 16, 8, 256) if trial.small else (512, 64, 128, 1024)
+    tests = BenchTest(n_prompt, 0), BenchTest(0, n_answer, n_before)
+    few = {"repetitions": 1, "warm_up": False} if trial.small else {}
     usual = {"n_ctx": n_ctx, "flash_attn": not trial.small}  # an old software driver crashes over it
     if stock:
         usual |= {"use_mmap": False, "n_threads": n_cores(), "n_threads_batch": n_cores()}
-    job = Job(str(path), STOCK if stock else MOEOFF, trial.layers | usual | options, tests, seconds=60.0, **few)
+    job = Job(str(path), STOCK if stock else MOEOFF, trial.layers | usual | options, tests, answer=(), seconds=60.0, probe_seconds=0.0, **few)
     done = measure(job, timeout=STEP_SECONDS - 20)
     if done.error:
         raise RuntimeError(done.error)
@@ -264,25 +267,29 @@ def steps(trial: Trial) -> dict[str, Callable[[], dict[str, Any]]]:
 # --- the driver: starts each step and keeps its result ---
 
 
-def run_step(trial: Trial, name: str) -> dict[str, Any]:
-    """In a process of its own; the last line that it says is its result, or why it failed."""
+def run_step(trial: Trial, name: str, seconds: float) -> dict[str, Any] | None:
+    """In a process of its own; the last line that it says is its result, or why it failed. None: it was ended before its time, and has no result."""
     out = trial.folder / f"{name}.json"
     command = [sys.executable, str(Path(__file__).resolve()), "--do", name, "-o", str(trial.folder)]
     command += ["--fake"] * trial.fake + ["--small"] * trial.small
-    started, error, result = time.monotonic(), "", None
+    started, error, errors, result = time.monotonic(), "", "", None
     with subprocess.Popen(command, env=_with_scripts(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
-            said, errors = process.communicate(timeout=STEP_SECONDS)
+            said, errors = process.communicate(timeout=seconds)
             if process.returncode:
                 error = (errors.strip().splitlines() or [f"exit code {process.returncode}"])[-1]
             else:
                 result = json.loads(said.splitlines()[-1])
         except subprocess.TimeoutExpired:
-            error = f"not finished after {STEP_SECONDS} s"
+            if seconds < STEP_SECONDS:
+                return None
+            error = f"not finished after {seconds} s"
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # what it has started, too: it would keep the device's memory
     found = {"step": name, "fake": trial.fake, "small": trial.small, "seconds": round(time.monotonic() - started, 1), "error": error, "result": result}
+    if error:
+        found["stderr"] = errors[-4000:]
     part = out.with_suffix(".part")
     part.write_text(json.dumps(found, indent=1) + "\n")
     os.replace(part, out)
@@ -295,11 +302,11 @@ def run(trial: Trial, names: list[str], minutes: float | None) -> int:
     every, started, failed = steps(trial), time.monotonic(), 0
     todo = names or [name for name in every if not (trial.folder / f"{name}.json").exists()]
     for i, name in enumerate(todo):
-        left = None if minutes is None else 60 * minutes - (time.monotonic() - started)
-        if i and left is not None and left < STEP_SECONDS:
+        left = STEP_SECONDS if minutes is None or not i else 60 * minutes - (time.monotonic() - started)
+        found = run_step(trial, name, min(left, STEP_SECONDS)) if left >= LEAST_SECONDS else None
+        if found is None:
             print(f"{len(todo) - i} steps are left; run it again", flush=True)
             return 75
-        found = run_step(trial, name)
         print(f"{name}: {found['error'] or 'done'} ({found['seconds']} s)", flush=True)
         failed += bool(found["error"])
         if name == "check" and found["error"]:
@@ -322,10 +329,16 @@ def table(folder: Path) -> Iterator[str]:
             differ = ", ".join(f"{run}: {bits['differ']}" for run, bits in found["result"]["runs"].items())
             yield f"| {name} | numbers that differ from stock's: {differ} | | |"
         elif rows := (found["result"] or {}).get("rows"):
-            speeds = ", ".join(f"{one['test']} {one['avg_ts']:.1f}" for one in rows if one["avg_ts"] is not None)
+            speeds = ", ".join(_speed(one) for one in rows if one["avg_ts"] is not None)
             hits = rows[-1]["device_hit_rate"]
             slots = ", ".join(f"{use['n_slots']} on {device}" for device, use in found["result"].get("device_memory", {}).items())
             yield f"| {name} | {speeds} | {'' if hits is None else f'{hits:.0%}'} | {slots} |"
+
+
+def _speed(row: dict[str, Any]) -> str:
+    """The median of its repetitions, and their range."""
+    rates = row["samples_ts"]
+    return f"{row['test']} {statistics.median(rates):.1f} ({min(rates):.1f} to {max(rates):.1f})"
 
 
 # --- the archive ---
@@ -395,7 +408,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("steps", nargs="*", metavar="STEP")
     parser.add_argument("-o", "--out", type=Path, default=Path("results"), help="folder of results and models, or the archive")
-    parser.add_argument("--minutes", type=float, help="begin no step after the first that could end later")
+    parser.add_argument("--minutes", type=float, help="no step after the first lasts longer than these")
     parser.add_argument("--fake", action="store_true")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--list", action="store_true")

@@ -125,7 +125,7 @@ def test_a_faked_trial_runs_to_its_end(tmp_path):
     (left_out,) = [path for path in tmp_path.glob("*.json") if "left_out" in (json.loads(path.read_text())["result"] or {})]
     assert left_out.stem.endswith("promoe")
     rows = result(tmp_path, "demo-25-short-cooperative")["result"]["rows"]
-    assert [row["test"] for row in rows] == ["pp32", "pp64", "tg8"] and all(row["avg_ts"] > 0 for row in rows)
+    assert [row["test"] for row in rows] == ["pp64", "tg8 @ d16"] and all(row["avg_ts"] > 0 for row in rows)
     assert rows[0]["arena"] < result(tmp_path, "demo-experts-on-cpu")["result"]["rows"][0]["arena"]
     again = run_trial(tmp_path, "--fake")
     assert again.returncode == 0 and not again.stdout
