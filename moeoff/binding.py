@@ -636,7 +636,7 @@ class StockLlama(_AnyLlama):
         overrides: where tensors go (`moeoff.native.TensorOverrides`), likewise; None: as llama.cpp has it.
 
     Attributes:
-        decode_seconds: inside llama_decode so far.
+        decode_seconds: inside llama_decode so far, and until what it began has ended.
     """
 
     def __init__(self, model_path: str, *, use_extra_bufts: bool = True, overrides: Any = None, **options: Any):
@@ -647,6 +647,7 @@ class StockLlama(_AnyLlama):
         def timed(batch: Any) -> None:
             started = time.perf_counter()
             decode(batch)
+            llama_cpp.llama_synchronize(self._ctx.ctx)  # a device goes on after llama_decode has returned
             self.decode_seconds += time.perf_counter() - started
 
         self._ctx.decode = timed  # type: ignore[method-assign]  # of this one object
